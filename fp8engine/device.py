@@ -1,0 +1,107 @@
+"""What this machine can do, asked when it is needed and never at import.
+
+| card | capability | FP8 Tensor Cores | emulated products | source |
+| --- | --- | --- | --- | --- |
+| V100 | sm_70 | no | FP16 Tensor Cores | CUDA C programming guide, compute capabilities |
+| A100 | sm_80 | no | BF16 Tensor Cores | same |
+| L4, RTX 4090 | sm_89 | yes | - | same |
+| H100, H200 | sm_90 | yes | - | same |
+| CPU | - | no | BF16 where the CPU has instructions for it and measures faster, else FP32 | measured here |
+
+Every FP8 value is exact in BF16 and in FP16, products of two are exact in FP32: emulation loses nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import time
+
+import torch
+
+FP8_CAPABILITY = (8, 9)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a CUDA device; (0, 0) for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies FP8 in hardware: CUDA from sm_89 (Ada, Hopper) on."""
+    return device.type == "cuda" and capability(device) >= FP8_CAPABILITY
+
+
+def name(device: torch.device) -> str:
+    """The card's or CPU's name, as reports print it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU" if device.type == "cpu" else device.type
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """In which dtype an emulated FP8 matmul takes its operands on this device: whichever is fastest and exact."""
+    if device.type == "cuda":
+        return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
+    return torch.bfloat16 if device.type == "cpu" and cpu_timings().bf16_pays else torch.float32
+
+
+# Below this many elements a BF16 matmul's set-up on a CPU costs more than it saves (measured: benchmarks/cpu.py).
+SMALL = 1 << 14
+
+
+def holding_dtype(device: torch.device, size: int) -> torch.dtype:
+    """In which dtype `size` values on the FP8 grid wait for an emulated matmul."""
+    if device.type == "cpu" and size < SMALL:
+        return torch.float32
+    return product_dtype(device)
+
+
+class CpuTimings:
+    """Milliseconds of one 256x512x512 matmul on this CPU: FP32, BF16, and torch's scaled FP8 matmul (None: not there)."""
+
+    def __init__(self, fp32: float, bf16: float, scaled_mm: float | None):
+        self.fp32, self.bf16, self.scaled_mm = fp32, bf16, scaled_mm
+
+    @property
+    def bf16_pays(self) -> bool:
+        """Whether products in BF16 are clearly faster; 1.2, so that noise cannot decide."""
+        return self.bf16 * 1.2 < self.fp32
+
+    @property
+    def scaled_mm_pays(self) -> bool:
+        """Whether torch's scaled matmul is clearly faster than emulation."""
+        return self.scaled_mm is not None and self.scaled_mm * 1.2 < min(self.bf16, self.fp32)
+
+
+@functools.cache
+def cpu_timings() -> CpuTimings:
+    """Measured once a process, in about 20 ms, when the first large emulated matmul asks.
+
+    The choice changes speed, and results by no more than one rounding to BF16 of each sum.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(256, 512, generator=generator), torch.randn(512, 512, generator=generator)
+    a_bf16, b_bf16 = a.bfloat16(), b.bfloat16()
+    scaled = None
+    if hasattr(torch, "_scaled_mm"):
+        a_fp8, b_fp8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
+
+        def scaled_mm():
+            return torch._scaled_mm(a_fp8, b_fp8.t(), one, one, out_dtype=torch.bfloat16)
+
+        try:
+            scaled = _best_ms(scaled_mm)
+        except RuntimeError:  # a CPU build without it
+            scaled = None
+    return CpuTimings(_best_ms(lambda: a @ b.t()), _best_ms(lambda: a_bf16 @ b_bf16.t()), scaled)
+
+
+def _best_ms(call, repeats: int = 4) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e3

@@ -1,0 +1,68 @@
+"""Every error the engine raises on purpose: the message names the rule broken, the place, and the remedy.
+
+All are subclasses of ValueError, TypeError or RuntimeError, so code that catches those keeps working.
+
+>>> raise_for = UnknownName("recipe", "curent", ["current", "delayed"])
+>>> print(raise_for)
+unknown recipe 'curent'; did you mean 'current'? known: current, delayed
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp8EngineError(Exception):
+    """Base of every error below: `except fe.errors.Fp8EngineError` catches what the engine refuses."""
+
+
+class UnknownName(Fp8EngineError, ValueError):
+    """A name that is not in the list it should come from; the message offers the nearest one."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]):
+        known = list(known)
+        self.args = (kind, name, known)
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ";"
+        shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
+        self.message = f"unknown {kind} {name!r}{hint} known: {shown}"
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRecipe(Fp8EngineError, ValueError):
+    """A recipe or cast whose parts contradict each other."""
+
+
+class UnsupportedDtype(Fp8EngineError, TypeError):
+    """A tensor whose dtype or layout cannot be cast to FP8 (float64, integer, complex, sparse)."""
+
+
+class ShapeError(Fp8EngineError, RuntimeError):
+    """Shapes that do not fit together; RuntimeError, as torch raises for a matmul."""
+
+
+class BackendError(Fp8EngineError, RuntimeError):
+    """A backend asked for by name that cannot run here, or a matmul that hardware would refuse."""
+
+
+class ConversionError(Fp8EngineError, ValueError):
+    """A model that cannot be converted as asked: nothing in it has been changed."""
+
+
+class StrictError(Fp8EngineError, RuntimeError):
+    """strict=True met something that would have been emulated, skipped or done otherwise than asked."""
+
+
+class StateError(Fp8EngineError, ValueError):
+    """Scaling state, a checkpoint or a plan that does not belong to this model: nothing was loaded."""
+
+
+class VersionError(Fp8EngineError, RuntimeError):
+    """An installed package is too old or too new; the message names both versions."""
+
+
+class ParallelError(Fp8EngineError, RuntimeError):
+    """A way of running on several devices that the engine does not take (nn.DataParallel)."""

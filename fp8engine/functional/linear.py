@@ -1,0 +1,134 @@
+"""y = x @ w.T + b with each of its three matmuls in the precision its recipe asks for.
+
+    forward   y[M, N]  = X[M, K]  @ W[N, K]^T + b        X, W reduced along -1
+    dgrad     dx[M, K] = DY[M, N] @ (W^T)[K, N]^T        W cast along 0
+    wgrad     dw[N, K] = (DY^T)[N, M] @ (X^T)[K, M]^T    DY, X cast along 0;  db = sum of dy over rows
+
+M is the product of x's leading dimensions.  Saved for backward: X as FP8 codes in the orientation wgrad reads
+(or in 16 bits where wgrad is), its scale, and the parameter itself.  What the 16-bit alternative keeps, x, is not.
+A weight that needs no gradient saves no X; an x that needs none spends no dgrad.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8engine import ops
+from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.functional.numerics import Numerics, holding, operand
+from fp8engine.reference import Operand
+from fp8engine.scaling import in_backward
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.Tensor:
+    """x [..., K] times a weight [N, K] plus a bias [N]; [..., N] in x's dtype, or autocast's where that is on.
+
+    Raises ShapeError (with nn.Linear's words) and UnsupportedDtype, both naming the layer.
+    """
+    check(x, weight_NK, numerics.name)
+    out = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        out = torch.get_autocast_dtype(x.device.type)
+    elif weight_NK.dtype != x.dtype:
+        raise UnsupportedDtype(
+            f"{numerics.name}: input is {x.dtype} and weight is {weight_NK.dtype}; cast one of them, or run under autocast"
+        )
+    compiling = torch.compiler.is_compiling()
+    if not numerics.recipe.is_fp8:
+        return _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
+    if not compiling:
+        numerics.state.enter()
+        numerics.ran = ops.choose(x.device, numerics.plan.by_block)
+    elif numerics.alone:
+        numerics.state.begin_step()
+    record = torch.is_grad_enabled() or (not compiling and in_backward())
+    return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
+
+
+def check(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
+    """Raise for an input that no recipe takes."""
+    if x.dtype not in FLOATS or x.layout != torch.strided:
+        raise UnsupportedDtype(
+            f"{name}: input is {x.dtype}, {x.layout}; FP8 casts take dense float32, bfloat16 or float16: convert it first"
+        )
+    if weight_NK.dtype not in FLOATS:
+        raise UnsupportedDtype(f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16")
+    if x.dim() == 0 or x.shape[-1] != weight_NK.shape[1]:
+        rows = x.numel() // max(x.shape[-1], 1) if x.dim() else 1
+        cols = x.shape[-1] if x.dim() else 0
+        raise ShapeError(
+            f"{name}: mat1 and mat2 shapes cannot be multiplied "
+            f"({rows}x{cols} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
+        )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
+        first, second = numerics.plan.forward
+        saves = ctx.needs_input_grad[1]
+        x_MK = x.reshape(-1, x.shape[-1])
+        kept, weights = numerics.kept_of_input(x), numerics.kept_of_weight(weight_NK)
+        to_save = numerics.plan.wgrad[1]
+        hold = None if saves and to_save is first else holding(x_MK)
+        a = operand(x_MK, first, kept, numerics.slot("input", record), hold)
+        b = operand(weight_NK, second, weights, numerics.slot("weight", record), holding(weight_NK))
+        y_MN = _multiply(a, b, bias_N, out, numerics, "forward")
+
+        data = scale = ctx.groups = None
+        if saves:
+            saved = a if to_save is first else operand(x_MK, to_save, kept, None)
+            if isinstance(saved, Operand):
+                data, scale, *ctx.groups = saved
+            else:
+                data = saved
+        ctx.save_for_backward(data, scale, weight_NK)
+        ctx.numerics, ctx.weights, ctx.x_like = numerics, weights, (x.shape, x.dtype)
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
+        return y_MN.view(*x.shape[:-1], weight_NK.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        numerics: Numerics = ctx.numerics
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        data, scale, weight_NK = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            numerics.state.backward_seen = True
+        dy_MN = dy.reshape(-1, dy.shape[-1])
+        hold, made, slot = holding(dy_MN), {}, numerics.slot("grad_output", True)
+        dx = dw_NK = db_N = None
+        if needs_x:
+            first, second = numerics.plan.dgrad
+            shape, dtype = ctx.x_like
+            a = operand(dy_MN, first, made, slot, hold)
+            b = operand(weight_NK, second, ctx.weights, None, holding(weight_NK))
+            dx = _multiply(a, b.t(), None, dtype, numerics, "dgrad").view(shape)
+            slot = None  # counted
+        if needs_w:
+            first, _ = numerics.plan.wgrad
+            a = operand(dy_MN, first, made, slot, hold)
+            b = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
+            dw_NK = _multiply(a.t(), b.t(), None, weight_NK.dtype, numerics, "wgrad")
+        if needs_b:
+            db_N = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw_NK, db_N, None, None, None
+
+
+def _multiply(a, b, bias_N, out: torch.dtype, numerics: Numerics, matmul: str) -> torch.Tensor:
+    """One of the three matmuls, in FP8 where its operands are."""
+    if isinstance(a, Operand):
+        precision = "exact" if numerics.plan.exact else numerics.plan.precision[matmul]
+        return ops.matmul(a, b, bias_N, out, precision)
+    y_MN = torch.mm(a, b.t().to(a.dtype)).to(out)
+    return y_MN if bias_N is None else y_MN + bias_N
+
+
+def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:
+    """nn.Linear with its operands in `dtype`: what a recipe without FP8 means."""
+    bias_N = None if bias_N is None else bias_N.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

@@ -1,0 +1,145 @@
+"""What a layer brings to its matmuls beside its parameters: its recipe's plan, its slots, the operands worth keeping.
+
+Two things are kept in eager code, both checked before they are used again:
+- the weight's operands, while the parameter's version counter, address and a sample of its values stand still
+  (writes through `.data` do not move the counter; on a CPU the sample catches them, elsewhere nothing can for free);
+- the operands of the latest input, so that layers reading one tensor (q, k, v; gate, up) quantise it once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8engine import device, ops
+from fp8engine.recipe import MATMULS, Cast, PerBlock, Recipe
+from fp8engine.reference import How, Operand, Slot
+from fp8engine.scaling import ROLES, Kept, ScalingState
+
+HOLDS = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Casting:
+    """A cast made ready for the hot path: the kernels' words for it, by the dtype its values are held in."""
+
+    def __init__(self, cast: Cast):
+        self.cast, self.fp8 = cast, cast.is_fp8
+        self.how: dict[torch.dtype | None, How] = {hold: ops.how(cast, hold) for hold in HOLDS} if cast.is_fp8 else {}
+
+
+class Plan:
+    """A recipe made ready: the castings of its three matmuls, equal casts being one object."""
+
+    def __init__(self, recipe: Recipe):
+        ready: dict[Cast, Casting] = {}
+        pairs = {
+            matmul: tuple(ready.setdefault(cast, Casting(cast)) for cast in recipe.operands(matmul))
+            for matmul in MATMULS
+        }
+        self.forward, self.dgrad, self.wgrad = (pairs[matmul] for matmul in MATMULS)
+        self.by_block = any(isinstance(cast.granularity, PerBlock) for cast in ready)
+        self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
+        self.exact = recipe.output.dtype == torch.float32
+
+
+plan = functools.cache(Plan)
+
+
+@dataclass
+class Numerics:
+    """One layer's recipe and its place in the scaling state.
+
+    name: as errors and reports print it.  layer: its index in `state`.  alone: no root updates the state for it.
+    ran: the backend of the latest eager forward.  weight_key, weight_kept: see the module's docstring.
+    """
+
+    name: str
+    recipe: Recipe
+    state: ScalingState
+    layer: int = 0
+    alone: bool = False
+    ran: str | None = None
+    weight_key: tuple | None = None
+    weight_kept: Kept = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.plan = plan(self.recipe)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "plan": None, "weight_key": None, "weight_kept": {}}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, plan=plan(state["recipe"]))
+
+    def slot(self, role: str, record: bool) -> Slot:
+        """The slot of "input", "weight" or "grad_output"."""
+        return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record)
+
+    def kept_of_weight(self, weight: torch.Tensor) -> Kept:
+        """Operands of this very weight; empty when it has changed since they were made."""
+        if not plain(weight):
+            return {}
+        key = (weight._version, weight.data_ptr(), weight.shape, *_sample(weight))
+        if key != self.weight_key:
+            self.weight_key, self.weight_kept = key, {}
+        return self.weight_kept
+
+    def kept_of_input(self, x: torch.Tensor) -> Kept:
+        """Operands that a layer of this state has just made of this very tensor."""
+        return self.state.latest.operands(x) if plain(x) else {}
+
+
+def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot | None, hold=None) -> Operand | torch.Tensor:
+    """x under a cast, made once: FP8 with its scale, or the tensor itself where the cast is to 16 or 32 bits.
+
+    slot: where this use of x is counted; None for a second cast of a tensor already counted.
+    hold: dtype in which an operand that only an emulated matmul reads is held; None for FP8 codes.
+    """
+    if not casting.fp8:
+        return x_MK if x_MK.dtype.itemsize == 2 else x_MK.to(casting.cast.format.dtype)
+    how = casting.how[hold]
+    if (made := kept.get(how)) is None:
+        made = ops.quantize(x_MK, how, slot)
+        kept[how] = made, slot
+    elif slot is not None and made[1] is not None:
+        _count_again(made[1], slot, x_MK.numel())
+    return kept[how][0]
+
+
+def _count_again(source: Slot, slot: Slot, size: int) -> None:
+    """Another layer's slot already holds this tensor's amax: take it over instead of reading the tensor again."""
+    if slot.index == source.index:
+        return
+    live, counts = slot.live_2S, slot.counts_CS
+    if slot.record:
+        live[0, slot.index] = torch.maximum(live[0, slot.index], live[0, source.index])
+        live[1, slot.index] = live[1, source.index]
+    counts[0, slot.index] += 1
+    counts[1, slot.index] += size
+
+
+def plain(x: torch.Tensor) -> bool:
+    """Whether x is real data in eager code, so that operands made from it can be kept and found again."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not x.is_meta
+        and not x.is_inference()
+    )
+
+
+def holding(x: torch.Tensor) -> torch.dtype | None:
+    """In which dtype an operand made from x and not saved waits for its matmul: None, unless that is emulated."""
+    if torch.compiler.is_compiling() or ops.choose(x.device, by_block=False) != "reference":
+        return None
+    return device.holding_dtype(x.device, x.numel())
+
+
+def _sample(weight: torch.Tensor) -> tuple[float, ...]:
+    """A few values of a CPU weight, all of which any optimizer's step moves."""
+    if weight.device.type != "cpu" or weight.numel() == 0:
+        return ()
+    return tuple(weight.detach().diagonal()[:8].tolist())

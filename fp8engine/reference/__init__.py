@@ -1,0 +1,36 @@
+"""Every kernel in plain torch, under the kernel's name: the emulation where there is no FP8 hardware, and the oracle.
+
+| file | twin of | what |
+| --- | --- | --- |
+| rounding.py | kernels/rounding.py | round-to-nearest-even, saturating, NaN-keeping |
+| scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
+| quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
+| cast_transpose.py | kernels/cast_transpose.py | both orientations |
+| stats.py | kernels/stats.py | amax, sum of squares, exponent histogram |
+| matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
+"""
+
+from fp8engine.reference.cast_transpose import cast_transpose
+from fp8engine.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.reference.quantize import How, Operand, Slot, quantize, quantize_given
+from fp8engine.reference.rounding import decode, round_to_grid, saturating_cast
+from fp8engine.reference.scale import scale_factor, scale_update
+from fp8engine.reference.stats import stats
+
+__all__ = [
+    "How",
+    "Operand",
+    "Slot",
+    "cast_transpose",
+    "decode",
+    "matmul_block",
+    "matmul_fp8",
+    "matmul_fp16",
+    "quantize",
+    "quantize_given",
+    "round_to_grid",
+    "saturating_cast",
+    "scale_factor",
+    "scale_update",
+    "stats",
+]

@@ -1,0 +1,30 @@
+"""Quantise once, keep both orientations: q for the matmul that reduces columns, q^T for the one that reduces rows.
+
+    per tensor   q^T is the transpose of q: one scale serves both
+    otherwise    each orientation is quantised from the 16-bit source, with scales along what its matmul reduces
+
+The twin of kernels/cast_transpose.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8engine.reference.quantize import How, Operand, Slot, quantize
+
+
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[Operand, Operand]:
+    """Return (x quantised along K, its transpose [K, M] quantised along M), both contiguous.
+
+    how: groups of the first; a 1 x 128 group becomes 128 x 1 of x for the second.
+
+    >>> q, q_t = cast_transpose(torch.tensor([[1.0, 2.0, 4.0]]), How(torch.float8_e4m3fn, -1, -1, power_of_2=True))
+    >>> q_t.data.shape, (q_t.data.float() * q_t.scale).flatten().tolist()
+    (torch.Size([3, 1]), [1.0, 2.0, 4.0])
+    """
+    operand = Operand(*quantize(x_MK, how, slot), how.rows, how.cols, how.power_of_2)
+    if how.per_tensor:
+        return operand, operand.t()._replace(data=operand.data.t().contiguous())
+    down = how._replace(rows=how.cols, cols=how.rows)
+    other = Operand(*quantize(x_MK, down), down.rows, down.cols, how.power_of_2).t()
+    return operand, other._replace(data=other.data.contiguous(), scale=other.scale.contiguous())

@@ -1,0 +1,96 @@
+"""Matmuls of FP8 values without FP8 Tensor Cores: exact products, FP32 sums, scales applied in FP32.
+
+    y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n]
+
+Every FP8 value is exact in BF16 and FP16, and a product of two of them is exact in FP32.  So a BF16 matmul of FP8
+values with FP32 accumulation differs from Hopper's only in the order of its sums, and its output carries the one
+rounding to BF16 that Hopper's carries.  Where the caller wants FP32 out, products are taken in FP32.
+Scales along K (blocks) are folded into the operands first: exact in BF16 when they are powers of two.
+The twin of kernels/matmul_fp16.py, matmul_fp8.py and matmul_block.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8engine import device
+from fp8engine.reference.quantize import Operand, as_groups, from_groups
+from fp8engine.reference.rounding import decode
+
+
+def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N: torch.Tensor | None = None, out=None) -> torch.Tensor:
+    """a @ b.T + bias of FP16, BF16 or FP32 tensors; FP32 accumulation; `out`: dtype of the result, default a's.
+
+    >>> matmul_fp16(torch.ones(2, 3), torch.ones(1, 3), torch.ones(1)).tolist()
+    [[4.0], [4.0]]
+    """
+    y_MN = torch.nn.functional.linear(a_MK, b_NK, bias_N)
+    return y_MN if out is None else y_MN.to(out)
+
+
+def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:
+    """a @ b.T + bias of quantised operands, scales per tensor, row or block of either.
+
+    out: dtype of the result.  exact: no rounding but that to `out`; default: where `out` is FP32.
+
+    >>> a = Operand(torch.tensor([[1.0, 2.0]]).to(torch.float8_e4m3fn), torch.tensor(2.0))
+    >>> matmul_fp8(a, a, out=torch.float32)
+    tensor([[20.]])
+    """
+    exact = out == torch.float32 if exact is None else exact and out == torch.float32
+    if a.scaled_along_k or b.scaled_along_k:
+        return matmul_block(a, b, bias_N, out, exact)
+    y_MN = products(a.data, b.data, exact)
+    return apply_scales(y_MN, a.scale, b.scale, bias_N, out)
+
+
+def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:
+    """`matmul_fp8` for scales that change along K: folded into the values, each scale before its sum."""
+    exact = (out == torch.float32 if exact is None else exact) or not (a.power_of_2 and b.power_of_2)
+    y_MN = products(_fold(a, exact), _fold(b, exact), exact)
+    one = torch.ones((), device=y_MN.device)
+    return apply_scales(y_MN, one, one, bias_N, out)
+
+
+def _fold(operand: Operand, exact: bool) -> torch.Tensor:
+    """The operand's real values q * scale: in BF16 where that is exact (powers of two), else in FP32."""
+    data = operand.data
+    dtype = torch.float32 if exact else device.product_dtype(data.device)
+    if dtype == torch.float16:  # its range holds FP8 values but not every scale
+        dtype = torch.float32
+    values = as_groups(_as(data, dtype), operand.rows, operand.cols)
+    down, _, across, _ = values.shape
+    return from_groups(values * operand.scale.reshape(down, 1, across, 1).to(dtype), *data.shape)
+
+
+def products(a_MK: torch.Tensor, b_NK: torch.Tensor, exact: bool) -> torch.Tensor:
+    """a @ b.T of values on the FP8 grid, in the dtype that is fastest here; exact: in FP32, no rounding to 16 bits."""
+    dtype = torch.float32 if exact and a_MK.device.type == "cpu" else _common_dtype(a_MK, b_NK)
+    a_MK, b_NK = _as(a_MK, dtype), _as(b_NK, dtype)
+    if a_MK.device.type == "cuda" and dtype != torch.float32:
+        return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)  # codes up to 448 overflow an FP16 result
+    return torch.mm(a_MK, b_NK.t())
+
+
+def _common_dtype(a_MK, b_NK) -> torch.dtype:
+    if torch.float32 in (a_MK.dtype, b_NK.dtype) and a_MK.shape[0] * a_MK.shape[1] * b_NK.shape[0] < 1 << 21:
+        return torch.float32
+    return device.holding_dtype(a_MK.device, max(a_MK.numel(), b_NK.numel()))
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return decode(x, dtype) if x.dtype.itemsize == 1 else x.to(dtype)
+
+
+def apply_scales(y_MN, scale_a, scale_b, bias_N, out: torch.dtype) -> torch.Tensor:
+    """y * scale_a * scale_b.T + bias in FP32, whatever y's dtype, rounded once to `out`."""
+    if scale_a.dim() == scale_b.dim() == 0:
+        # A CPU's scalars go as Python floats, which torch rounds to FP32 once; a card's stay tensors: no sync.
+        factor = scale_a.item() * scale_b.item() if y_MN.device.type == "cpu" else scale_a * scale_b
+        if bias_N is None:
+            return y_MN.float().mul_(factor).to(out)
+        if isinstance(factor, float):
+            return torch.add(bias_N.float(), y_MN.float(), alpha=factor).to(out)
+        return torch.addcmul(bias_N.float(), y_MN.float(), factor).to(out)
+    y_MN = y_MN.float().mul_(scale_a).mul_(scale_b if scale_b.dim() == 0 else scale_b.t())
+    return (y_MN if bias_N is None else y_MN.add_(bias_N)).to(out)

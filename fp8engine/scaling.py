@@ -1,0 +1,198 @@
+"""The scaling state of a model: one table, a column ("slot") for each operand of each layer.
+
+    history [H, S]  amax of the last H steps, newest first          live [2, S]   this step's amax; the factor s
+    counts  [7, S]  calls, elements, sampled, saturated, ...        rules [3, S]  MAX / 2^margin, window, power of two
+
+One table means one update a step for the whole model, one tensor to reduce across ranks, one thing to save.
+The update runs by itself, when the first forward of the next step begins: from the root's forward, or from a layer's
+where the root is passed by (a wrapper that calls `model.forward`).  It never runs inside a backward pass, so a layer
+recomputed by activation checkpointing sees the scales of its first forward.  Without gradients nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fp8engine import ops
+from fp8engine.errors import StateError
+from fp8engine.formats import Format
+from fp8engine.recipe import Cast, Recipe
+from fp8engine.reference import How, Operand, Slot
+from fp8engine.reference.quantize import COUNTERS
+from fp8engine.reference.scale import FP32_MAX
+
+ROLES = ("input", "weight", "grad_output")
+# Operands made of one tensor, and the slot that counted each.
+Kept = dict[How, tuple[Operand, Slot | None]]
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (a forward that runs now is a recompute)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """What the table says of one slot, copied out (reading it waits for the device).
+
+    scale: x ≈ q * scale, last used or predicted for the next step; 1 before the first use.
+    amax: largest finite magnitude of the latest step.  history: of earlier steps, newest first.
+    elements, saturated, nonfinite, recasts: counts since the start; `saturated` were beyond a predicted scale and
+    made the tensor be cast again.  underflowed: out of `sampled` elements, those that became zero.
+    """
+
+    name: str
+    format: Format
+    cast: Cast
+    scale: torch.Tensor
+    amax: torch.Tensor
+    history: torch.Tensor
+    calls: torch.Tensor
+    elements: torch.Tensor
+    sampled: torch.Tensor
+    saturated: torch.Tensor
+    underflowed: torch.Tensor
+    nonfinite: torch.Tensor
+    recasts: torch.Tensor
+
+    def to_dict(self) -> dict:
+        """Plain numbers, for JSON; shares of the elements looked at."""
+        share = lambda part, whole: float(part) / max(int(whole), 1)  # noqa: E731 - two uses, one line each
+        return {
+            "cast": str(self.cast),
+            "format": self.format.name,
+            "scale": float(self.scale),
+            "amax": float(self.amax),
+            "calls": int(self.calls),
+            "elements": int(self.elements),
+            "saturated": share(self.saturated, self.elements),
+            "underflowed": share(self.underflowed, self.sampled),
+            "sampled": share(self.sampled, self.elements),
+            "nonfinite": int(self.nonfinite),
+            "recasts": int(self.recasts),
+        }
+
+
+class LatestInput:
+    """Operands of the tensor that a layer of a model read last: forgotten when that tensor is freed or written."""
+
+    def __init__(self):
+        self._forget()
+
+    def _forget(self, *_: object) -> None:
+        self.tensor, self.version, self.kept = None, -1, {}
+
+    def operands(self, x: torch.Tensor) -> Kept:
+        """What has been made of this very tensor so far; the caller adds to it."""
+        if self.tensor is None or self.tensor() is not x or self.version != x._version:
+            self.tensor, self.version, self.kept = weakref.ref(x, self._forget), x._version, {}
+        return self.kept
+
+    def __reduce__(self):
+        return LatestInput, ()
+
+
+class ScalingState:
+    """Scales, histories and counters of the FP8 layers that were converted together.
+
+    layers: (name, recipe) of each; slot ROLES[j] of layer i is column 3 * i + j.
+    """
+
+    def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
+        self.layers = list(layers)
+        self.delayed = any(recipe.delayed for _, recipe in self.layers)
+        self.latest = LatestInput()
+        self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
+        self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
+        self._reset(torch.device(device))
+
+    def _reset(self, device: torch.device) -> None:
+        """Fresh tables: nothing seen, no scale known."""
+        depth = max([recipe.history for _, recipe in self.layers if recipe.delayed], default=0)
+        casts = [(getattr(recipe, role), recipe) for _, recipe in self.layers for role in ROLES]
+        rules = [
+            (cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2)
+            for cast, recipe in casts
+        ]
+        self.rules_3S = torch.tensor(rules, dtype=torch.float32, device=device).reshape(-1, 3).t().contiguous()
+        self.history_HS = torch.zeros(depth, len(casts), device=device)
+        self.live_2S = torch.zeros(2, len(casts), device=device)
+        self.live_2S[0] = -1.0
+        self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.live_2S.device
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `Module._apply` to its device; a change of dtype leaves the tables as they are."""
+        where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        if where == self.device:
+            return
+        if self.device.type == "meta":
+            self._reset(where)
+            return
+        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS"):
+            setattr(self, name, getattr(self, name).to(where))
+
+    def slot(self, index: int, record: bool) -> Slot:
+        """Column `index` as a kernel takes it."""
+        return Slot(self.live_2S, self.counts_CS, index, record)
+
+    def begin_step(self, *_: object) -> None:
+        """The root's forward begins: enter the last step's amaxes, if this is a training step and not a recompute."""
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                self._update()
+        elif not in_backward():
+            if torch.is_grad_enabled() or self.recomputed:
+                self.fold()
+        elif torch.is_grad_enabled():
+            self.recomputed = True
+
+    def enter(self) -> None:
+        """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since."""
+        if self.backward_seen:
+            if not in_backward():
+                self.begin_step()
+            elif torch.is_grad_enabled():
+                self.recomputed = True
+
+    def fold(self) -> None:
+        """Enter this step's amaxes into the windows and predict the next scales."""
+        self.backward_seen = self.recomputed = False
+        self._update()
+
+    def _update(self) -> None:
+        if self.delayed:
+            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S)
+        else:
+            self.live_2S[0].fill_(-1.0)
+
+    def rescale_gradients(self, factor: float) -> None:
+        """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""
+        if not factor > 0:
+            raise StateError(f"rescale_gradients({factor}): a loss scale changes by a positive factor")
+        gradients = slice(ROLES.index("grad_output"), None, len(ROLES))
+        self.history_HS[:, gradients] *= factor
+        self.live_2S[1, gradients] = (self.live_2S[1, gradients] / factor).clamp_(max=FP32_MAX)
+        amax = self.live_2S[0, gradients]
+        self.live_2S[0, gradients] = torch.where(amax > 0, amax * factor, amax)
+
+    def view(self, name: str, layer: int, role: str) -> SlotView:
+        """The slot of `role` of the layer-th layer, under that name."""
+        index = len(ROLES) * layer + ROLES.index(role)
+        recipe = self.layers[layer][1]
+        cast = getattr(recipe, role)
+        amax, s = self.live_2S[:, index].clone()
+        history = self.history_HS[: recipe.history if recipe.delayed else 0, index].clone()
+        if amax < 0:
+            amax = history[0] if len(history) else torch.zeros_like(amax)
+        scale = torch.where(s > 0, 1.0 / s, 1.0)
+        counters = dict(zip(COUNTERS, self.counts_CS[:, index].clone(), strict=True))
+        return SlotView(name, cast.format, cast, scale, amax, history, **counters)

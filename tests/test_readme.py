@@ -1,0 +1,122 @@
+"""The pages tell the truth: the README's file tree is the disk, examples run, links and make targets exist.
+
+Three kinds of fenced block, by the words after the fence:
+
+    ```text tree               one path a line, two spaces of indent a level, folders end in `/`, then two or more
+                               spaces and what it holds; every file of fp8engine/ and kernels/ is listed
+    ```python                  run, in order, in one namespace a page; in the style of the interpreter if it opens with >>>
+    ```python no-run: reason   not run, for the reason a reader sees
+"""
+
+import doctest
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+MISNAMED = "a python block is `python`, or `python no-run: the reason`"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+class Block(NamedTuple):
+    """One fenced block: the words after its fence, its text, and the line of the page it starts on."""
+
+    info: str
+    text: str
+    line: int
+
+
+def test_every_path_of_the_tree_exists():
+    assert [path for path in listed(README) if not (ROOT / path).exists()] == []
+
+
+def test_every_file_of_the_library_is_in_the_tree():
+    ours = {
+        str(path.relative_to(ROOT))
+        for folder in ("fp8engine", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py" and path.relative_to(ROOT).parts[:2] != ("fp8engine", "kernels")
+    }
+    assert sorted(ours - set(listed(README))) == []
+
+
+@every_page
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    examples = [block for block in blocks(page.read_text()) if block.info.split(" ")[0] == "python"]
+    namespace = {"__name__": "__main__"}
+    monkeypatch.chdir(tmp_path)  # what an example writes
+    for block in examples:
+        if block.info == "python":
+            run(block, page, namespace)
+        else:
+            assert re.fullmatch(r"python no-run: \S.+", block.info), f"{page.name}:{block.line}: {MISNAMED}"
+
+
+@every_page
+def test_links_lead_somewhere(page: Path):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if ":" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@every_page
+def test_make_targets_exist(page: Path):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    code = " ; ".join(block.text for block in blocks(page.read_text()) if block.info in ("", "sh", "bash", "console"))
+    code += " ; ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+    assert set(re.findall(r"\bmake ([a-z]+)", code)) <= targets
+
+
+def test_a_tree_reads_as_paths():
+    text = "```text tree\nfp8engine/        the library\n  amp/\n    scaler.py  loss scaling\n  ops.py\nMakefile\n```\n"
+    (tree,) = blocks(text)
+    assert paths(tree) == ["fp8engine", "fp8engine/amp", "fp8engine/amp/scaler.py", "fp8engine/ops.py", "Makefile"]
+
+
+def test_a_wrong_example_is_found():
+    page = Path("page.md")
+    script, session = blocks("```python\nx = 1\nassert x == 2\n```\n\n```python\n>>> 1 + 1\n3\n```\n")
+    with pytest.raises(AssertionError):
+        run(script, page, {})
+    with pytest.raises(doctest.DocTestFailure):
+        run(session, page, {})
+
+
+def listed(page: Path) -> list[str]:
+    """The paths of a page's one file tree."""
+    (tree,) = [block for block in blocks(page.read_text()) if block.info == "text tree"]
+    return paths(tree)
+
+
+def paths(tree: Block) -> list[str]:
+    """A tree's lines as paths from the repository's root."""
+    found, folders = [], []
+    for row in tree.text.splitlines():
+        name = row.strip().split("  ")[0]
+        if name:
+            depth = (len(row) - len(row.lstrip())) // 2
+            folders[depth:] = [name.rstrip("/")]
+            found.append("/".join(folders))
+    return found
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    fence = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [Block(m[1].strip(), m[2], text.count("\n", 0, m.start()) + 2) for m in fence.finditer(text)]
+
+
+def run(block: Block, page: Path, namespace: dict) -> None:
+    """Run one example; a failure shows the page and its line."""
+    if block.text.startswith(">>>"):
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        test = doctest.DocTestParser().get_doctest(block.text, namespace, page.name, str(page), block.line - 1)
+        doctest.DebugRunner(optionflags=flags).run(test, clear_globs=False)
+        namespace.update(test.globs)
+    else:
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
