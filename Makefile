@@ -5,13 +5,14 @@ JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check static types codegen gpu bench docs clean
 .NOTPARALLEL:  # two installs into one .venv would meet
 
 help:  ## this list
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
 	$(PY) -m fp8engine train
@@ -22,12 +23,13 @@ test: $(VENV)/dev.stamp  ## every test and doctest
 check: static  ## before a commit: format, lint, types, fast tests
 	$(PYTEST) -n $(JOBS) -m "not slow"
 
-static: $(VENV)/dev.stamp types  ## format, lint, types
+static: $(VENV)/dev.stamp  ## format, lint, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(PYRIGHT)
 
 types: $(VENV)/dev.stamp  ## pyright
-	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(PYRIGHT)
 
 codegen: $(VENV)/dev.stamp  ## rebuild what is generated from the kernels
 	@ls kernels/*.py 2>/dev/null || echo "nothing to generate: kernels/ holds no kernel yet"

@@ -66,3 +66,7 @@ class VersionError(Fp8EngineError, RuntimeError):
 
 class ParallelError(Fp8EngineError, RuntimeError):
     """A way of running on several devices that the engine does not take (nn.DataParallel)."""
+
+
+class GradientError(Fp8EngineError, RuntimeError):
+    """A gradient of a gradient was asked of an FP8 matmul, which rounds and so has none."""

@@ -75,10 +75,10 @@ class Format:
         >>> Format.of(torch.float8_e4m3fn)
         E4M3
         """
-        for format in FORMATS.values():
-            if format.dtype == dtype:
-                return format
-        raise UnknownName("format for dtype", dtype, [str(format.dtype) for format in FORMATS.values()])
+        try:
+            return BY_DTYPE[dtype]
+        except KeyError:
+            raise UnknownName("format for dtype", dtype, map(str, BY_DTYPE)) from None
 
 
 E4M3 = Format("E4M3", torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, 3, has_inf=False)
@@ -87,3 +87,4 @@ FP16 = Format("FP16", torch.float16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, 10)
 BF16 = Format("BF16", torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7, 7)
 FP32 = Format("FP32", torch.float32, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23, 23)
 FORMATS = {format.name: format for format in (E4M3, E5M2, FP16, BF16, FP32)}
+BY_DTYPE = {format.dtype: format for format in FORMATS.values()}

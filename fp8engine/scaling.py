@@ -123,6 +123,19 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+        self._see_on_host()
+
+    def _see_on_host(self) -> None:
+        """NumPy's views of the two tables that every cast writes, where they are real CPU memory."""
+        on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
+        self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_host": None}  # a copy of the views would not follow the copied tables
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._see_on_host()
 
     @property
     def device(self) -> torch.device:
@@ -139,10 +152,11 @@ class ScalingState:
             return
         for name in ("rules_3S", "history_HS", "live_2S", "counts_CS"):
             setattr(self, name, getattr(self, name).to(where))
+        self._see_on_host()
 
     def slot(self, index: int, record: bool) -> Slot:
         """Column `index` as a kernel takes it."""
-        return Slot(self.live_2S, self.counts_CS, index, record)
+        return Slot(self.live_2S, self.counts_CS, index, record, self._host)
 
     def begin_step(self, *_: object) -> None:
         """The root's forward begins: enter the last step's amaxes, if this is a training step and not a recompute."""
@@ -171,6 +185,8 @@ class ScalingState:
     def _update(self) -> None:
         if self.delayed:
             ops.scale_update(self.history_HS, self.live_2S, self.rules_3S)
+        elif self._host is not None and not torch.compiler.is_compiling():
+            self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)
 

@@ -4,7 +4,7 @@ Three kinds of fenced block, by the words after the fence:
 
     ```text tree               one path a line, two spaces of indent a level, folders end in `/`, then two or more
                                spaces and what it holds; every file of fp8engine/ and kernels/ is listed
-    ```python                  run, in order, in one namespace a page; in the style of the interpreter if it opens with >>>
+    ```python                  run, in order, in one namespace a page; as a doctest if it opens with >>>
     ```python no-run: reason   not run, for the reason a reader sees
 """
 

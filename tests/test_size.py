@@ -12,7 +12,11 @@ MOST_PARAMETERS = 6
 FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 
 # "file::Class.function": why it may take more.  An entry that is no longer needed fails.
-MORE_PARAMETERS: dict[str, str] = {}
+SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
+MORE_PARAMETERS = {
+    "fp8engine/ops.py::_matmul": SCHEMA,
+    "fp8engine/ops.py::_matmul_fake": SCHEMA,
+}
 
 
 def test_no_file_is_over_350_lines():

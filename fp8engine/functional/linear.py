@@ -12,10 +12,9 @@ A weight that needs no gradient saves no X; an x that needs none spends no dgrad
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fp8engine import ops
-from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.functional.numerics import Numerics, holding, operand
 from fp8engine.reference import Operand
 from fp8engine.scaling import in_backward
@@ -37,7 +36,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
             f"{numerics.name}: input is {x.dtype} and weight is {weight_NK.dtype}; cast one of them, or run under autocast"
         )
     compiling = torch.compiler.is_compiling()
-    if not numerics.recipe.is_fp8:
+    if not numerics.plan.fp8:
         return _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
     if not compiling:
         numerics.state.enter()
@@ -91,13 +90,17 @@ class _Linear(torch.autograd.Function):
         return y_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         numerics: Numerics = ctx.numerics
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         data, scale, weight_NK = ctx.saved_tensors
         if not torch.compiler.is_compiling():
             numerics.state.backward_seen = True
+            if torch.is_grad_enabled():
+                raise GradientError(
+                    f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
+                    'for create_graph=True leave this layer in 16 bits (overrides={"name": "bf16"})'
+                )
         dy_MN = dy.reshape(-1, dy.shape[-1])
         hold, made, slot = holding(dy_MN), {}, numerics.slot("grad_output", True)
         dx = dw_NK = db_N = None

@@ -9,8 +9,9 @@ Two things are kept in eager code, both checked before they are used again:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
+import numpy
 import torch
 
 from fp8engine import device, ops
@@ -41,10 +42,38 @@ class Plan:
         self.forward, self.dgrad, self.wgrad = (pairs[matmul] for matmul in MATMULS)
         self.by_block = any(isinstance(cast.granularity, PerBlock) for cast in ready)
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
+        self.fp8 = recipe.is_fp8
         self.exact = recipe.output.dtype == torch.float32
 
 
 plan = functools.cache(Plan)
+
+
+class KeptWeight:
+    """Operands of one version of a parameter."""
+
+    def __init__(self):
+        self.where = self.key = None
+        self.sample = numpy.empty(0)
+        self.kept: Kept = {}
+
+    def operands(self, weight: torch.Tensor) -> Kept:
+        """What has been made of this version; the caller adds to it, and may hold it until its backward."""
+        where = (weight.data_ptr(), weight.shape)
+        if where != self.where:
+            self.where, self.sample = where, _view_of_a_few(weight)
+        key = (where, weight._version, self.sample.tobytes())
+        if key != self.key:
+            self.key, self.kept = key, {}
+        return self.kept
+
+
+def _view_of_a_few(weight: torch.Tensor) -> numpy.ndarray:
+    """Up to 8 of a CPU weight's elements, seen without a copy: any optimizer's step moves them."""
+    if weight.device.type != "cpu" or not weight.is_contiguous() or weight.numel() == 0:
+        return numpy.empty(0)
+    bits = weight.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).view(-1)
+    return bits.numpy()[:: max(weight.numel() // 8, 1)]
 
 
 @dataclass
@@ -52,7 +81,7 @@ class Numerics:
     """One layer's recipe and its place in the scaling state.
 
     name: as errors and reports print it.  layer: its index in `state`.  alone: no root updates the state for it.
-    ran: the backend of the latest eager forward.  weight_key, weight_kept: see the module's docstring.
+    ran: the backend of the latest eager forward.
     """
 
     name: str
@@ -61,17 +90,17 @@ class Numerics:
     layer: int = 0
     alone: bool = False
     ran: str | None = None
-    weight_key: tuple | None = None
-    weight_kept: Kept = field(default_factory=dict)
 
     def __post_init__(self):
         self.plan = plan(self.recipe)
+        self.weight = KeptWeight()
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "plan": None, "weight_key": None, "weight_kept": {}}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state, plan=plan(state["recipe"]))
+        self.__dict__.update(state)
+        self.__post_init__()
 
     def slot(self, role: str, record: bool) -> Slot:
         """The slot of "input", "weight" or "grad_output"."""
@@ -79,12 +108,7 @@ class Numerics:
 
     def kept_of_weight(self, weight: torch.Tensor) -> Kept:
         """Operands of this very weight; empty when it has changed since they were made."""
-        if not plain(weight):
-            return {}
-        key = (weight._version, weight.data_ptr(), weight.shape, *_sample(weight))
-        if key != self.weight_key:
-            self.weight_key, self.weight_kept = key, {}
-        return self.weight_kept
+        return self.weight.operands(weight) if plain(weight) else {}
 
     def kept_of_input(self, x: torch.Tensor) -> Kept:
         """Operands that a layer of this state has just made of this very tensor."""
@@ -136,10 +160,3 @@ def holding(x: torch.Tensor) -> torch.dtype | None:
     if torch.compiler.is_compiling() or ops.choose(x.device, by_block=False) != "reference":
         return None
     return device.holding_dtype(x.device, x.numel())
-
-
-def _sample(weight: torch.Tensor) -> tuple[float, ...]:
-    """A few values of a CPU weight, all of which any optimizer's step moves."""
-    if weight.device.type != "cpu" or weight.numel() == 0:
-        return ()
-    return tuple(weight.detach().diagonal()[:8].tolist())

@@ -5,13 +5,17 @@
 | rounding.py | kernels/rounding.py | round-to-nearest-even, saturating, NaN-keeping |
 | scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
-| cast_transpose.py | kernels/cast_transpose.py | both orientations |
+| cast_transpose.py | kernels/cast_transpose.py | both orientations; how a producer stores its result |
 | stats.py | kernels/stats.py | amax, sum of squares, exponent histogram |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
+| norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
 """
 
-from fp8engine.reference.cast_transpose import cast_transpose
+from fp8engine.reference.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.reference.cast_transpose import Store, cast_transpose
 from fp8engine.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
 from fp8engine.reference.quantize import How, Operand, Slot, quantize, quantize_given
 from fp8engine.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.reference.scale import scale_factor, scale_update
@@ -19,13 +23,20 @@ from fp8engine.reference.stats import stats
 
 __all__ = [
     "How",
+    "Norm",
     "Operand",
+    "RowStatistics",
     "Slot",
+    "Store",
+    "act_quantize",
+    "act_quantize_backward",
     "cast_transpose",
     "decode",
     "matmul_block",
     "matmul_fp8",
     "matmul_fp16",
+    "norm_quantize",
+    "norm_quantize_backward",
     "quantize",
     "quantize_given",
     "round_to_grid",

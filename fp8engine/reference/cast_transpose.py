@@ -8,9 +8,22 @@ The twin of kernels/cast_transpose.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from fp8engine.reference.quantize import How, Operand, Slot, quantize
+
+
+class Store(NamedTuple):
+    """How a producer (norm, activation) stores its FP32 result: once, in the format that its consumers read.
+
+    how: quantise so; None: 16 bits.  transposed: keep the transpose too (FP8 only).  slot: predicted scale, counters.
+    """
+
+    how: How | None = None
+    transposed: bool = False
+    slot: Slot | None = None
 
 
 def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[Operand, Operand]:
@@ -28,3 +41,17 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tu
     down = how._replace(rows=how.cols, cols=how.rows)
     other = Operand(*quantize(x_MK, down), down.rows, down.cols, how.power_of_2).t()
     return operand, other._replace(data=other.data.contiguous(), scale=other.scale.contiguous())
+
+
+def store(y_MK: torch.Tensor, dtype: torch.dtype, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
+    """Return (y as `to` says, its transpose where asked).  y_MK: FP32.  dtype: of the result that is not quantised.
+
+    >>> y, y_t = store(torch.tensor([[1.0, 2.0]]), torch.bfloat16, Store())
+    >>> y.dtype, y_t
+    (torch.bfloat16, None)
+    """
+    if to.how is None:
+        return y_MK.to(dtype), None
+    if to.transposed:
+        return cast_transpose(y_MK, to.how, to.slot)
+    return Operand(*quantize(y_MK, to.how, to.slot), to.how.rows, to.how.cols, to.how.power_of_2), None

@@ -79,6 +79,8 @@ def _common_dtype(a_MK, b_NK) -> torch.dtype:
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype == dtype:
+        return x
     return decode(x, dtype) if x.dtype.itemsize == 1 else x.to(dtype)
 
 
@@ -88,9 +90,11 @@ def apply_scales(y_MN, scale_a, scale_b, bias_N, out: torch.dtype) -> torch.Tens
         # A CPU's scalars go as Python floats, which torch rounds to FP32 once; a card's stay tensors: no sync.
         factor = scale_a.item() * scale_b.item() if y_MN.device.type == "cpu" else scale_a * scale_b
         if bias_N is None:
-            return y_MN.float().mul_(factor).to(out)
-        if isinstance(factor, float):
-            return torch.add(bias_N.float(), y_MN.float(), alpha=factor).to(out)
-        return torch.addcmul(bias_N.float(), y_MN.float(), factor).to(out)
+            y_MN = y_MN.float().mul_(factor)
+        elif isinstance(factor, float):
+            y_MN = torch.add(bias_N.float(), y_MN.float(), alpha=factor)
+        else:
+            y_MN = torch.addcmul(bias_N.float(), y_MN.float(), factor)
+        return y_MN if out == torch.float32 else y_MN.to(out)
     y_MN = y_MN.float().mul_(scale_a).mul_(scale_b if scale_b.dim() == 0 else scale_b.t())
     return (y_MN if bias_N is None else y_MN.add_(bias_N)).to(out)

@@ -99,12 +99,19 @@ class Slot(NamedTuple):
 
     live_2S: FP32; row 0 largest amax of this step (-1: none yet), row 1 the factor s (0: none yet).
     counts_CS: INT64, a row for each of COUNTERS.  record: whether this call's amax enters the history.
+    host: both tables as NumPy arrays, where the caller has them at hand.
     """
 
     live_2S: torch.Tensor
     counts_CS: torch.Tensor
     index: int
     record: bool = True
+    host: tuple | None = None
+
+    @property
+    def on_host(self) -> tuple:
+        """NumPy's views of both tables (CPU only): an element costs a tenth of what indexing a tensor does."""
+        return self.host or (self.live_2S.numpy(), self.counts_CS.numpy())
 
 
 def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +155,7 @@ def _quantize_on_host(x_MK, how: How, slot: Slot | None):
         mask = torch.isfinite(x_MK)
         bad = x_MK.numel() - int(mask.sum())
         amax = torch.where(mask, x_MK, 0).abs().max().item()
-    s = float(slot.live_2S[1, slot.index]) if slot is not None and how.delayed else 0.0
+    s = float(slot.on_host[0][1, slot.index]) if slot is not None and how.delayed else 0.0
     saturated = 0
     if s == 0.0:
         s = scale_factor_of_float(amax, format.max, how.power_of_2)
@@ -221,22 +228,23 @@ def _flushed(x_MK: torch.Tensor, q_MK: torch.Tensor) -> torch.Tensor:
 
 
 def _count_on_host(slot: Slot, x_MK, q_MK, events: tuple[int, int, bool]) -> None:
-    """Add one call to the slot's counters.  NumPy's view of the table: a tenth of what indexing a tensor costs."""
-    column = slot.counts_CS.numpy()[:, slot.index]
+    """Add one call to the slot's counters."""
+    _, counts = slot.on_host
+    index, size = slot.index, x_MK.numel()
     saturated, bad, recast = events
-    if column[0] % SAMPLE_EVERY == 0:
-        column[2] += x_MK.numel()
-        column[4] += int(_flushed(x_MK, q_MK))
-    column[0] += 1
-    column[1] += x_MK.numel()
+    if counts[0, index] % SAMPLE_EVERY == 0:
+        counts[2, index] += size
+        counts[4, index] += int(_flushed(x_MK, q_MK))
+    counts[0, index] += 1
+    counts[1, index] += size
     if bad or saturated:
-        column[3] += saturated
-        column[5] += bad
-        column[6] += recast
+        counts[3, index] += saturated
+        counts[5, index] += bad
+        counts[6, index] += recast
 
 
 def _record_on_host(slot: Slot, amax: float, s: float | None) -> None:
-    live = slot.live_2S.numpy()
+    live, _ = slot.on_host
     if amax > live[0, slot.index]:
         live[0, slot.index] = amax
     if s is not None:
