@@ -31,8 +31,8 @@ static: $(VENV)/dev.stamp  ## format, lint, types
 types: $(VENV)/dev.stamp  ## pyright
 	$(PYRIGHT)
 
-codegen: $(VENV)/dev.stamp  ## rebuild what is generated from the kernels
-	@ls kernels/*.py 2>/dev/null || echo "nothing to generate: kernels/ holds no kernel yet"
+codegen:  ## rebuild the kernels' committed configurations
+	@echo "nothing to generate: no kernel configuration is committed yet ($(words $(wildcard kernels/*.py)) kernel files)"
 
 gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 	@if $(PY) -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; \

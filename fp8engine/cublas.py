@@ -15,7 +15,7 @@ import torch
 
 from fp8engine import device
 from fp8engine.errors import BackendError
-from fp8engine.reference.quantize import Operand
+from fp8engine.reference.operand import Operand
 
 MULTIPLE = 16
 

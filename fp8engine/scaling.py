@@ -22,7 +22,7 @@ from fp8engine.errors import StateError
 from fp8engine.formats import Format
 from fp8engine.recipe import Cast, Recipe
 from fp8engine.reference import How, Operand, Slot
-from fp8engine.reference.quantize import COUNTERS
+from fp8engine.reference.operand import COUNTERS
 from fp8engine.reference.scale import FP32_MAX
 
 ROLES = ("input", "weight", "grad_output")

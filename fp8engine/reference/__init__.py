@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | rounding.py | kernels/rounding.py | round-to-nearest-even, saturating, NaN-keeping |
 | scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
+| operand.py | - | How to quantise, the Operand that comes out, the Slot that remembers |
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
 | cast_transpose.py | kernels/cast_transpose.py | both orientations; how a producer stores its result |
 | stats.py | kernels/stats.py | amax, sum of squares, exponent histogram |
@@ -16,7 +17,8 @@ from fp8engine.reference.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.reference.cast_transpose import Store, cast_transpose
 from fp8engine.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
 from fp8engine.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
-from fp8engine.reference.quantize import How, Operand, Slot, quantize, quantize_given
+from fp8engine.reference.operand import How, Operand, Slot
+from fp8engine.reference.quantize import quantize, quantize_given
 from fp8engine.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.reference.scale import scale_factor, scale_update
 from fp8engine.reference.stats import stats

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.reference.cast_transpose import Store, store
-from fp8engine.reference.quantize import Operand
+from fp8engine.reference.cast_transpose import IN_16_BITS, Store, store
+from fp8engine.reference.operand import Operand
 
 aten = torch.ops.aten  # backward formulas in one pass each
 
@@ -65,7 +65,9 @@ class ActGradients(NamedTuple):
     dbias_K: torch.Tensor
 
 
-def act_quantize(x_MK: torch.Tensor, kind: str, to: Store = Store()) -> tuple[torch.Tensor | Operand, Operand | None]:
+def act_quantize(
+    x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS
+) -> tuple[torch.Tensor | Operand, Operand | None]:
     """Return (y, y transposed where asked).
 
     x_MK: FP32, BF16 or FP16; gated kinds take K = 2 N as [gate | up] and give y[M, N].
@@ -84,7 +86,7 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to: Store = Store()) -> tuple[to
     return store(activation.forward(gate_MN) * up_MN, x_MK.dtype, to)
 
 
-def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store = Store()) -> ActGradients:
+def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS) -> ActGradients:
     """Gradients of `act_quantize`: dx [M, K] in x's dtype, or quantised for the layer below as `to` says, and dbias.
 
     dy_MN: any of x's dtypes; N = K, or K / 2 for a gated kind, whose dx is [dgate | dup].

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.reference.quantize import How, Operand, Slot, quantize
+from fp8engine.reference.operand import How, Operand, Slot
+from fp8engine.reference.quantize import quantize
 
 
 class Store(NamedTuple):
@@ -24,6 +25,9 @@ class Store(NamedTuple):
     how: How | None = None
     transposed: bool = False
     slot: Slot | None = None
+
+
+IN_16_BITS = Store()
 
 
 def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[Operand, Operand]:

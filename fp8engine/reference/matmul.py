@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from fp8engine import device
-from fp8engine.reference.quantize import Operand, as_groups, from_groups
+from fp8engine.reference.operand import Operand, as_groups, from_groups
 from fp8engine.reference.rounding import decode
 
 
@@ -89,12 +89,9 @@ def apply_scales(y_MN, scale_a, scale_b, bias_N, out: torch.dtype) -> torch.Tens
     if scale_a.dim() == scale_b.dim() == 0:
         # A CPU's scalars go as Python floats, which torch rounds to FP32 once; a card's stay tensors: no sync.
         factor = scale_a.item() * scale_b.item() if y_MN.device.type == "cpu" else scale_a * scale_b
-        if bias_N is None:
-            y_MN = y_MN.float().mul_(factor)
-        elif isinstance(factor, float):
-            y_MN = torch.add(bias_N.float(), y_MN.float(), alpha=factor)
-        else:
-            y_MN = torch.addcmul(bias_N.float(), y_MN.float(), factor)
+        y_MN = y_MN.float().mul_(factor)
+        if bias_N is not None:
+            y_MN.add_(bias_N)
         return y_MN if out == torch.float32 else y_MN.to(out)
     y_MN = y_MN.float().mul_(scale_a).mul_(scale_b if scale_b.dim() == 0 else scale_b.t())
     return (y_MN if bias_N is None else y_MN.add_(bias_N)).to(out)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.errors import UnknownName
-from fp8engine.reference.cast_transpose import Store, store
-from fp8engine.reference.quantize import Operand
+from fp8engine.reference.cast_transpose import IN_16_BITS, Store, store
+from fp8engine.reference.operand import Operand
 
 KINDS = ("rms", "layer")
 
@@ -55,7 +55,7 @@ def norm_quantize(
     weight_K: torch.Tensor | None,
     bias_K: torch.Tensor | None,
     norm: Norm,
-    to: Store = Store(),
+    to: Store = IN_16_BITS,
 ) -> tuple[torch.Tensor | Operand, Operand | None, RowStatistics]:
     """Return (y, y transposed where asked, row statistics).
 
@@ -88,7 +88,7 @@ def norm_quantize_backward(
     weight_K: torch.Tensor | None,
     rows: RowStatistics,
     norm: Norm,
-    to: Store = Store(),
+    to: Store = IN_16_BITS,
 ) -> NormGradients:
     """Gradients of `norm_quantize`: dx in x's dtype, or quantised for the layer below as `to` says.
 

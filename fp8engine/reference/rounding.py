@@ -21,8 +21,13 @@ import functools
 import torch
 
 from fp8engine.formats import Format
+from fp8engine.reference.operand import How, as_groups, from_groups
 
 EXPONENT_BITS = 0x7F800000
+# Elements a CPU rounds at a time: more calls below, more cache misses and page faults above.
+CHUNK = 1 << 17
+# Below this many elements torch's own conversion, one call, beats rounding in FP32 arithmetic, six.
+FEW = 4096
 
 
 def saturating_cast(y: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, finite: bool = False) -> torch.Tensor:
@@ -58,6 +63,47 @@ def round_to_grid(y: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, finite: 
     return grid if finite else torch.where(torch.isfinite(x), grid, _not_finite(x, dtype))
 
 
+def scale_and_round(x_MK: torch.Tensor, s: torch.Tensor | float, how: How, finite: bool) -> torch.Tensor:
+    """saturate(RNE(x * s)) as FP8 codes, or as values where `how.held`; s: one number, or FP32 one per group.
+
+    On a CPU by chunks that stay in its cache: a matrix-sized temporary costs more in page faults than in arithmetic.
+    """
+    m, k = x_MK.shape
+    q_MK = torch.empty(m, k, dtype=how.held or how.dtype, device=x_MK.device)
+    if x_MK.device.type != "cpu" or x_MK.numel() <= CHUNK:
+        _round_rows(x_MK, s, how, finite, q_MK)
+        return q_MK
+    step = max(CHUNK // k, 1)
+    if how.rows > 1:
+        step = -(-step // how.rows) * how.rows
+    for start in range(0, m, step):
+        rows = slice(start, min(start + step, m))
+        part = s
+        if not isinstance(s, float) and how.rows != -1:
+            part = s[start // how.rows : -(-rows.stop // how.rows)]
+        _round_rows(x_MK[rows], part, how, finite, q_MK[rows])
+    return q_MK
+
+
+def _round_rows(x_MK, s: torch.Tensor | float, how: How, finite: bool, out: torch.Tensor) -> None:
+    if isinstance(s, float):
+        y = x_MK * s if x_MK.dtype == torch.float32 else x_MK.float().mul_(s)
+        out.copy_(_round(y, x_MK, how, finite))
+    else:
+        x = as_groups(x_MK, how.rows, how.cols)
+        y = x.float() * s[:, None, :, None]
+        out.copy_(from_groups(_round(y, x, how, finite), *x_MK.shape))
+
+
+def _round(y: torch.Tensor, x: torch.Tensor, how: How, finite: bool) -> torch.Tensor:
+    """FP8 codes, or FP32 values on their grid; where all is finite, y itself: the copy into codes will round it."""
+    if how.held is None:
+        return y if finite else saturating_cast(y, x, how.dtype)
+    if finite and y.numel() < FEW:
+        return y.to(how.dtype)
+    return round_to_grid(y, x, how.dtype, finite)
+
+
 def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """FP8 codes as values in FP32, FP16 (all of E5M2 and E4M3 fits) or BF16: exact.
 
@@ -73,10 +119,15 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             return decode(codes.t(), dtype).t()
         codes = codes.contiguous()
     flat = codes.view(torch.uint8).view(-1)
-    if flat.numel() % 2:
+    if flat.numel() % 2 or flat.storage_offset() % 2:
         return _code_table(codes.dtype, dtype).index_select(0, flat.int()).view(codes.shape)
-    pairs = _pair_table(codes.dtype, dtype).index_select(0, flat.view(torch.uint16).int())
-    return pairs.view(dtype).view(codes.shape)
+    values = torch.empty(codes.shape, dtype=dtype)
+    table = _pair_table(codes.dtype, dtype)
+    both, pairs = flat.view(torch.uint16), values.view(-1).view(table.dtype)
+    for start in range(0, both.numel(), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        torch.index_select(table, 0, both[chunk].int(), out=pairs[chunk])
+    return values
 
 
 def _not_finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

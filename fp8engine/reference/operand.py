@@ -1,0 +1,116 @@
+"""The words the kernels speak: How to quantise, the Operand that comes out, the Slot that remembers.
+
+A matrix is divided into groups of rows x cols elements that share a scale; -1 means all of that dimension:
+
+    per tensor -1 x -1    per row 1 x -1    per column -1 x 1    per block 1 x 128, 128 x 128, 128 x 1
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+COUNTERS = ("calls", "elements", "sampled", "saturated", "underflowed", "nonfinite", "recasts")
+
+
+class How(NamedTuple):
+    """One way to quantise, as one word an operator's schema can carry: "float8_e4m3fn 1x-1 p2"."""
+
+    dtype: torch.dtype
+    rows: int  # rows of a group; -1 = all
+    cols: int  # columns of a group; -1 = all
+    power_of_2: bool = False
+    delayed: bool = False
+    held: torch.dtype | None = None  # values on the FP8 grid in this dtype instead of codes: for an emulated matmul
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> How:
+        """The inverse of `str`."""
+        dtype, group, *flags = text.split()
+        rows, cols = map(int, group.split("x"))
+        held = next((getattr(torch, flag[5:]) for flag in flags if flag.startswith("held:")), None)
+        return How(getattr(torch, dtype), rows, cols, "p2" in flags, "delayed" in flags, held)
+
+    @functools.cache
+    def __str__(self) -> str:
+        flags = ["p2"] * self.power_of_2 + ["delayed"] * self.delayed
+        flags += [f"held:{_word(self.held)}"] if self.held else []
+        return " ".join([_word(self.dtype), f"{self.rows}x{self.cols}", *flags])
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole tensor."""
+        return self.rows == self.cols == -1
+
+    def scale_shape(self, m: int, k: int) -> tuple[int, ...]:
+        """Shape of the scales of an m x k matrix: (), (m, 1), (1, k) or one per block."""
+        if self.per_tensor:
+            return ()
+        return tuple(1 if step == -1 else -(-size // step) for size, step in ((m, self.rows), (k, self.cols)))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Operand(NamedTuple):
+    """A quantised matrix: codes (or values held on the FP8 grid), FP32 scale, and the rows x cols one scale covers.
+
+    power_of_2: every scale is known to be one, so that folding it into 16-bit values is exact.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    rows: int = -1
+    cols: int = -1
+    power_of_2: bool = False
+
+    @property
+    def scaled_along_k(self) -> bool:
+        """Whether the scale changes along the columns, so that it cannot be applied after the sum."""
+        return self.scale.dim() == 2 and self.cols != -1
+
+    def t(self) -> Operand:
+        """The transposed matrix, as a view."""
+        scale = self.scale.t() if self.scale.dim() == 2 else self.scale
+        return Operand(self.data.t(), scale, self.cols, self.rows, self.power_of_2)
+
+
+class Slot(NamedTuple):
+    """Where a cast reads its predicted scale and writes its counters: column `index` of a model's tables.
+
+    live_2S: FP32; row 0 largest amax of this step (-1: none yet), row 1 the factor s (0: none yet).
+    counts_CS: INT64, a row for each of COUNTERS.  record: whether this call's amax enters the history.
+    host: both tables as NumPy arrays, where the caller has them at hand.
+    """
+
+    live_2S: torch.Tensor
+    counts_CS: torch.Tensor
+    index: int
+    record: bool = True
+    host: tuple | None = None
+
+    @property
+    def on_host(self) -> tuple:
+        """NumPy's views of both tables (CPU only): an element costs a tenth of what indexing a tensor does."""
+        return self.host or (self.live_2S.numpy(), self.counts_CS.numpy())
+
+
+def as_groups(x_MK: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """x as [groups down, rows, groups across, cols], padded with zeros where the last group is short; -1 = all."""
+    m, k = x_MK.shape
+    rows, cols = (m if rows == -1 else rows), (k if cols == -1 else cols)
+    pad = (-k % cols, -m % rows)
+    if any(pad):
+        x_MK = torch.nn.functional.pad(x_MK, (0, pad[0], 0, pad[1]))
+    return x_MK.reshape(-(-m // rows), rows, -(-k // cols), cols)
+
+
+def from_groups(x: torch.Tensor, m: int, k: int) -> torch.Tensor:
+    """The m x k matrix of which `as_groups` made x."""
+    down, rows, across, cols = x.shape
+    x_MK = x.reshape(down * rows, across * cols)
+    return x_MK if x_MK.shape == (m, k) else x_MK[:m, :k].contiguous()

@@ -1,0 +1,61 @@
+"""An independent cast to FP8, in NumPy and ml_dtypes: what the engine's casts are held against, bit for bit."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = [E4M3, E5M2]
+MAX = {E4M3: 448.0, E5M2: 57344.0}
+NUMPY = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E5M2: np.dtype(ml_dtypes.float8_e5m2)}
+FP32_MAX = np.finfo(np.float32).max
+
+
+def every_value(dtype: torch.dtype) -> torch.Tensor:
+    """All 65,536 values of a 16-bit dtype, in the order of their codes."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+
+
+def every_code(dtype: torch.dtype) -> torch.Tensor:
+    """All 256 codes of an FP8 dtype."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype)
+
+
+def bits(codes: torch.Tensor) -> np.ndarray:
+    """FP8 codes as the bytes they are stored in."""
+    return codes.contiguous().view(torch.uint8).numpy()
+
+
+def values(codes: torch.Tensor) -> np.ndarray:
+    """FP8 codes as float64."""
+    return bits(codes).view(NUMPY[codes.dtype]).astype(np.float64)
+
+
+def clamped_cast(x: np.ndarray, s: np.ndarray | float, dtype: torch.dtype) -> np.ndarray:
+    """Bytes of clamp(x * s) rounded by ml_dtypes, for finite FP32 x."""
+    with np.errstate(over="ignore"):
+        y = np.clip(x.astype(np.float32) * np.float32(s), -MAX[dtype], MAX[dtype])
+    return y.astype(NUMPY[dtype]).view(np.uint8)
+
+
+def factor(amax: float, maximum: float, power_of_2: bool = False) -> np.float32:
+    """s = MAX / amax, from its definition: one FP32 division, then 1, the largest finite, or a power of two."""
+    if amax == 0:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        s = min(np.float32(maximum) / np.float32(amax), FP32_MAX)
+    return np.float32(math.ldexp(1.0, math.frexp(s)[1] - 1)) if power_of_2 else np.float32(s)
+
+
+def assert_same(found: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarray, what: str = "") -> None:
+    """Equal shapes and equal values, NaN equal to NaN and the sign of zero ignored; names the first difference."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    assert found.shape == wanted.shape, f"{what}: shape {found.shape}, want {wanted.shape}"
+    differ = np.argwhere(~((found == wanted) | ((found != found) & (wanted != wanted))))
+    if len(differ):
+        at = tuple(differ[0])
+        raise AssertionError(
+            f"{what}: {len(differ)} of {found.size} differ; at {at} {found[at]!r}, want {wanted[at]!r}"
+        )

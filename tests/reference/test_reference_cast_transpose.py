@@ -1,0 +1,115 @@
+"""Both orientations of a quantised matrix, and the way a producer stores its result."""
+
+import pytest
+import torch
+from casts import E4M3, E5M2, assert_same, bits
+
+from fp8engine.reference import How, Slot, Store, cast_transpose, quantize
+from fp8engine.reference.cast_transpose import store
+from fp8engine.reference.operand import COUNTERS, Operand
+
+GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
+SHAPES = [(1, 1), (5, 3), (131, 127), (256, 130), (1, 300), (300, 1)]
+
+
+def sample(m: int, k: int) -> torch.Tensor:
+    return (torch.randn(m, k) * torch.exp2(torch.randint(-6, 7, (m, 1)))).bfloat16()
+
+
+def new_slot() -> Slot:
+    return Slot(torch.tensor([[-1.0], [0.0]]), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0)
+
+
+def assert_operand(found: Operand, q_MK: torch.Tensor, scale: torch.Tensor) -> None:
+    assert found.data.is_contiguous()
+    assert_same(bits(found.data), bits(q_MK))
+    assert_same(found.scale, scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_orientation_is_quantised_along_its_own_reduction(group, power_of_2, shape):
+    # q is x cast with `how`; q^T is x^T cast with `how`: in both the scale runs along the last dimension.
+    for dtype in (E4M3, E5M2):
+        how = How(dtype, *GROUPS[group], power_of_2)
+        x_MK = sample(*shape)
+        q, q_t = cast_transpose(x_MK, how)
+        assert_operand(q, *quantize(x_MK, how))
+        assert_operand(q_t, *quantize(x_MK.t().contiguous(), how))
+        assert (q.rows, q.cols, q.power_of_2) == (q_t.rows, q_t.cols, q_t.power_of_2) == (*GROUPS[group], power_of_2)
+        assert q.scaled_along_k == q_t.scaled_along_k == (group not in ("tensor", "row"))
+
+
+def test_per_tensor_the_transpose_holds_the_same_codes():
+    q, q_t = cast_transpose(sample(37, 61), How(E4M3, -1, -1))
+    assert_same(bits(q_t.data), bits(q.data).T)
+    assert q_t.scale.shape == ()
+    assert q_t.scale == q.scale
+
+
+def test_a_transposed_input():
+    x_KM = sample(61, 37)
+    how = How(E4M3, 1, -1)
+    for found, wanted in zip(cast_transpose(x_KM.t(), how), cast_transpose(x_KM.t().contiguous(), how), strict=True):
+        assert_operand(found, wanted.data, wanted.scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_empty(group, shape):
+    how = How(E4M3, *GROUPS[group])
+    q, q_t = cast_transpose(torch.empty(shape), how)
+    assert (q.data.shape, q_t.data.shape) == (shape, shape[::-1])
+    assert (q.scale.shape, q_t.scale.shape) == (how.scale_shape(*shape), how.scale_shape(*shape[::-1]))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_tensor_is_counted_once(group):
+    slot = new_slot()
+    x_MK = sample(7, 9)
+    cast_transpose(x_MK, How(E4M3, *GROUPS[group]), slot)
+    assert dict(zip(COUNTERS, slot.counts_CS[:, 0].tolist(), strict=True))["elements"] == 63
+    assert slot.live_2S[0, 0] == x_MK.abs().max().float()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_nan_reaches_both(group):
+    x_MK = sample(9, 140)
+    x_MK[3, 130] = float("nan")
+    q, q_t = cast_transpose(x_MK, How(E4M3, *GROUPS[group]))
+    assert torch.isnan(q.data.float()).nonzero().tolist() == [[3, 130]]
+    assert torch.isnan(q_t.data.float()).nonzero().tolist() == [[130, 3]]
+
+
+def test_a_prediction_serves_both():
+    slot = new_slot()
+    slot.live_2S[1] = 8.0
+    q, q_t = cast_transpose(torch.ones(2, 3), How(E4M3, -1, -1, delayed=True), slot)
+    assert q.scale == q_t.scale == 0.125
+    assert (q_t.data.float() == 8).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_result_that_is_not_quantised_is_rounded_once(dtype):
+    y_MK = torch.randn(5, 7)
+    y, y_t = store(y_MK, dtype, Store())
+    assert y_t is None
+    assert isinstance(y, torch.Tensor)
+    assert y.dtype == dtype
+    assert_same(y.float(), y_MK.to(dtype).float())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_result_is_quantised_from_fp32(group):
+    how = How(E4M3, *GROUPS[group], power_of_2=True)
+    y_MK = torch.randn(131, 257)
+    alone, slot = store(y_MK, torch.bfloat16, Store(how, slot=(counted := new_slot())))
+    assert slot is None
+    assert isinstance(alone, Operand)
+    assert_operand(alone, *quantize(y_MK, how))
+    assert counted.counts_CS[0, 0] == 1
+    both = store(y_MK, torch.bfloat16, Store(how, transposed=True))
+    for found, wanted in zip(both, cast_transpose(y_MK, how), strict=True):
+        assert isinstance(found, Operand)
+        assert_operand(found, wanted.data, wanted.scale)
