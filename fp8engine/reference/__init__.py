@@ -17,7 +17,7 @@ from fp8engine.reference.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.reference.cast_transpose import Store, cast_transpose
 from fp8engine.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
 from fp8engine.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
-from fp8engine.reference.operand import How, Operand, Slot
+from fp8engine.reference.operand import How, Operand, Slot, as_groups, from_groups
 from fp8engine.reference.quantize import quantize, quantize_given
 from fp8engine.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.reference.scale import scale_factor, scale_update
@@ -32,8 +32,10 @@ __all__ = [
     "Store",
     "act_quantize",
     "act_quantize_backward",
+    "as_groups",
     "cast_transpose",
     "decode",
+    "from_groups",
     "matmul_block",
     "matmul_fp8",
     "matmul_fp16",

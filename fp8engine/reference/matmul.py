@@ -24,6 +24,8 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N: torch.Tensor | N
     >>> matmul_fp16(torch.ones(2, 3), torch.ones(1, 3), torch.ones(1)).tolist()
     [[4.0], [4.0]]
     """
+    if out is not None and out.itemsize > a_MK.dtype.itemsize:  # the sums leave as they are, not by way of 16 bits
+        a_MK, b_NK, bias_N = a_MK.to(out), b_NK.to(out), None if bias_N is None else bias_N.to(out)
     y_MN = torch.nn.functional.linear(a_MK, b_NK, bias_N)
     return y_MN if out is None else y_MN.to(out)
 
@@ -46,28 +48,39 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
 
 def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:
     """`matmul_fp8` for scales that change along K: folded into the values, each scale before its sum."""
-    exact = (out == torch.float32 if exact is None else exact) or not (a.power_of_2 and b.power_of_2)
-    y_MN = products(_fold(a, exact), _fold(b, exact), exact)
+    exact = out == torch.float32 if exact is None else exact
+    y_MN = _mm(*(_fold(operand, _folding_dtype(a, b, exact)) for operand in (a, b)))
     one = torch.ones((), device=y_MN.device)
     return apply_scales(y_MN, one, one, bias_N, out)
 
 
-def _fold(operand: Operand, exact: bool) -> torch.Tensor:
-    """The operand's real values q * scale: in BF16 where that is exact (powers of two), else in FP32."""
-    data = operand.data
-    dtype = torch.float32 if exact else device.product_dtype(data.device)
-    if dtype == torch.float16:  # its range holds FP8 values but not every scale
-        dtype = torch.float32
-    values = as_groups(_as(data, dtype), operand.rows, operand.cols)
+def _folding_dtype(a: Operand, b: Operand, exact: bool) -> torch.dtype:
+    """In which dtype real values q * scale are multiplied: BF16 where that is exact (powers of two), else FP32."""
+    where = a.data.device
+    if not (a.power_of_2 and b.power_of_2) or (exact and where.type == "cpu"):
+        return torch.float32
+    dtype = device.holding_dtype(where, max(a.data.numel(), b.data.numel()))
+    return torch.float32 if dtype == torch.float16 else dtype  # FP16's range holds FP8 values but not every scale
+
+
+def _fold(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """The operand's real values q * scale."""
+    values_MK = _as(operand.data, dtype)
+    if values_MK.numel() == 0:
+        return values_MK
+    values = as_groups(values_MK, operand.rows, operand.cols)
     down, _, across, _ = values.shape
-    return from_groups(values * operand.scale.reshape(down, 1, across, 1).to(dtype), *data.shape)
+    return from_groups(values * operand.scale.reshape(down, 1, across, 1).to(dtype), *values_MK.shape)
 
 
 def products(a_MK: torch.Tensor, b_NK: torch.Tensor, exact: bool) -> torch.Tensor:
     """a @ b.T of values on the FP8 grid, in the dtype that is fastest here; exact: in FP32, no rounding to 16 bits."""
     dtype = torch.float32 if exact and a_MK.device.type == "cpu" else _common_dtype(a_MK, b_NK)
-    a_MK, b_NK = _as(a_MK, dtype), _as(b_NK, dtype)
-    if a_MK.device.type == "cuda" and dtype != torch.float32:
+    return _mm(_as(a_MK, dtype), _as(b_NK, dtype))
+
+
+def _mm(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    if a_MK.device.type == "cuda" and a_MK.dtype != torch.float32:
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)  # codes up to 448 overflow an FP16 result
     return torch.mm(a_MK, b_NK.t())
 

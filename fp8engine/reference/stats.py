@@ -28,7 +28,7 @@ def stats(x_MK: torch.Tensor, every: int = 1) -> Statistics:
     >>> found.amax.item(), found.sum_sq.item(), found.histogram[[0, 127, 128, 255]].tolist()
     (3.0, 10.0, [1, 1, 1, 1])
     """
-    x = x_MK[::every].float()
+    x = torch.atleast_1d(x_MK)[::every].float()
     finite = torch.where(torch.isfinite(x), x, 0.0)
     exponent = x.contiguous().view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
     histogram = torch.bincount(exponent.flatten(), minlength=256)

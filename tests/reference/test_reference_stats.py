@@ -1,4 +1,4 @@
-"""Statistics of a tensor against counts by NumPy, and against the bit layouts, whose counts are known without counting."""
+"""Statistics of a tensor against NumPy, and against the bit layouts, whose counts are known without counting."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def counted(x: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (300, 5), (3, 5, 7), (11,)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (300, 5), (3, 5, 7), (11,), ()], ids=str)
 def test_against_numpy(shape, dtype):
     x = (torch.randn(shape) * torch.exp2(torch.randint(-14, 10, shape))).to(dtype)
     found = stats(x)
@@ -41,7 +41,7 @@ def test_every_bf16_value_fills_every_bin_alike():
 
 
 def test_every_fp16_value_lands_where_fp32_puts_it():
-    # Normals: 2 x 1024 in each of 30 bins from 2^-14 up.  Subnormals become FP32 normals: 2 x 2^j in the bin of 2^(j-24).
+    # Normals: 2 x 1024 in each of 30 bins from 2^-14 up.  Subnormals are FP32 normals: 2 x 2^j in the bin of 2^(j-24).
     wanted = np.zeros(256, np.int64)
     wanted[127 - 14 : 127 + 16] = 2048
     wanted[127 - 24 : 127 - 14] = 2 * 2 ** np.arange(10)

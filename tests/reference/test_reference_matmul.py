@@ -1,0 +1,200 @@
+"""Emulated matmuls against float64 products of the dequantised operands, with bounds derived from the arithmetic.
+
+u = 2^-24 is FP32's largest relative rounding error, 2^-8 BF16's and 2^-11 FP16's.  With S = sum_k |a| |b| of the
+dequantised operands and y their exact product without the bias:
+
+    sums                 K u S: products of FP8 values are exact in FP32, each of K additions rounds
+    scales, bias         3 u (S + |bias|): two factors and one addition; folded scales round each operand once, 2 u S
+    16-bit products      2^-8 |y|: where products are taken in BF16 the sum is rounded to BF16 before it is scaled
+    output               2^-8 or 2^-11 of the result, plus half of FP16's smallest subnormal
+"""
+
+import itertools
+
+import pytest
+import torch
+from casts import E4M3, E5M2
+
+from fp8engine import device, recipe
+from fp8engine.reference import How, Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
+
+U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+RECIPES = ["current", "rowwise", "rowwise_gw_hp", "blockwise"]
+# (tokens, in, out): ones, ragged, and over a block of 128 with more than the 2^14 elements that go to BF16 products.
+SIZES = [(1, 1, 1), (3, 5, 7), (17, 129, 33), (150, 257, 131)]
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16 products", "fp32 products"], autouse=True)
+def product(request, monkeypatch) -> torch.dtype:
+    """Both kinds of emulation on any CPU, whichever is faster on this one."""
+    monkeypatch.setattr(device, "product_dtype", lambda where: request.param)
+    return request.param
+
+
+def operand(x_MK: torch.Tensor, dtype=E4M3, rows: int = -1, cols: int = -1, power_of_2: bool = False) -> Operand:
+    how = How(dtype, rows, cols, power_of_2)
+    return Operand(*quantize(x_MK, how), rows, cols, power_of_2)
+
+
+def cast_as(cast: recipe.Cast, x_MK: torch.Tensor) -> Operand:
+    group = cast.granularity
+    if isinstance(group, recipe.PerBlock):
+        rows, cols = group.rows, group.cols
+    else:
+        rows, cols = {recipe.PerTensor(): (-1, -1), recipe.PerRow(): (1, -1), recipe.PerRow(0): (-1, 1)}[group]
+    return operand(x_MK, cast.format.dtype, rows, cols, cast.power_of_2)
+
+
+def dequantized(operand: Operand) -> torch.Tensor:
+    """float64 q * scale, one element at a time."""
+    m, k = operand.data.shape
+    scale = operand.scale.double()
+    if scale.dim() == 2:
+        rows, cols = m if operand.rows == -1 else operand.rows, k if operand.cols == -1 else operand.cols
+        scale = scale.repeat_interleave(rows, 0)[:m].repeat_interleave(cols, 1)[:, :k]
+    return operand.data.double() * scale
+
+
+def assert_within_bound(found: torch.Tensor, a: Operand, b: Operand, bias_N: torch.Tensor | None = None) -> None:
+    a_MK, b_NK = dequantized(a), dequantized(b)
+    y_MN, sums_MN = a_MK @ b_NK.t(), a_MK.abs() @ b_NK.abs().t()
+    bias = torch.zeros(()) if bias_N is None else bias_N.double()
+    u = U[torch.float32]
+    bound = u * ((a_MK.shape[1] + 2) * sums_MN + 3 * (sums_MN + bias.abs()))
+    if found.dtype != torch.float32:
+        bound += U[torch.bfloat16] * y_MN.abs() + U[found.dtype] * ((y_MN + bias).abs() + bound) * (1 + 2**-7)
+        bound += 2.0**-25 if found.dtype == torch.float16 else 0.0
+    error = (found.double() - (y_MN + bias)).abs()
+    assert found.shape == y_MN.shape
+    assert (error <= bound).all(), f"{(error / bound).max():.2f} times the bound"
+
+
+def operands(name: str, matmul: str, sizes: tuple[int, int, int]) -> tuple[Operand, Operand]:
+    """The two operands of one matmul of a recipe, each cast in the layout that the layer has it in."""
+    m, k, n = sizes
+    spread = torch.exp2(torch.randint(-4, 5, (max(sizes),)))
+    x_MK, w_NK, dy_MN = torch.randn(m, k) * spread[:k], torch.randn(n, k), torch.randn(m, n) * spread[:m, None]
+    first, second = recipe.resolve(name).operands(matmul)
+    if matmul == "forward":
+        return cast_as(first, x_MK), cast_as(second, w_NK)
+    if matmul == "dgrad":
+        return cast_as(first, dy_MN), cast_as(second, w_NK).t()
+    return cast_as(first, dy_MN).t(), cast_as(second, x_MK).t()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("matmul", recipe.MATMULS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_matmul_of_every_recipe(name, matmul, sizes):
+    if not recipe.resolve(name).operands(matmul)[0].is_fp8:
+        pytest.skip(f"{name} does this matmul in 16 bits")
+    a, b = operands(name, matmul, sizes)
+    n = b.data.shape[0]
+    for out, bias_N in itertools.product(U, (None, torch.randn(n), torch.randn(n).bfloat16())):
+        found = matmul_fp8(a, b, bias_N, out)
+        assert found.dtype == out
+        assert_within_bound(found, a, b, bias_N)
+
+
+GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(GROUPS, GROUPS)))
+def test_every_pair_of_granularities(first, second, power_of_2, product):
+    for m, k, n in SIZES[1:]:
+        x_MK, w_NK = torch.randn(m, k), torch.randn(n, k) * torch.exp2(torch.randint(-4, 5, (n, 1)))
+        a, b = operand(x_MK, E5M2, *GROUPS[first], power_of_2), operand(w_NK, E4M3, *GROUPS[second], power_of_2)
+        for out in (torch.float32, torch.bfloat16):
+            assert_within_bound(matmul_fp8(a, b, None, out), a, b)
+        assert_within_bound(matmul_block(a, b, None, torch.float32), a, b)
+
+
+def test_held_values_multiply_like_their_codes(product):
+    for m, k, n in SIZES:
+        for group in GROUPS.values():
+            a, b = operand(torch.randn(m, k), E4M3, *group, True), operand(torch.randn(n, k), E4M3, *group, True)
+            for held in (torch.float32, torch.bfloat16):
+                x = a._replace(data=a.data.to(held))
+                for pair in ((x, b), (x, b._replace(data=b.data.to(held))), (x, b._replace(data=b.data.float()))):
+                    assert_within_bound(matmul_fp8(*pair, None, torch.float32), a, b)
+                    assert_within_bound(matmul_fp8(*pair, None, torch.bfloat16), a, b)
+
+
+def test_fp32_output_may_be_asked_for_without_exactness(product):
+    a, b = operand(torch.randn(150, 257)), operand(torch.randn(131, 257))
+    fast = matmul_fp8(a, b, None, torch.float32, exact=False)
+    assert fast.dtype == torch.float32
+    # One rounding to 16 bits of the sum, as hardware's output would have; none where products are in FP32.
+    exact = matmul_fp8(a, b, None, torch.float32, exact=True)
+    assert ((fast - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-12).all()
+    assert torch.equal(fast, exact) == (product == torch.float32)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("out", U)
+def test_large_codes_do_not_overflow_a_16_bit_result(out, sizes):
+    # Codes of 448 sum to 448^2 K, far over FP16's 65504; with the scales the result is K.
+    m, k, n = sizes
+    a = Operand(torch.full((m, k), 448.0).to(E4M3), torch.tensor(1 / 448))
+    b = Operand(torch.full((n, k), 448.0).to(E4M3), torch.full((n, 1), 1 / 448), 1, -1)
+    for pair in ((a, b), (a, b._replace(scale=torch.tensor(1 / 448), rows=-1))):
+        assert_within_bound(matmul_fp8(*pair, None, out), *pair)
+
+
+def test_folded_scales_are_not_squeezed_into_fp16(monkeypatch):
+    # A V100 multiplies in FP16, whose range holds every FP8 value but not every value times its scale.
+    monkeypatch.setattr(device, "product_dtype", lambda where: torch.float16)
+    x_MK = torch.randn(150, 257) * torch.exp2(torch.arange(150) - 75)[:, None]
+    a, b = operand(x_MK, E4M3, 1, 128, True), operand(torch.randn(131, 257), E4M3, 128, 128, True)
+    assert_within_bound(matmul_fp8(a, b, None, torch.bfloat16), a, b)
+
+
+def test_gaussian_error_is_the_ideal_quantisers():
+    # Each operand in E4M3 has 31.5 dB; two independent errors of that size leave 28.5 dB (DESIGN, section 9).
+    x_MK, w_NK = torch.randn(256, 4096), torch.randn(256, 4096)
+    wanted = x_MK.double() @ w_NK.double().t()
+    for group, out in itertools.product(("tensor", "row"), (torch.float32, torch.bfloat16)):
+        a, b = operand(x_MK, E4M3, *GROUPS[group]), operand(w_NK, E4M3, *GROUPS[group])
+        error = matmul_fp8(a, b, None, out).double() - wanted
+        sqnr = 10 * torch.log10(wanted.square().sum() / error.square().sum())
+        assert abs(sqnr.item() - 28.5) <= 0.3, f"{group} {out}: {sqnr:.2f} dB"
+
+
+@pytest.mark.parametrize("size", [3, 140])
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_not_finite_reaches_its_row_and_no_other(group, size):
+    for dtype, bad in ((E4M3, float("nan")), (E5M2, float("nan")), (E5M2, float("inf"))):
+        x_MK, w_NK = torch.randn(size, 2 * size), torch.rand(size, 2 * size) + 0.5
+        x_MK[1, 2] = bad
+        a, b = operand(x_MK, dtype, *GROUPS[group], True), operand(w_NK, E4M3, *GROUPS[group], True)
+        for out in U:
+            y_MN = matmul_fp8(a, b, None, out)
+            assert (y_MN[1] == bad).all() if bad == float("inf") else y_MN[1].isnan().all()
+            assert y_MN[torch.arange(size) != 1].isfinite().all()
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_empty(group, m, k, n):
+    bias_N = torch.arange(n) + 1.0
+    for matmul, power_of_2 in itertools.product((matmul_fp8, matmul_block), (False, True)):
+        a, b = (operand(torch.randn(rows, k), E4M3, *GROUPS[group], power_of_2) for rows in (m, n))
+        for out in U:
+            assert torch.equal(matmul(a, b, None, out), torch.zeros(m, n, dtype=out))
+        assert torch.equal(matmul(a, b, bias_N, torch.float32), bias_N.expand(m, n))
+
+
+@pytest.mark.parametrize("dtype", U)
+def test_matmul_of_16_bit_operands(dtype):
+    for m, k, n in SIZES:
+        a_MK, b_NK, bias_N = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+        exact = a_MK.double() @ b_NK.double().t()
+        sums = a_MK.double().abs() @ b_NK.double().abs().t()
+        for out, bias in itertools.product((None, torch.float32), (None, bias_N)):
+            wanted = exact if bias is None else exact + bias.double()
+            found = matmul_fp16(a_MK, b_NK, bias, out)
+            assert found.dtype == (out or dtype)
+            # One rounding to the output; asked for FP32, none on the way.  Half a subnormal of FP16 besides.
+            bound = (k + 2) * 2.0**-24 * (sums + 5) + U[found.dtype] * wanted.abs() * (1 + 2**-7) + 2.0**-25
+            assert ((found.double() - wanted).abs() <= bound).all()
