@@ -1,0 +1,66 @@
+"""fp8engine: FP8 training for PyTorch transformers, with a report of what ran in which format and why.
+
+>>> import warnings, torch, fp8engine as fe
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+>>> with warnings.catch_warnings():
+...     warnings.simplefilter("ignore", fe.errors.EmulationWarning)
+...     _ = fe.convert(model, "current")
+>>> model(torch.randn(8, 64)).square().mean().backward()
+>>> fe.inspect(model).totals["fp8_flops_share"]
+1.0
+"""
+
+from fp8engine import errors
+from fp8engine.convert import convert
+from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from fp8engine.modules import Linear
+from fp8engine.ops import backend
+from fp8engine.recipe import (
+    Cast,
+    PerBlock,
+    PerRow,
+    PerTensor,
+    Recipe,
+    blockwise,
+    current,
+    delayed,
+    high_precision,
+    rowwise,
+    rowwise_gw_hp,
+)
+from fp8engine.report import Report, inspect, load_scaling_state_dict, scaling_state, scaling_state_dict
+from fp8engine.tensor import Float8Tensor, matmul, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BF16",
+    "E4M3",
+    "E5M2",
+    "FP16",
+    "FP32",
+    "Cast",
+    "Float8Tensor",
+    "Format",
+    "Linear",
+    "PerBlock",
+    "PerRow",
+    "PerTensor",
+    "Recipe",
+    "Report",
+    "backend",
+    "blockwise",
+    "convert",
+    "current",
+    "delayed",
+    "errors",
+    "high_precision",
+    "inspect",
+    "load_scaling_state_dict",
+    "matmul",
+    "quantize",
+    "rowwise",
+    "rowwise_gw_hp",
+    "scaling_state",
+    "scaling_state_dict",
+]

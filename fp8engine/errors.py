@@ -70,3 +70,7 @@ class ParallelError(Fp8EngineError, RuntimeError):
 
 class GradientError(Fp8EngineError, RuntimeError):
     """A gradient of a gradient was asked of an FP8 matmul, which rounds and so has none."""
+
+
+class EmulationWarning(UserWarning):
+    """Said once per converted model: no FP8 Tensor Cores here, so FP8 values are computed with, but not faster."""

@@ -89,7 +89,7 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
     elif slot is None:
         data, scale = torch.ops.fp8engine.quantize.default(x_MK, str(how))
     else:
-        data, scale = torch.ops.fp8engine.quantize_slot.default(x_MK, str(how), *slot[:4])
+        data, scale = torch.ops.fp8engine.quantize_slot.default(x_MK, str(how), *slot[:5])
     return Operand(data, scale, how.rows, how.cols, how.power_of_2)
 
 
@@ -161,8 +161,8 @@ def _quantize(x, text):
     return reference.quantize(x, How.parse(text))
 
 
-def _quantize_slot(x, text, live, counts, index, record):
-    return reference.quantize(x, How.parse(text), Slot(live, counts, index, record))
+def _quantize_slot(x, text, live, counts, *slot):
+    return reference.quantize(x, How.parse(text), Slot(live, counts, *slot))
 
 
 def _quantize_fake(x, text, *slot):
@@ -186,7 +186,8 @@ def _matmul_fake(a, b, scale_a, scale_b, bias, groups, out, precision):
 
 _define("quantize(Tensor x, str how) -> (Tensor, Tensor)", _quantize, _quantize_fake)
 _define(
-    "quantize_slot(Tensor x, str how, Tensor(a!) live, Tensor(b!) counts, int index, bool record) -> (Tensor, Tensor)",
+    "quantize_slot(Tensor x, str how, Tensor(a!) live, Tensor(b!) counts, int index, bool record, bool count)"
+    " -> (Tensor, Tensor)",
     _quantize_slot,
     _quantize_fake,
 )

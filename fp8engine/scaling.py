@@ -27,7 +27,7 @@ from fp8engine.reference.scale import FP32_MAX
 
 ROLES = ("input", "weight", "grad_output")
 # Operands made of one tensor, and the slot that counted each.
-Kept = dict[How, tuple[Operand, Slot | None]]
+Kept = dict[How, tuple[Operand, Slot]]
 
 
 def in_backward() -> bool:
@@ -154,9 +154,9 @@ class ScalingState:
             setattr(self, name, getattr(self, name).to(where))
         self._see_on_host()
 
-    def slot(self, index: int, record: bool) -> Slot:
+    def slot(self, index: int, record: bool, count: bool = True) -> Slot:
         """Column `index` as a kernel takes it."""
-        return Slot(self.live_2S, self.counts_CS, index, record, self._host)
+        return Slot(self.live_2S, self.counts_CS, index, record, count, self._host)
 
     def begin_step(self, *_: object) -> None:
         """The root's forward begins: enter the last step's amaxes, if this is a training step and not a recompute."""

@@ -135,7 +135,9 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
             operand = ops.quantize(flat, how)
         else:
             if tuple(scale.shape) != shape and not (how.per_tensor and scale.numel() == 1):
-                raise ShapeError(f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}")
+                raise ShapeError(
+                    f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}"
+                )
             operand = ops.quantize_given(flat, how, scale.detach().float().reshape(shape).to(x.device))
     scale = operand.scale
     if x.dim() > 2 and how.rows == 1:

@@ -79,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
         data = scale = ctx.groups = None
         if saves:
-            saved = a if to_save is first else operand(x_MK, to_save, kept, None)
+            saved = a if to_save is first else operand(x_MK, to_save, kept, numerics.slot("input", False, count=False))
             if isinstance(saved, Operand):
                 data, scale, *ctx.groups = saved
             else:
@@ -102,15 +102,16 @@ class _Linear(torch.autograd.Function):
                     'for create_graph=True leave this layer in 16 bits (overrides={"name": "bf16"})'
                 )
         dy_MN = dy.reshape(-1, dy.shape[-1])
-        hold, made, slot = holding(dy_MN), {}, numerics.slot("grad_output", True)
+        hold, made, slot = holding(dy_MN), {}, numerics.slot("grad_output", record=True)
         dx = dw_NK = db_N = None
         if needs_x:
             first, second = numerics.plan.dgrad
             shape, dtype = ctx.x_like
             a = operand(dy_MN, first, made, slot, hold)
-            b = operand(weight_NK, second, ctx.weights, None, holding(weight_NK))
+            weights = {} if torch.compiler.is_compiling() else ctx.weights  # a graph keeps nothing
+            b = operand(weight_NK, second, weights, numerics.slot("weight", False, count=False), holding(weight_NK))
             dx = _multiply(a, b.t(), None, dtype, numerics, "dgrad").view(shape)
-            slot = None  # counted
+            slot = numerics.slot("grad_output", False, count=False)
         if needs_w:
             first, _ = numerics.plan.wgrad
             a = operand(dy_MN, first, made, slot, hold)

@@ -102,9 +102,9 @@ class Numerics:
         self.__dict__.update(state)
         self.__post_init__()
 
-    def slot(self, role: str, record: bool) -> Slot:
-        """The slot of "input", "weight" or "grad_output"."""
-        return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record)
+    def slot(self, role: str, record: bool, count: bool = True) -> Slot:
+        """The slot of "input", "weight" or "grad_output"; neither record nor count: only its scale is read."""
+        return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record, count)
 
     def kept_of_weight(self, weight: torch.Tensor) -> Kept:
         """Operands of this very weight; empty when it has changed since they were made."""
@@ -115,27 +115,26 @@ class Numerics:
         return self.state.latest.operands(x) if plain(x) else {}
 
 
-def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot | None, hold=None) -> Operand | torch.Tensor:
+def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold=None) -> Operand | torch.Tensor:
     """x under a cast, made once: FP8 with its scale, or the tensor itself where the cast is to 16 or 32 bits.
 
-    slot: where this use of x is counted; None for a second cast of a tensor already counted.
+    slot: where the scale is read and this use of x is counted.
     hold: dtype in which an operand that only an emulated matmul reads is held; None for FP8 codes.
     """
     if not casting.fp8:
         return x_MK if x_MK.dtype.itemsize == 2 else x_MK.to(casting.cast.format.dtype)
     how = casting.how[hold]
-    if (made := kept.get(how)) is None:
-        made = ops.quantize(x_MK, how, slot)
-        kept[how] = made, slot
-    elif slot is not None and made[1] is not None:
+    made = kept.get(how)
+    # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
+    if made is None or (slot.record and not made[1].record):
+        made = kept[how] = ops.quantize(x_MK, how, slot), slot
+    elif slot.count and slot.index != made[1].index:
         _count_again(made[1], slot, x_MK.numel())
-    return kept[how][0]
+    return made[0]
 
 
 def _count_again(source: Slot, slot: Slot, size: int) -> None:
     """Another layer's slot already holds this tensor's amax: take it over instead of reading the tensor again."""
-    if slot.index == source.index:
-        return
     live, counts = slot.live_2S, slot.counts_CS
     if slot.record:
         live[0, slot.index] = torch.maximum(live[0, slot.index], live[0, source.index])

@@ -84,6 +84,7 @@ class Slot(NamedTuple):
 
     live_2S: FP32; row 0 largest amax of this step (-1: none yet), row 1 the factor s (0: none yet).
     counts_CS: INT64, a row for each of COUNTERS.  record: whether this call's amax enters the history.
+    count: whether it enters the counters; neither, for a tensor cast a second time under the same scale.
     host: both tables as NumPy arrays, where the caller has them at hand.
     """
 
@@ -91,6 +92,7 @@ class Slot(NamedTuple):
     counts_CS: torch.Tensor
     index: int
     record: bool = True
+    count: bool = True
     host: tuple | None = None
 
     @property

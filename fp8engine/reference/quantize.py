@@ -73,10 +73,10 @@ def _quantize_on_host(x_MK, how: How, slot: Slot | None):
         saturated = int(_beyond(x_MK, format.max, s))
         s = scale_factor_of_float(amax, format.max, how.power_of_2)
     q_MK = scale_and_round(x_MK, s, how, finite)
-    if slot is not None:
+    if slot is not None and slot.count:
         _count_on_host(slot, x_MK, q_MK, (saturated, bad, saturated > 0))
-        if slot.record and not bad:
-            _record_on_host(slot, amax, None if how.delayed else s)
+    if slot is not None and slot.record and not bad:
+        _record_on_host(slot, amax, None if how.delayed else s)
     return q_MK, torch.scalar_tensor(1.0 / s, dtype=torch.float32)
 
 
@@ -96,7 +96,7 @@ def _quantize_groups(x_MK, how: How, slot: Slot | None):
         over = (amax * predicted > format.max * SATURATES) & (predicted > 0)
         s = torch.where(over | (predicted == 0), measured, predicted)
     q_MK = scale_and_round(x_MK, s, how, finite)
-    if slot is not None:
+    if slot is not None and slot.count:
         _note(x_MK, q_MK, slot, how, (finite, over, amax, s))
     return q_MK, (torch.ones_like(s) / s).view(how.scale_shape(m, k))
 

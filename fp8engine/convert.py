@@ -1,0 +1,173 @@
+"""fe.convert: the linear layers of any model under a recipe, in place.
+
+A layer keeps its identity: the class of the very module is changed, so parents, hooks, ties, optimizers and
+state_dict keys see the module they knew.  Either every decided layer is converted or, on an error, none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fp8engine import device
+from fp8engine.errors import ConversionError, EmulationWarning, StrictError
+from fp8engine.functional import Numerics
+from fp8engine.modules.linear import Float8Module, Linear
+from fp8engine.recipe import Recipe
+from fp8engine.scaling import ScalingState
+from fp8engine.select import Decision, Skip, decide, is_conv1d
+
+RECORD = "_fp8engine"  # attribute of a converted root
+WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "nn.DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "OptimizedModule": "torch.compile",
+}
+
+
+@dataclass
+class Record:
+    """What `convert` did to a model: why each layer was left alone, and the scaling states, one per device."""
+
+    recipe: Recipe
+    reasons: dict[str, str]
+    states: list[ScalingState] = field(default_factory=list)
+
+
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe = "current",
+    *,
+    skip: Skip | None = None,
+    overrides: Mapping[str, str | Recipe] | None = None,
+    example_inputs: object = None,
+    strict: bool = False,
+) -> nn.Module:
+    """Put every linear layer of `model` under `recipe`, in place; returns the model.
+
+    recipe: a name or a Recipe.  overrides: {"*.lm_head": "bf16", "blocks.0.*": fe.current()}, glob -> recipe.
+    skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
+    example_inputs: arguments of one forward (a tuple, or a dict of keywords), run without gradients beforehand:
+    layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.
+    strict: raise instead of emulating FP8 or leaving alone a layer that cannot be converted.
+
+    Raises UnknownName (recipe, or a pattern that matches nothing), ConversionError (nothing to convert, converted
+    twice, already under DDP, FSDP or torch.compile), StrictError.
+
+    >>> model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     _ = convert(model, "rowwise", overrides={"2": "fp32"})
+    >>> model[0]
+    Linear(in_features=32, out_features=64, bias=True, recipe=rowwise (E4M3xE4M3, grad E4M3))
+    """
+    _check_unwrapped(model)
+    decisions = decide(model, recipe, skip, overrides)
+    if example_inputs is not None:
+        decisions = _leave_uncalled(model, decisions, example_inputs)
+    chosen = [decision for decision in decisions if decision.recipe is not None]
+    if not chosen:
+        why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
+        raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
+    emulated = [d for d in chosen if d.recipe.is_fp8 and not device.has_fp8(_device(d.module))]
+    if strict:
+        _refuse(decisions, emulated)
+    record = Record(chosen[0].recipe, {d.name: d.reason for d in decisions if d.recipe is None})
+    _swap(chosen, record)
+    for state in record.states:
+        model.register_forward_pre_hook(state.begin_step)
+    setattr(model, RECORD, record)
+    if emulated:
+        where = _device(emulated[0].module)
+        warnings.warn(
+            f"{device.name(where)} has no FP8 Tensor Cores: {len(emulated)} layers compute with FP8 values, emulated",
+            EmulationWarning,
+            stacklevel=2,
+        )
+    return model
+
+
+def plan(model: nn.Module, recipe: str | Recipe = "current", *, skip=None, overrides=None) -> list[Decision]:
+    """What `convert` would do with each linear layer; the model is left as it is.  Raises as `convert` does."""
+    _check_unwrapped(model)
+    return decide(model, recipe, skip, overrides)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert takes an nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"its part {name!r}" if name else "the model"
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if found := next((WRAPPERS[kind] for kind in WRAPPERS if kind in kinds), None):
+            raise ConversionError(f"{where} is under {found} already: convert first, then wrap")
+        if hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None:
+            raise ConversionError(f"{where} is under torch.compile already: convert first, then compile")
+        if hasattr(module, RECORD):
+            raise ConversionError(f"{where} is converted already: convert the whole model once, with overrides")
+
+
+def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs: object) -> list[Decision]:
+    called: set[int] = set()
+    hooks = [d.module.register_forward_pre_hook(lambda module, _: called.add(id(module))) for d in decisions]
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model.eval()
+            if isinstance(example_inputs, dict):
+                model(**example_inputs)
+            else:
+                model(*(example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training:
+            module.training = mode
+    never = "its forward was not called on example_inputs"
+    return [
+        d if d.recipe is None or id(d.module) in called else Decision(d.name, d.module, None, never, d.shape)
+        for d in decisions
+    ]
+
+
+def _refuse(decisions: list[Decision], emulated: list[Decision]) -> None:
+    """strict=True: say everything that would not run as asked."""
+    blocked = [f"{d.name} ({d.reason})" for d in decisions if d.blocked]
+    if blocked:
+        raise StrictError(f"strict=True: {len(blocked)} layers cannot be converted: {'; '.join(blocked[:8])}")
+    if emulated:
+        where = _device(emulated[0].module)
+        raise StrictError(
+            f"strict=True: {device.name(where)} has no FP8 Tensor Cores (CUDA sm_89 or later has); "
+            f"{len(emulated)} layers would be emulated, {emulated[0].name!r} the first"
+        )
+
+
+def _swap(chosen: list[Decision], record: Record) -> None:
+    by_device: dict[torch.device, list[Decision]] = {}
+    for decision in chosen:
+        by_device.setdefault(_device(decision.module), []).append(decision)
+    for where, group in by_device.items():
+        state = ScalingState([(d.name, d.recipe) for d in group], where)
+        record.states.append(state)
+        for index, decision in enumerate(group):
+            decision.module.__class__ = _float8_class(decision.module)
+            decision.module.numerics = Numerics(decision.name or "Linear", decision.recipe, state, index)
+
+
+def _float8_class(module: nn.Module) -> type[Float8Module]:
+    if is_conv1d(module):
+        from fp8engine.modules.conv1d import Float8Conv1D
+
+        return Float8Conv1D
+    return Linear
+
+
+def _device(module: nn.Module) -> torch.device:
+    return module.weight.device

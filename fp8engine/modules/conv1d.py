@@ -1,0 +1,19 @@
+"""GPT-2's Conv1D from transformers, a linear layer whose weight is stored [K, N]: the same in FP8, stored the same.
+
+Imported only where a model has such a layer, because it needs transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from fp8engine.functional import linear
+from fp8engine.modules.linear import Float8Module
+
+
+class Float8Conv1D(Float8Module, Conv1D):
+    """A transformers Conv1D in FP8, made by `fe.convert`: y [..., nf] = x [..., nx] @ weight [nx, nf] + bias."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight.t(), self.bias, self.numerics)

@@ -1,0 +1,7 @@
+"""What ran in which format, and why: `inspect` collects it, a Report shows it."""
+
+from fp8engine.report.collect import inspect
+from fp8engine.report.state import load_scaling_state_dict, scaling_state, scaling_state_dict
+from fp8engine.report.table import Report
+
+__all__ = ["Report", "inspect", "load_scaling_state_dict", "scaling_state", "scaling_state_dict"]

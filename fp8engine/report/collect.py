@@ -1,0 +1,155 @@
+"""From a model to the rows of its report: what each linear layer really ran, read from its counters and its record.
+
+A layer's weight in the FP8 share is its matmul FLOPs: rows seen x N x K, times the share of its three matmuls in FP8.
+Rows seen are counted where the input is cast; a layer left alone counts none, and is taken to have seen as many as
+the median converted one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from torch import nn
+
+from fp8engine import device, ops
+from fp8engine.convert import RECORD, Record
+from fp8engine.modules.linear import Float8Module
+from fp8engine.report.state import WRAPPED
+from fp8engine.report.table import Report
+from fp8engine.scaling import ROLES
+from fp8engine.select import linear_layers
+
+NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
+
+
+def inspect(model: nn.Module) -> Report:
+    """What every linear layer of the model has run so far; reading it waits for the device.
+
+    >>> import torch, warnings
+    >>> from fp8engine.convert import convert
+    >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     _ = convert(model, "current", overrides={"2": "fp32"})
+    >>> _ = model(torch.randn(4, 32))
+    >>> report = inspect(model)
+    >>> [(layer["name"], layer["recipe"], layer["backend"]) for layer in report.layers]
+    [('0', 'current', 'reference'), ('2', 'none', 'torch')]
+    >>> report.totals["fp8_flops_share"]
+    0.8
+    """
+    reasons = _reasons(model)
+    layers = []
+    for name, module, shape in linear_layers(model):
+        for prefix in WRAPPED:
+            name = name.replace(prefix, "")
+        if isinstance(module, Float8Module):
+            layers.append(_converted(name, module, shape))
+        else:
+            reason = reasons.get(name, "not converted" if reasons else "not converted: call fe.convert")
+            layers.append(_left(name, module, shape, reason))
+    return Report(layers, _totals(layers))
+
+
+def _reasons(model: nn.Module) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        record = getattr(module, RECORD, None)
+        if isinstance(record, Record):
+            for prefix in WRAPPED:
+                name = name.replace(prefix, "")
+            root = name.rstrip(".")
+            found |= {f"{root}.{layer}" if root else layer: why for layer, why in record.reasons.items()}
+    return found
+
+
+def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
+    numerics = module.numerics
+    state, recipe = numerics.state, numerics.recipe
+    slots = {role: state.view(f"{name}.{role}", numerics.layer, role).to_dict() for role in ROLES}
+    rows = slots["input"]["elements"] // max(shape[-1], 1)
+    ran = rows > 0 or (slots["input"]["calls"] > 0)
+    where = module.weight.device
+    backend = "torch"
+    if recipe.is_fp8:
+        # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
+        backend = numerics.ran or ops.choose(where, numerics.plan.by_block)
+        if not ran:
+            backend = "none"
+    return {
+        "name": name,
+        "kind": type(module).__name__,
+        "shape": list(shape),
+        "recipe": recipe.name,
+        "backend": backend,
+        "emulated": recipe.is_fp8 and ops.emulated(where, backend),
+        "reason": _why(recipe, ran, where, backend),
+        "ran": ran or not recipe.is_fp8,
+        "rows": rows,
+        "fp8_share": recipe.fp8_share if ran else 0.0,
+        "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
+        **slots,
+        "output": {"format": str(module.weight.dtype).removeprefix("torch."), "cast": "none"},
+    }
+
+
+def _why(recipe, ran: bool, where, backend: str) -> str:
+    if not recipe.is_fp8:
+        return f"asked for {recipe.name}"
+    if not ran:
+        return NEVER_RAN
+    if ops.emulated(where, backend):
+        return (
+            f"emulated: {device.name(where)} has no FP8 Tensor Cores"
+            if not device.has_fp8(where)
+            else ("emulated: no kernel for this recipe on this card")
+        )
+    return ""
+
+
+def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> dict:
+    nothing = {"format": "none", "cast": "none"}
+    return {
+        "name": name,
+        "kind": type(module).__name__,
+        "shape": list(shape),
+        "recipe": "none",
+        "backend": "torch",
+        "emulated": False,
+        "reason": reason,
+        "ran": True,
+        "rows": None,
+        "fp8_share": 0.0,
+        "kept_bytes": 0,
+        **{role: dict(nothing) for role in (*ROLES, "output")},
+    }
+
+
+def _totals(layers: list[dict]) -> dict:
+    seen = [layer["rows"] for layer in layers if layer["rows"]]
+    typical = statistics.median(seen) if seen else 1
+    flops = fp8 = 0.0
+    for layer in layers:
+        rows = typical if layer["rows"] is None or not layer["ran"] else layer["rows"] or typical
+        work = 2.0 * rows * math.prod(layer["shape"])
+        flops += work
+        fp8 += work * layer["fp8_share"]
+    converted = [layer for layer in layers if layer["recipe"] != "none"]
+    slots = [layer[role] for layer in converted for role in ROLES if layer[role].get("elements")]
+    elements = sum(slot["elements"] for slot in slots)
+    sampled = sum(slot["sampled"] * slot["elements"] for slot in slots)
+    return {
+        "layers": len(layers),
+        "converted": len(converted),
+        "left_alone": len(layers) - len(converted),
+        "never_ran": sum(not layer["ran"] for layer in converted),
+        "emulated": sum(layer["emulated"] for layer in converted),
+        "fp8_flops_share": fp8 / flops if flops else 0.0,
+        "saturated": sum(slot["saturated"] * slot["elements"] for slot in slots) / max(elements, 1),
+        "underflowed": sum(s["underflowed"] * s["sampled"] * s["elements"] for s in slots) / max(sampled, 1),
+        "sampled": sampled / max(elements, 1),
+        "nonfinite": sum(slot["nonfinite"] for slot in slots),
+        "recasts": sum(slot["recasts"] for slot in slots),
+        "kept_weight_bytes": sum(layer["kept_bytes"] for layer in layers),
+    }

@@ -1,0 +1,116 @@
+"""A model's scaling state by name: to look at, to save, to load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from fp8engine.errors import StateError, UnknownName
+from fp8engine.modules.linear import Float8Module
+from fp8engine.scaling import ROLES, SlotView
+
+VERSION = 1
+WRAPPED = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def float8_layers(model: nn.Module) -> dict[str, Float8Module]:
+    """Name -> layer, for every converted layer; names as before DDP, FSDP or torch.compile wrapped the model."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Module):
+            for prefix in WRAPPED:
+                name = name.replace(prefix, "")
+            found[name] = module
+    return found
+
+
+class StateView(Mapping[str, SlotView]):
+    """Slots by name, `blocks.0.mlp.up.input`; each look-up copies the numbers out."""
+
+    def __init__(self, model: nn.Module):
+        self._layers = float8_layers(model)
+
+    def __getitem__(self, name: str) -> SlotView:
+        layer, _, role = name.rpartition(".")
+        if layer not in self._layers or role not in ROLES:
+            raise KeyError(str(UnknownName("slot", name, self)))
+        numerics = self._layers[layer].numerics
+        return numerics.state.view(name, numerics.layer, role)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{name}.{role}" if name else role for name in self._layers for role in ROLES)
+
+    def __len__(self) -> int:
+        return len(self._layers) * len(ROLES)
+
+
+def scaling_state(model: nn.Module) -> StateView:
+    """The slots of a model's converted layers: `fe.scaling_state(model)["blocks.0.mlp.up.input"].amax`.
+
+    >>> from fp8engine.modules import Linear
+    >>> layer = Linear(16, 16, recipe="current")
+    >>> _ = layer(torch.full((2, 16), 3.0))
+    >>> scaling_state(layer)["input"].amax
+    tensor(3.)
+    """
+    return StateView(model)
+
+
+def scaling_state_dict(model: nn.Module) -> dict:
+    """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads."""
+    slots = {}
+    for name, layer in float8_layers(model).items():
+        numerics = layer.numerics
+        for position, role in enumerate(ROLES):
+            index, state = len(ROLES) * numerics.layer + position, numerics.state
+            slots[f"{name}.{role}" if name else role] = {
+                "history": state.history_HS[:, index].clone(),
+                "live": state.live_2S[:, index].clone(),
+                "counts": state.counts_CS[:, index].clone(),
+            }
+    return {"version": VERSION, "slots": slots}
+
+
+def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
+    """Put back what `scaling_state_dict` saved from the same model under the same recipes.
+
+    Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
+    """
+    layers = float8_layers(model)
+    if not isinstance(state_dict, Mapping) or state_dict.get("version") != VERSION:
+        raise StateError(f"not a scaling state dict of version {VERSION}")
+    slots = state_dict.get("slots")
+    expected = set(StateView(model))
+    if not isinstance(slots, Mapping) or set(slots) != expected:
+        names = set(slots) if isinstance(slots, Mapping) else set()
+        missing, unknown = sorted(expected - names), sorted(names - expected)
+        raise StateError(
+            f"scaling state of another model: {len(missing)} slots missing ({', '.join(missing[:3])}), "
+            f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
+        )
+    todo = []
+    for name, layer in layers.items():
+        numerics = layer.numerics
+        state = numerics.state
+        for position, role in enumerate(ROLES):
+            saved = slots[f"{name}.{role}" if name else role]
+            index = len(ROLES) * numerics.layer + position
+            columns = {
+                "history": state.history_HS[:, index],
+                "live": state.live_2S[:, index],
+                "counts": state.counts_CS[:, index],
+            }
+            for key, target in columns.items():
+                value = saved.get(key) if isinstance(saved, Mapping) else None
+                if not isinstance(value, torch.Tensor) or value.shape != target.shape or value.dtype != target.dtype:
+                    raise StateError(
+                        f"{name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
+                        "was it saved under another recipe or history length?"
+                    )
+                todo.append((target, value))
+    for target, value in todo:
+        target.copy_(value)
+    for layer in layers.values():
+        layer.numerics.state.backward_seen = False

@@ -1,0 +1,156 @@
+"""Which layers of a model a conversion touches, with what recipe, and why it leaves the others alone.
+
+A layer is left alone because the user said so (skip, or an override to a 16-bit recipe), because it is an output head
+(its error goes straight into the loss; an override that names it wins), or because swapping it would change what it
+does: a subclass with code of its own, a parametrised or already quantised weight, experts in one 3-D parameter.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8engine.errors import UnknownName
+from fp8engine.modules.linear import Float8Module
+from fp8engine.recipe import Recipe, resolve
+
+Skip = Callable[[str, nn.Module], bool]
+HEADS = ("lm_head", "head", "heads", "classifier", "score", "output_projection", "embed_out", "proj_out", "qa_outputs")
+ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
+EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one linear layer.  recipe None: left alone, for `reason`; shape [N, K], experts [E, N, K].
+
+    blocked: the engine cannot do what was asked (as opposed to the user not asking for it).
+    """
+
+    name: str
+    module: nn.Module
+    recipe: Recipe | None
+    reason: str
+    shape: tuple[int, ...]
+    blocked: bool = False
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D itself; found by name, so that transformers need not be there."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
+    """(name, module, shape) of everything that multiplies by a weight matrix, each module once."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module, (module.out_features, module.in_features)
+        elif is_conv1d(module) or _is_float8_conv1d(module):
+            yield name, module, tuple(reversed(module.weight.shape))
+        elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+            if not any(isinstance(child, nn.Linear) for child in module.children()):  # an adapter's shell is not one
+                yield name, module, tuple(weight.shape)
+        else:
+            for key, parameter in module.named_parameters(recurse=False):
+                if key in EXPERTS and parameter.dim() == 3:
+                    yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
+
+
+def decide(
+    model: nn.Module,
+    recipe: str | Recipe,
+    skip: Skip | None = None,
+    overrides: Mapping[str, str | Recipe] | None = None,
+) -> list[Decision]:
+    """A Decision for every linear layer of the model; nothing is changed.
+
+    overrides: glob over layer names -> recipe, the last match wins.  skip: True leaves a layer alone; without it,
+    output heads and adapters (LoRA) are left, unless an override names them.
+    Raises UnknownName for a recipe's name, or for a pattern that matches no linear layer.
+    """
+    asked = resolve(recipe)
+    chosen = {pattern: resolve(value) for pattern, value in (overrides or {}).items()}
+    layers = list(linear_layers(model))
+    for pattern in chosen:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
+            raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
+    heads = _heads(model)
+    decisions = []
+    for name, module, shape in layers:
+        override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
+        wanted, reason = override or asked, "overrides" if override else "recipe"
+        left = None
+        if skip is not None:
+            left = "skip() returned True" if skip(name, module) else None
+        elif override is None:
+            left = _default_skip(name, module, heads)
+        if left is None and not wanted.is_fp8 and _same_dtype(module, wanted):
+            left = f"{reason}: {wanted.name}, which it computes in already"
+        obstacle = None if left else _obstacle(module)
+        reason = left or obstacle or f"{reason}: {wanted.name}"
+        used = None if left or obstacle else wanted
+        decisions.append(Decision(name, module, used, reason, shape, blocked=obstacle is not None))
+    return decisions
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """ids of modules that are a model's output head: HF says so, or the weight is tied to an embedding."""
+    found = set()
+    for module in model.modules():
+        if (get := getattr(module, "get_output_embeddings", None)) is not None:
+            try:
+                found.add(id(get()))
+            except (AttributeError, NotImplementedError):
+                continue
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
+    return found
+
+
+def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
+    parts = name.split(".")
+    if id(module) in heads or parts[-1] in HEADS:
+        return "output head: its error goes straight into the loss (name it in overrides to convert it)"
+    if any(part in ADAPTERS for part in parts):
+        return "adapter: too small to gain from FP8 (name it in overrides to convert it)"
+    return None
+
+
+def _same_dtype(module: nn.Module, recipe: Recipe) -> bool:
+    return getattr(module, "weight", torch.empty(0)).dtype == recipe.input.format.dtype
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why this module cannot be swapped without changing what it does, or None."""
+    kind = type(module)
+    if isinstance(module, Float8Module):
+        return "converted already"
+    if is_conv1d(module):
+        return None
+    if not isinstance(module, nn.Linear):
+        experts = any(key in EXPERTS and p.dim() == 3 for key, p in module.named_parameters(recurse=False))
+        return (
+            f"{kind.__name__} keeps its experts in one 3-D parameter"
+            if experts
+            else f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
+        )
+    if kind is not nn.Linear and set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}:
+        return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
+    if "weight" not in module._parameters:
+        return "its weight is computed (weight_norm, pruning or a parametrization)"
+    weight = module.weight
+    if type(weight) not in (nn.Parameter, torch.Tensor) and not isinstance(weight, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}"
+    if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
+        return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
+    return None
+
+
+def _is_float8_conv1d(module: nn.Module) -> bool:
+    return isinstance(module, Float8Module) and not isinstance(module, nn.Linear)
