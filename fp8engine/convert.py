@@ -19,7 +19,7 @@ from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module, Linear
 from fp8engine.recipe import Recipe
 from fp8engine.scaling import ScalingState
-from fp8engine.select import Decision, Skip, decide, is_conv1d
+from fp8engine.select import Decision, Skip, decide, is_conv1d, weight_of
 
 RECORD = "_fp8engine"  # attribute of a converted root
 WRAPPERS = {
@@ -35,7 +35,6 @@ WRAPPERS = {
 class Record:
     """What `convert` did to a model: why each layer was left alone, and the scaling states, one per device."""
 
-    recipe: Recipe
     reasons: dict[str, str]
     states: list[ScalingState] = field(default_factory=list)
 
@@ -71,20 +70,20 @@ def convert(
     decisions = decide(model, recipe, skip, overrides)
     if example_inputs is not None:
         decisions = _leave_uncalled(model, decisions, example_inputs)
-    chosen = [decision for decision in decisions if decision.recipe is not None]
+    chosen = [(decision, decision.recipe) for decision in decisions if decision.recipe is not None]
     if not chosen:
         why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
         raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
-    emulated = [d for d in chosen if d.recipe.is_fp8 and not device.has_fp8(_device(d.module))]
+    emulated = [d for d, used in chosen if used.is_fp8 and not device.has_fp8(weight_of(d.module).device)]
     if strict:
         _refuse(decisions, emulated)
-    record = Record(chosen[0].recipe, {d.name: d.reason for d in decisions if d.recipe is None})
+    record = Record({d.name: d.reason for d in decisions if d.recipe is None})
     _swap(chosen, record)
     for state in record.states:
         model.register_forward_pre_hook(state.begin_step)
     setattr(model, RECORD, record)
     if emulated:
-        where = _device(emulated[0].module)
+        where = weight_of(emulated[0].module).device
         warnings.warn(
             f"{device.name(where)} has no FP8 Tensor Cores: {len(emulated)} layers compute with FP8 values, emulated",
             EmulationWarning,
@@ -142,23 +141,23 @@ def _refuse(decisions: list[Decision], emulated: list[Decision]) -> None:
     if blocked:
         raise StrictError(f"strict=True: {len(blocked)} layers cannot be converted: {'; '.join(blocked[:8])}")
     if emulated:
-        where = _device(emulated[0].module)
+        where = weight_of(emulated[0].module).device
         raise StrictError(
             f"strict=True: {device.name(where)} has no FP8 Tensor Cores (CUDA sm_89 or later has); "
             f"{len(emulated)} layers would be emulated, {emulated[0].name!r} the first"
         )
 
 
-def _swap(chosen: list[Decision], record: Record) -> None:
-    by_device: dict[torch.device, list[Decision]] = {}
-    for decision in chosen:
-        by_device.setdefault(_device(decision.module), []).append(decision)
+def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
+    by_device: dict[torch.device, list[tuple[Decision, Recipe]]] = {}
+    for decision, recipe in chosen:
+        by_device.setdefault(weight_of(decision.module).device, []).append((decision, recipe))
     for where, group in by_device.items():
-        state = ScalingState([(d.name, d.recipe) for d in group], where)
+        state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
         record.states.append(state)
-        for index, decision in enumerate(group):
+        for index, (decision, recipe) in enumerate(group):
             decision.module.__class__ = _float8_class(decision.module)
-            decision.module.numerics = Numerics(decision.name or "Linear", decision.recipe, state, index)
+            object.__setattr__(decision.module, "numerics", Numerics(decision.name or "Linear", recipe, state, index))
 
 
 def _float8_class(module: nn.Module) -> type[Float8Module]:
@@ -167,7 +166,3 @@ def _float8_class(module: nn.Module) -> type[Float8Module]:
 
         return Float8Conv1D
     return Linear
-
-
-def _device(module: nn.Module) -> torch.device:
-    return module.weight.device

@@ -59,7 +59,7 @@ def holding_dtype(device: torch.device, size: int) -> torch.dtype:
 
 
 class CpuTimings:
-    """Milliseconds of one 256x512x512 matmul on this CPU: FP32, BF16, and torch's scaled FP8 matmul (None: not there)."""
+    """Milliseconds of one 256x512x512 matmul on this CPU: FP32, BF16, torch's scaled FP8 matmul (None: not there)."""
 
     def __init__(self, fp32: float, bf16: float, scaled_mm: float | None):
         self.fp32, self.bf16, self.scaled_mm = fp32, bf16, scaled_mm

@@ -197,8 +197,8 @@ _define(
     lambda x, text, scale: x.new_empty(x.shape, dtype=How.parse(text).dtype),
 )
 _define(
-    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out, str precision)"
-    " -> Tensor",
+    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
+    " str precision) -> Tensor",
     _matmul,
     _matmul_fake,
 )

@@ -8,7 +8,8 @@ A cast per row or per block must put its scales along the dimension that is redu
 once for each of its two matmuls; a cast per tensor serves both.  Recipes are frozen, comparable and hashable.
 
 >>> print(current())
-current: input E4M3 per tensor, weight E4M3 per tensor, grad_output E5M2 per tensor; scales from each tensor itself; fast accumulation in forward and dgrad, promoted in wgrad.
+current: input E4M3 per tensor, weight E4M3 per tensor, grad_output E5M2 per tensor;
+scales from each tensor itself; fast accumulation in forward and dgrad, promoted in wgrad.
 >>> Recipe.from_json(delayed(history=4).to_json()) == delayed(history=4)
 True
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
@@ -133,7 +135,7 @@ class Recipe:
 
     name: what reports print.
     input, weight, grad_output: casts for forward (x, w) and dgrad (dy); x and dy are cast again along dim 0 for wgrad.
-    weight_for_dgrad, input_for_wgrad, grad_output_for_wgrad: another cast for that matmul; None = the same, along dim 0.
+    weight_for_dgrad, input_for_wgrad, grad_output_for_wgrad: another cast for that matmul; None: the same, along 0.
     history, margin, algo: delayed scaling's window in steps, headroom in powers of two, and "max" or "most_recent".
     fast_accumulation: the matmuls that may keep Hopper's ~13-bit partial sums; the others promote to FP32.
     output: format in which a matmul's result leaves the Tensor Core when the layer itself is FP32; BF16 as on
@@ -214,9 +216,8 @@ class Recipe:
 
     def __str__(self) -> str:
         parts = [f"input {self.input}", f"weight {self.weight}", f"grad_output {self.grad_output}"]
-        for key in ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad"):
-            if getattr(self, key) is not None:
-                parts.append(f"{key} {getattr(self, key)}")
+        others = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
+        parts += [f"{key} {getattr(self, key)}" for key in others if getattr(self, key) is not None]
         if not self.is_fp8:
             return f"{self.name}: {', '.join(parts)}; no FP8."
         if self.delayed:
@@ -237,7 +238,8 @@ class Recipe:
     def from_json(text: str) -> Recipe:
         """The recipe that `to_json` wrote.  Raises InvalidRecipe on a missing or unknown field."""
         try:
-            return Recipe(**{key: _decode(value) for key, value in json.loads(text).items()})
+            parts: dict[str, Any] = {key: _decode(value) for key, value in json.loads(text).items()}
+            return Recipe(**parts)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidRecipe(f"not a recipe's JSON: {error}") from error
 

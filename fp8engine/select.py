@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -39,6 +40,11 @@ class Decision:
     blocked: bool = False
 
 
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The module's weight, whatever it is stored as."""
+    return cast(torch.Tensor, module.weight)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D itself; found by name, so that transformers need not be there."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
@@ -50,7 +56,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
         if isinstance(module, nn.Linear):
             yield name, module, (module.out_features, module.in_features)
         elif is_conv1d(module) or _is_float8_conv1d(module):
-            yield name, module, tuple(reversed(module.weight.shape))
+            yield name, module, (weight_of(module).shape[1], weight_of(module).shape[0])
         elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
             if not any(isinstance(child, nn.Linear) for child in module.children()):  # an adapter's shell is not one
                 yield name, module, tuple(weight.shape)

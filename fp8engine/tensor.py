@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fp8engine import ops, reference
 from fp8engine.errors import ShapeError, UnsupportedDtype
-from fp8engine.formats import BF16, FP32, Format
+from fp8engine.formats import BF16, Format
 from fp8engine.recipe import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.reference import How, Operand
 
@@ -96,17 +97,17 @@ class Float8Tensor(torch.Tensor):
     def _map(self, fn) -> Float8Tensor:
         return Float8Tensor(fn(self._data), fn(self._scale), self.granularity, self.dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         kwargs = kwargs or {}
         keep = _KEEPING.get(func)
         if keep is not None:
             result = keep(func, args, kwargs)
             if result is not None:
                 return result
-        return func(*torch.utils._pytree.tree_map(_plain, args), **torch.utils._pytree.tree_map(_plain, kwargs))
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
 def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> Float8Tensor:
@@ -152,6 +153,7 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     `out`; beside an ordinary tensor a Float8Tensor is dequantised.  Raises ShapeError and BackendError (E5M2 by E5M2).
 
     >>> a = quantize(torch.ones(2, 3), Cast(Format.named("E4M3"), power_of_2=True))
+    >>> from fp8engine.formats import FP32
     >>> matmul(a, a, out=FP32)
     tensor([[3., 3.],
             [3., 3.]])

@@ -33,7 +33,8 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
         out = torch.get_autocast_dtype(x.device.type)
     elif weight_NK.dtype != x.dtype:
         raise UnsupportedDtype(
-            f"{numerics.name}: input is {x.dtype} and weight is {weight_NK.dtype}; cast one of them, or run under autocast"
+            f"{numerics.name}: input is {x.dtype} and weight is {weight_NK.dtype}; "
+            "cast one of them, or run under autocast"
         )
     compiling = torch.compiler.is_compiling()
     if not numerics.plan.fp8:
@@ -51,7 +52,8 @@ def check(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     """Raise for an input that no recipe takes."""
     if x.dtype not in FLOATS or x.layout != torch.strided:
         raise UnsupportedDtype(
-            f"{name}: input is {x.dtype}, {x.layout}; FP8 casts take dense float32, bfloat16 or float16: convert it first"
+            f"{name}: input is {x.dtype}, {x.layout}; FP8 casts take dense float32, bfloat16 or float16: "
+            "convert it first"
         )
     if weight_NK.dtype not in FLOATS:
         raise UnsupportedDtype(f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16")

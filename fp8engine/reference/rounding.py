@@ -79,20 +79,20 @@ def scale_and_round(x_MK: torch.Tensor, s: torch.Tensor | float, how: How, finit
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
         part = s
-        if not isinstance(s, float) and how.rows != -1:
+        if isinstance(s, torch.Tensor) and how.rows != -1:
             part = s[start // how.rows : -(-rows.stop // how.rows)]
         _round_rows(x_MK[rows], part, how, finite, q_MK[rows])
     return q_MK
 
 
 def _round_rows(x_MK, s: torch.Tensor | float, how: How, finite: bool, out: torch.Tensor) -> None:
-    if isinstance(s, float):
-        y = x_MK * s if x_MK.dtype == torch.float32 else x_MK.float().mul_(s)
-        out.copy_(_round(y, x_MK, how, finite))
-    else:
+    if isinstance(s, torch.Tensor):
         x = as_groups(x_MK, how.rows, how.cols)
         y = x.float() * s[:, None, :, None]
         out.copy_(from_groups(_round(y, x, how, finite), *x_MK.shape))
+    else:
+        y = x_MK * s if x_MK.dtype == torch.float32 else x_MK.float().mul_(s)
+        out.copy_(_round(y, x_MK, how, finite))
 
 
 def _round(y: torch.Tensor, x: torch.Tensor, how: How, finite: bool) -> torch.Tensor:

@@ -18,7 +18,7 @@ from fp8engine.modules.linear import Float8Module
 from fp8engine.report.state import WRAPPED
 from fp8engine.report.table import Report
 from fp8engine.scaling import ROLES
-from fp8engine.select import linear_layers
+from fp8engine.select import linear_layers, weight_of
 
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 
@@ -70,7 +70,7 @@ def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
     slots = {role: state.view(f"{name}.{role}", numerics.layer, role).to_dict() for role in ROLES}
     rows = slots["input"]["elements"] // max(shape[-1], 1)
     ran = rows > 0 or (slots["input"]["calls"] > 0)
-    where = module.weight.device
+    where = weight_of(module).device
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
@@ -90,7 +90,7 @@ def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         **slots,
-        "output": {"format": str(module.weight.dtype).removeprefix("torch."), "cast": "none"},
+        "output": {"format": str(weight_of(module).dtype).removeprefix("torch."), "cast": "none"},
     }
 
 
