@@ -27,8 +27,6 @@ def unsupported(a: Operand, b: Operand) -> str | None:
     where = a.data.device
     if where.type == "cuda" and not device.has_fp8(where):
         return f"{device.name(where)} has no FP8 Tensor Cores; sm_89 or later has"
-    if where.type == "cpu" and device.cpu_timings().scaled_mm is None:
-        return "this torch build has no scaled matmul for the CPU"
     if where.type not in ("cpu", "cuda"):
         return f"no scaled matmul on {where.type}"
     if a.data.dtype.itemsize != 1 or b.data.dtype.itemsize != 1:

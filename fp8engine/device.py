@@ -6,7 +6,12 @@
 | A100 | sm_80 | no | BF16 Tensor Cores | same |
 | L4, RTX 4090 | sm_89 | yes | - | same |
 | H100, H200 | sm_90 | yes | - | same |
-| CPU | - | no | BF16 where the CPU has instructions for it and measures faster, else FP32 | measured here |
+| CPU | - | no | BF16 where the CPU has instructions for it, else FP32 | benchmarks/cpu.py |
+
+On a CPU with BF16 instructions a BF16 matmul takes 0.25-0.5 of FP32's time, without them 4 times as long; torch's scaled
+FP8 matmul takes 1.7 times as long as FP32's where no instruction multiplies FP8.  These were measured (benchmarks/cpu.py,
+results committed) and are not measured again in each process: on a busy machine a timing can come out either way, and a
+rank or a resumed run must not differ from the others.  `fp8engine doctor` measures, and says where this CPU disagrees.
 
 Every FP8 value is exact in BF16 and in FP16, products of two are exact in FP32: emulation loses nothing.
 """
@@ -44,7 +49,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
     """In which dtype an emulated FP8 matmul takes its operands on this device: whichever is fastest and exact."""
     if device.type == "cuda":
         return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
-    return torch.bfloat16 if device.type == "cpu" and cpu_timings().bf16_pays else torch.float32
+    return torch.bfloat16 if device.type == "cpu" and cpu_multiplies("bf16") else torch.float32
 
 
 # Below this many elements a BF16 matmul's set-up on a CPU costs more than it saves (measured: benchmarks/cpu.py).
@@ -56,6 +61,19 @@ def holding_dtype(device: torch.device, size: int) -> torch.dtype:
     if device.type == "cpu" and size < SMALL:
         return torch.float32
     return product_dtype(device)
+
+
+# Names under which torch.cpu.get_capabilities() knows instructions that multiply the format.
+INSTRUCTIONS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"), "fp8": ("amx_fp8",)}
+
+
+@functools.cache
+def cpu_multiplies(format: str) -> bool:
+    """Whether this CPU has instructions that multiply "bf16" or "fp8"."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        known = torch.cpu.get_capabilities()
+        return any(known.get(name, False) for name in INSTRUCTIONS[format])
+    return format == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 class CpuTimings:
@@ -77,10 +95,7 @@ class CpuTimings:
 
 @functools.cache
 def cpu_timings() -> CpuTimings:
-    """Measured once a process, in about 20 ms, when the first large emulated matmul asks.
-
-    The choice changes speed, and results by no more than one rounding to BF16 of each sum.
-    """
+    """Measured in about 30 ms, for `fp8engine doctor` and the benchmarks; nothing is chosen by it."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(256, 512, generator=generator), torch.randn(512, 512, generator=generator)
     a_bf16, b_bf16 = a.bfloat16(), b.bfloat16()

@@ -2,7 +2,7 @@
 
 | backend | where | what |
 | --- | --- | --- |
-| cublas | CUDA from sm_89; a CPU on which it measures faster than emulation | matmuls with a scale per tensor or row |
+| cublas | CUDA from sm_89; a CPU with FP8 instructions | matmuls with a scale per tensor or row |
 | reference | everywhere | everything, in plain torch; the matmul is emulated, and reports say so |
 
 >>> a = quantize(torch.ones(2, 4), How(torch.float8_e4m3fn, -1, -1, power_of_2=True))
@@ -73,7 +73,7 @@ def choose(where: torch.device, by_block: bool) -> str:
     if by_block:
         return "reference"
     if where.type == "cpu":
-        return "cublas" if device.cpu_timings().scaled_mm_pays else "reference"
+        return "cublas" if device.cpu_multiplies("fp8") else "reference"
     return "cublas" if device.has_fp8(where) else "reference"
 
 

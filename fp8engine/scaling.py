@@ -81,15 +81,16 @@ class LatestInput:
     """Operands of the tensor that a layer of a model read last: forgotten when that tensor is freed or written."""
 
     def __init__(self):
-        self._forget()
+        self.forget()
 
-    def _forget(self, *_: object) -> None:
+    def forget(self, *_: object) -> None:
+        """Keep nothing."""
         self.tensor, self.version, self.kept = None, -1, {}
 
     def operands(self, x: torch.Tensor) -> Kept:
         """What has been made of this very tensor so far; the caller adds to it."""
         if self.tensor is None or self.tensor() is not x or self.version != x._version:
-            self.tensor, self.version, self.kept = weakref.ref(x, self._forget), x._version, {}
+            self.tensor, self.version, self.kept = weakref.ref(x, self.forget), x._version, {}
         return self.kept
 
     def __reduce__(self):
@@ -128,10 +129,11 @@ class ScalingState:
     def _see_on_host(self) -> None:
         """NumPy's views of the two tables that every cast writes, where they are real CPU memory."""
         on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
+        self._slots: dict[tuple[int, bool, bool], Slot] = {}
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_host": None}  # a copy of the views would not follow the copied tables
+        return {**self.__dict__, "_host": None, "_slots": {}}  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -156,7 +158,10 @@ class ScalingState:
 
     def slot(self, index: int, record: bool, count: bool = True) -> Slot:
         """Column `index` as a kernel takes it."""
-        return Slot(self.live_2S, self.counts_CS, index, record, count, self._host)
+        key = (index, record, count)
+        if (made := self._slots.get(key)) is None:
+            made = self._slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
+        return made
 
     def begin_step(self, *_: object) -> None:
         """The root's forward begins: enter the last step's amaxes, if this is a training step and not a recompute."""
@@ -180,6 +185,7 @@ class ScalingState:
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
         self.backward_seen = self.recomputed = False
+        self.latest.forget()  # a tensor read again in the next step enters that step's amax again
         self._update()
 
     def _update(self) -> None:

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from fp8engine.reference import Operand
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = [E4M3, E5M2]
 MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -33,7 +35,7 @@ def values(codes: torch.Tensor) -> np.ndarray:
     return bits(codes).view(NUMPY[codes.dtype]).astype(np.float64)
 
 
-def clamped_cast(x: np.ndarray, s: np.ndarray | float, dtype: torch.dtype) -> np.ndarray:
+def clamped_cast(x: np.ndarray, s: float | np.float32, dtype: torch.dtype) -> np.ndarray:
     """Bytes of clamp(x * s) rounded by ml_dtypes, for finite FP32 x."""
     with np.errstate(over="ignore"):
         y = np.clip(x.astype(np.float32) * np.float32(s), -MAX[dtype], MAX[dtype])
@@ -47,6 +49,18 @@ def factor(amax: float, maximum: float, power_of_2: bool = False) -> np.float32:
     with np.errstate(over="ignore"):
         s = min(np.float32(maximum) / np.float32(amax), FP32_MAX)
     return np.float32(math.ldexp(1.0, math.frexp(s)[1] - 1)) if power_of_2 else np.float32(s)
+
+
+def plain(result: torch.Tensor | Operand | None) -> torch.Tensor:
+    """A result that must be an ordinary tensor, as one."""
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def fp8(result: torch.Tensor | Operand | None) -> Operand:
+    """A result that must be quantised, as an Operand."""
+    assert isinstance(result, Operand)
+    return result
 
 
 def assert_same(found: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndarray, what: str = "") -> None:

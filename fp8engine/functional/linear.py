@@ -11,6 +11,9 @@ A weight that needs no gradient saves no X; an x that needs none spends no dgrad
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import torch
 
 from fp8engine import ops
@@ -29,7 +32,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     """
     check(x, weight_NK, numerics.name)
     out = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         out = torch.get_autocast_dtype(x.device.type)
     elif weight_NK.dtype != x.dtype:
         raise UnsupportedDtype(
@@ -71,12 +74,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
         first, second = numerics.plan.forward
         saves = ctx.needs_input_grad[1]
-        x_MK = x.reshape(-1, x.shape[-1])
+        x_MK = _matrix(x)
         kept, weights = numerics.kept_of_input(x), numerics.kept_of_weight(weight_NK)
         to_save = numerics.plan.wgrad[1]
-        hold = None if saves and to_save is first else holding(x_MK)
+        backend = None if torch.compiler.is_compiling() else numerics.ran
+        hold = None if saves and to_save is first else holding(x_MK, backend)
         a = operand(x_MK, first, kept, numerics.slot("input", record), hold)
-        b = operand(weight_NK, second, weights, numerics.slot("weight", record), holding(weight_NK))
+        b = operand(weight_NK, second, weights, numerics.slot("weight", record), holding(weight_NK, backend))
         y_MN = _multiply(a, b, bias_N, out, numerics, "forward")
 
         data = scale = ctx.groups = None
@@ -88,6 +92,7 @@ class _Linear(torch.autograd.Function):
                 data = saved
         ctx.save_for_backward(data, scale, weight_NK)
         ctx.numerics, ctx.weights, ctx.x_like = numerics, weights, (x.shape, x.dtype)
+        ctx.backend = backend
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         return y_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
@@ -103,15 +108,17 @@ class _Linear(torch.autograd.Function):
                     f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
                     'for create_graph=True leave this layer in 16 bits (overrides={"name": "bf16"})'
                 )
-        dy_MN = dy.reshape(-1, dy.shape[-1])
-        hold, made, slot = holding(dy_MN), {}, numerics.slot("grad_output", record=True)
+        dy_MN = _matrix(dy)
+        hold, made, slot = holding(dy_MN, ctx.backend), {}, numerics.slot("grad_output", record=True)
         dx = dw_NK = db_N = None
         if needs_x:
             first, second = numerics.plan.dgrad
             shape, dtype = ctx.x_like
             a = operand(dy_MN, first, made, slot, hold)
             weights = {} if torch.compiler.is_compiling() else ctx.weights  # a graph keeps nothing
-            b = operand(weight_NK, second, weights, numerics.slot("weight", False, count=False), holding(weight_NK))
+            b = operand(
+                weight_NK, second, weights, numerics.slot("weight", False, count=False), holding(weight_NK, ctx.backend)
+            )
             dx = _multiply(a, b.t(), None, dtype, numerics, "dgrad").view(shape)
             slot = numerics.slot("grad_output", False, count=False)
         if needs_w:
@@ -120,8 +127,15 @@ class _Linear(torch.autograd.Function):
             b = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
             dw_NK = _multiply(a.t(), b.t(), None, weight_NK.dtype, numerics, "wgrad")
         if needs_b:
-            db_N = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            db_N = dy_MN.sum(0, dtype=torch.float32)
+            if db_N.dtype != ctx.bias_dtype:
+                db_N = db_N.to(ctx.bias_dtype)
         return dx, dw_NK, db_N, None, None, None
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _multiply(a, b, bias_N, out: torch.dtype, numerics: Numerics, matmul: str) -> torch.Tensor:
@@ -136,5 +150,5 @@ def _multiply(a, b, bias_N, out: torch.dtype, numerics: Numerics, matmul: str) -
 def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:
     """nn.Linear with its operands in `dtype`: what a recipe without FP8 means."""
     bias_N = None if bias_N is None else bias_N.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

@@ -70,9 +70,10 @@ class KeptWeight:
 
 def _view_of_a_few(weight: torch.Tensor) -> numpy.ndarray:
     """Up to 8 of a CPU weight's elements, seen without a copy: any optimizer's step moves them."""
-    if weight.device.type != "cpu" or not weight.is_contiguous() or weight.numel() == 0:
+    as_stored = weight if weight.is_contiguous() else weight.mT  # a Conv1D's is a transposed view
+    if weight.device.type != "cpu" or not as_stored.is_contiguous() or weight.numel() == 0:
         return numpy.empty(0)
-    bits = weight.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).view(-1)
+    bits = as_stored.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).view(-1)
     return bits.numpy()[:: max(weight.numel() // 8, 1)]
 
 
@@ -154,8 +155,6 @@ def plain(x: torch.Tensor) -> bool:
     )
 
 
-def holding(x: torch.Tensor) -> torch.dtype | None:
+def holding(x: torch.Tensor, backend: str | None) -> torch.dtype | None:
     """In which dtype an operand made from x and not saved waits for its matmul: None, unless that is emulated."""
-    if torch.compiler.is_compiling() or ops.choose(x.device, by_block=False) != "reference":
-        return None
-    return device.holding_dtype(x.device, x.numel())
+    return device.holding_dtype(x.device, x.numel()) if backend == "reference" else None

@@ -42,8 +42,15 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
     exact = out == torch.float32 if exact is None else exact and out == torch.float32
     if a.scaled_along_k or b.scaled_along_k:
         return matmul_block(a, b, bias_N, out, exact)
-    y_MN = products(a.data, b.data, exact)
-    return apply_scales(y_MN, a.scale, b.scale, bias_N, out)
+    where = a.data.device
+    dtype = torch.float32 if exact and where.type == "cpu" else _common_dtype(a.data, b.data)
+    a_MK, b_NK = _as(a.data, dtype), _as(b.data, dtype)
+    if where.type == "cpu" and dtype == torch.float32 and a.scale.dim() == b.scale.dim() == 0:
+        # Scales and bias inside the one call: a small matmul costs less than each call after it would.
+        bias_N, beta = (a.scale, 0.0) if bias_N is None else (bias_N.float(), 1.0)
+        y_MN = torch.addmm(bias_N, a_MK, b_NK.t(), beta=beta, alpha=a.scale.item() * b.scale.item())
+        return y_MN if out == torch.float32 else y_MN.to(out)
+    return apply_scales(_mm(a_MK, b_NK), a.scale, b.scale, bias_N, out)
 
 
 def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:
@@ -71,12 +78,6 @@ def _fold(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     values = as_groups(values_MK, operand.rows, operand.cols)
     down, _, across, _ = values.shape
     return from_groups(values * operand.scale.reshape(down, 1, across, 1).to(dtype), *values_MK.shape)
-
-
-def products(a_MK: torch.Tensor, b_NK: torch.Tensor, exact: bool) -> torch.Tensor:
-    """a @ b.T of values on the FP8 grid, in the dtype that is fastest here; exact: in FP32, no rounding to 16 bits."""
-    dtype = torch.float32 if exact and a_MK.device.type == "cpu" else _common_dtype(a_MK, b_NK)
-    return _mm(_as(a_MK, dtype), _as(b_NK, dtype))
 
 
 def _mm(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:

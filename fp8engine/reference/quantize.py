@@ -17,7 +17,7 @@ import torch
 
 from fp8engine.formats import Format
 from fp8engine.reference.operand import How, Slot, as_groups
-from fp8engine.reference.rounding import scale_and_round
+from fp8engine.reference.rounding import FEW, scale_and_round
 from fp8engine.reference.scale import scale_factor, scale_factor_of_float
 
 # |x * s| over MAX by less than the rounding of s itself is not saturation: s = RN(MAX / a) may land a * s one ulp up.
@@ -86,7 +86,7 @@ def _quantize_groups(x_MK, how: How, slot: Slot | None):
     m, k = x_MK.shape
     on_cpu = x_MK.device.type == "cpu"
     amax = largest(x_MK, how)
-    finite = on_cpu and bool(torch.isfinite(amax).all())
+    finite = on_cpu and math.isfinite(float(amax.numpy().max()))
     if not finite:
         amax = largest(torch.where(torch.isfinite(x_MK), x_MK, 0), how)
     s = measured = scale_factor(amax, format.max, how.power_of_2)
@@ -98,13 +98,14 @@ def _quantize_groups(x_MK, how: How, slot: Slot | None):
     q_MK = scale_and_round(x_MK, s, how, finite)
     if slot is not None and slot.count:
         _note(x_MK, q_MK, slot, how, (finite, over, amax, s))
-    return q_MK, (torch.ones_like(s) / s).view(how.scale_shape(m, k))
+    scale = torch.from_numpy(1.0 / s.numpy()) if on_cpu else torch.ones_like(s) / s
+    return q_MK, scale.view(how.scale_shape(m, k))
 
 
 def largest(x_MK: torch.Tensor, how: How) -> torch.Tensor:
     """max |x| of every group, FP32 [groups down, groups across]."""
     x = as_groups(x_MK, how.rows, how.cols)
-    if x.dtype == torch.float32:  # two passes, but no copy of the tensor's size
+    if x.dtype == torch.float32 and x.numel() >= FEW:  # two passes, but no copy of the tensor's size
         return torch.maximum(x.amax(dim=(1, 3)), x.amin(dim=(1, 3)).neg_())
     return x.abs().amax(dim=(1, 3)).float()
 
@@ -119,7 +120,7 @@ def _note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
     if x_MK.device.type == "cpu":
         _count_on_host(slot, x_MK, q_MK, (int(lost), int(bad), bool(recast)))
         if slot.record and not bad:
-            _record_on_host(slot, amax.max().item(), None if how.delayed else s.min().item())
+            _record_on_host(slot, float(amax.numpy().max()), None if how.delayed else float(s.numpy().min()))
         return
     row = [1, x_MK.numel(), x_MK.numel(), lost, _flushed(x_MK, q_MK), bad, recast]
     counts, live = slot.counts_CS[:, slot.index], slot.live_2S[:, slot.index]

@@ -68,6 +68,9 @@ def scale_and_round(x_MK: torch.Tensor, s: torch.Tensor | float, how: How, finit
 
     On a CPU by chunks that stay in its cache: a matrix-sized temporary costs more in page faults than in arithmetic.
     """
+    if finite and isinstance(s, float) and x_MK.numel() < FEW:
+        q_MK = (x_MK.float() * s).to(how.dtype)
+        return q_MK.to(how.held) if how.held else q_MK
     m, k = x_MK.shape
     q_MK = torch.empty(m, k, dtype=how.held or how.dtype, device=x_MK.device)
     if x_MK.device.type != "cpu" or x_MK.numel() <= CHUNK:
@@ -99,8 +102,6 @@ def _round(y: torch.Tensor, x: torch.Tensor, how: How, finite: bool) -> torch.Te
     """FP8 codes, or FP32 values on their grid; where all is finite, y itself: the copy into codes will round it."""
     if how.held is None:
         return y if finite else saturating_cast(y, x, how.dtype)
-    if finite and y.numel() < FEW:
-        return y.to(how.dtype)
     return round_to_grid(y, x, how.dtype, finite)
 
 

@@ -70,7 +70,7 @@ class Window:
     """One slot's delayed scaling in plain Python: a list of amaxes, newest first, and the factor that follows."""
 
     def __init__(self, history: int, numerator: float, window: int, power_of_2: bool):
-        self.amaxes, self.s = [0.0] * history, 0.0
+        self.amaxes, self.s = [0.0] * history, 7.0
         self.numerator, self.window, self.power_of_2 = numerator, window, power_of_2
 
     def step(self, amax: float | None) -> None:
@@ -102,7 +102,7 @@ def runs(draw):
 def test_update_is_the_rolled_window(run):
     history, rules, steps = run
     slots = [Window(history, *rule) for rule in rules]
-    history_HS, live_2S = torch.zeros(history, len(slots)), torch.zeros(2, len(slots))
+    history_HS, live_2S = torch.zeros(history, len(slots)), torch.full((2, len(slots)), 7.0)
     rules_3S = torch.tensor(rules, dtype=torch.float32).T.contiguous()
     for step in steps:
         live_2S[0] = torch.tensor([-1.0 if amax is None else amax for amax in step])

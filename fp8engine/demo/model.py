@@ -1,0 +1,107 @@
+"""A small GPT as anyone would write it: plain nn modules, nothing that knows of FP8 until `convert` is called on it.
+
+    x = token[id] + place[position]
+    x = x + proj(attention(norm1(x)))        pre-norm decoder blocks, causal attention
+    x = x + down(gelu(up(norm2(x))))
+    logits = head(norm(x))                   [batch, time, 256]: the next byte
+
+Weights are drawn as GPT-2's: N(0, 0.02), residual projections narrower by sqrt(2 x layers), so that the sum of the
+blocks starts at the width of one (Radford et al. 2019, section 2.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fp8engine.errors import UnknownName
+
+BYTES = 256  # the vocabulary: any text in any encoding
+
+
+@dataclass(frozen=True)
+class Size:
+    """How wide and deep a GPT is, and how many bytes it sees at once (context)."""
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+
+
+# Widths are multiples of 16 (FP8 Tensor Cores' unit) and, from small on, of 128 (one block of the blockwise recipe).
+SIZES = {
+    "tiny": Size(width=64, layers=2, heads=2, context=64),
+    "small": Size(width=128, layers=4, heads=4, context=128),
+    "medium": Size(width=384, layers=6, heads=6, context=256),
+}
+
+
+def size_named(name: str) -> Size:
+    """A size by its name.  Raises UnknownName, with the nearest name.
+
+    >>> size_named("tiny").context
+    64
+    """
+    if name not in SIZES:
+        raise UnknownName("size", name, SIZES)
+    return SIZES[name]
+
+
+class Block(nn.Module):
+    """One decoder block: attention, then a two-layer MLP, each added to what came in."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.heads = size.heads
+        self.norm1 = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.proj = nn.Linear(size.width, size.width)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.down = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x_BTD)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.proj(mixed.transpose(1, 2).flatten(-2))
+        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    >>> model = GPT(SIZES["tiny"])
+    >>> model(torch.zeros(1, 5, dtype=torch.long)).shape
+    torch.Size([1, 5, 256])
+    """
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.size = size
+        self.token = nn.Embedding(BYTES, size.width)
+        self.place = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.lm_head = nn.Linear(size.width, BYTES, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                narrower = (2 * size.layers) ** 0.5 if name.endswith(("proj.weight", "down.weight")) else 1.0
+                nn.init.normal_(parameter, std=0.02 / narrower)
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.token(ids_BT) + self.place(torch.arange(ids_BT.shape[1], device=ids_BT.device))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.lm_head(self.norm(x_BTD))
+
+
+def loss_of(model: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy, in nats a byte, of each byte but the first from those before it; the softmax is in FP32."""
+    logits = model(ids_BT[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), ids_BT[:, 1:].flatten())

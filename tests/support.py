@@ -1,0 +1,180 @@
+"""What the tests of whole layers share: recipes, models, and a Linear in NumPy that knows nothing of the engine.
+
+    y = X W^T + b       dx = DY W       dw = DY^T X       db = sum of dy over rows
+
+each operand cast by `dequantised`, products and sums in float64.
+"""
+
+import math
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from casts import MAX, clamped_cast, factor, values
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.functional import Numerics
+from fp8engine.recipe import RECIPES, Cast, Recipe, resolve
+from fp8engine.scaling import ScalingState
+
+FP8_RECIPES = [name for name in RECIPES if resolve(name).is_fp8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+UNIT = {
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}  # half the distance from 1 to the next
+
+
+class Products(NamedTuple):
+    """A Linear's results, float64, and for each the sum of |products|, which bounds the error of summing in FP32."""
+
+    y: np.ndarray
+    dx: np.ndarray
+    dw: np.ndarray
+    db: np.ndarray
+    y_abs: np.ndarray
+    dx_abs: np.ndarray
+    dw_abs: np.ndarray
+
+
+def converted(model: nn.Module, recipe: str | Recipe = "current", **options) -> nn.Module:
+    """fe.convert without its word about emulation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fe.errors.EmulationWarning)
+        return fe.convert(model, recipe, **options)
+
+
+def numerics_of(layer: nn.Module) -> Numerics:
+    """A converted layer's numerics."""
+    assert isinstance(layer.numerics, Numerics)
+    return layer.numerics
+
+
+def state_of(model: nn.Module) -> ScalingState:
+    """The one scaling state of a converted model."""
+    (state,) = {id(m.numerics.state): m.numerics.state for m in model.modules() if hasattr(m, "numerics")}.values()
+    return state
+
+
+def tables(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of a model's history, live values and counters."""
+    state = state_of(model)
+    return [table.clone() for table in (state.history_HS, state.live_2S, state.counts_CS)]
+
+
+def same(a, b) -> bool:
+    """Bitwise equal lists of tensors."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def sqnr(wanted, found) -> float:
+    """Signal to quantisation noise, 10 log10(sum wanted^2 / sum (found - wanted)^2), in dB."""
+    wanted, found = (np.asarray(x.detach().double() if isinstance(x, torch.Tensor) else x) for x in (wanted, found))
+    noise = np.square(found - wanted).sum()
+    return math.inf if noise == 0 else 10 * math.log10(np.square(wanted).sum() / noise)
+
+
+def dequantised(x: torch.Tensor, cast: Cast) -> np.ndarray:
+    """x [M, K] under a cast with current scaling, as float64: groups, scales and rounding of DESIGN section 5."""
+    if not cast.is_fp8:
+        return (
+            x.detach().double().numpy() if x.dtype.itemsize == 2 else x.detach().to(cast.format.dtype).double().numpy()
+        )
+    wide = x.detach().float().numpy()
+    dtype, group = cast.format.dtype, cast.granularity
+    rows, cols = {"PerTensor": (None, None), "PerRow": (1, None)}.get(type(group).__name__, (0, 0))
+    if isinstance(group, fe.PerRow) and group.dim == 0:
+        rows, cols = None, 1
+    if isinstance(group, fe.PerBlock):
+        rows, cols = group.rows, group.cols
+    found = np.zeros(wide.shape)
+    m, k = wide.shape
+    for top in range(0, m, rows or max(m, 1)):
+        for left in range(0, k, cols or max(k, 1)):
+            here = np.s_[top : top + (rows or m), left : left + (cols or k)]
+            part = wide[here]
+            s = factor(float(np.abs(part).max()), MAX[dtype], cast.power_of_2)
+            codes = torch.from_numpy(clamped_cast(part, s, dtype)).view(dtype)
+            found[here] = values(codes) * np.float64(np.float32(1) / s)
+    return found
+
+
+def products(recipe: Recipe, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> Products:
+    """The three matmuls of a Linear under a recipe, from matrices x [M, K], w [N, K], b [N], dy [M, N]."""
+    forward, dgrad, wgrad = (recipe.operands(matmul) for matmul in ("forward", "dgrad", "wgrad"))
+    x_y, w_y = dequantised(x, forward[0]), dequantised(w, forward[1])
+    dy_x, w_x = dequantised(dy, dgrad[0]), dequantised(w, dgrad[1])
+    dy_w, x_w = dequantised(dy, wgrad[0]), dequantised(x, wgrad[1])
+    return Products(
+        x_y @ w_y.T + b.detach().double().numpy(),
+        dy_x @ w_x,
+        dy_w.T @ x_w,
+        dy.double().sum(0).numpy(),
+        np.abs(x_y) @ np.abs(w_y.T),
+        np.abs(dy_x) @ np.abs(w_x),
+        np.abs(dy_w.T) @ np.abs(x_w),
+    )
+
+
+def exact(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> Products:
+    """The same without any cast."""
+    return products(fe.high_precision(fe.FP32), *(t.double() for t in (x, w, b, dy)))
+
+
+def assert_within(found: torch.Tensor, wanted: np.ndarray, bound: np.ndarray, what: str) -> None:
+    """|found - wanted| <= bound, element by element; says by how much it is missed."""
+    error = np.abs(found.detach().double().numpy() - wanted)
+    assert error.shape == bound.shape, f"{what}: shape {error.shape}, want {bound.shape}"
+    over = error > bound
+    assert not over.any() and not np.isnan(error).any(), (
+        f"{what}: {over.sum()} of {error.size} beyond the bound, worst by {np.nanmax(error / np.maximum(bound, 1e-300)):.2f}x"
+    )
+
+
+class Block(nn.Module):
+    """A gated MLP with a norm and a residual: two layers that read one tensor, one that reads a product."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Net(nn.Module):
+    """Two Blocks, each under activation checkpointing where `checkpointing` says how (reentrant: True)."""
+
+    def __init__(self, width: int = 32, checkpointing: bool | None = None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.checkpointing = checkpointing
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.checkpointing is None:
+                x = block(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.checkpointing)
+        return x
+
+
+def train(model: nn.Module, forward=None, steps: int = 4, rows=(24,), width: int = 32) -> list[float]:
+    """Losses of a few steps of SGD on random numbers that depend on nothing but their count; rows cycle."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(rows[step % len(rows)], width, generator=generator).requires_grad_()
+        loss = (forward or model)(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

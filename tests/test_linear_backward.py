@@ -1,0 +1,224 @@
+"""Around a Linear's backward: what is not finite stays visible, what is saved is one byte an element, what cannot be is said."""
+
+import math
+
+import pytest
+import torch
+from support import FP8_RECIPES, converted, tables
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.recipe import resolve
+
+BAD = [math.inf, -math.inf, math.nan]
+PER_TENSOR = [name for name in FP8_RECIPES if isinstance(resolve(name).input.granularity, fe.PerTensor)]
+
+
+def finite_rows(x: torch.Tensor) -> list[int]:
+    """The rows without NaN or Inf."""
+    return [row for row in range(len(x)) if bool(torch.isfinite(x[row]).all())]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_one_bad_input_reaches_its_row_of_the_output_and_the_weight_gradient(recipe: str, dtype, bad: float):
+    layer = fe.Linear(48, 16, recipe=recipe, dtype=dtype)
+    x = torch.randn(6, 48, dtype=dtype)
+    x[2, 5] = bad
+    y = layer(x.requires_grad_())
+    assert finite_rows(y) == [0, 1, 3, 4, 5]
+    assert not torch.isfinite(y[2]).any()
+    y.backward(torch.ones_like(y))
+    assert layer.weight.grad is not None
+    assert finite_rows(layer.weight.grad.t()) == [k for k in range(48) if k != 5]
+    slot = fe.scaling_state(layer)["input"]
+    assert (int(slot.nonfinite), int(fe.scaling_state(layer)["grad_output"].nonfinite)) == (1, 0)
+    want = layer.weight.detach().abs().max().float()
+    assert torch.equal(fe.scaling_state(layer)["weight"].amax, want), "the other slots see nothing of it"
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_one_bad_gradient_reaches_both_gradients(recipe: str, bad: float):
+    layer = fe.Linear(48, 16, recipe=recipe)
+    x, dy = torch.randn(6, 48, requires_grad=True), torch.randn(6, 16)
+    dy[4, 3] = bad
+    layer(x).backward(dy)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    assert finite_rows(x.grad) == [0, 1, 2, 3, 5]
+    assert finite_rows(layer.weight.grad) == finite_rows(layer.bias.grad[:, None]) == [n for n in range(16) if n != 3]
+    assert int(fe.scaling_state(layer)["grad_output"].nonfinite) == 1
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_grad_scaler_skips_the_step_of_an_overflow_and_takes_the_next(recipe: str):
+    model = converted(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = [p.clone() for p in model.parameters()]
+    for step, scale in enumerate([2.0**9, 2.0**9]):
+        x = torch.randn(4, 32)
+        if step == 0:
+            x[1, 1] = math.inf
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(moved) if step else not any(moved)
+        assert scaler.get_scale() == scale
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_zero_tensor_has_scale_one(recipe: str):
+    layer = fe.Linear(32, 16, recipe=recipe)
+    x = torch.zeros(4, 32, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, layer.bias.expand(4, 16))
+    y.backward(torch.zeros(4, 16))
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert not x.grad.any()
+    assert not layer.weight.grad.any()
+    for role in ("input", "grad_output"):
+        slot = fe.scaling_state(layer)[role]
+        assert (slot.scale.item(), slot.amax.item()) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_amax_so_small_that_the_factor_overflows(recipe: str):
+    # MAX / 1e-40 is beyond FP32: the largest finite factor is taken, and 1e-40 * 3.4e38 = 0.034 keeps some bits of x.
+    layer = fe.Linear(32, 16, bias=False, recipe=recipe)
+    y = layer(torch.full((4, 32), 1e-40))
+    assert torch.isfinite(y).all()
+    assert math.isfinite(fe.scaling_state(layer)["input"].scale.item())
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_gradient_of_the_gradient_is_refused(recipe: str):
+    layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32, requires_grad=True)
+    layer.numerics.name = "blocks.3.up"
+    with pytest.raises(fe.errors.GradientError, match=r"^blocks\.3\.up: .*create_graph=True.*\"bf16\""):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+def test_sixteen_bit_recipes_have_second_gradients():
+    layer, x = fe.Linear(8, 4, recipe="bf16"), torch.randn(2, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.any()
+
+
+def saved(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors that a forward keeps for its backward, the parameters left out."""
+    kept = []
+    own = {p.data_ptr() for p in layer.parameters()}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.data_ptr() not in own:
+            kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x)
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_what_is_saved_for_backward(recipe: str, dtype):
+    m, k = 256, 128
+    layer = fe.Linear(k, 64, recipe=recipe, dtype=dtype)
+    kept = saved(layer, torch.randn(m, k, dtype=dtype, requires_grad=True))
+    size = sum(t.nbytes for t in kept)
+    scales = {"current": 1, "delayed": 1, "rowwise": k, "blockwise": m // 128 * k}  # of x reduced along its rows
+    if recipe == "rowwise_gw_hp":
+        assert size == 2 * m * k, "wgrad in 16 bits keeps x in 16 bits"
+    else:
+        assert size == m * k + 4 * scales[recipe]
+        assert sum(t.numel() for t in kept if t.dtype == torch.float8_e4m3fn) == m * k
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_frozen_weight_saves_no_activation(recipe: str):
+    layer = fe.Linear(64, 32, recipe=recipe).requires_grad_(False)
+    assert saved(layer, torch.randn(16, 64, requires_grad=True)) == []
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_without_gradients_nothing_is_saved(recipe: str):
+    layer = fe.Linear(64, 32, recipe=recipe)
+    with torch.no_grad():
+        assert saved(layer, torch.randn(16, 64)) == []
+
+
+@pytest.mark.parametrize("recipe", PER_TENSOR)
+def test_no_dgrad_where_the_input_needs_none(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    ran = []
+    matmul = fe.ops.matmul
+    monkeypatch.setattr(fe.ops, "matmul", lambda *args: ran.append(args[0].data.shape) or matmul(*args))
+    layer = fe.Linear(48, 16, recipe=recipe)
+    layer(torch.randn(6, 48)).sum().backward()
+    assert ran == [(6, 48), (16, 6)], "forward x, wgrad dy^T"
+    ran.clear()
+    layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
+    assert ran == [(6, 48), (6, 16), (16, 6)]
+    ran.clear()
+    layer.weight.requires_grad_(False)
+    layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
+    assert ran == [(6, 48), (6, 16)], "a frozen weight has no wgrad"
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_backward_twice_through_a_retained_graph(recipe: str):
+    layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32, requires_grad=True)
+    y = layer(x)
+    first = torch.autograd.grad(y.sum(), [x, layer.weight], retain_graph=True)
+    second = torch.autograd.grad(y.sum(), [x, layer.weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_weight_changed_between_forward_and_backward_is_refused_as_torch_does(recipe: str):
+    layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32, requires_grad=True)
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_an_input_changed_after_the_forward_does_not_matter():
+    # Its FP8 copy is what is saved.
+    layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(4, 32)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    want, layer.weight.grad = layer.weight.grad, None
+    y = layer(x)
+    x.zero_()
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, want)
+
+
+def test_data_parallel_is_refused_and_ddp_named():
+    model = converted(nn.Sequential(nn.Linear(16, 16)))
+    with pytest.raises(fe.errors.ParallelError, match=r"^0: nn.DataParallel .*DistributedDataParallel"):
+        model[0]._replicate_for_data_parallel()
+
+
+def test_gradcheck_style_nothing_recorded_by_a_pure_forward():
+    layer = fe.Linear(16, 16, recipe="delayed")
+    with torch.no_grad():
+        layer(torch.randn(4, 16))
+    history, live, counts = tables(layer)
+    assert not history.any()
+    assert (live[0] == -1).all()
+    assert counts[0].tolist() == [1, 1, 0], "counted, though: it ran"
