@@ -154,6 +154,9 @@ def _run_matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str
     codes = a.data.dtype.itemsize == b.data.dtype.itemsize == 1  # values held for emulation stay with it
     if codes and choose(a.data.device, a.scaled_along_k or b.scaled_along_k) == "cublas":
         return cublas.matmul(a, b, bias_N, out, fast=precision == "fast")
+    if torch._C._is_any_autocast_enabled():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
+        with torch.autocast(a.data.device.type, enabled=False):
+            return reference.matmul_fp8(a, b, bias_N, out, exact=precision == "exact")
     return reference.matmul_fp8(a, b, bias_N, out, exact=precision == "exact")
 
 

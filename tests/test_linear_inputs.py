@@ -127,6 +127,22 @@ def test_autocast_gives_the_dtypes_of_nn_linear(recipe: str, dtype, cast):
     assert results[0] == results[1] == [cast, dtype, dtype, dtype]
 
 
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(8, 32, 16), (160, 128, 192)], ids=str)  # held for emulation in FP32, in BF16
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_autocast_changes_the_dtype_of_the_output_and_no_more(recipe: str, shape, cast):
+    # Codes reach 448: a matmul inside that followed autocast to FP16 would overflow.
+    m, k, n = shape
+    layer, x = layer_of(k, n, recipe), torch.randn(m, k, requires_grad=True)
+    want = layer(x)
+    (dx,) = torch.autograd.grad(want.sum(), x)
+    with torch.autocast("cpu", dtype=cast):
+        found = layer(x)
+        assert torch.equal(found, want.to(cast))
+        (dx_found,) = torch.autograd.grad(found.sum(), x)  # backward under autocast: not advised, often done
+    assert torch.equal(dx_found, dx)
+
+
 def test_autocast_takes_an_input_of_another_dtype_than_the_weight():
     layer, x = layer_of(32, 16), torch.randn(8, 32).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):

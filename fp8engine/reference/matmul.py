@@ -3,8 +3,9 @@
     y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n]
 
 Every FP8 value is exact in BF16 and FP16, and a product of two of them is exact in FP32.  So a BF16 matmul of FP8
-values with FP32 accumulation differs from Hopper's only in the order of its sums, and its output carries the one
-rounding to BF16 that Hopper's carries.  Where the caller wants FP32 out, products are taken in FP32.
+values with FP32 accumulation differs from Hopper's in the order of its sums and in one rounding to BF16 (relative
+error up to 2^-8) before the scales, where Hopper rounds once after them.  `exact` takes products in FP32: no such
+rounding.
 Scales along K (blocks) are folded into the operands first: exact in BF16 when they are powers of two.
 The twin of kernels/matmul_fp16.py, matmul_fp8.py and matmul_block.py.
 """
