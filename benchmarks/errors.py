@@ -70,7 +70,9 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        print(f"{'SQNR, dB':16s}" + "".join(f"{kind + ' ' + part:>14s}" for kind in kinds for part in ("y", "dx", "dw")))
+        print(
+            f"{'SQNR, dB':16s}" + "".join(f"{kind + ' ' + part:>14s}" for kind in kinds for part in ("y", "dx", "dw"))
+        )
         for recipe, rows in result["sqnr_db"].items():
             print(f"{recipe:16s}" + "".join(f"{rows[k][p]:14.1f}" for k in kinds for p in ("y", "dx", "dw")))
     print(f"written to {save('errors', result)}")

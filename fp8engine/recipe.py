@@ -25,6 +25,7 @@ from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
+OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
 
 
 @dataclass(frozen=True)
@@ -156,21 +157,22 @@ class Recipe:
     name: str = "custom"
 
     def __post_init__(self):
-        for key in ("input", "weight", "grad_output"):
-            if not isinstance(getattr(self, key), Cast):
-                raise InvalidRecipe(f"Recipe({key}={getattr(self, key)!r}): want a fe.Cast")
-        if self.history < 1:
-            raise InvalidRecipe(f"history={self.history}: the window holds at least one step")
-        if not -32 <= self.margin <= 32:
-            raise InvalidRecipe(f"margin={self.margin}: powers of two between -32 and 32")
+        for key in ("input", "weight", "grad_output", *OTHER_CASTS):
+            value = getattr(self, key)
+            if not isinstance(value, Cast) and not (value is None and key in OTHER_CASTS):
+                raise InvalidRecipe(f"Recipe({key}={value!r}): want a fe.Cast")
+        if not isinstance(self.history, int) or self.history < 1:
+            raise InvalidRecipe(f"history={self.history!r}: the window holds at least one step")
+        if not isinstance(self.margin, int) or not -32 <= self.margin <= 32:
+            raise InvalidRecipe(f"margin={self.margin!r}: powers of two between -32 and 32")
         if self.algo not in ("max", "most_recent"):
             raise UnknownName("amax algorithm", self.algo, ["max", "most_recent"])
         object.__setattr__(self, "fast_accumulation", tuple(self.fast_accumulation))
         for matmul in self.fast_accumulation:
             if matmul not in MATMULS:
                 raise UnknownName("matmul", matmul, MATMULS)
-        if self.output.is_fp8:
-            raise InvalidRecipe("output in FP8 needs a consumer that reads it; want BF16, FP16 or FP32")
+        if not isinstance(self.output, Format) or self.output.is_fp8:
+            raise InvalidRecipe(f"output={self.output!r}: FP8 needs a consumer that reads it; want BF16, FP16 or FP32")
         for matmul in MATMULS:
             a, b = self.operands(matmul)
             if a.is_fp8 != b.is_fp8:
@@ -216,8 +218,7 @@ class Recipe:
 
     def __str__(self) -> str:
         parts = [f"input {self.input}", f"weight {self.weight}", f"grad_output {self.grad_output}"]
-        others = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
-        parts += [f"{key} {getattr(self, key)}" for key in others if getattr(self, key) is not None]
+        parts += [f"{key} {getattr(self, key)}" for key in OTHER_CASTS if getattr(self, key) is not None]
         if not self.is_fp8:
             return f"{self.name}: {', '.join(parts)}; no FP8."
         if self.delayed:
@@ -310,9 +311,9 @@ def blockwise(size: int = 128) -> Recipe:
 
 def high_precision(format: Format = BF16) -> Recipe:
     """No FP8 in this layer: its matmuls take operands in BF16, FP16 or FP32."""
-    if format.is_fp8:
-        raise InvalidRecipe(f"high_precision({format}): want BF16, FP16 or FP32")
     cast = Cast(format)
+    if cast.is_fp8:
+        raise InvalidRecipe(f"high_precision({format}): want BF16, FP16 or FP32")
     return Recipe(
         name=format.name.lower(), input=cast, weight=cast, grad_output=cast, fast_accumulation=(), output=format
     )

@@ -159,6 +159,8 @@ class ScalingState:
     def slot(self, index: int, record: bool, count: bool = True) -> Slot:
         """Column `index` as a kernel takes it."""
         key = (index, record, count)
+        if torch.compiler.is_compiling():
+            return Slot(self.live_2S, self.counts_CS, *key)
         if (made := self._slots.get(key)) is None:
             made = self._slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
         return made

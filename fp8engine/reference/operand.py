@@ -35,7 +35,9 @@ class How(NamedTuple):
         return How(getattr(torch, dtype), rows, cols, "p2" in flags, "delayed" in flags, held)
 
     def __str__(self) -> str:
-        return _written(self)
+        flags = ["p2"] * self.power_of_2 + ["delayed"] * self.delayed
+        flags += [f"held:{_word(self.held)}"] if self.held else []
+        return " ".join([_word(self.dtype), f"{self.rows}x{self.cols}", *flags])
 
     @property
     def per_tensor(self) -> bool:
@@ -47,13 +49,6 @@ class How(NamedTuple):
         if self.per_tensor:
             return ()
         return tuple(1 if step == -1 else -(-size // step) for size, step in ((m, self.rows), (k, self.cols)))
-
-
-@functools.cache
-def _written(how: How) -> str:
-    flags = ["p2"] * how.power_of_2 + ["delayed"] * how.delayed
-    flags += [f"held:{_word(how.held)}"] if how.held else []
-    return " ".join([_word(how.dtype), f"{how.rows}x{how.cols}", *flags])
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -112,5 +112,5 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
                 todo.append((target, value))
     for target, value in todo:
         target.copy_(value)
-    for layer in layers.values():
-        layer.numerics.state.backward_seen = False
+    for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():
+        state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered

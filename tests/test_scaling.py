@@ -1,0 +1,253 @@
+"""Delayed scaling through real layers against its rule, kept by hand: a list of amaxes and the scale that follows.
+
+s(t) = MAX / 2^margin / max(amax(t-1), ..., amax(t-H))      MAX / amax(t) where there is no history, or where
+                                                            amax(t) * s(t) > MAX (the recast)
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from casts import MAX, clamped_cast, factor, values
+from hypothesis import given
+from hypothesis import strategies as st
+from support import converted, sqnr, state_of, tables
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.scaling import ROLES
+
+WIDTH = 16
+
+
+class Slot:
+    """One operand by the rule: what its history and scale should be."""
+
+    def __init__(self, recipe: fe.Recipe, role: str):
+        self.maximum = MAX[getattr(recipe, role).format.dtype]
+        self.numerator = self.maximum / 2.0**recipe.margin
+        self.window = recipe.history if recipe.algo == "max" else 1
+        self.history = [0.0] * recipe.history
+        self.recasts = 0
+
+    def step(self, amax: float) -> float:
+        """The factor this step is cast with; amax enters the history."""
+        largest = max(self.history[: self.window])
+        s = float(factor(largest, self.numerator)) if largest else 0.0
+        if s == 0.0 or amax * s > self.maximum * (1 + 2.0**-22):
+            self.recasts += s != 0.0
+            s = float(factor(amax, self.maximum))
+        self.history = [amax, *self.history[:-1]]
+        return s
+
+
+def delayed_model(**options) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    converted(model, fe.delayed(**options))
+    return model
+
+
+def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """One training forward and backward; returns the output."""
+    model.zero_grad()
+    y = model(x)
+    y.backward(dy)
+    return y.detach()
+
+
+def cast(x: torch.Tensor, s: float, dtype=torch.float8_e4m3fn) -> np.ndarray:
+    return values(torch.from_numpy(clamped_cast(x.detach().numpy(), s, dtype)).view(dtype)) / s
+
+
+magnitudes = st.integers(-20, 20).map(lambda e: 2.0**e)
+
+
+@given(
+    st.lists(st.tuples(magnitudes, magnitudes, magnitudes), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(-2, 3),
+    st.sampled_from(["max", "most_recent"]),
+)
+def test_a_layer_follows_the_rolled_window(sizes, history: int, margin: int, algo: str):
+    model = delayed_model(history=history, margin=margin, algo=algo)
+    slots = {role: Slot(fe.delayed(history=history, margin=margin, algo=algo), role) for role in ROLES}
+    weight = model[0].weight
+    generator = torch.Generator().manual_seed(0)
+    for size in sizes:
+        x, w, dy = (torch.randn(WIDTH, WIDTH, generator=generator) * scale for scale in size)
+        with torch.no_grad():
+            weight.copy_(w)
+        y = step(model, x, dy)
+        used = {role: slots[role].step(t.abs().max().item()) for role, t in zip(ROLES, (x, w, dy), strict=True)}
+        want = cast(x, used["input"]) @ cast(w, used["weight"]).T
+        assert sqnr(want, y) > 45, "BF16's rounding of products is 2^-8: 52 dB"
+        want = cast(dy, used["grad_output"], torch.float8_e5m2).T @ cast(x, used["input"])
+        assert sqnr(want, weight.grad) > 45
+    state_of(model).fold()  # as the next forward would
+    for role, slot in slots.items():
+        view = fe.scaling_state(model)[f"0.{role}"]
+        assert view.history.tolist() == slot.history
+        assert int(view.recasts) == slot.recasts
+        s = float(factor(max(slot.history[: slot.window]), slot.numerator))
+        assert view.scale == torch.tensor(1.0) / torch.tensor(s)
+
+
+def test_first_use_is_current_scaling():
+    torch.manual_seed(1)
+    delayed, current = delayed_model(), nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    current.load_state_dict(delayed.state_dict())
+    converted(current, "current")
+    x, dy = torch.randn(8, WIDTH) * 1000, torch.randn(8, WIDTH) / 1000
+    assert torch.equal(step(delayed, x, dy), step(current, x, dy))
+    assert torch.equal(delayed[0].weight.grad, current[0].weight.grad)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+def test_one_bad_step_never_freezes_a_window_of_1024(role: str, bad: float):
+    model, clean = delayed_model(history=1024), delayed_model(history=1024)
+    clean.load_state_dict(model.state_dict())
+    for index in range(4):
+        x, dy = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        if index != 2:
+            step(clean, x, dy)
+        else:
+            (x if role == "input" else dy)[3, 3] = bad
+        y = step(model, x, dy)
+        assert bool(torch.isfinite(y if role == "input" else model[0].weight.grad).all()) == (index != 2)
+    history = fe.scaling_state(model)[f"0.{role}"].history
+    assert torch.isfinite(history).all()
+    assert torch.equal(history[:2], fe.scaling_state(clean)[f"0.{role}"].history[:2]), "that step's amax is not entered"
+    assert fe.scaling_state(model)[f"0.{role}"].scale == fe.scaling_state(clean)[f"0.{role}"].scale
+    assert int(fe.scaling_state(model)[f"0.{role}"].nonfinite) == 1
+
+
+@pytest.mark.parametrize("factor_of_growth", [2.0, 1000.0])
+def test_growth_within_a_step_is_cast_again_in_that_step(factor_of_growth: float):
+    model = delayed_model()
+    x, dy = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+    for _ in range(3):
+        step(model, x, dy)
+    grown = torch.randn(64, WIDTH) * factor_of_growth
+    dy_grown = torch.randn(64, WIDTH) * factor_of_growth
+    y = step(model, grown, dy_grown)
+    twin = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    twin.load_state_dict(model.state_dict())
+    y_current = step(converted(twin, "current"), grown, dy_grown)
+    want, want_dw = grown @ model[0].weight.t(), dy_grown.t() @ grown
+    # The weight is under its window's scale, which is its own here: as with current scaling to the bit.
+    assert torch.equal(y, y_current)
+    assert sqnr(want, y) > 27
+    assert abs(sqnr(want_dw, model[0].weight.grad) - sqnr(want_dw, twin[0].weight.grad)) < 0.01
+    predicted = float(factor(x.abs().max().item(), 448.0))
+    slot = fe.scaling_state(model)["0.input"]
+    assert int(slot.saturated) == int((grown.abs() * predicted > 448 * (1 + 2.0**-22)).sum()) > 0
+    assert (int(slot.recasts), int(fe.scaling_state(model)["0.grad_output"].recasts)) == (1, 1)
+    assert int(fe.scaling_state(model)["0.weight"].recasts) == 0
+
+
+def test_margin_moves_the_scale_and_nothing_saturates_within_it():
+    model = delayed_model(margin=2)
+    x, dy = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+    for growth in (1.0, 1.0, 3.9):
+        step(model, x * growth, dy)
+    assert int(fe.scaling_state(model)["0.input"].recasts) == 0, "3.9 < 2^2"
+    step(model, x * 64, dy)
+    assert int(fe.scaling_state(model)["0.input"].recasts) == 1
+
+
+def test_most_recent_forgets_a_spike_that_max_remembers():
+    scales = {}
+    for algo in ("max", "most_recent"):
+        model = delayed_model(algo=algo)
+        for growth in (1.0, 100.0, 1.0, 1.0):
+            torch.manual_seed(1)
+            step(model, torch.randn(64, WIDTH) * growth, torch.randn(64, WIDTH))
+        scales[algo] = fe.scaling_state(model)["0.input"].scale.item()
+    assert scales["max"] == pytest.approx(100 * scales["most_recent"], rel=1e-6)
+
+
+class Branches(nn.Module):
+    """Two layers, of which a step runs one or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, which: str = "ab"):
+        return sum(getattr(self, name)(x) for name in which)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_slots_of_a_layer_that_did_not_run_are_untouched(recipe: str):
+    model = converted(Branches(), recipe)
+    for _ in range(3):
+        model(torch.randn(4, WIDTH)).sum().backward()
+    model(torch.randn(4, WIDTH), "a").sum().backward()
+    before = tables(model)
+    for _ in range(5):
+        model(torch.randn(4, WIDTH), "a").sum().backward()
+    after = tables(model)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, 3:], new[:, 3:])
+    assert not torch.equal(before[2][:, :3], after[2][:, :3])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_layer_called_twice_in_a_step_records_the_larger(recipe: str):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, y):
+            return self.layer(x) + self.layer(y)
+
+    model = converted(Twice(), recipe)
+    small, large = torch.randn(4, WIDTH), torch.randn(4, WIDTH) * 50
+    for pair in ((small, large), (large, small)):
+        model(*pair).sum().backward()
+        slot = fe.scaling_state(model)["layer.input"]
+        assert slot.amax == large.abs().max()
+    assert int(slot.calls) == 4
+    if recipe == "delayed":
+        assert slot.history[0] == large.abs().max()
+        assert slot.history[1] == 0, "one entry a step, not one a call"
+
+
+def test_frozen_weights_keep_their_scale():
+    model = delayed_model()
+    model[0].weight.requires_grad_(False)
+    amax = model[0].weight.abs().max()
+    for _ in range(20):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+    slot = fe.scaling_state(model)["0.weight"]
+    assert slot.amax == amax
+    assert slot.scale == 1.0 / (torch.tensor(448.0) / amax)
+    x = torch.randn(64, WIDTH)
+    assert sqnr(x @ model[0].weight.t(), model(x)) > 27
+
+
+@pytest.mark.parametrize("bad", [0.0, -2.0, math.nan])
+def test_rescale_gradients_refuses_what_no_loss_scale_does(bad: float):
+    with pytest.raises(fe.errors.StateError, match="positive"):
+        state_of(delayed_model()).rescale_gradients(bad)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 4.0])
+def test_rescaling_gradients_rescales_their_history_and_nothing_else(ratio: float):
+    # A loss scale halved: the next gradients are half as large, and a stale scale would waste a bit (or saturate).
+    model, twin = delayed_model(), delayed_model()
+    twin.load_state_dict(model.state_dict())
+    batches = [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(5)]
+    for x, dy in batches[:3]:
+        step(model, x, dy)
+        step(twin, x, dy * ratio)
+    state_of(model).rescale_gradients(ratio)
+    for x, dy in batches[3:]:
+        step(model, x, dy * ratio)
+        step(twin, x, dy * ratio)
+    assert torch.equal(model[0].weight.grad, twin[0].weight.grad), "powers of two: bit for bit"
+    for found, want in zip(tables(model), tables(twin), strict=True):
+        assert torch.equal(found, want)

@@ -1,0 +1,330 @@
+"""The scaling state over a model's life: evaluation, copies, moves, save and resume, roots that are passed by."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from support import Net, converted, same, state_of, tables, train
+from torch import nn
+
+import fp8engine as fe
+
+RECIPES = ["delayed", "current"]
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.fixture
+def start() -> Net:
+    """A model that every variant of a test copies."""
+    return Net()
+
+
+def evaluate_without_gradients(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)
+
+
+def evaluate_in_eval_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        y = model(x)
+    model.train()
+    return y
+
+
+def evaluate_in_inference_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(x)
+
+
+EVALUATIONS = [evaluate_without_gradients, evaluate_in_eval_mode, evaluate_in_inference_mode]
+
+
+@pytest.mark.parametrize("evaluate", EVALUATIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_evaluation_between_steps_changes_no_bit_of_training(start: Net, recipe: str, evaluate):
+    plain, watched = (converted(copy.deepcopy(start), recipe) for _ in range(2))
+    losses = train(plain)
+
+    def with_evaluation(x):
+        history, live, _ = tables(watched)
+        evaluate(watched, x.detach() * 1000)
+        evaluate(watched, x.detach())
+        assert same(tables(watched)[:2], [history, live])
+        return watched(x)
+
+    assert train(watched, with_evaluation) == losses
+    assert same(weights(watched), weights(plain))
+    assert same(tables(watched)[:2], tables(plain)[:2])
+
+
+def test_evaluation_uses_the_last_scale_and_recasts_what_is_beyond_it():
+    model = nn.Sequential(nn.Linear(16, 16))
+    converted(model, fe.delayed(margin=1))
+    x = torch.randn(8, 16)
+    assert torch.isfinite(evaluate_without_gradients(model, x)).all(), "uncalibrated: the tensor's own scale"
+    for _ in range(2):
+        model(x.clone()).sum().backward()
+    s = state_of(model).live_2S[1, 0].item()
+    assert s == pytest.approx(224 / x.abs().max().item()), "half of 448: margin 1"
+    y = torch.randn(8, 16).clamp(-1, 1) * x.abs().max() / 3
+    with torch.no_grad():
+        found = model(y)
+        codes = fe.quantize(y, fe.Cast(fe.E4M3), torch.tensor(1 / s))
+        weight = fe.quantize(model[0].weight, fe.Cast(fe.E4M3), fe.scaling_state(model)["0.weight"].scale)
+        want = fe.matmul(codes, weight, bias_N=model[0].bias, out=fe.FP32)
+    assert torch.allclose(found, want, rtol=2.0**-7, atol=2.0**-7)
+    before = int(fe.scaling_state(model)["0.input"].recasts)
+    big = evaluate_without_gradients(model, x * 1000)
+    assert (big - (x * 1000) @ model[0].weight.t()).norm() < 0.06 * big.norm()
+    assert int(fe.scaling_state(model)["0.input"].recasts) == before + 1
+    assert state_of(model).live_2S[1, 0].item() == s
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradient_accumulation_records_every_microbatch(start: Net, recipe: str):
+    model = converted(start, recipe)
+    largest = 0.0
+    for scale in (1.0, 30.0, 3.0):
+        x = torch.randn(6, 32) * scale
+        largest = max(largest, model.blocks[0].norm(x).abs().max().item())
+        model(x).sum().backward()
+    view = fe.scaling_state(model)["blocks.0.up.input"]
+    assert int(view.calls) == 3
+    state_of(model).fold()
+    if recipe == "delayed":
+        history = fe.scaling_state(model)["blocks.0.up.input"].history
+        assert history.max().item() == pytest.approx(largest)
+        assert (history[:3] > 0).all()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def by_deepcopy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_copy_goes_on_as_the_original_and_apart_from_it(start: Net, recipe: str, copied):
+    model = converted(start, recipe)
+    train(model)
+    other = copied(model)
+    assert same(tables(other), tables(model))
+    before = tables(model)
+    losses = train(other)
+    assert same(tables(model), before), "the copy writes to its own tables"
+    assert len({id(m.numerics.state) for m in other.modules() if hasattr(m, "numerics")}) == 1
+    assert train(model) == losses
+    assert same(tables(other), tables(model))
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.bfloat16], ids=["half", "bfloat16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_change_of_dtype_leaves_the_tables_alone(start: Net, recipe: str, cast):
+    model = converted(start, recipe)
+    train(model)
+    before = tables(model)
+    getattr(model, cast.__name__)()
+    assert same(tables(model), before)
+    assert [t.dtype for t in tables(model)] == [torch.float32, torch.float32, torch.int64]
+    x = cast(torch.randn(8, 32))
+    y = model(x)
+    assert y.dtype == x.dtype
+    y.float().square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {x.dtype}
+    assert int(fe.scaling_state(model)["blocks.1.down.input"].calls) == int(before[2][0, 3 * 5]) + 1
+
+
+def test_deferred_init_on_meta_starts_fresh():
+    with torch.device("meta"):
+        model = Net()
+    converted(model, "delayed")
+    assert state_of(model).device.type == "meta"
+    assert model(torch.empty(4, 32, device="meta")).shape == (4, 32)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.1)
+    history, live, counts = tables(model)
+    assert not history.any()
+    assert (live[0] == -1).all()
+    assert not live[1].any()
+    assert not counts.any()
+    assert all(torch.isfinite(torch.tensor(train(model))))
+    assert int(fe.scaling_state(model)["blocks.0.up.input"].calls) == 4
+
+
+def test_moving_away_and_back_keeps_what_a_device_holds():
+    model = converted(Net(), "delayed")
+    model.to("cpu")
+    model.share_memory()
+    losses = train(model)
+    assert int(fe.scaling_state(model)["blocks.0.up.input"].calls) == len(losses)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("root", ["model", "one layer"])
+def test_resume_is_bit_for_bit_the_uninterrupted_run(recipe: str, root: str):
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return converted(Net(), recipe) if root == "model" else fe.Linear(32, 32, recipe=recipe)
+
+    torch.manual_seed(4)
+    batches = torch.randn(6, 8, 32) * torch.tensor([1.0, 9.0, 2.0, 0.5, 3.0, 1.0])[:, None, None]
+
+    def run(model: nn.Module, part: torch.Tensor) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for x in part:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    whole = build()
+    want = run(whole, batches)
+    first = build()
+    run(first, batches[:3])
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "scaling": fe.scaling_state_dict(first)}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = build()
+    resumed.load_state_dict(saved["model"], strict=True)
+    fe.load_scaling_state_dict(resumed, saved["scaling"])
+    assert run(resumed, batches[3:]) == want[3:]
+    assert same(weights(resumed), weights(whole))
+    assert same(tables(resumed), tables(whole))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_saved_state_is_a_copy(start: Net, recipe: str):
+    model = converted(start, recipe)
+    train(model)
+    saved = fe.scaling_state_dict(model)
+    before = {name: slot["live"].clone() for name, slot in saved["slots"].items()}
+    train(model)
+    assert all(torch.equal(saved["slots"][name]["live"], live) for name, live in before.items())
+    assert set(saved["slots"]) == set(fe.scaling_state(model))
+
+
+def of_another_model(_: dict) -> object:
+    return fe.scaling_state_dict(converted(nn.Sequential(nn.Linear(16, 16)), "delayed"))
+
+
+def of_another_history(_: dict) -> object:
+    return fe.scaling_state_dict(converted(Net(), fe.delayed(history=4)))
+
+
+def of_another_recipe(_: dict) -> object:
+    return fe.scaling_state_dict(converted(Net(), "current"))
+
+
+def truncated(saved: dict) -> object:
+    return {**saved, "slots": dict(list(saved["slots"].items())[:-1])}
+
+
+def with_a_short_last_slot(saved: dict) -> object:
+    name = list(saved["slots"])[-1]
+    return {**saved, "slots": {**saved["slots"], name: {"history": saved["slots"][name]["history"]}}}
+
+
+def with_a_slot_of_another_dtype(saved: dict) -> object:
+    name = list(saved["slots"])[-1]
+    slot = saved["slots"][name]
+    return {**saved, "slots": {**saved["slots"], name: {**slot, "live": slot["live"].double()}}}
+
+
+def of_another_version(saved: dict) -> object:
+    return {**saved, "version": 2}
+
+
+def of_weights(_: dict) -> object:
+    return Net().state_dict()
+
+
+def nothing(_: dict) -> object:
+    return None
+
+
+WRONG = {
+    of_another_model: r"another model: 18 slots missing \(.*blocks\.0\..*3 unknown \(0\.",
+    of_another_history: r"history should be torch.float32 of \[16\].*another recipe or history",
+    of_another_recipe: r"history should be torch.float32 of \[16\]",
+    truncated: r"1 slots missing \(blocks\.1\.down\.grad_output\)",
+    with_a_short_last_slot: r"blocks\.1\.down\.grad_output: live should be",
+    with_a_slot_of_another_dtype: r"blocks\.1\.down\.grad_output: live should be torch.float32",
+    of_another_version: "not a scaling state dict of version 1",
+    of_weights: "not a scaling state dict",
+    nothing: "not a scaling state dict",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_state_is_refused_and_nothing_is_loaded(start: Net, wrong):
+    model = converted(start, "delayed")
+    train(model, steps=2)
+    before = tables(model)
+    train(trained := copy.deepcopy(model), steps=3)  # its numbers differ from the model's
+    with pytest.raises(fe.errors.StateError, match=WRONG[wrong]):
+        fe.load_scaling_state_dict(model, wrong(fe.scaling_state_dict(trained)))  # type: ignore[arg-type]
+    assert same(tables(model), before)
+
+
+def test_slots_are_looked_up_by_name_and_a_wrong_one_names_the_nearest(start: Net):
+    state = fe.scaling_state(converted(start, "delayed"))
+    assert len(state) == len(list(state)) == 18
+    assert state["blocks.1.down.weight"].format is fe.E4M3
+    assert state["blocks.1.down.grad_output"].format is fe.E5M2
+    for wrong in ("blocks.0.upp.input", "block.0.up.input", "blocks.0.up.inputs"):
+        with pytest.raises(KeyError, match=r"did you mean 'blocks\.0\.up\.input'"):
+            state[wrong]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_root_that_is_passed_by_still_updates(start: Net, recipe: str):
+    model, other = (converted(copy.deepcopy(start), recipe) for _ in range(2))
+    assert train(other, other.forward) == train(model)
+    assert same(weights(other), weights(model))
+    assert same(tables(other), tables(model))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_wrapper_around_the_model_changes_nothing(start: Net, recipe: str):
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner.forward(x)
+
+    model, wrapped = converted(copy.deepcopy(start), recipe), Wrapper(converted(copy.deepcopy(start), recipe))
+    assert train(wrapped) == train(model)
+    assert same(tables(wrapped), tables(model))
+
+
+def test_two_converted_models_do_not_share_anything():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fe.errors.EmulationWarning)
+        a, b = fe.convert(Net(), "delayed"), fe.convert(Net(), "delayed")
+    train(a)
+    assert not tables(b)[2].any()
