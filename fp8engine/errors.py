@@ -23,7 +23,8 @@ class UnknownName(Fp8EngineError, ValueError):
     def __init__(self, kind: str, name: object, known: Iterable[str]):
         known = list(known)
         self.args = (kind, name, known)
-        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+        in_any_case = {n.lower(): n for n in known}
+        near = [in_any_case[n] for n in difflib.get_close_matches(str(name).lower(), in_any_case, n=3, cutoff=0.5)]
         hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ";"
         shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
         self.message = f"unknown {kind} {name!r}{hint} known: {shown}"

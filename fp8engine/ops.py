@@ -19,6 +19,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
+from torch._higher_order_ops import effects
 
 from fp8engine import cublas, device, reference
 from fp8engine.errors import BackendError, UnknownName
@@ -126,7 +127,7 @@ def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torc
 
 
 # Registration.  `Library.define` and `impl` cost 1-2 us a call where `custom_op` costs 6-9; the price is that aliasing
-# must be right by construction: nothing returned shares memory with an input, and what is written is marked (a!).
+# must be right by construction: nothing returned shares memory with an input.
 _LIBRARY = torch.library.Library("fp8engine", "DEF")
 
 
@@ -189,7 +190,7 @@ def _matmul_fake(a, b, scale_a, scale_b, bias, groups, out, precision):
 
 _define("quantize(Tensor x, str how) -> (Tensor, Tensor)", _quantize, _quantize_fake)
 _define(
-    "quantize_slot(Tensor x, str how, Tensor(a!) live, Tensor(b!) counts, int index, bool record, bool count)"
+    "quantize_slot(Tensor x, str how, Tensor live, Tensor counts, int index, bool record, bool count)"
     " -> (Tensor, Tensor)",
     _quantize_slot,
     _quantize_fake,
@@ -211,7 +212,13 @@ _define(
     lambda codes, dtype: torch.empty_like(codes, dtype=dtype),
 )
 _define(
-    "scale_update(Tensor(a!) history, Tensor(b!) live, Tensor rules) -> ()",
+    "scale_update(Tensor history, Tensor live, Tensor rules) -> ()",
     reference.scale_update,
     lambda history, live, rules: None,
 )
+# These two write a model's tables, and their schemas do not say so, on purpose.  A declared write is functionalised: a
+# graph works on its own copy of the table and copies all of it back, over what other graphs (the next block, compiled by
+# itself) have written meanwhile, and autograd refuses the table that backward needs because its version has moved on.  As
+# effects in order they run in place, once each, in the order written, forward and backward (tests/test_compile.py).
+for _name in ("quantize_slot", "scale_update"):
+    effects._register_effectful_op(f"fp8engine::{_name}", effects._EffectType.ORDERED)

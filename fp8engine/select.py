@@ -58,7 +58,8 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
         elif is_conv1d(module) or _is_float8_conv1d(module):
             yield name, module, (weight_of(module).shape[1], weight_of(module).shape[0])
         elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-            if not any(isinstance(child, nn.Linear) for child in module.children()):  # an adapter's shell is not one
+            inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
+            if not any(inner):  # an adapter's shell is not one
                 yield name, module, tuple(weight.shape)
         else:
             for key, parameter in module.named_parameters(recurse=False):

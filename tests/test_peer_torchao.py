@@ -41,7 +41,6 @@ def test_signal_to_noise_is_at_least_torchaos(recipe: str):
         theirs = noise(by_torchao(copy.deepcopy(base), PAIRS[recipe]), copy.deepcopy(exact), x, dy)
     ours = noise(converted(copy.deepcopy(base), recipe), copy.deepcopy(exact), x, dy)
     # 0.3 dB: torchao keeps scales in float64 before rounding, sums in another order; beyond that is a rounding too many
-    print(ours, theirs)
     for name in ours:
         assert ours[name] > theirs[name] - 0.3, f"{name}: {ours[name]:.2f} dB, torchao {theirs[name]:.2f} dB"
         assert theirs[name] > 20, "the peer ran as expected"

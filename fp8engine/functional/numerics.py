@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, fields
 
-import numpy
 import torch
 
 from fp8engine import device, ops
@@ -54,7 +53,7 @@ class KeptWeight:
 
     def __init__(self):
         self.where = self.key = None
-        self.sample = numpy.empty(0)
+        self.sample = torch.empty(0)
         self.kept: Kept = {}
 
     def operands(self, weight: torch.Tensor) -> Kept:
@@ -62,19 +61,22 @@ class KeptWeight:
         where = (weight.data_ptr(), weight.shape)
         if where != self.where:
             self.where, self.sample = where, _view_of_a_few(weight)
-        key = (where, weight._version, self.sample.tobytes())
+        key = (where, weight._version, self.sample.tolist())
         if key != self.key:
             self.key, self.kept = key, {}
         return self.kept
 
 
-def _view_of_a_few(weight: torch.Tensor) -> numpy.ndarray:
-    """Up to 8 of a CPU weight's elements, seen without a copy: any optimizer's step moves them."""
+def _view_of_a_few(weight: torch.Tensor) -> torch.Tensor:
+    """Some 8 of a CPU weight's elements, seen without a copy: any optimizer's step moves them.
+
+    Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.
+    """
     as_stored = weight if weight.is_contiguous() else weight.mT  # a Conv1D's is a transposed view
     if weight.device.type != "cpu" or not as_stored.is_contiguous() or weight.numel() == 0:
-        return numpy.empty(0)
+        return torch.empty(0)
     bits = as_stored.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).view(-1)
-    return bits.numpy()[:: max(weight.numel() // 8, 1)]
+    return bits[:: max(weight.numel() // 8, 1)]
 
 
 @dataclass

@@ -15,5 +15,8 @@ from fp8engine.modules.linear import Float8Module
 class Float8Conv1D(Float8Module, Conv1D):
     """A transformers Conv1D in FP8, made by `fe.convert`: y [..., nf] = x [..., nx] @ weight [nx, nf] + bias."""
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight.t(), self.bias, self.numerics)

@@ -15,7 +15,7 @@ from torch import nn
 from fp8engine import device, ops
 from fp8engine.convert import RECORD, Record
 from fp8engine.modules.linear import Float8Module
-from fp8engine.report.state import WRAPPED
+from fp8engine.report.state import plain_name
 from fp8engine.report.table import Report
 from fp8engine.scaling import ROLES
 from fp8engine.select import linear_layers, weight_of
@@ -42,8 +42,7 @@ def inspect(model: nn.Module) -> Report:
     reasons = _reasons(model)
     layers = []
     for name, module, shape in linear_layers(model):
-        for prefix in WRAPPED:
-            name = name.replace(prefix, "")
+        name = plain_name(model, name)
         if isinstance(module, Float8Module):
             layers.append(_converted(name, module, shape))
         else:
@@ -57,9 +56,7 @@ def _reasons(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         record = getattr(module, RECORD, None)
         if isinstance(record, Record):
-            for prefix in WRAPPED:
-                name = name.replace(prefix, "")
-            root = name.rstrip(".")
+            root = plain_name(model, name)
             found |= {f"{root}.{layer}" if root else layer: why for layer, why in record.reasons.items()}
     return found
 
@@ -83,7 +80,7 @@ def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
         "shape": list(shape),
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": recipe.is_fp8 and ops.emulated(where, backend),
+        "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
         "reason": _why(recipe, ran, where, backend),
         "ran": ran or not recipe.is_fp8,
         "rows": rows,

@@ -7,12 +7,27 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
 from fp8engine.modules.linear import Float8Module
 from fp8engine.scaling import ROLES, SlotView
 
 VERSION = 1
-WRAPPED = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module")
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """A part's name as before DDP, FSDP or torch.compile wrapped the model.
+
+    `module`, which DDP puts before every name, is a name like any other inside what was converted.
+    """
+    kept, here = [], model
+    for part in name.split("."):
+        outer = part == "module" and not kept and len(here._modules) == 1 and not hasattr(here, RECORD)
+        if part not in WRAPPED and not outer:
+            kept.append(part)
+        here = here._modules.get(part) or here
+    return ".".join(kept)
 
 
 def float8_layers(model: nn.Module) -> dict[str, Float8Module]:
@@ -20,9 +35,7 @@ def float8_layers(model: nn.Module) -> dict[str, Float8Module]:
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Float8Module):
-            for prefix in WRAPPED:
-                name = name.replace(prefix, "")
-            found[name] = module
+            found[plain_name(model, name)] = module
     return found
 
 

@@ -1,0 +1,199 @@
+"""fe.convert against wrappers, a second call, strict=True and example inputs: convert first, or nothing is touched."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import Net, converted, same, tables, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8engine as fe
+from fp8engine import device
+
+
+@pytest.fixture
+def group():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(m) for m in model.modules()]
+
+
+def refused(model: nn.Module, why: str, **options) -> None:
+    """Converting raises ConversionError with these words and leaves every class as it was."""
+    before = classes(model)
+    with pytest.raises(fe.errors.ConversionError, match=why):
+        fe.convert(model, **options)
+    assert classes(model) == before
+    assert not any(hasattr(m, "_fp8engine") for m in model.modules() if type(m) is Net)
+
+
+@pytest.mark.usefixtures("group")
+def test_under_ddp_already():
+    refused(DistributedDataParallel(Net(16)), "the model is under DistributedDataParallel already: convert first")
+    refused(nn.Sequential(DistributedDataParallel(Net(16))), "its part '0' is under DistributedDataParallel already")
+
+
+@pytest.mark.usefixtures("group")
+def test_under_fully_shard_already():
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    refused(fsdp.fully_shard(Net(16), mesh=mesh), "the model is under fully_shard already: convert first, then wrap")
+
+
+def test_under_torch_compile_already():
+    refused(torch.compile(Net(16)), "the model is under torch.compile already")  # type: ignore[arg-type]
+    model = Net(16)
+    model.compile()
+    refused(model, "the model is under torch.compile already: convert first, then compile")
+    model = Net(16)
+    model.blocks[1].compile()
+    refused(model, r"its part 'blocks\.1' is under torch.compile already")
+
+
+def test_under_data_parallel_already():
+    refused(nn.DataParallel(Net(16)), "the model is under nn.DataParallel already")
+
+
+def test_twice():
+    model = converted(Net(16))
+    before = tables(model)
+    with pytest.raises(fe.errors.ConversionError, match="the model is converted already: convert the whole model once"):
+        fe.convert(model, "rowwise")
+    with pytest.raises(fe.errors.ConversionError, match="its part '0' is converted already"):
+        fe.convert(nn.Sequential(model, nn.Linear(4, 4)))
+    assert same(tables(model), before)
+
+
+def test_a_part_converted_by_hand_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(8, 8), fe.Linear(8, 8, recipe="rowwise"))
+    converted(model)
+    assert [m.numerics.recipe.name for m in model] == ["current", "rowwise"]
+    model(torch.randn(4, 8)).sum().backward()
+
+
+def test_what_is_not_a_module():
+    with pytest.raises(fe.errors.ConversionError, match="takes an nn.Module, not dict"):
+        fe.convert({})  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_ddp_after_convert_trains_as_without_and_keeps_names(recipe: str):
+    base = Net()
+    plain, inner = converted(copy.deepcopy(base), recipe), converted(copy.deepcopy(base), recipe)
+    wrapped = DistributedDataParallel(inner)
+    assert train(wrapped) == train(plain)
+    assert same(tables(inner), tables(plain))
+    assert list(fe.scaling_state(wrapped)) == list(fe.scaling_state(plain))
+    assert [row["name"] for row in fe.inspect(wrapped).layers] == [row["name"] for row in fe.inspect(plain).layers]
+    fe.load_scaling_state_dict(plain, fe.scaling_state_dict(wrapped))
+
+
+@pytest.mark.usefixtures("group")
+def test_fully_shard_after_convert_trains_as_without():
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    base = Net()
+    plain, sharded = converted(copy.deepcopy(base)), converted(copy.deepcopy(base))
+    fsdp.fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    assert train(sharded) == train(plain)
+    assert [row["name"] for row in fe.inspect(sharded).layers] == [row["name"] for row in fe.inspect(plain).layers]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="emulation is what this says")
+def test_emulation_is_said_once_and_refused_under_strict():
+    with pytest.warns(fe.errors.EmulationWarning, match="no FP8 Tensor Cores: 6 layers") as said:
+        fe.convert(Net(16))
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    model = Net(16)
+    with pytest.raises(fe.errors.StrictError, match=r"no FP8 Tensor Cores .*6 layers would be emulated, 'blocks\.0\.up'"):
+        fe.convert(model, strict=True)
+    assert classes(model) == classes(Net(16))
+
+
+def test_strict_takes_what_runs_as_asked(monkeypatch: pytest.MonkeyPatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fe.convert(Net(16), "bf16", strict=True)
+    assert model.blocks[0].up.numerics.recipe.name == "bf16"
+    monkeypatch.setattr(device, "has_fp8", lambda where: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fe.convert(Net(16), strict=True)
+
+
+class Half(nn.Module):
+    """Uses one of its two layers; counts its calls, and asks for a keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout()
+        self.modes = []
+
+    def forward(self, x, *, scale: float = 1.0):
+        self.modes.append((self.training, torch.is_grad_enabled()))
+        return self.drop(self.used(x * scale))
+
+
+@pytest.mark.parametrize(
+    "inputs", [torch.randn(2, 8), (torch.randn(2, 8),), [torch.randn(2, 8)], {"x": torch.randn(2, 8), "scale": 2.0}]
+)
+def test_example_inputs_find_the_layers_that_are_not_called(inputs):
+    model = Half()
+    model.drop.eval()
+    random = torch.get_rng_state()
+    converted(model, example_inputs=inputs)
+    assert model.modes == [(False, False)], "in eval mode, without gradients"
+    assert model.training
+    assert not model.drop.training, "each part is back in its mode"
+    assert torch.equal(torch.get_rng_state(), random)
+    rows = {row["name"]: row for row in fe.inspect(model).layers}
+    assert rows["unused"]["reason"] == "its forward was not called on example_inputs"
+    assert (rows["used"]["recipe"], rows["unused"]["recipe"]) == ("current", "none")
+    assert int(fe.scaling_state(model)["used.input"].calls) == 0, "that forward ran before"
+
+
+def test_a_failing_example_leaves_the_model_as_it_was():
+    model = Half()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fe.convert(model, example_inputs=torch.randn(2, 9))
+    assert classes(model) == classes(Half())
+    assert model.training
+    assert all(m.training for m in model.modules())
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    converted(model)
+
+
+def test_example_inputs_that_reach_nothing_are_an_error():
+    class Nothing(Half):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(fe.errors.ConversionError, match="used: its forward was not called on example_inputs"):
+        fe.convert(Nothing(), example_inputs=torch.randn(2, 8))
+
+
+def test_strict_counts_what_the_example_did_not_reach_as_left_not_as_blocked():
+    with pytest.raises(fe.errors.StrictError, match="1 layers would be emulated, 'used'"):
+        fe.convert(Half(), example_inputs=torch.randn(2, 8), strict=True)
+
+
+def test_the_plan_is_what_convert_does_and_changes_nothing():
+    from fp8engine.convert import plan
+
+    model = Half()
+    decisions = plan(model, "rowwise", overrides={"unused": "fp32"})
+    assert [(d.name, d.recipe and d.recipe.name, d.shape) for d in decisions] == [
+        ("used", "rowwise", (8, 8)),
+        ("unused", None, (8, 8)),
+    ]
+    assert classes(model) == classes(Half())

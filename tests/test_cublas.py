@@ -1,0 +1,171 @@
+"""torch's scaled matmul against float64 products of the dequantised operands, and what it is handed.
+
+u = 2^-24 is FP32's rounding, u16 the 16-bit result's (2^-8 BF16, 2^-11 FP16; 0 for FP32).  S = sum_k |a b| of the
+dequantised operands, y their exact product:
+
+    sums, scales      (K + 3) u S: products of FP8 values are exact in FP32; K additions and 3 factors round
+    result            u16 |y|: torch leaves the product in `out`, and in BF16 whatever `out` is where scales are by row
+    bias              once more u16 |y + bias|, after it was added in the wider of the two dtypes
+    FP16              2^-24 for each of the two: half its smallest subnormal
+"""
+
+import pytest
+import torch
+from casts import E4M3, E5M2
+
+from fp8engine import cublas, device, reference
+from fp8engine.errors import BackendError
+from fp8engine.reference import How, Operand
+
+U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
+TENSOR, ROW, BLOCK = (-1, -1), (1, -1), (1, 16)
+GROUPS = {"tensor x tensor": (TENSOR, TENSOR), "row x row": (ROW, ROW), "row x tensor": (ROW, TENSOR), "tensor x row": (TENSOR, ROW)}
+
+
+def operand(x_MK: torch.Tensor, group=TENSOR, dtype=E4M3) -> Operand:
+    return Operand(*reference.quantize(x_MK, How(dtype, *group)), *group)
+
+
+def operands(shape, groups=(TENSOR, TENSOR), dtypes=(E4M3, E4M3)) -> tuple[Operand, Operand]:
+    """Rows of very different size, so that a scale taken for another row's shows."""
+    m, k, n = shape
+    spread_M, spread_N = (torch.exp2(torch.randint(-6, 7, (size, 1))) for size in (m, n))
+    return (
+        operand(torch.randn(m, k) * spread_M, groups[0], dtypes[0]),
+        operand(torch.randn(n, k) * spread_N, groups[1], dtypes[1]),
+    )
+
+
+def check(found: torch.Tensor, a: Operand, b: Operand, bias_N=None, out=torch.bfloat16) -> None:
+    a_MK, b_NK = a.data.double() * a.scale, b.data.double() * b.scale
+    y_MN, sums_MN = a_MK @ b_NK.t(), a_MK.abs() @ b_NK.abs().t()
+    rounded = torch.bfloat16 if a.scale.dim() == 2 or b.scale.dim() == 2 else out
+    bound = (a_MK.shape[1] + 3) * 2.0**-24 * sums_MN + U[rounded] * y_MN.abs()
+    wanted = y_MN if bias_N is None else y_MN + bias_N.double()
+    bound = 1.01 * (bound + U[out] * wanted.abs()) + (2.0**-23 if out == torch.float16 else 0)  # 1.01: of each other
+    assert (found.dtype, found.shape, found.is_contiguous()) == (out, wanted.shape, True)
+    error = (found.double() - wanted).abs()
+    assert (error <= bound).all(), f"{(error / bound).max():.2f} times the bound"
+
+
+@pytest.mark.parametrize("out", U, ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_of_any_shape(shape, groups: str, out: torch.dtype):
+    a, b = operands(shape, GROUPS[groups])
+    check(cublas.matmul(a, b, None, out), a, b, None, out)
+
+
+@pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2)], ids=["E5M2 x E4M3", "E4M3 x E5M2"])
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_gradients_in_e5m2(dtypes, fast: bool):
+    a, b = operands((20, 33, 18), dtypes=dtypes)
+    check(cublas.matmul(a, b, fast=fast), a, b)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
+def test_a_bias_of_any_dtype(groups: str, out: torch.dtype, bias_dtype: torch.dtype):
+    a, b = operands((7, 33, 21), GROUPS[groups])
+    bias_N = torch.randn(21).to(bias_dtype)
+    check(cublas.matmul(a, b, bias_N, out), a, b, bias_N, out)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (3, 8, 0), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
+def test_nothing_to_multiply_gives_the_bias(shape, groups: str):
+    a, b = operands(shape, GROUPS[groups])
+    m, _, n = shape
+    bias_N = torch.arange(n, dtype=torch.float32)
+    for given, wanted in ((None, torch.zeros(m, n)), (bias_N, bias_N.expand(m, n))):
+        y_MN = cublas.matmul(a, b, given)
+        assert y_MN.dtype == torch.bfloat16
+        assert torch.equal(y_MN.float(), wanted)
+
+
+@pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
+def test_operands_in_any_layout_give_the_same_bits(groups: str):
+    a, b = operands((32, 48, 64), GROUPS[groups])
+    wanted = cublas.matmul(a, b)
+    transposed = [o._replace(data=o.data.t().contiguous().t()) for o in (a, b)]
+    strided = [o._replace(data=torch.stack([o.data.view(torch.uint8)] * 2, -1)[..., 0].view(E4M3)) for o in (a, b)]
+    for first, second in (transposed, strided, (transposed[0], b), (a, strided[1])):
+        assert not (first.data.is_contiguous() and second.data.is_contiguous())
+        assert torch.equal(cublas.matmul(first, second), wanted)
+    columns = [operand(x, (-1, 1)) for x in (torch.randn(48, 32), torch.randn(48, 64))]  # as wgrad reads them
+    check(cublas.matmul(columns[0].t(), columns[1].t()), columns[0].t(), columns[1].t())
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_is_handed_what_a_card_takes(shape, groups: str, monkeypatch: pytest.MonkeyPatch):
+    """Hopper reads K-major operands, K and N multiples of 16, row scales [M, 1] and [1, N] contiguous in FP32."""
+    seen = []
+    real = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **rest: seen.append((a, b, rest)) or real(a, b, **rest))
+    m, k, n = shape
+    first, second = operands(shape, GROUPS[groups])
+    first = first._replace(data=first.data.t().contiguous().t())
+    cublas.matmul(first, second, out=torch.float32, fast=True)
+    ((a_MK, b_KN, rest),) = seen
+    wide, high = -(-k // 16) * 16, -(-n // 16) * 16
+    assert (a_MK.shape, a_MK.stride()) == ((m, wide), (wide, 1))
+    assert (b_KN.shape, b_KN.stride()) == ((wide, high), (1, wide))
+    assert a_MK[:, k:].float().abs().sum() == b_KN[k:].float().abs().sum() == b_KN[:, n:].float().abs().sum() == 0
+    assert torch.equal(a_MK[:, :k].float(), first.data.float())
+    assert rest["use_fast_accum"] is True
+    by_row = groups != "tensor x tensor"
+    assert rest["out_dtype"] == (torch.bfloat16 if by_row else torch.float32)
+    for name, shape_of_rows in (("scale_a", (m, 1)), ("scale_b", (1, high))):
+        scale = rest[name]
+        assert scale.dtype == torch.float32
+        assert scale.shape == (shape_of_rows if by_row else ())
+        assert scale.is_contiguous()
+    if by_row:
+        assert torch.equal(rest["scale_b"][0, n:], torch.ones(high - n))  # of padding: 0 by NaN would be NaN
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(bad: float):
+    a, b = operands((5, 33, 7))
+    a = a._replace(data=a.data.float().index_put((torch.tensor(2), torch.tensor(32)), torch.tensor(bad)).to(E5M2))
+    assert cublas.matmul(a, b).isfinite().all(1).tolist() == [True, True, False, True, True]
+
+
+REFUSED = {
+    "E5M2 by E5M2": (TENSOR, TENSOR, E5M2, E5M2, "do not multiply E5M2 by E5M2"),
+    "blocks of the first": (BLOCK, TENSOR, E4M3, E4M3, "along K"),
+    "blocks of the second": (ROW, (16, 16), E4M3, E4M3, "along K"),
+    "a scale per element of K": (TENSOR, (-1, 1), E4M3, E4M3, "along K"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_card_refuses_a_cpu_refuses(case: str):
+    first, second, dtype_a, dtype_b, words = REFUSED[case]
+    a, b = operand(torch.randn(32, 32), first, dtype_a), operand(torch.randn(32, 32), second, dtype_b)
+    assert words in str(cublas.unsupported(a, b))
+    with pytest.raises(BackendError, match=rf"'cublas' cannot multiply these: .*{words}.*fe.backend\('reference'\)"):
+        cublas.matmul(a, b)
+
+
+def test_values_held_for_emulation_are_no_codes():
+    a, _ = operands((16, 16, 16))
+    with pytest.raises(BackendError, match="not FP8 codes"):
+        cublas.matmul(a._replace(data=a.data.bfloat16()), a)
+
+
+def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch):
+    a, b = operands((16, 16, 16))
+    assert cublas.unsupported(a, b) is None
+    meta = a._replace(data=a.data.to("meta"))
+    assert cublas.unsupported(meta, meta) == "no scaled matmul on meta"
+    card = a._replace(data=type("OnCard", (), {"device": torch.device("cuda")})())
+    monkeypatch.setattr(device, "capability", lambda where: (8, 0))
+    monkeypatch.setattr(device, "name", lambda where: "A100")
+    assert cublas.unsupported(card, card) == "A100 has no FP8 Tensor Cores; sm_89 or later has"
+    monkeypatch.delattr(torch, "_scaled_mm")
+    with pytest.raises(BackendError, match="this torch has no scaled matmul"):
+        cublas.matmul(a, b)

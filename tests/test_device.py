@@ -1,0 +1,132 @@
+"""What is decided from a machine's abilities, on machines that are not here: cards and CPUs are faked."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8engine import device, ops
+
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+# Capability, has_fp8, dtype of an emulated product, backend of a matmul with and without scales along K.
+CARDS = {
+    "V100": ((7, 0), False, torch.float16, "reference"),
+    "T4": ((7, 5), False, torch.float16, "reference"),
+    "A100": ((8, 0), False, torch.bfloat16, "reference"),
+    "A10": ((8, 6), False, torch.bfloat16, "reference"),
+    "L4": ((8, 9), True, torch.bfloat16, "cublas"),
+    "H100": ((9, 0), True, torch.bfloat16, "cublas"),
+    "B200": ((10, 0), True, torch.bfloat16, "cublas"),  # (10, 0) > (8, 9) as numbers, not as text
+}
+# The instructions a CPU has, whether its BF16 products are fast, backend of a matmul.
+CPUS = {
+    "Haswell": ((), False, "reference"),
+    "Ice Lake": (("avx512_f", "avx512_vnni"), False, "reference"),
+    "Zen 4": (("avx512_bf16",), True, "reference"),
+    "Sapphire Rapids": (("avx512_bf16", "amx_bf16"), True, "reference"),
+    "Graviton 3": (("bf16", "sve_bf16"), True, "reference"),
+    "Diamond Rapids": (("amx_bf16", "amx_fp8"), True, "cublas"),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """What has been asked of the real machine is asked again, and of the fake one forgotten."""
+    device.capability.cache_clear()
+    device.cpu_multiplies.cache_clear()
+    yield
+    device.capability.cache_clear()
+    device.cpu_multiplies.cache_clear()
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
+    capability, has_fp8, product, backend = CARDS[card]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"NVIDIA {card}")
+    assert device.capability(CUDA) == capability
+    assert device.has_fp8(CUDA) is has_fp8
+    assert device.product_dtype(CUDA) == product
+    # A card's set-up costs the same for any size: only a CPU holds small operands in FP32.
+    assert device.holding_dtype(CUDA, 1) == device.holding_dtype(CUDA, 1 << 20) == product
+    assert ops.choose(CUDA, by_block=False) == backend
+    assert ops.choose(CUDA, by_block=True) == "reference"
+    assert ops.emulated(CUDA, "cublas") is not has_fp8
+    assert ops.emulated(CUDA, "reference") is True
+    assert device.name(CUDA) == f"NVIDIA {card}"
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_cpus(cpu: str, monkeypatch: pytest.MonkeyPatch):
+    instructions, bf16, backend = CPUS[cpu]
+    known = {"architecture": "any", **dict.fromkeys(("avx512_bf16", "amx_bf16", "amx_fp8"), False)}
+    known |= dict.fromkeys(instructions, True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
+    product = torch.bfloat16 if bf16 else torch.float32
+    assert device.product_dtype(CPU) == product
+    assert device.holding_dtype(CPU, device.SMALL) == product
+    assert device.holding_dtype(CPU, device.SMALL - 1) == torch.float32
+    assert device.has_fp8(CPU) is False
+    assert device.capability(CPU) == (0, 0)
+    assert ops.choose(CPU, by_block=False) == backend
+    assert ops.choose(CPU, by_block=True) == "reference"
+    # Not even a CPU that multiplies FP8 has Tensor Cores: a report must not count it as one.
+    assert ops.emulated(CPU, backend) is True
+
+
+@pytest.mark.parametrize(("avx512", "amx", "bf16"), [(False, False, False), (True, False, True), (False, True, True)])
+def test_a_torch_that_lists_no_instructions(avx512: bool, amx: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
+    assert device.cpu_multiplies("bf16") is bf16
+    assert device.cpu_multiplies("fp8") is False
+
+
+@pytest.mark.parametrize("where", [META, torch.device("mps")], ids=str)
+def test_any_other_device_emulates_in_fp32(where: torch.device):
+    assert device.product_dtype(where) == device.holding_dtype(where, 1 << 20) == torch.float32
+    assert not device.has_fp8(where)
+    assert ops.choose(where, by_block=False) == "reference"
+    assert device.name(where) == where.type
+
+
+def test_a_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: asked.append(where) or (9, 0))
+    for _ in range(3):
+        assert ops.choose(CUDA, by_block=False) == "cublas"
+    assert asked == [CUDA]
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "scaled", "bf16_pays", "scaled_pays"),
+    [(10, 5, None, True, False), (10, 8.4, None, False, False), (10, 40, 8, True, True), (10, 4, 3.4, True, False)],
+)
+def test_timings_are_read_with_a_margin(fp32, bf16, scaled, bf16_pays, scaled_pays):
+    # A fifth faster counts, less is noise: 8.4 x 1.2 > 10, 8 x 1.2 < 10, 3.4 x 1.2 > 4.
+    timings = device.CpuTimings(fp32, bf16, scaled)
+    assert timings.bf16_pays is (bf16_pays and bf16 < fp32)
+    assert timings.scaled_mm_pays is scaled_pays
+
+
+def test_importing_asks_nothing_of_the_machine():
+    """Every question is made to raise, then everything that does not compute is used."""
+    code = """
+import time, torch
+def refuse(*_, **__): raise SystemExit("the machine was asked")
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_name",
+             "get_device_properties", "_lazy_init", "init"):
+    setattr(torch.cuda, name, refuse)
+for name in ("get_capabilities", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+    setattr(torch.cpu, name, refuse)
+import fp8engine as fe
+from fp8engine import cublas, device, ops, reference, report, select
+layer = fe.Linear(8, 8, recipe=fe.delayed())
+assert "E4M3" in str(fe.rowwise()) + repr(layer)
+assert device.cpu_multiplies.cache_info().currsize == device.capability.cache_info().currsize == 0
+assert device.cpu_timings.cache_info().currsize == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

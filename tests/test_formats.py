@@ -1,0 +1,78 @@
+"""The five formats against torch, against ml_dtypes, and against their own values, all of which can be listed."""
+
+import copy
+import dataclasses
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from casts import every_code, every_value
+
+import fp8engine as fe
+from fp8engine.errors import UnknownName
+from fp8engine.formats import BY_DTYPE, FORMATS
+
+ALL = [fe.E4M3, fe.E5M2, fe.FP16, fe.BF16, fe.FP32]
+NUMPY = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32"}
+each = pytest.mark.parametrize("format", ALL, ids=str)
+
+
+@each
+def test_numbers_are_those_of_torch_and_ml_dtypes(format: fe.Format):
+    theirs, torchs = ml_dtypes.finfo(NUMPY[format.name]), torch.finfo(format.dtype)
+    for ours, name in [(format.max, "max"), (format.smallest_normal, "smallest_normal"), (format.eps, "eps")]:
+        assert ours == float(getattr(theirs, name)) == getattr(torchs, name), name
+    assert format.smallest_subnormal == float(theirs.smallest_subnormal)
+    assert format.mantissa_bits == theirs.nmant
+    assert format.bits == theirs.bits == torchs.bits
+    assert format.is_fp8 == (format.bits == 8)
+
+
+@pytest.mark.parametrize("format", ALL[:4], ids=str)
+def test_numbers_are_those_of_the_values_themselves(format: fe.Format):
+    codes = every_code(format.dtype) if format.is_fp8 else every_value(format.dtype)
+    values = codes.double().numpy()
+    positive = np.sort(values[np.isfinite(values) & (values > 0)])
+    assert format.max == positive[-1]
+    assert format.smallest_subnormal == positive[0]
+    assert format.eps == positive[positive > 1][0] - 1
+    # Below the smallest normal neighbours are equally far apart; from there on the distance doubles.
+    gaps = np.diff(positive)
+    assert format.smallest_normal == positive[:-1][gaps == gaps[0]][-1] / 2 + format.smallest_subnormal / 2
+    assert format.has_inf == np.isinf(values).any()
+    assert np.isnan(values).any()
+
+
+@each
+def test_a_format_is_one_object_wherever_it_goes(format: fe.Format):
+    assert pickle.loads(pickle.dumps(format)) is format
+    assert copy.deepcopy({"cast": [format]})["cast"][0] is format
+    assert fe.Format.named(format.name.lower()) is fe.Format.named(format.name) is format
+    assert fe.Format.of(format.dtype) is format
+    assert eval(repr(format), vars(fe)) is format
+
+
+def test_formats_are_frozen_distinct_keys():
+    assert len(set(ALL)) == len(FORMATS) == len(BY_DTYPE) == 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fe.E4M3.max = 240.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("E4M4", "E4M3"), ("e5m3", "E4M3"), ("BFP16", "BF16"), (" fp32", "FP32")])
+def test_a_misspelt_name_gets_the_nearest(name: str, nearest: str):
+    with pytest.raises(UnknownName, match=f"unknown format '{name}'; did you mean .*'{nearest}'.* known: E4M3, E5M2, "):
+        fe.Format.named(name)
+
+
+@pytest.mark.parametrize("name", [None, 8, fe.E4M3])
+def test_what_is_no_name_is_refused_like_one(name):
+    with pytest.raises(UnknownName, match="unknown format"):
+        fe.Format.named(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fnuz])
+def test_a_dtype_that_is_no_format_is_named(dtype: torch.dtype):
+    with pytest.raises(UnknownName, match=str(dtype)):
+        fe.Format.of(dtype)

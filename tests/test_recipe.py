@@ -1,0 +1,222 @@
+"""Recipes are values: what they say, what they refuse, what survives JSON and pickle."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fp8engine as fe
+from fp8engine.errors import InvalidRecipe, UnknownName
+from fp8engine.recipe import MATMULS, RECIPES, Cast, Recipe, resolve
+
+E4M3, E5M2, BF16 = Cast(fe.E4M3), Cast(fe.E5M2), Cast(fe.BF16)
+SIZES = st.integers(1, 512)
+GRANULARITIES = st.one_of(
+    st.just(fe.PerTensor()), st.builds(fe.PerRow, st.sampled_from([-1, 0])), st.builds(fe.PerBlock, SIZES, SIZES)
+)
+FP8_CASTS = st.one_of(
+    st.builds(Cast, st.sampled_from([fe.E4M3, fe.E5M2]), GRANULARITIES, power_of_2=st.booleans()),
+    st.builds(Cast, st.sampled_from([fe.E4M3, fe.E5M2]), scaling=st.just("delayed"), power_of_2=st.booleans()),
+)
+WIDE_CASTS = st.builds(Cast, st.sampled_from([fe.BF16, fe.FP16, fe.FP32]))
+
+
+@st.composite
+def recipes(draw) -> Recipe:
+    """Any recipe that contradicts itself nowhere, with each matmul in FP8 or not."""
+    one = {matmul: FP8_CASTS if draw(st.booleans()) else WIDE_CASTS for matmul in MATMULS}
+    dgrad, wgrad = draw(one["dgrad"]), draw(one["wgrad"])
+    casts = {
+        "input": draw(one["forward"]),
+        "weight": draw(one["forward"]),
+        "grad_output": dgrad,
+        "weight_for_dgrad": draw(one["dgrad"]),
+        "input_for_wgrad": draw(one["wgrad"]),
+        "grad_output_for_wgrad": wgrad,
+    }
+    for key, same in (("weight_for_dgrad", "weight"), ("input_for_wgrad", "input")):
+        if casts[key].is_fp8 == casts[same].is_fp8 and draw(st.booleans()):
+            casts[key] = None
+    options = st.fixed_dictionaries(
+        {
+            "history": st.integers(1, 2048),
+            "margin": st.integers(-32, 32),
+            "algo": st.sampled_from(["max", "most_recent"]),
+            "fast_accumulation": st.lists(st.sampled_from(MATMULS), unique=True).map(tuple),
+            "output": st.sampled_from([fe.BF16, fe.FP16, fe.FP32]),
+            "name": st.text(max_size=8),
+        }
+    )
+    try:
+        return Recipe(**casts, **draw(options))
+    except InvalidRecipe as error:
+        assume("E5M2 by E5M2" not in str(error))  # the one contradiction that the draws above can make
+        raise
+
+
+@given(recipes())
+def test_json_and_pickle_give_back_an_equal_recipe(recipe: Recipe):
+    for again in (Recipe.from_json(recipe.to_json()), pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
+        assert again == recipe
+        assert hash(again) == hash(recipe)
+        assert again.casts == recipe.casts
+        assert str(again) == str(recipe)
+    assert json.loads(recipe.to_json()).keys() == {field.name for field in dataclasses.fields(Recipe)}
+    assert recipe.fp8_share == sum(a.is_fp8 and b.is_fp8 for a, b in map(recipe.operands, MATMULS)) / 3
+
+
+@given(FP8_CASTS)
+def test_a_cast_along_another_dimension_turns_its_groups_and_nothing_else(cast: Cast):
+    group = cast.granularity
+    turned = fe.PerRow(0) if isinstance(group, fe.PerRow) else group
+    turned = fe.PerBlock(group.cols, group.rows) if isinstance(group, fe.PerBlock) else turned
+    assert cast.along(0) == dataclasses.replace(cast, granularity=turned)
+    if group != fe.PerRow(0):
+        assert cast.along(-1) == cast
+
+
+def test_scales_lie_along_the_dimension_that_each_matmul_reduces():
+    """DESIGN section 5: output x(-1), w(-1); dx: dy(-1), w(0); dw: dy(0), x(0)."""
+    for matmul, dims in [("forward", (-1, -1)), ("dgrad", (-1, 0)), ("wgrad", (0, 0))]:
+        assert tuple(cast.granularity for cast in fe.rowwise().operands(matmul)) == tuple(map(fe.PerRow, dims))
+        lines = {-1: fe.PerBlock(1, 128), 0: fe.PerBlock(128, 1)}
+        square = fe.PerBlock(128, 128)
+        first, second = (cast.granularity for cast in fe.blockwise().operands(matmul))
+        assert (first, second) == (lines[dims[0]], lines[0] if matmul == "wgrad" else square)
+    assert fe.rowwise_gw_hp().operands("dgrad")[1].granularity == fe.PerTensor()
+
+
+SENTENCES = {
+    fe.delayed(history=4, margin=1): "delayed: input E4M3 per tensor, weight E4M3 per tensor, grad_output E5M2 per "
+    "tensor; scales predicted from the largest of 4 steps, margin 2^1; fast accumulation in forward and dgrad, "
+    "promoted in wgrad.",
+    fe.rowwise_gw_hp(): "rowwise_gw_hp: input E4M3 per row (power of 2), weight E4M3 per row (power of 2), grad_output "
+    "E4M3 per row (power of 2), weight_for_dgrad E4M3 per tensor (power of 2), input_for_wgrad BF16, "
+    "grad_output_for_wgrad BF16; scales from each tensor itself; fast accumulation in forward and dgrad, promoted in "
+    "wgrad.",
+    fe.blockwise(64): "blockwise: input E4M3 per 1x64 block (power of 2), weight E4M3 per 64x64 block (power of 2), "
+    "grad_output E4M3 per 1x64 block (power of 2); scales from each tensor itself; promoted in forward and dgrad and "
+    "wgrad.",
+    fe.high_precision(fe.FP16): "fp16: input FP16, weight FP16, grad_output FP16; no FP8.",
+    Recipe(input=E4M3, weight=E4M3, grad_output=E4M3, fast_accumulation=MATMULS): "custom: input E4M3 per tensor, "
+    "weight E4M3 per tensor, grad_output E4M3 per tensor; scales from each tensor itself; fast accumulation in forward "
+    "and dgrad and wgrad.",
+}
+
+
+@pytest.mark.parametrize("recipe", SENTENCES, ids=lambda recipe: recipe.name)
+def test_a_recipe_prints_as_a_sentence(recipe: Recipe):
+    assert str(recipe) == SENTENCES[recipe]
+
+
+def test_most_recent_looks_at_one_step():
+    recipe = fe.delayed(history=16, algo="most_recent")
+    assert (recipe.window, fe.delayed(history=16).window) == (1, 16)
+    assert "from the last step, margin 2^0" in str(recipe)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_named_recipes(name: str):
+    recipe = resolve(name)
+    assert recipe.name == name
+    assert resolve(recipe) is recipe
+    assert recipe == resolve(name) and hash(recipe) == hash(resolve(name))
+    assert recipe.delayed == (name == "delayed")
+    assert recipe.fp8_share == {"rowwise_gw_hp": 2 / 3, "bf16": 0, "fp16": 0, "fp32": 0}.get(name, 1)
+    assert ("wgrad" not in recipe.fast_accumulation) and (recipe.is_fp8 or recipe.output.name.lower() == name)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.margin = 1  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.input.format = fe.FP32  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_all_named_recipes_differ_and_serve_as_keys():
+    assert len({resolve(name) for name in RECIPES}) == len(RECIPES) == len({resolve(name).to_json() for name in RECIPES})
+    # A list is as good as a tuple, and leaves the recipe hashable.
+    assert dataclasses.replace(fe.current(), fast_accumulation=["forward", "dgrad"]) == fe.current()  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("curent", "'current'"), ("blockwize", "'blockwise'"), ("row_wise", "'rowwise'"), ("BF16", "'bf16'"), (None, ""), (16, "")],
+)
+def test_a_misspelt_recipe_gets_the_nearest_name(name, nearest: str):
+    with pytest.raises(UnknownName, match=f"unknown recipe {name!r}.*{nearest}.* known: current, delayed, rowwise"):
+        resolve(name)
+
+
+def recipe(**changes) -> Recipe:
+    return Recipe(**{"input": E4M3, "weight": E4M3, "grad_output": E5M2, **changes})
+
+
+CONTRADICTIONS = {
+    "per tensor": (lambda: fe.PerRow(1), r"PerRow\(dim=1\)"),
+    "empty block": (lambda: fe.PerBlock(0, 128), r"PerBlock\(rows=0, cols=128\)"),
+    "blockwise of nothing": (lambda: fe.blockwise(0), "at least one row"),
+    "format by name": (lambda: Cast("E4M3"), "format='E4M3'"),  # pyright: ignore[reportArgumentType]
+    "granularity class": (lambda: Cast(fe.E4M3, fe.PerRow), "granularity="),  # pyright: ignore[reportArgumentType]
+    "delayed rows": (lambda: Cast(fe.E4M3, fe.PerRow(), "delayed"), "per row needs scaling='current'"),
+    "delayed blocks": (lambda: Cast(fe.E4M3, fe.PerBlock(1, 128), "delayed"), "per 1x128 block needs"),
+    "scaled BF16 rows": (lambda: Cast(fe.BF16, fe.PerRow()), "BF16 is not scaled"),
+    "delayed FP16": (lambda: Cast(fe.FP16, scaling="delayed"), "FP16 is not scaled"),
+    "FP32 in powers of two": (lambda: Cast(fe.FP32, power_of_2=True), "FP32 is not scaled"),
+    "no cast": (lambda: recipe(input=fe.E4M3), "input=E4M3"),
+    "no cast for dgrad": (lambda: recipe(weight_for_dgrad="E4M3"), "weight_for_dgrad='E4M3'"),
+    "no cast for wgrad": (lambda: recipe(input_for_wgrad=fe.BF16), "input_for_wgrad=BF16"),
+    "missing cast": (lambda: recipe(weight=None), "weight=None"),
+    "no window": (lambda: fe.delayed(history=0), "history=0"),
+    "half a step": (lambda: fe.delayed(history=1.5), "history=1.5"),  # pyright: ignore[reportArgumentType]
+    "margin beyond FP32": (lambda: fe.delayed(margin=33), "margin=33"),
+    "margin in words": (lambda: recipe(margin="1"), "margin='1'"),
+    "FP8 output": (lambda: recipe(output=fe.E4M3), "output=E4M3"),
+    "output by name": (lambda: recipe(output="bf16"), "output='bf16'"),
+    "FP8 by BF16": (lambda: recipe(weight=BF16), "forward would multiply E4M3 per tensor by BF16"),
+    "FP8 by BF16 in dgrad": (lambda: recipe(weight_for_dgrad=BF16), "dgrad would multiply"),
+    "BF16 by FP8 in wgrad": (lambda: recipe(input_for_wgrad=BF16), "wgrad would multiply"),
+    "E5M2 by E5M2": (lambda: recipe(weight=E5M2), "dgrad would multiply E5M2 by E5M2"),
+    "E5M2 by E5M2 in wgrad": (lambda: recipe(input_for_wgrad=E5M2), "wgrad would multiply E5M2 by E5M2"),
+    "high precision in FP8": (lambda: fe.high_precision(fe.E5M2), "high_precision"),
+    "high precision by name": (lambda: fe.high_precision("bf16"), "'bf16'"),  # pyright: ignore[reportArgumentType]
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions_are_refused(case: str):
+    make, words = CONTRADICTIONS[case]
+    with pytest.raises(InvalidRecipe, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "nearest"),
+    [
+        (lambda: Cast(fe.E4M3, scaling="delay"), "unknown scaling 'delay'; did you mean 'delayed'"),
+        (lambda: fe.delayed(algo="most_resent"), "did you mean 'most_recent'"),
+        (lambda: recipe(fast_accumulation=("foward",)), "unknown matmul 'foward'; did you mean 'forward'"),
+    ],
+)
+def test_misspelt_words_get_the_nearest(make, nearest: str):
+    with pytest.raises(UnknownName, match=nearest.replace("?", r"\?")):
+        make()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '"current"', '{"input": {"cast": "E4M3"}}'])
+def test_what_is_no_recipes_json_is_refused(text: str):
+    with pytest.raises(InvalidRecipe, match="not a recipe's JSON"):
+        Recipe.from_json(text)
+
+
+def test_json_from_another_version_is_refused():
+    parts = json.loads(fe.current().to_json())
+    for changed in ({**parts, "colour": 1}, {k: v for k, v in parts.items() if k != "weight"}):
+        with pytest.raises(InvalidRecipe):
+            Recipe.from_json(json.dumps(changed))
+    parts["input"]["granularity"]["kind"] = "PerColumn"
+    with pytest.raises(InvalidRecipe, match="PerColumn"):
+        Recipe.from_json(json.dumps(parts))
+    with pytest.raises(UnknownName, match="E4M3"):
+        Recipe.from_json(fe.current().to_json().replace("E4M3", "E4M4"))

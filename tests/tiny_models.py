@@ -1,0 +1,73 @@
+"""Tiny, randomly initialised transformers models, built from config objects: nothing is downloaded."""
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY, WIDTH = 64, 32
+
+
+def gpt2(**options) -> nn.Module:
+    """Conv1D layers, an output head tied to the embedding."""
+    size = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=0, **options))
+
+
+def llama(**options) -> nn.Module:
+    """q, k, v and gate, up from one input; heads shared by queries."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_decoder(), **options))
+
+
+def mixtral() -> nn.Module:
+    """Experts kept in 3-D parameters."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_decoder(), num_local_experts=2, num_experts_per_tok=1)
+    )
+
+
+def bert(**options) -> nn.Module:
+    """An encoder with a classifier."""
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**_encoder(), **options))
+
+
+def albert() -> nn.Module:
+    """One layer, called three times."""
+    config = transformers.AlbertConfig(**{**_encoder(), "num_hidden_layers": 3}, embedding_size=16, num_hidden_groups=1)
+    return transformers.AlbertForSequenceClassification(config)
+
+
+def tokens(rows: int = 2, length: int = 8) -> torch.Tensor:
+    """Random token ids."""
+    return torch.randint(0, VOCABULARY, (rows, length))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The loss of a language model on its own input, or of a classifier on class 0."""
+    causal = type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
+    labels = ids if causal or "peft" in type(model).__module__ else torch.zeros(len(ids), dtype=torch.long)
+    return model(input_ids=ids, labels=labels).loss
+
+
+def _decoder() -> dict:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+    }
+
+
+def _encoder() -> dict:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+        "num_labels": 2,
+    }
