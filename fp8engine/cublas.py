@@ -55,8 +55,9 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     a_data, b_data = _padded(a.data, rows=False), _padded(b.data, rows=True)
     scale_a, scale_b = a.scale, b.scale
     if by_row:  # a scale per tensor beside one per row becomes a constant per row
-        scale_a = a.scale.expand(m, 1).contiguous()
-        scale_b = torch.nn.functional.pad(b.scale.expand(n, 1), (0, 0, 0, b_data.shape[0] - n), value=1.0).t()
+        # As vectors first: torch asks for strides of 1 even along a dimension of size 1, which a transposed scale lacks.
+        scale_a = a.scale.reshape(-1).expand(m).contiguous()[:, None]
+        scale_b = torch.nn.functional.pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0)[None]
     y_MN = torch._scaled_mm(
         a_data,
         b_data.t(),
@@ -66,7 +67,8 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
         use_fast_accum=fast,
     )[:, :n]
     # The bias is added outside: cuBLASLt takes it only for 16-bit results of the bias's own dtype.
-    return (y_MN if bias_N is None else y_MN + bias_N).to(out).contiguous()
+    y_MN = y_MN.to(out)
+    return (y_MN if bias_N is None else (y_MN + bias_N).to(out)).contiguous()
 
 
 def _padded(data: torch.Tensor, rows: bool) -> torch.Tensor:

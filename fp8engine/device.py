@@ -8,10 +8,11 @@
 | H100, H200 | sm_90 | yes | - | same |
 | CPU | - | no | BF16 where the CPU has instructions for it, else FP32 | benchmarks/cpu.py |
 
-On a CPU with BF16 instructions a BF16 matmul takes 0.25-0.5 of FP32's time, without them 4 times as long; torch's scaled
-FP8 matmul takes 1.7 times as long as FP32's where no instruction multiplies FP8.  These were measured (benchmarks/cpu.py,
-results committed) and are not measured again in each process: on a busy machine a timing can come out either way, and a
-rank or a resumed run must not differ from the others.  `fp8engine doctor` measures, and says where this CPU disagrees.
+On a CPU with BF16 instructions a BF16 matmul takes 0.25-0.5 of FP32's time, without them 4 times as long; torch's
+scaled FP8 matmul takes 1.7 times as long as FP32's where no instruction multiplies FP8.  These were measured
+(benchmarks/cpu.py, results committed) and are not measured again in each process: on a busy machine a timing can come
+out either way, and a rank or a resumed run must not differ from the others.  `fp8engine doctor` measures, and says
+where this CPU disagrees.
 
 Every FP8 value is exact in BF16 and in FP16, products of two are exact in FP32: emulation loses nothing.
 """

@@ -217,8 +217,8 @@ _define(
     lambda history, live, rules: None,
 )
 # These two write a model's tables, and their schemas do not say so, on purpose.  A declared write is functionalised: a
-# graph works on its own copy of the table and copies all of it back, over what other graphs (the next block, compiled by
-# itself) have written meanwhile, and autograd refuses the table that backward needs because its version has moved on.  As
-# effects in order they run in place, once each, in the order written, forward and backward (tests/test_compile.py).
+# graph works on its own copy of the table and copies all of it back, over what other graphs (the next block, compiled
+# by itself) have written meanwhile, and autograd refuses the table that backward needs because its version has moved.
+# As effects in order they run in place, once each, in the order written, forward and backward: tests/test_compile.py.
 for _name in ("quantize_slot", "scale_update"):
     effects._register_effectful_op(f"fp8engine::{_name}", effects._EffectType.ORDERED)

@@ -140,7 +140,7 @@ class Recipe:
     history, margin, algo: delayed scaling's window in steps, headroom in powers of two, and "max" or "most_recent".
     fast_accumulation: the matmuls that may keep Hopper's ~13-bit partial sums; the others promote to FP32.
     output: format in which a matmul's result leaves the Tensor Core when the layer itself is FP32; BF16 as on
-        hardware under autocast (one rounding, relative error up to 2^-8), FP32 for none.  A 16-bit layer uses its own dtype.
+        hardware under autocast (one rounding, relative error up to 2^-8), FP32 for none.  A 16-bit layer uses its own.
     """
 
     input: Cast
