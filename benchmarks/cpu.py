@@ -130,14 +130,15 @@ def show(result: dict) -> None:
     for case, rows in result["cases"].items():
         print(f"\n{case:28s}     ms  spread  ÷ fp32  ÷ torchao  gradient SQNR")
         for name, row in rows.items():
-            shown = [f"{value:.2f}" if value is not None else "wrong" for value in ratios(rows, name).values()]
+            fp32, peer = ("wrong" if value is None else f"{value:.2f}" for value in ratios(rows, name).values())
             print(
-                f"{name:28s} {row['ms']:6.3f}  {row['spread']:5.0%}  {shown[0]:>6s}  {shown[1]:>9s}  {row['sqnr_db']:6.1f} dB"
+                f"{name:28s} {row['ms']:6.3f}  {row['spread']:5.0%}  {fp32:>6s}  {peer:>9s}  {row['sqnr_db']:6.1f} dB"
             )
     print("\ntargets, current: " + ", ".join(f"{case} ÷ {peer} <= {t}" for (case, peer), t in TARGETS.items()))
 
 
 def main() -> None:
+    """Measure, print the table, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--turns", type=int, default=40, help="rounds for the large case; ten times as many for the small"

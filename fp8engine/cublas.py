@@ -55,7 +55,7 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     a_data, b_data = _padded(a.data, rows=False), _padded(b.data, rows=True)
     scale_a, scale_b = a.scale, b.scale
     if by_row:  # a scale per tensor beside one per row becomes a constant per row
-        # As vectors first: torch asks for strides of 1 even along a dimension of size 1, which a transposed scale lacks.
+        # As vectors first: torch wants strides of 1 even along a dimension of size 1, which a transposed scale lacks.
         scale_a = a.scale.reshape(-1).expand(m).contiguous()[:, None]
         scale_b = torch.nn.functional.pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0)[None]
     y_MN = torch._scaled_mm(

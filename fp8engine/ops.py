@@ -157,8 +157,14 @@ def _run_matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str
         return cublas.matmul(a, b, bias_N, out, fast=precision == "fast")
     if torch._C._is_any_autocast_enabled():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
         with torch.autocast(a.data.device.type, enabled=False):
-            return reference.matmul_fp8(a, b, bias_N, out, exact=precision == "exact")
-    return reference.matmul_fp8(a, b, bias_N, out, exact=precision == "exact")
+            return _emulate(a, b, bias_N, out, precision)
+    return _emulate(a, b, bias_N, out, precision)
+
+
+def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    if precision == "exact":  # products in FP32 for a 16-bit result too
+        return reference.matmul_fp8(a, b, bias_N, torch.float32, exact=True).to(out)
+    return reference.matmul_fp8(a, b, bias_N, out, exact=False)
 
 
 def _quantize(x, text):

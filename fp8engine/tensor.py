@@ -8,6 +8,7 @@ a matrix, copying into one); everything else computes on the dequantised values 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ class Float8Tensor(torch.Tensor):
         how = _how(self.granularity, self._data.dtype)
         if how.per_tensor:
             return (ops.decode(self._data, torch.float32) * self._scale).to(self.dtype)
-        flat = self._data.reshape(-1, self._data.shape[-1])
+        flat = _matrix(self._data)
+        if flat.numel() == 0:
+            return flat.view(self.shape).to(self.dtype)
         values = reference.as_groups(ops.decode(flat, torch.float32), how.rows, how.cols)
         down, _, across, _ = values.shape
         values = values * self._scale.reshape(down, 1, across, 1)
@@ -71,8 +74,8 @@ class Float8Tensor(torch.Tensor):
     def operand(self) -> Operand:
         """What the matmuls take; a matrix (leading dimensions count as rows)."""
         how = _how(self.granularity, self._data.dtype)
-        data = self._data if self.dim() == 2 else self._data.reshape(-1, self.shape[-1])
-        scale = self._scale if how.per_tensor else self._scale.reshape(-1, self._scale.shape[-1])
+        data = _matrix(self._data)
+        scale = self._scale if how.per_tensor else _matrix(self._scale)
         return Operand(data, scale, how.rows, how.cols)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -130,7 +133,7 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
         raise ShapeError("quantize: x has no dimensions; want at least one")
     how = ops.how(cast)._replace(delayed=False)
     with torch.no_grad():
-        flat = x.detach().reshape(-1, x.shape[-1])
+        flat = _matrix(x.detach())
         shape = how.scale_shape(*flat.shape)
         if scale is None:
             operand = ops.quantize(flat, how)
@@ -180,6 +183,11 @@ def _how(granularity: Granularity, dtype: torch.dtype) -> How:
     return ops.how(Cast(Format.of(dtype), granularity))
 
 
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _plain(x: Any) -> Any:
     return x.dequantize() if isinstance(x, Float8Tensor) else x
 
@@ -197,9 +205,10 @@ def _move(func, args, kwargs):
 
 
 def _transpose(func, args, kwargs):
-    x = args[0]
-    dims = {dim % 2 for dim in args[1:3]} if func is aten.transpose.int else {0, 1}
-    if x.dim() != 2 or dims != {0, 1}:
+    x, *dims = args
+    if func is aten.permute.default:  # .T
+        dims = dims[0] if x.dim() == 2 and dims[0][0] % 2 == 1 else [0, 0]
+    if x.dim() != 2 or (dims and {dim % 2 for dim in dims} != {0, 1}):
         return None
     scale = x._scale.t() if x._scale.dim() == 2 else x._scale
     granularity = x.granularity
@@ -242,6 +251,7 @@ _KEEPING = {
     aten._to_copy.default: _move,
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
+    aten.permute.default: _transpose,
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _reshape,

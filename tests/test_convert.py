@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import fp8engine as fe
+from fp8engine.modules.linear import Float8Module
 from fp8engine.recipe import RECIPES, resolve
 
 EVERY_RECIPE = list(RECIPES)
@@ -17,7 +19,7 @@ EVERY_RECIPE = list(RECIPES)
 
 def recipes_of(model: nn.Module) -> dict[str, str]:
     """Layer -> recipe, of the converted ones."""
-    return {name: m.numerics.recipe.name for name, m in model.named_modules() if hasattr(m, "numerics")}
+    return {name: m.numerics.recipe.name for name, m in model.named_modules() if isinstance(m, Float8Module)}
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
@@ -29,7 +31,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
 def test_modules_parameters_and_hooks_stay_the_very_ones(recipe: str):
     model, seen = Net(), []
     modules, parameters = list(model.modules()), list(model.parameters())
-    linear = model.blocks[0].up
+    linear: Any = model.blocks[0].up
     linear.register_forward_pre_hook(lambda m, args: seen.append("pre"))
     linear.register_forward_hook(lambda m, args, y: seen.append("post"))
     linear.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
@@ -247,15 +249,14 @@ def test_multihead_attention_reads_its_projection_directly_and_is_reported_so():
 
 def test_one_module_under_two_names_is_converted_once():
     shared = nn.Linear(8, 8)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
-    converted(model)
+    model = converted(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())}))
     assert model["a"] is model["b"][0]
     assert tables(model)[1].shape == (2, 3)
     assert [row["name"] for row in fe.inspect(model).layers] == ["a"]
 
 
 def test_tied_weights_of_two_linears_stay_tied():
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+    model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
     model[2].weight = model[0].weight
     converted(model)
     assert model[2].weight is model[0].weight

@@ -1,5 +1,7 @@
 """LoRA by peft, added before or after convert: the base frozen in FP8, the adapters in 16 or 32 bits, merging seen."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import converted, same, tables
@@ -8,19 +10,19 @@ from torch import nn
 import fp8engine as fe
 
 peft = pytest.importorskip("peft")
-import tiny_models as tiny
+import tiny_models as tiny  # noqa: E402 - needs transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:fan_in_fan_out")
 TARGETS = {tiny.llama: ["q_proj", "v_proj", "up_proj"], tiny.gpt2: ["c_attn", "c_fc"]}
 
 
-def with_lora(model: nn.Module, targets: list[str]) -> nn.Module:
+def with_lora(model: nn.Module, targets: list[str]) -> Any:
     torch.manual_seed(7)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 
-def build(order: str, make, recipe: str = "current") -> nn.Module:
+def build(order: str, make, recipe: str = "current") -> Any:
     torch.manual_seed(3)
     model = make()
     if order == "convert first":

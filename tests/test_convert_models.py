@@ -75,6 +75,8 @@ def test_gpt2_conv1d_is_the_linear_of_its_transposed_weight():
         y.square().sum().backward()
         grads.append((y, leaf.grad, model[0].bias.grad))
     assert all(torch.equal(p, q) for p, q in zip(*grads, strict=True))
+    assert conv.weight.grad is not None
+    assert linear.weight.grad is not None
     assert torch.equal(conv.weight.grad.t(), linear.weight.grad)
     assert isinstance(conv, Conv1D)
     assert conv.weight.shape == shape == (16, 24)

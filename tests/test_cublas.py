@@ -20,7 +20,12 @@ from fp8engine.reference import How, Operand
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
 TENSOR, ROW, BLOCK = (-1, -1), (1, -1), (1, 16)
-GROUPS = {"tensor x tensor": (TENSOR, TENSOR), "row x row": (ROW, ROW), "row x tensor": (ROW, TENSOR), "tensor x row": (TENSOR, ROW)}
+GROUPS = {
+    "tensor x tensor": (TENSOR, TENSOR),
+    "row x row": (ROW, ROW),
+    "row x tensor": (ROW, TENSOR),
+    "tensor x row": (TENSOR, ROW),
+}
 
 
 def operand(x_MK: torch.Tensor, group=TENSOR, dtype=E4M3) -> Operand:

@@ -85,11 +85,11 @@ def test_a_vocabulary_that_is_no_multiple_of_anything(rows: int):
     check(fe.current(), (rows, 24, 50257), torch.bfloat16)
 
 
-# A value in a binade [1, 2) with mantissa step d carries uniform noise of variance d^2 / 12; with the logarithm of values
-# uniform (which Gaussian tails approach) the mean square signal is 3 / (2 ln 2) = 2.16.  E4M3, d = 2^-3: 32.2 dB, of which
-# subnormals and the tail's saturated binade leave 31.5 measured on Gaussians; E5M2, d = 2^-2: 6 dB less.  A product of two
-# independent operands adds their noise: 31.5 - 3 = 28.5 dB, or, beside E5M2, -10 log10(10^-3.15 + 10^-2.55) = 24.5 dB.
-# Power-of-two scales move nothing.  0.6 dB on both sides: more means a step too much, less means no FP8.
+# A value in a binade [1, 2) with mantissa step d carries uniform noise of variance d^2 / 12; with the logarithm of
+# values uniform the mean square signal is 3 / (2 ln 2) = 2.16.  E4M3, d = 2^-3: 32.2 dB, of which a Gaussian's
+# uneven binades leave 31.5; E5M2, d = 2^-2: 6 dB less.  A product of two independent operands adds their noise:
+# 31.5 - 3 = 28.5 dB, or, beside E5M2, -10 log10(10^-3.15 + 10^-2.55) = 24.5 dB.  Power-of-two scales move nothing.
+# 0.6 dB on both sides: less signal means a rounding too many, more means no FP8.
 E4M3_E4M3, E4M3_E5M2 = 28.5, 24.5
 EXPECTED = {
     "current": (E4M3_E4M3, E4M3_E5M2, E4M3_E5M2),

@@ -1,4 +1,4 @@
-"""Around a Linear's backward: what is not finite stays visible, what is saved is one byte an element, what cannot be is said."""
+"""Around a Linear's backward: what is not finite is seen, a byte an element is saved, what cannot be is said."""
 
 import math
 
@@ -8,6 +8,7 @@ from support import FP8_RECIPES, converted, tables
 from torch import nn
 
 import fp8engine as fe
+from fp8engine import ops
 from fp8engine.recipe import resolve
 
 BAD = [math.inf, -math.inf, math.nan]
@@ -162,8 +163,8 @@ def test_without_gradients_nothing_is_saved(recipe: str):
 @pytest.mark.parametrize("recipe", PER_TENSOR)
 def test_no_dgrad_where_the_input_needs_none(recipe: str, monkeypatch: pytest.MonkeyPatch):
     ran = []
-    matmul = fe.ops.matmul
-    monkeypatch.setattr(fe.ops, "matmul", lambda *args: ran.append(args[0].data.shape) or matmul(*args))
+    matmul = ops.matmul
+    monkeypatch.setattr(ops, "matmul", lambda *args: ran.append(args[0].data.shape) or matmul(*args))
     layer = fe.Linear(48, 16, recipe=recipe)
     layer(torch.randn(6, 48)).sum().backward()
     assert ran == [(6, 48), (16, 6)], "forward x, wgrad dy^T"

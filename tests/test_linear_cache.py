@@ -8,6 +8,7 @@ from support import FP8_RECIPES, Net, converted, state_of
 from torch import nn
 
 import fp8engine as fe
+from fp8engine import ops
 from fp8engine.recipe import resolve
 
 
@@ -15,13 +16,13 @@ from fp8engine.recipe import resolve
 def casts(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How often a tensor of each shape has been cast."""
     seen = Counter()
-    quantize = fe.ops.reference.quantize
+    quantize = ops.reference.quantize
 
     def counted(x, how, slot=None):
         seen[tuple(x.shape)] += 1
         return quantize(x, how, slot)
 
-    monkeypatch.setattr(fe.ops.reference, "quantize", counted)
+    monkeypatch.setattr(ops.reference, "quantize", counted)
     return seen
 
 

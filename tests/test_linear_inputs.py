@@ -1,4 +1,4 @@
-"""What a Linear takes and what it refuses: shapes, strides, dtypes, autocast, devices; nn.Linear's own rules and words."""
+"""What a Linear takes and refuses: shapes, strides, dtypes, autocast, devices; nn.Linear's own rules and words."""
 
 import re
 
@@ -187,7 +187,7 @@ def test_a_float64_weight_is_refused(autocast: bool):
     layer = layer_of(32, 16).double()
     with (
         torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-        pytest.raises(fe.errors.UnsupportedDtype, match="weight is torch.float64"),
+        pytest.raises(fe.errors.UnsupportedDtype, match=r"weight is torch\.float64"),
     ):
         layer(torch.randn(2, 32))
 

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def by_torchao(model: nn.Module, recipe: str) -> nn.Module:
     return convert_to_float8_training(model, config=config)
 
 
-def noise(model: nn.Module, exact: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
+def noise(model: Any, exact: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
     """SQNR in dB of the output, dX and every dW against the model in float64."""
     results = []
     for m, dtype in ((exact, torch.float64), (model, torch.bfloat16)):

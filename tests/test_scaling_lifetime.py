@@ -65,8 +65,7 @@ def test_evaluation_between_steps_changes_no_bit_of_training(start: Net, recipe:
 
 
 def test_evaluation_uses_the_last_scale_and_recasts_what_is_beyond_it():
-    model = nn.Sequential(nn.Linear(16, 16))
-    converted(model, fe.delayed(margin=1))
+    model = converted(nn.Sequential(nn.Linear(16, 16)), fe.delayed(margin=1))
     x = torch.randn(8, 16)
     assert torch.isfinite(evaluate_without_gradients(model, x)).all(), "uncalibrated: the tensor's own scale"
     for _ in range(2):

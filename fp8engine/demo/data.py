@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -48,9 +49,9 @@ class Text:
         A model below it has learned more than which byte follows which.
         """
         train, judged = bytes(self.train.tolist()), bytes(self.validation.tolist())
-        pairs = Counter(zip(train, train[1:], strict=False))
+        pairs = Counter(itertools.pairwise(train))
         firsts = Counter(train[:-1])
-        nats = [math.log((firsts[a] + 25.6) / (pairs[a, b] + 0.1)) for a, b in zip(judged, judged[1:], strict=False)]
+        nats = [math.log((firsts[a] + 25.6) / (pairs[a, b] + 0.1)) for a, b in itertools.pairwise(judged)]
         return sum(nats) / len(nats)
 
 

@@ -7,8 +7,7 @@ matmul's time there (measured: 2048x128x512 on one AVX512 core), and its attenti
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
+import platform
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,9 +41,7 @@ class SumsInFP32(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             return result.half()
         halves = PRODUCTS[func]
-        return tuple(
-            part.half() if halves is None or index in halves else part for index, part in enumerate(result)
-        )
+        return tuple(part.half() if halves is None or index in halves else part for index, part in enumerate(result))
 
 
 def _is_half(x: object) -> bool:
@@ -55,18 +52,11 @@ def _widen(x):
     return x.float() if _is_half(x) else x
 
 
-@functools.cache
 def cpu_is_slow() -> bool:
-    """Whether this CPU's own FP16 matmul takes over twice an FP32 one's time; measured once a process, in 20 ms."""
-    a = torch.ones(128, 256)
-    times = {}
-    for x in (a, a.half()):
-        x @ x.t()
-        start = time.perf_counter()
-        for _ in range(3):
-            x @ x.t()
-        times[x.dtype] = time.perf_counter() - start
-    return times[torch.float16] > 2 * times[torch.float32]
+    """Whether this CPU has no FP16 instructions, as far as torch tells (all x86 before Sapphire Rapids)."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return x86 and not (known.get("avx512_fp16") or known.get("amx_fp16"))
 
 
 def matmuls(device: torch.device) -> contextlib.AbstractContextManager:

@@ -124,9 +124,10 @@ def _note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
         return
     row = [1, x_MK.numel(), x_MK.numel(), lost, _flushed(x_MK, q_MK), bad, recast]
     counts, live = slot.counts_CS[:, slot.index], slot.live_2S[:, slot.index]
-    counts.add_(torch.stack([torch.as_tensor(value, device=counts.device).long() for value in row]))
+    for counter, value in zip(counts, row, strict=True):  # nothing copied from the host: a CUDA graph may capture it
+        counter.add_(value)
     if slot.record:
-        clean = torch.as_tensor(bad == 0, device=live.device)
+        clean = bad == 0
         live[0] = torch.where(clean, torch.maximum(live[0], amax.max()), live[0])
         if not how.delayed:
             live[1] = torch.where(clean, s.min(), live[1])

@@ -7,9 +7,6 @@ import io
 import os
 from dataclasses import dataclass, field
 
-from rich.console import Console
-from rich.table import Table
-
 from fp8engine.scaling import ROLES
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason")
@@ -46,6 +43,9 @@ class Report:
 
     def table(self, width: int = 160) -> str:
         """The layers and the sums as text, `width` columns wide."""
+        from rich.console import Console  # here: importing rich draws from Python's random numbers
+        from rich.table import Table
+
         table = Table(title="FP8 engine: what ran, and why", title_justify="left")
         for heading in (
             "layer",
@@ -74,7 +74,9 @@ class Report:
                 "" if layer["emulated"] and layer["reason"].startswith("emulated") else layer["reason"],
             )
         out = io.StringIO()
-        console = Console(file=out, width=width, color_system=None, legacy_windows=False)
+        console = Console(  # names and reasons are text: [brackets] in them are no markup, :colons: no pictures
+            file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False
+        )
         console.print(table)
         for line in self._summary():
             console.print(line, highlight=False, soft_wrap=True)

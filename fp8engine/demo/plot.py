@@ -1,0 +1,134 @@
+"""The picture: how every precision learned, how far it strayed from fp32, what it cost in time and memory."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8engine.demo import files
+from fp8engine.demo.summary import Summary
+from fp8engine.demo.train import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# 16 and 32 bits in greys and blues, FP8 in warm and strong colours; told apart by colour-blind readers too (Okabe-Ito).
+COLOURS = {
+    "fp32": "#1b1b1b",
+    "bf16": "#7f8c9b",
+    "fp16": "#b3bcc6",
+    "current": "#d55e00",
+    "delayed": "#e69f00",
+    "rowwise": "#0072b2",
+    "blockwise": "#009e73",
+    "rowwise_gw_hp": "#cc79a7",
+}
+INK, FAINT = "#2b2f36", "#d9dde2"
+GOAL = 0.5  # percent: DESIGN section 9
+
+
+def draw(summary: Summary, path: Path) -> Path | None:
+    """Write the picture; None, and no file, where matplotlib is not installed or no step was taken."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    results = [result for result in summary.results if result.steps]
+    if not results:
+        return None
+    with matplotlib.rc_context(
+        {
+            "font.size": 9,
+            "axes.edgecolor": FAINT,
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+        }
+    ):
+        figure = Figure(figsize=(12, 6.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels: Any = figure.subplot_mosaic(
+            [["loss", "far", "far"], ["loss", "fast", "small"]], width_ratios=[1.7, 1, 1]
+        )
+        for panel in panels.values():
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(length=0)
+            panel.grid(color=FAINT, linewidth=0.6)
+            panel.set_axisbelow(True)
+        _loss(panels["loss"], results, summary.about["loss_of_byte_pairs"])
+        _difference(panels["far"], results)
+        _bars(panels["fast"], results, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in results])
+        _bars(
+            panels["small"],
+            results,
+            "activations saved for backward, MiB",
+            [r.activation_bytes / 2**20 for r in results],
+        )
+        figure.suptitle(summary.title(), x=0.01, ha="left", fontsize=12, fontweight="bold")
+        if summary.note():
+            figure.supxlabel(summary.note(), x=0.01, ha="left", fontsize=8.5, color="#9a3b00")
+        memory = io.BytesIO()
+        figure.savefig(memory, format="png", dpi=130, facecolor="white", metadata={"Software": None})
+    files.write(path, memory.getvalue())
+    return path
+
+
+def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
+    for result in results:
+        steps, losses = zip(*result.curve.validation, strict=True)
+        colour, plain = COLOURS.get(result.recipe, INK), result.recipe == "fp32"
+        smooth = _smooth(result.curve.losses)
+        panel.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.6 if plain else 1.2, alpha=0.85)
+        dots = {"markersize": 6 if plain else 4, "markeredgecolor": "white", "markeredgewidth": 0.6}
+        panel.plot(steps, losses, "o", color=colour, label=f"{result.recipe}  {losses[-1]:.3f}", **dots)
+    panel.axhline(pairs, color="#9aa3ad", linewidth=1, linestyle=(0, (4, 3)))
+    panel.annotate(
+        f"a table of byte pairs: {pairs:.2f}", (1, pairs), xycoords=("axes fraction", "data"), xytext=(-2, 4),
+        textcoords="offset points", ha="right", color="#6b747e", fontsize=8.5,
+    )  # fmt: skip
+    lowest = min(min(result.curve.losses) for result in results)
+    panel.set(xlabel="step", xlim=(0, None), ylim=(min(lowest, pairs) - 0.1, 4.2))
+    panel.set_title("loss, nats a byte  (lines: training, dots: validation)", loc="left", fontsize=10)
+    panel.legend(frameon=False, title="final validation loss", alignment="left", loc="upper right")
+
+
+def _difference(panel: Axes, results: list[Result]) -> None:
+    panel.axhspan(-GOAL, GOAL, color="#e8f3ec", zorder=0)
+    panel.axhline(0, color=COLOURS["fp32"], linewidth=1.6)
+    base = next((dict(result.curve.validation) for result in results if result.recipe == "fp32"), {})
+    widest = GOAL
+    for result in results:
+        points = [(step, 100 * (loss / base[step] - 1)) for step, loss in result.curve.validation if base.get(step)]
+        if points and result.recipe != "fp32":
+            steps, far = zip(*points, strict=True)
+            widest = max(widest, *map(abs, far))
+            panel.plot(steps, far, "o-", color=COLOURS.get(result.recipe, INK), linewidth=1.4, markersize=3.5)
+    panel.set(xlim=(0, None), ylim=(-1.25 * widest, 1.25 * widest), xlabel="step")
+    panel.set_title(f"validation loss against fp32, %  (green: within {GOAL})", loc="left", fontsize=10)
+    if not base:
+        panel.text(0.5, 0.7, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color="#6b747e")
+
+
+def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -> None:
+    names = [result.recipe for result in results]
+    bars = panel.barh(names, values, color=[COLOURS.get(name, INK) for name in names], height=0.68)
+    panel.bar_label(bars, fmt="%.1f", padding=3, fontsize=8.5)
+    panel.invert_yaxis()
+    panel.grid(visible=False)
+    panel.spines["bottom"].set_visible(False)
+    panel.set_xticks([])
+    panel.set_xlim(0, 1.18 * max(values))
+    panel.set_title(title, loc="left", fontsize=10)
+
+
+def _smooth(losses: list[float], keep: float = 0.9) -> list[float]:
+    """An exponential average that starts at the first value."""
+    smooth, last = [], losses[0]
+    for loss in losses:
+        last = keep * last + (1 - keep) * loss
+        smooth.append(last)
+    return smooth

@@ -1,0 +1,149 @@
+"""What every precision cost and gained: one row a recipe, the same in the table on screen, in CSV and in JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from fp8engine import device
+from fp8engine.demo import files
+from fp8engine.demo.config import Config
+from fp8engine.demo.data import read
+from fp8engine.demo.model import GPT
+from fp8engine.demo.train import Result
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.1f} MiB"
+
+
+def _tiny_share(value: float) -> str:
+    return "0" if value == 0 else f"{100 * value:.2g} %" if value < 0.001 else f"{value:.1%}".replace("%", " %")
+
+
+# key of a row -> heading on screen, and how a value is written there
+COLUMNS: dict[str, tuple[str, Callable[..., str]]] = {
+    "recipe": ("recipe", str),
+    "ran_on": ("matmuls ran on", str),
+    "steps": ("steps", str),
+    "train_loss": ("train loss", "{:.4f}".format),
+    "validation_loss": ("val. loss", "{:.4f}".format),
+    "difference_to_fp32_percent": ("to fp32", "{:+.2f} %".format),
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "activation_bytes": ("saved for backward", _mib),
+    "fp8_flops_share": ("FLOPs in FP8", lambda share: f"{share:.0%}".replace("%", " %")),
+    "saturated": ("saturated", _tiny_share),
+    "underflowed": ("flushed to 0", _tiny_share),
+    "skipped": ("skipped steps", str),
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The runs of one session.
+
+    about: what they have in common (model, text, machine), for the reader of a file who was not there.
+    """
+
+    about: dict
+    results: list[Result]
+
+    def rows(self) -> list[dict]:
+        """One dict of plain values a recipe, keys as in COLUMNS; None where there is nothing to say."""
+        losses = {(result.recipe, result.steps): result.validation_loss for result in self.results}
+        rows = []
+        for result in self.results:
+            row = {key: getattr(result, key, None) for key in COLUMNS}
+            if (base := losses.get(("fp32", result.steps))) is not None:
+                row["difference_to_fp32_percent"] = 100 * (result.validation_loss / base - 1)
+            rows.append({key: None if _is_nan(value) else value for key, value in row.items()})
+        return rows
+
+    def table(self) -> Table:
+        """For a person."""
+        table = Table(title=self.title(), title_justify="left", caption=self.note() or None, caption_justify="left")
+        for key, (heading, _) in COLUMNS.items():
+            table.add_column(heading, justify="left" if key in ("recipe", "ran_on") else "right")
+        for row in self.rows():
+            table.add_row(*("-" if row[key] is None else show(row[key]) for key, (_, show) in COLUMNS.items()))
+        return table
+
+    def title(self) -> str:
+        """One line: what was trained, on what."""
+        about = self.about
+        return (
+            f"GPT {about['size']}, {about['parameters'] / 1e6:.1f}M parameters, {about['steps']} steps of "
+            f"{about['batch']} x {about['context']} bytes, on {about['machine']}"
+        )
+
+    def note(self) -> str:
+        """What a reader of the speeds must know; empty where FP8 ran in hardware."""
+        fp8 = [result for result in self.results if result.fp8_flops_share > 0]
+        if not any("emulated" in result.ran_on for result in fp8):
+            return ""
+        return (
+            f"FP8 is emulated on this {self.about['machine']}: the values and losses are those of FP8 training, "
+            "the speeds are not those of FP8 Tensor Cores"
+        )
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows; NaN (a diverged run) becomes null."""
+        results = {
+            result.recipe: _clean({"curve": asdict(result.curve), "sample": result.sample}) for result in self.results
+        }
+        return {"about": self.about, "note": self.note(), "rows": self.rows(), "runs": results}
+
+    def to_csv(self) -> str:
+        """The rows, a heading first."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+        return out.getvalue()
+
+    def write(self, folder: Path) -> list[Path]:
+        """table.json and table.csv in a folder, each whole or as it was before.  Raises DemoError."""
+        content = {"table.json": json.dumps(self.to_dict(), indent=1, allow_nan=False), "table.csv": self.to_csv()}
+        for name, text in content.items():
+            files.write(folder / name, text.encode())
+        return [folder / name for name in content]
+
+
+def about(config: Config, seed: int) -> dict:
+    """What the runs of a session have in common."""
+    where = torch.device(config.device)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in GPT(config.shape).parameters())
+    text = read(config.text, config.shape.context)
+    return {
+        **asdict(config),
+        **asdict(config.shape),
+        "parameters": parameters,
+        "seed": seed,
+        "text": config.text or "Python's manual (pydoc_data.topics)",
+        "text_digest": text.digest,
+        "loss_of_byte_pairs": text.entropy_of_pairs(),
+        "machine": device.name(where),
+        "threads": torch.get_num_threads() if where.type == "cpu" else None,
+        "torch": torch.__version__,
+    }
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _clean(value):
+    if isinstance(value, dict):
+        return {key: _clean(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(inner) for inner in value]
+    return None if _is_nan(value) else value

@@ -1,0 +1,220 @@
+"""fe.inspect: what it says of planted numbers, under every name a layer can have, and in every form it is printed."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import converted
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.report.collect import NEVER_RAN
+from fp8engine.report.table import COLUMNS, SLOT_COLUMNS
+from fp8engine.scaling import ROLES
+
+
+class Mixed(nn.Module):
+    """One layer of each fate; `twice` is called twice, `unused` never, and `head` is an output head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.wide = nn.Linear(32, 64), nn.Linear(64, 48)
+        self.twice, self.unused = nn.Linear(48, 48), nn.Linear(8, 4)
+        self.sixteen, self.lm_head = nn.Linear(48, 16), nn.Linear(16, 100)
+
+    def forward(self, x):
+        return self.lm_head(self.sixteen(self.twice(self.twice(self.wide(self.first(x))))))
+
+
+def mixed() -> nn.Module:
+    model = converted(Mixed(), "current", overrides={"wide": "rowwise_gw_hp", "sixteen": "bf16"})
+    model(torch.randn(2, 5, 32)).sum().backward()
+    return model
+
+
+def by_name(model: nn.Module) -> dict[str, dict]:
+    return {layer["name"]: layer for layer in fe.inspect(model).layers}
+
+
+def test_the_share_of_flops_by_hand():
+    """10 rows a call; matmuls in FP8: 3 of 3, 2 of 3 (wgrad in 16 bits), none.
+
+    A layer whose rows nothing counts (16 bits, left alone, never called) is taken to have seen the median of the
+    counted ones: of 10, 10 and 20, 10.
+    """
+    report = fe.inspect(mixed())
+    fp8 = 10 * 32 * 64 * 3 / 3 + 10 * 64 * 48 * 2 / 3 + 20 * 48 * 48
+    other = 10 * 64 * 48 * 1 / 3 + 10 * (8 * 4 + 48 * 16 + 16 * 100)
+    assert report.totals["fp8_flops_share"] == pytest.approx(fp8 / (fp8 + other), rel=1e-12)  # a few FP64 roundings
+    counts = [report.totals[key] for key in ("layers", "converted", "left_alone", "never_ran", "emulated")]
+    assert counts == [6, 5, 1, 1, 3]
+    assert [layer["rows"] for layer in report.layers] == [10, 10, 20, 0, 0, None]
+
+
+def test_to_dict_has_the_designs_keys_in_types_of_json():
+    told = fe.inspect(mixed()).to_dict()
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert set(told) == {"layers", "totals", "decisions"}
+    assert told["decisions"] == []
+    keys = {
+        "name",
+        "kind",
+        "shape",
+        "recipe",
+        "backend",
+        "emulated",
+        "reason",
+        "input",
+        "weight",
+        "grad_output",
+        "output",
+    }
+    slot = {"cast", "format", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts", "calls", "elements"}
+    for layer in told["layers"]:
+        assert keys <= set(layer)
+        if layer["recipe"] in ("current", "rowwise_gw_hp"):
+            assert all(slot <= set(layer[role]) for role in ROLES)
+    assert {"fp8_flops_share", "converted", "left_alone"} <= set(told["totals"])
+    first = told["layers"][0]
+    assert (first["kind"], first["shape"], first["output"]["format"]) == ("Linear", [64, 32], "float32")
+    assert [first[role]["format"] for role in ROLES] == ["E4M3", "E4M3", "E5M2"]
+
+
+def test_each_layer_says_what_ran_and_why():
+    seen = {name: (layer["recipe"], layer["backend"], layer["emulated"]) for name, layer in by_name(mixed()).items()}
+    assert seen == {
+        "first": ("current", "reference", True),
+        "wide": ("rowwise_gw_hp", "reference", True),
+        "twice": ("current", "reference", True),
+        "unused": ("current", "none", False),
+        "sixteen": ("bf16", "torch", False),
+        "lm_head": ("none", "torch", False),
+    }
+    reasons = {name: layer["reason"] for name, layer in by_name(mixed()).items()}
+    assert "emulated: " in reasons["first"]
+    assert "no FP8 Tensor Cores" in reasons["first"]
+    assert reasons["unused"] == NEVER_RAN
+    assert reasons["sixteen"] == "asked for bf16"
+    assert reasons["lm_head"].startswith("output head")
+
+
+def test_left_alone_reasons_are_converts():
+    class Own(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    model = nn.Sequential(nn.Linear(8, 8), Own(8, 8), nn.Linear(8, 8), nn.Linear(8, 8).double())
+    reasons = {name: row["reason"] for name, row in by_name(converted(model, skip=lambda name, _: name == "2")).items()}
+    assert reasons["1"] == "Own is a subclass of nn.Linear with code of its own"
+    assert reasons["2"] == "skip() returned True"
+    assert reasons["3"].startswith("its weight is torch.float64")
+
+
+def test_a_model_that_nobody_converted():
+    report = fe.inspect(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    (layer,) = report.layers
+    assert (layer["recipe"], layer["backend"], layer["reason"]) == ("none", "torch", "not converted: call fe.convert")
+    assert report.totals["fp8_flops_share"] == report.totals["converted"] == 0
+    empty = fe.inspect(nn.ReLU())
+    assert (empty.layers, empty.totals["fp8_flops_share"]) == ([], 0.0)
+    assert "0 left alone" in empty.table()
+
+
+def test_planted_losses_are_counted():
+    """x has 64 elements: amax 448 makes s 1, so that 5 of 2^-12 are below half the smallest subnormal (2^-10)."""
+    layer = fe.Linear(16, 4, bias=False, recipe="current")
+    nn.init.ones_(layer.weight)
+    x = torch.ones(4, 16)
+    x[0, 0], x[1, :5] = 448.0, 2.0**-12
+    layer(x)
+    slot = fe.inspect(layer).layers[0]["input"]
+    assert (slot["amax"], slot["scale"]) == (448.0, 1.0)
+    assert (slot["underflowed"], slot["sampled"], slot["saturated"]) == (5 / 64, 1.0, 0.0)
+    x[2, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    layer(x)
+    report = fe.inspect(layer)
+    slot = report.layers[0]["input"]
+    # Flushed elements are counted on the first call of 16, of which they remain the share.
+    assert (slot["nonfinite"], slot["calls"], slot["sampled"], slot["underflowed"]) == (3, 2, 0.5, 5 / 64)
+    # In all: 128 elements of x, 64 of w (cast once, as it does not change), of which 64 + 64 were looked at.
+    assert report.totals["nonfinite"] == 3
+    assert report.totals["sampled"] == pytest.approx((64 + 64) / 192)
+    assert report.totals["underflowed"] == pytest.approx(5 / (64 + 64))
+    text = report.table(width=300)
+    assert "3 elements were NaN or Inf and stayed so" in text
+    assert f"from a sample of {128 / 192:.1%} of the elements" in text
+    (row,) = [line.split("│") for line in text.splitlines() if "reference" in line]
+    assert [cell.strip() for cell in row[8:10]] == ["0.00% / 0.00% / 0.00%", "7.81% / 0.00% / 0.00%"]
+
+
+def test_planted_saturation_is_counted_and_recast():
+    """Step 1 predicts s = 448 for step 2, under which the 3 elements of 4 saturate; 2^-22 of slack does not hide 1."""
+    layer = fe.Linear(16, 4, recipe=fe.delayed(history=2))
+    x = torch.ones(4, 16)
+    for large in (1.0, 4.0):
+        x.flatten()[:3] = large
+        layer(x.clone()).sum().backward()
+    report = fe.inspect(layer)
+    slot = report.layers[0]["input"]
+    assert (slot["saturated"], slot["recasts"], slot["amax"]) == (3 / 128, 1, 4.0)
+    total = sum(report.layers[0][role]["elements"] for role in ROLES)
+    assert report.totals["saturated"] == pytest.approx(3 / total)
+    assert report.totals["recasts"] == 1
+    assert "1 tensors saturated under a predicted scale" in report.table()
+
+
+def test_csv_read_back_is_the_dict(tmp_path: Path):
+    report = fe.inspect(mixed())
+    report.to_csv(tmp_path / "report.csv")
+    with open(tmp_path / "report.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(report.layers) == 6
+    for row, layer in zip(rows, report.layers, strict=True):
+        for key in COLUMNS:
+            wanted = "x".join(map(str, layer["shape"])) if key == "shape" else str(layer[key])
+            assert row[key] == wanted, key
+        for role in ROLES:
+            for key in SLOT_COLUMNS:
+                found, wanted = row[f"{role}.{key}"], layer[role].get(key)
+                assert (found == "") if wanted is None else (type(wanted)(found) == wanted), f"{role}.{key}"
+
+
+def test_the_table_says_it_in_words():
+    report = fe.inspect(mixed())
+    text = report.table(width=400)
+    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if line.count("│") > 3}
+    assert "reference (emulated)" in lines["first"]
+    assert "E4M3 per row (power of 2)" in lines["wide"]
+    assert NEVER_RAN in lines["unused"]
+    assert "asked for bf16" in lines["sixteen"]
+    assert by_name(mixed())["lm_head"]["reason"] in lines["lm_head"]
+    share = f"{report.totals['fp8_flops_share']:.1%} of linear-layer FLOPs in FP8"
+    assert f"{share}; 5 layers converted (3 emulated, 1 never ran), 1 left alone" in text
+    assert str(report) == report.table()
+    assert max(map(len, report.table(width=100).splitlines()[:-1])) <= 100
+
+
+def test_names_are_printed_as_they_are():
+    """rich would read [brackets] as markup and :colons: as pictures."""
+    named = dataclasses.replace(fe.current(), name="[bold]mine[/bold]")
+    text = fe.inspect(converted(nn.ModuleDict({":cat:": nn.Linear(8, 8), "[x]": nn.Linear(8, 8)}), named)).table(400)
+    assert text.count("[bold]mine[/bold]") == 2
+    assert ":cat:" in text
+    assert "[x]" in text
+
+
+def test_a_compiled_model_reports_that_it_ran():
+    model = converted(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)), "delayed")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(6, 16)).sum().backward()
+    for looked_at in (model, compiled):
+        assert isinstance(looked_at, nn.Module)
+        report = fe.inspect(looked_at)
+        assert [(layer["backend"], layer["rows"], layer["ran"]) for layer in report.layers] == [
+            ("reference", 6, True)
+        ] * 2
+        assert report.totals["fp8_flops_share"] == 1.0
+        assert report.layers[0]["grad_output"]["elements"] == 6 * 32
