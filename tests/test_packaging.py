@@ -34,7 +34,8 @@ def snapshot():
         cuda=torch.cuda.is_initialized(), environment=dict(os.environ), filters=list(warnings.filters),
         hooks=(sys.excepthook, sys.displayhook, signal.getsignal(signal.SIGINT), len(sys.meta_path)),
         linear=(torch.nn.Linear.forward, torch.nn.functional.linear, torch.Tensor.__matmul__, torch.matmul),
-        loading=(torch.load, torch.save, [c for c in torch.serialization.get_safe_globals() if not ours(c)]), path=list(sys.path), cwd=os.listdir(),
+        loading=(torch.load, torch.save), loadable={c for c in torch.serialization.get_safe_globals() if not ours(c)},
+        path=list(sys.path), cwd=os.listdir(),
     )
 """
 
