@@ -32,7 +32,7 @@ HOUSE = (
     ("L9", "hf.py", "distributed/", "report/", "bench/"),
     ("L10", "demo/"),
     ("L11", "__init__.py"),
-    ("L11", "cli.py"),
+    ("L11", "cli/"),
     ("L11", "__main__.py"),
 )
 RANK = {place: rank for rank, (_, *places) in enumerate(HOUSE) for place in places}

@@ -73,7 +73,7 @@ def identity(trainer: Trainer) -> dict:
         "shape": asdict(config.shape),
         "steps": config.steps,
         "batch": config.batch,
-        "lr": config.lr,
+        "lr": config.peak,
         "text": trainer.text.digest,
     }
 

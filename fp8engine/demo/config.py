@@ -19,7 +19,8 @@ class DemoError(Fp8EngineError, ValueError):
 class Config:
     """How to train; what to train in (the recipe) and the seed are given beside it.
 
-    size: a name from SIZES.  steps, batch: optimizer steps, and sequences in each.  lr: AdamW's rate at its peak.
+    size: a name from SIZES.  steps, batch: optimizer steps, and sequences in each.  lr: AdamW's rate at its peak;
+    None for the size's own.
     text: a file, or None for the topics of Python's own manual.  device: as torch names them.
     Raises UnknownName for a size, DemoError for a number out of range or a device that is not there.
 
@@ -30,7 +31,7 @@ class Config:
     size: str = "small"
     steps: int = 400
     batch: int = 8
-    lr: float = 3e-3
+    lr: float | None = None
     text: str | None = None
     device: str = "cpu"
 
@@ -39,7 +40,7 @@ class Config:
         for key in ("steps", "batch"):
             if getattr(self, key) < 1:
                 raise DemoError(f"{key}={getattr(self, key)}: a run has at least one")
-        if not 0 < self.lr < math.inf:
+        if not 0 < self.peak < math.inf:
             raise DemoError(f"lr={self.lr}: a learning rate is a positive number")
         try:
             torch.empty(0, device=self.device)
@@ -57,7 +58,12 @@ class Config:
         """Bytes predicted in one step."""
         return self.batch * self.shape.context
 
+    @property
+    def peak(self) -> float:
+        """The highest learning rate of the run."""
+        return self.shape.lr if self.lr is None else self.lr
+
     def lr_at(self, step: int) -> float:
         """Warm-up over the first twentieth of the steps, then a cosine down to a twentieth of the peak."""
         warm = min(1.0, (step + 1) / max(self.steps // 20, 1))
-        return self.lr * warm * (0.05 + 0.95 * (1 + math.cos(math.pi * step / self.steps)) / 2)
+        return self.peak * warm * (0.05 + 0.95 * (1 + math.cos(math.pi * step / self.steps)) / 2)

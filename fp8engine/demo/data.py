@@ -19,7 +19,7 @@ import torch
 
 from fp8engine.demo.config import DemoError
 
-VALIDATION_WINDOWS = 64
+VALIDATION_WINDOWS = 256
 
 
 @dataclass(frozen=True)

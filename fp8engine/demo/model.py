@@ -25,19 +25,20 @@ BYTES = 256  # the vocabulary: any text in any encoding
 
 @dataclass(frozen=True)
 class Size:
-    """How wide and deep a GPT is, and how many bytes it sees at once (context)."""
+    """How wide and deep a GPT is, how many bytes it sees at once (context), and AdamW's peak rate that suits it."""
 
     width: int
     layers: int
     heads: int
     context: int
+    lr: float
 
 
 # Widths are multiples of 16 (FP8 Tensor Cores' unit) and, from small on, of 128 (one block of the blockwise recipe).
 SIZES = {
-    "tiny": Size(width=64, layers=2, heads=2, context=64),
-    "small": Size(width=128, layers=3, heads=4, context=128),
-    "medium": Size(width=384, layers=6, heads=6, context=256),
+    "tiny": Size(width=64, layers=2, heads=2, context=64, lr=4e-3),
+    "small": Size(width=128, layers=3, heads=4, context=128, lr=3e-3),
+    "medium": Size(width=384, layers=6, heads=6, context=256, lr=1e-3),
 }
 
 

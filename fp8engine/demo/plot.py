@@ -24,7 +24,7 @@ COLOURS = {
     "blockwise": "#009e73",
     "rowwise_gw_hp": "#cc79a7",
 }
-INK, FAINT = "#2b2f36", "#d9dde2"
+INK, DIM, FAINT = "#2b2f36", "#6b747e", "#d9dde2"
 GOAL = 0.5  # percent: DESIGN section 9
 
 
@@ -78,22 +78,43 @@ def draw(summary: Summary, path: Path) -> Path | None:
 
 
 def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
+    last = max(result.steps for result in results)
+    # The curves lie on one another: a window on the last fifth, drawn larger, shows them apart.
+    window = panel.inset_axes((0.40, 0.44, 0.585, 0.22))
     for result in results:
-        steps, losses = zip(*result.curve.validation, strict=True)
         colour, plain = COLOURS.get(result.recipe, INK), result.recipe == "fp32"
         smooth = _smooth(result.curve.losses)
-        panel.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.6 if plain else 1.2, alpha=0.85)
-        dots = {"markersize": 6 if plain else 4, "markeredgecolor": "white", "markeredgewidth": 0.6}
-        panel.plot(steps, losses, "o", color=colour, label=f"{result.recipe}  {losses[-1]:.3f}", **dots)
+        steps = range(1, len(smooth) + 1)
+        panel.plot(steps, smooth, color=colour, linewidth=2.4 if plain else 1.1)
+        window.plot(steps, smooth, color=colour, linewidth=2.2 if plain else 1.1)
+        judged, losses = zip(*result.curve.validation, strict=True)
+        panel.plot(judged, losses, "o", color=colour, markersize=7 if plain else 3.5, clip_on=False, zorder=3)
+        panel.plot([], [], color=colour, linewidth=2.6, label=f"{result.recipe}   {losses[-1]:.3f}")
     panel.axhline(pairs, color="#9aa3ad", linewidth=1, linestyle=(0, (4, 3)))
     panel.annotate(
-        f"a table of byte pairs: {pairs:.2f}", (1, pairs), xycoords=("axes fraction", "data"), xytext=(-2, 4),
-        textcoords="offset points", ha="right", color="#6b747e", fontsize=8.5,
-    )  # fmt: skip
-    lowest = min(min(result.curve.losses) for result in results)
-    panel.set(xlabel="step", xlim=(0, None), ylim=(min(lowest, pairs) - 0.1, 4.2))
-    panel.set_title("loss, nats a byte  (lines: training, dots: validation)", loc="left", fontsize=10)
-    panel.legend(frameon=False, title="final validation loss", alignment="left", loc="upper right")
+        f"a table of byte pairs: {pairs:.2f}",
+        (1, pairs),
+        xycoords=("axes fraction", "data"),
+        xytext=(-2, 4),
+        textcoords="offset points",
+        ha="right",
+        color=DIM,
+        fontsize=8.5,
+    )
+    tails = [loss for result in results for loss in _smooth(result.curve.losses)[int(0.8 * last) :]]
+    if tails:
+        room = 0.08 * (max(tails) - min(tails)) + 1e-3
+        window.set(xlim=(0.8 * last, last), ylim=(min(tails) - room, max(tails) + room))
+        box = panel.indicate_inset_zoom(window, edgecolor=DIM, linewidth=0.8, alpha=0.6)
+        for line in box.connectors or ():
+            line.set_visible(False)
+        window.set_title("the training loss in the box", loc="left", fontsize=8, color=DIM, pad=3)
+    window.tick_params(length=0, labelsize=7.5)
+    window.grid(color=FAINT, linewidth=0.5)
+    lowest = min(loss for result in results for _, loss in result.curve.validation)
+    panel.set(xlabel="step", xlim=(0, last), ylim=(min(lowest, pairs, *tails) - 0.15, 4.2))
+    panel.set_title("loss, nats a byte  (lines: training, smoothed; dots: validation)", loc="left", fontsize=10)
+    panel.legend(frameon=False, title="final validation loss", alignment="left", loc="upper right", handlelength=1.2)
 
 
 def _difference(panel: Axes, results: list[Result]) -> None:
@@ -106,11 +127,12 @@ def _difference(panel: Axes, results: list[Result]) -> None:
         if points and result.recipe != "fp32":
             steps, far = zip(*points, strict=True)
             widest = max(widest, *map(abs, far))
-            panel.plot(steps, far, "o-", color=COLOURS.get(result.recipe, INK), linewidth=1.4, markersize=3.5)
-    panel.set(xlim=(0, None), ylim=(-1.25 * widest, 1.25 * widest), xlabel="step")
+            colour = COLOURS.get(result.recipe, INK)
+            panel.plot(steps, far, "o-", color=colour, linewidth=1.4, markersize=4, clip_on=False)
+    panel.set(xlim=(0, max(result.steps for result in results)), ylim=(-1.25 * widest, 1.25 * widest), xlabel="step")
     panel.set_title(f"validation loss against fp32, %  (green: within {GOAL})", loc="left", fontsize=10)
     if not base:
-        panel.text(0.5, 0.7, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color="#6b747e")
+        panel.text(0.5, 0.7, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color=DIM)
 
 
 def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -> None:

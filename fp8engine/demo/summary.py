@@ -109,6 +109,11 @@ class Summary:
         writer.writerows(self.rows())
         return out.getvalue()
 
+    def samples(self) -> list[Result]:
+        """The first run and the last one in FP8: what a person reads to see that they learned."""
+        fp8 = [result for result in self.results[1:] if result.fp8_flops_share > 0]
+        return [*self.results[:1], *fp8[-1:]]
+
     def write(self, folder: Path) -> list[Path]:
         """table.json and table.csv in a folder, each whole or as it was before.  Raises DemoError."""
         content = {"table.json": json.dumps(self.to_dict(), indent=1, allow_nan=False), "table.csv": self.to_csv()}
@@ -126,6 +131,7 @@ def about(config: Config, seed: int) -> dict:
     return {
         **asdict(config),
         **asdict(config.shape),
+        "lr": config.peak,
         "parameters": parameters,
         "seed": seed,
         "text": config.text or "Python's manual (pydoc_data.topics)",

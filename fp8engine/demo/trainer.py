@@ -48,7 +48,7 @@ class Trainer:
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.peak, betas=(0.9, 0.95), fused=True)
         self.curve = Curve()
 
     @property

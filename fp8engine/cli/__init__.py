@@ -1,0 +1,15 @@
+"""The command line: `fp8engine train | inspect | doctor`, each in its own file; `--json` everywhere for machines.
+
+Exit codes: 0 done; 1 doctor found something broken; 2 asked for something impossible; 130 stopped by Ctrl-C.
+"""
+
+from fp8engine.cli import doctor, inspect, train
+from fp8engine.cli.shared import app
+
+
+def main() -> None:
+    """What the `fp8engine` script and `python -m fp8engine` run."""
+    app(prog_name="fp8engine")
+
+
+__all__ = ["app", "doctor", "inspect", "main", "train"]

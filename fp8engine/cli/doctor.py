@@ -1,0 +1,201 @@
+"""`fp8engine doctor`: what this machine has, what runs where, what is emulated and why, and whether it all works.
+
+Every recipe is tried on every device: one small Linear forward and backward, held against nn.Linear.  Exit code 0 when
+everything needed works, 1 when something is broken; what is merely absent (a GPU, an extra) is only said.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+
+import torch
+import typer
+from rich.table import Table
+
+from fp8engine import device, ops
+from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.modules import Linear
+from fp8engine.recipe import RECIPES, PerBlock, Recipe, resolve
+
+BROKEN = 1
+# Installed versions that work: at least the first, below the second.  As pyproject.toml says.
+NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}
+OPTIONAL = {"transformers": "hf", "matplotlib": "report"}  # package -> the extra that brings it
+FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
+
+
+@app.command("doctor")
+def command(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Check this machine: versions, cards, what runs where, what is emulated and why."""
+    found = examine()
+    if as_json:
+        print_json(found)
+    else:
+        _tell(found)
+    if found["problems"]:
+        raise typer.Exit(BROKEN)
+
+
+def examine() -> dict:
+    """Everything that doctor says, as plain values; "problems" is empty on a machine where all that is needed works."""
+    problems, notes = [], []
+    versions = {name: _installed(name) for name in (*NEEDED, *OPTIONAL)}
+    for name in NEEDED:
+        problems += _version_problems(name, versions[name])
+    for name, extra in OPTIONAL.items():
+        if versions[name] is None:
+            notes.append(f"{name} is not installed: pip install 'fp8engine[{extra}]' brings it")
+    where = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    devices = []
+    for one in where:
+        try:
+            devices.append(_device(one))
+        except RuntimeError as error:  # a driver that does not answer
+            problems.append(f"{one} does not work: {str(error).splitlines()[0]}")
+            continue
+        problems += [
+            f"{one}, recipe {row['recipe']}: {row['trouble']}" for row in devices[-1]["recipes"] if row["trouble"]
+        ]
+        notes += _card_notes(one)
+    if len(where) == 1:
+        notes.append(_no_card())
+    return {
+        "ok": not problems,
+        "problems": problems,
+        "notes": notes,
+        "python": platform.python_version(),
+        "versions": versions,
+        "torch_cuda": torch.version.cuda,
+        "devices": devices,
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _version_problems(name: str, installed: str | None) -> list[str]:
+    lowest, beyond = NEEDED[name]
+    needed = f">={_dotted(lowest)}" + (f",<{_dotted(beyond)}" if beyond else "")
+    if installed is None:
+        return [] if name == "triton" else [f"{name} is not installed; needed: {name}{needed}"]
+    version = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+    if version < lowest or (beyond and version >= beyond):
+        return [f"{name} {installed} is installed; needed: {name}{needed} (pip install '{name}{needed}')"]
+    return []
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _device(where: torch.device) -> dict:
+    """One device: what it is, and how each recipe runs on it."""
+    found: dict = {
+        "device": str(where),
+        "name": device.name(where),
+        "fp8": device.has_fp8(where),
+        "emulates_in": str(device.product_dtype(where)).removeprefix("torch."),
+        "recipes": [_try(resolve(name), where) for name in RECIPES if resolve(name).is_fp8],
+    }
+    if where.type == "cuda":
+        found["capability"] = "sm_{}{}".format(*device.capability(where))
+        found["memory_gib"] = round(torch.cuda.get_device_properties(where).total_memory / 2**30, 1)
+    else:
+        timings = device.cpu_timings()
+        found["capability"] = torch.backends.cpu.get_cpu_capability()
+        found["threads"] = torch.get_num_threads()
+        found["milliseconds"] = {"fp32": timings.fp32, "bf16": timings.bf16, "torch_scaled_fp8": timings.scaled_mm}
+    return found
+
+
+def _try(recipe: Recipe, where: torch.device) -> dict:
+    by_block = any(isinstance(cast.granularity, PerBlock) for cast in recipe.casts)
+    backend = ops.choose(where, by_block)
+    emulated = ops.emulated(where, backend)
+    why = None
+    if emulated:
+        why = (
+            "no kernel for this recipe yet"
+            if device.has_fp8(where)
+            else f"{device.name(where)} has no FP8 Tensor Cores"
+        )
+    return {
+        "recipe": recipe.name,
+        "backend": backend,
+        "emulated": emulated,
+        "why": why,
+        "trouble": _trouble(recipe, where),
+    }
+
+
+def _trouble(recipe: Recipe, where: torch.device) -> str | None:
+    """What goes wrong when a 64x32 Linear runs under the recipe; None when its results are what FP8 should give."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 32, generator=generator).to(where)
+    weight = torch.randn(64, 32, generator=generator).to(where)
+    try:
+        layer = Linear(32, 64, bias=False, recipe=recipe, device=where)
+        layer.weight.data.copy_(weight)
+        x.requires_grad_()
+        y = layer(x)
+        y.backward(y.detach())
+        want = x.detach() @ weight.t()
+        pairs = {"output": (y.detach(), want), "input gradient": (x.grad, want @ weight)}
+        pairs["weight gradient"] = (layer.weight.grad, want.t() @ x.detach())
+        errors = {name: float((got - exact).norm() / exact.norm()) for name, (got, exact) in pairs.items()}
+    except Exception as error:  # any: this is what doctor is for
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return None if errors[worst] < FP8_ERROR else f"the {worst} is off by {errors[worst]:.0%}"
+
+
+def _card_notes(where: torch.device) -> list[str]:
+    if where.type != "cuda" or device.has_fp8(where):
+        return []
+    capability = "sm_{}{}".format(*device.capability(where))
+    if capability == "sm_70" and "sm_70" not in torch.cuda.get_arch_list():
+        return [
+            f"{where} is a V100 (sm_70), which this torch was not built for: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+        ]
+    return [f"{where} ({capability}) has no FP8 Tensor Cores (sm_89 or later has): FP8 is emulated"]
+
+
+def _no_card() -> str:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA: FP8 is emulated on the CPU, exact in its values, not faster for it"
+    return f"torch is built for CUDA {torch.version.cuda} but finds no card: FP8 is emulated on the CPU"
+
+
+def _tell(found: dict) -> None:
+    screen = console()
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
+    screen.print(f"Python {found['python']}, {versions}", soft_wrap=True)
+    for one in found["devices"]:
+        memory = f", {one['memory_gib']} GiB" if "memory_gib" in one else f", {one['threads']} threads"
+        title = f"{one['device']}: {one['name']}, {one['capability']}{memory}"
+        table = Table(title=title, title_justify="left")
+        for heading in ("recipe", "backend", "FP8 matmuls", "checked"):
+            table.add_column(heading)
+        for row in one["recipes"]:
+            how = f"emulated in {one['emulates_in']}: {row['why']}" if row["emulated"] else "FP8 Tensor Cores"
+            checked = f"[red]{row['trouble']}" if row["trouble"] else "[green]works"
+            table.add_row(row["recipe"], row["backend"], how, checked)
+        screen.print(table)
+        if "milliseconds" in one:
+            times = ", ".join(
+                f"{name} {'not there' if ms is None else f'{ms:.2f} ms'}" for name, ms in one["milliseconds"].items()
+            )
+            screen.print(f"one 256x512x512 matmul: {times}", highlight=False)
+    for note in found["notes"]:
+        screen.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+    for problem in found["problems"]:
+        screen.print(f"[bold red]broken:[/] {problem}".replace("[sm", r"\[sm"), soft_wrap=True, highlight=False)
+    if not found["problems"]:
+        screen.print("[green]everything needed works")

@@ -1,0 +1,71 @@
+"""`fp8engine train`: a small GPT on real text under every recipe; a table, a picture, a sample of what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.demo import DEFAULT, Config, Outcome, Session, train
+from fp8engine.demo.model import SIZES
+from fp8engine.demo.progress import shown
+from fp8engine.recipe import RECIPES
+
+INTERRUPTED = 128  # plus the signal's number: 130 after Ctrl-C
+
+
+@app.command("train")
+def command(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default=" ".join(DEFAULT)),
+    ] = None,
+    size: Annotated[str, typer.Option(help=f"The model: {', '.join(SIZES)}.")] = "small",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default="by size")] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What to learn.", show_default="Python's own manual")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    device: Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the report and the checkpoints.")] = Path("report"),
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 100,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train a small GPT on real text under every recipe, and compare.
+
+    Ctrl-C finishes the step, keeps checkpoint and report, and exits with 130; --resume goes on from there.
+    """
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=where)
+    recipes = tuple(recipe) if recipe else DEFAULT
+    session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
+    screen = console(stderr=as_json)
+    with shown(screen, recipes, steps) as progress:
+        outcome = train(config, session, progress)
+    if as_json:
+        print_json(outcome.summary.to_dict() | {"files": [str(path) for path in outcome.files]})
+    else:
+        _tell(screen, outcome)
+    if outcome.signal is not None:
+        raise typer.Exit(INTERRUPTED + outcome.signal)
+
+
+def _tell(screen, outcome: Outcome) -> None:
+    screen.print(outcome.summary.table())
+    for result in outcome.summary.samples():
+        screen.rule(f"what the model trained in {result.recipe} writes", style="dim", align="left")
+        screen.print(result.sample, markup=False, highlight=False)
+    screen.rule(style="dim")
+    if outcome.signal is not None:
+        screen.print("stopped early: the report is up to here; go on with the same options and --resume")
+    names = [str(path) for path in outcome.files]
+    if not any(name.endswith(".png") for name in names):
+        screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
+    screen.print(f"written: {', '.join(names)}", soft_wrap=True, highlight=False)
