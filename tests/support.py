@@ -7,6 +7,7 @@ each operand cast by `dequantised`, products and sums in float64.
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,12 +105,22 @@ def dequantised(x: torch.Tensor, cast: Cast) -> np.ndarray:
     return found
 
 
+def turned(cast: Cast) -> Cast:
+    """The cast for a matmul that reduces rows instead of columns: a scale per column, or blocks turned."""
+    group = cast.granularity
+    if isinstance(group, fe.PerRow):
+        group = fe.PerRow(0)
+    elif isinstance(group, fe.PerBlock):
+        group = fe.PerBlock(group.cols, group.rows)
+    return replace(cast, granularity=group)
+
+
 def products(recipe: Recipe, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> Products:
     """The three matmuls of a Linear under a recipe, from matrices x [M, K], w [N, K], b [N], dy [M, N]."""
-    forward, dgrad, wgrad = (recipe.operands(matmul) for matmul in ("forward", "dgrad", "wgrad"))
-    x_y, w_y = dequantised(x, forward[0]), dequantised(w, forward[1])
-    dy_x, w_x = dequantised(dy, dgrad[0]), dequantised(w, dgrad[1])
-    dy_w, x_w = dequantised(dy, wgrad[0]), dequantised(x, wgrad[1])
+    x_y, w_y = dequantised(x, recipe.input), dequantised(w, recipe.weight)
+    dy_x, w_x = dequantised(dy, recipe.grad_output), dequantised(w, recipe.weight_for_dgrad or turned(recipe.weight))
+    dy_w = dequantised(dy, recipe.grad_output_for_wgrad or turned(recipe.grad_output))
+    x_w = dequantised(x, recipe.input_for_wgrad or turned(recipe.input))
     return Products(
         x_y @ w_y.T + b.detach().double().numpy(),
         dy_x @ w_x,

@@ -215,7 +215,7 @@ def test_data_parallel_is_refused_and_ddp_named():
         model[0]._replicate_for_data_parallel()
 
 
-def test_gradcheck_style_nothing_recorded_by_a_pure_forward():
+def test_a_forward_without_gradients_is_counted_and_not_recorded():
     layer = fe.Linear(16, 16, recipe="delayed")
     with torch.no_grad():
         layer(torch.randn(4, 16))

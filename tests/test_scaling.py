@@ -244,7 +244,9 @@ def test_rescaling_gradients_rescales_their_history_and_nothing_else(ratio: floa
     for x, dy in batches[:3]:
         step(model, x, dy)
         step(twin, x, dy * ratio)
+    before = fe.scaling_state(model)["0.grad_output"].scale
     state_of(model).rescale_gradients(ratio)
+    assert fe.scaling_state(model)["0.grad_output"].scale == before * ratio, "for a backward before the next forward"
     for x, dy in batches[3:]:
         step(model, x, dy * ratio)
         step(twin, x, dy * ratio)

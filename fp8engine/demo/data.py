@@ -36,11 +36,11 @@ class Text:
         starts = torch.randint(len(self.train) - context, (batch, 1), generator=generator)
         return self.train[starts + torch.arange(context + 1)].long()
 
-    def windows(self, batch: int, context: int) -> Iterator[torch.Tensor]:
-        """Batches [<= batch, context + 1] of evenly spaced windows of the validation part, always the same."""
+    def windows(self, context: int) -> Iterator[torch.Tensor]:
+        """Batches [<= 32, context + 1] of evenly spaced windows of the validation part, always the same."""
         last = len(self.validation) - context - 1
         starts = torch.linspace(0, last, min(VALIDATION_WINDOWS, last + 1)).long().unsqueeze(1)
-        for some in starts.split(batch):
+        for some in starts.split(32):
             yield self.validation[some + torch.arange(context + 1)].long()
 
     def entropy_of_pairs(self) -> float:

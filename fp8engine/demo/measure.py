@@ -34,7 +34,7 @@ def _saved(trainer: Trainer, model: nn.Module, ids: torch.Tensor) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own graph holds would keep the graph for ever
 
     watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with watching, trainer.precision.step(), trainer.precision.forward():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,7 @@ def draw(summary: Summary, path: Path) -> Path | None:
 def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
     last = max(result.steps for result in results)
     # The curves lie on one another: a window on the last fifth, drawn larger, shows them apart.
-    window = panel.inset_axes((0.40, 0.44, 0.585, 0.22))
+    window = panel.inset_axes((0.42, 0.42, 0.565, 0.22))
     for result in results:
         colour, plain = COLOURS.get(result.recipe, INK), result.recipe == "fp32"
         smooth = _smooth(result.curve.losses)
@@ -88,7 +90,7 @@ def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
         panel.plot(steps, smooth, color=colour, linewidth=2.4 if plain else 1.1)
         window.plot(steps, smooth, color=colour, linewidth=2.2 if plain else 1.1)
         judged, losses = zip(*result.curve.validation, strict=True)
-        panel.plot(judged, losses, "o", color=colour, markersize=7 if plain else 3.5, clip_on=False, zorder=3)
+        panel.plot(judged, losses, "o", color=colour, markersize=7 if plain else 3.5, zorder=3)
         panel.plot([], [], color=colour, linewidth=2.6, label=f"{result.recipe}   {losses[-1]:.3f}")
     panel.axhline(pairs, color="#9aa3ad", linewidth=1, linestyle=(0, (4, 3)))
     panel.annotate(
@@ -101,7 +103,7 @@ def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
         color=DIM,
         fontsize=8.5,
     )
-    tails = [loss for result in results for loss in _smooth(result.curve.losses)[int(0.8 * last) :]]
+    tails = _finite(loss for result in results for loss in _smooth(result.curve.losses)[int(0.8 * last) :])
     if tails:
         room = 0.08 * (max(tails) - min(tails)) + 1e-3
         window.set(xlim=(0.8 * last, last), ylim=(min(tails) - room, max(tails) + room))
@@ -111,8 +113,8 @@ def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
         window.set_title("the training loss in the box", loc="left", fontsize=8, color=DIM, pad=3)
     window.tick_params(length=0, labelsize=7.5)
     window.grid(color=FAINT, linewidth=0.5)
-    lowest = min(loss for result in results for _, loss in result.curve.validation)
-    panel.set(xlabel="step", xlim=(0, last), ylim=(min(lowest, pairs, *tails) - 0.15, 4.2))
+    ends = _finite(loss for result in results for _, loss in result.curve.validation)
+    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends, *tails]) - 0.15, 4.2))
     panel.set_title("loss, nats a byte  (lines: training, smoothed; dots: validation)", loc="left", fontsize=10)
     panel.legend(frameon=False, title="final validation loss", alignment="left", loc="upper right", handlelength=1.2)
 
@@ -126,10 +128,12 @@ def _difference(panel: Axes, results: list[Result]) -> None:
         points = [(step, 100 * (loss / base[step] - 1)) for step, loss in result.curve.validation if base.get(step)]
         if points and result.recipe != "fp32":
             steps, far = zip(*points, strict=True)
-            widest = max(widest, *map(abs, far))
+            widest = max([widest, *_finite(map(abs, far))])
             colour = COLOURS.get(result.recipe, INK)
-            panel.plot(steps, far, "o-", color=colour, linewidth=1.4, markersize=4, clip_on=False)
-    panel.set(xlim=(0, max(result.steps for result in results)), ylim=(-1.25 * widest, 1.25 * widest), xlabel="step")
+            panel.plot(steps, far, "o-", color=colour, linewidth=1.4, markersize=4)
+    panel.set(
+        xlim=(0, 1.015 * max(result.steps for result in results)), ylim=(-1.25 * widest, 1.25 * widest), xlabel="step"
+    )
     panel.set_title(f"validation loss against fp32, %  (green: within {GOAL})", loc="left", fontsize=10)
     if not base:
         panel.text(0.5, 0.7, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color=DIM)
@@ -145,6 +149,11 @@ def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -
     panel.set_xticks([])
     panel.set_xlim(0, 1.18 * max(values))
     panel.set_title(title, loc="left", fontsize=10)
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    """Without what a diverged run leaves."""
+    return [value for value in values if math.isfinite(value)]
 
 
 def _smooth(losses: list[float], keep: float = 0.9) -> list[float]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fp8engine import device
@@ -21,28 +22,24 @@ from fp8engine.demo.model import GPT
 from fp8engine.demo.train import Result
 
 
-def _mib(value: float) -> str:
-    return f"{value / 2**20:.1f} MiB"
+def _percent(share: float) -> str:
+    return "0" if share == 0 else "<0.001" if share < 1e-5 else f"{100 * share:.2g}"
 
 
-def _tiny_share(value: float) -> str:
-    return "0" if value == 0 else f"{100 * value:.2g} %" if value < 0.001 else f"{value:.1%}".replace("%", " %")
-
-
-# key of a row -> heading on screen, and how a value is written there
+# key of a row -> heading on screen, and how a value is written there; narrow, so that 80 columns hold them all
 COLUMNS: dict[str, tuple[str, Callable[..., str]]] = {
     "recipe": ("recipe", str),
-    "ran_on": ("matmuls ran on", str),
+    "ran_on": ("matmuls\nran on", lambda text: text.replace(" (", "\n(")),
     "steps": ("steps", str),
-    "train_loss": ("train loss", "{:.4f}".format),
-    "validation_loss": ("val. loss", "{:.4f}".format),
-    "difference_to_fp32_percent": ("to fp32", "{:+.2f} %".format),
-    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-    "activation_bytes": ("saved for backward", _mib),
-    "fp8_flops_share": ("FLOPs in FP8", lambda share: f"{share:.0%}".replace("%", " %")),
-    "saturated": ("saturated", _tiny_share),
-    "underflowed": ("flushed to 0", _tiny_share),
-    "skipped": ("skipped steps", str),
+    "train_loss": ("train\nloss", "{:.3f}".format),
+    "validation_loss": ("valid.\nloss", "{:.3f}".format),
+    "difference_to_fp32_percent": ("to\nfp32\n%", "{:+.2f}".format),
+    "tokens_per_second": ("tokens\n/s", "{:,.0f}".format),
+    "activation_bytes": ("saved\nacts.\nMiB", lambda bytes: f"{bytes / 2**20:.1f}"),
+    "fp8_flops_share": ("FP8\nFLOPs\n%", lambda share: f"{100 * share:.0f}"),
+    "saturated": ("satu-\nrated\n%", _percent),
+    "underflowed": ("flushed\nto 0\n%", _percent),
+    "skipped": ("steps\nlost", str),
 }
 
 
@@ -68,12 +65,15 @@ class Summary:
         return rows
 
     def table(self) -> Table:
-        """For a person."""
-        table = Table(title=self.title(), title_justify="left", caption=self.note() or None, caption_justify="left")
-        for key, (heading, _) in COLUMNS.items():
-            table.add_column(heading, justify="left" if key in ("recipe", "ran_on") else "right")
+        """For a person; the column of steps only where a run was stopped early."""
+        whole = all(result.steps == self.about["steps"] for result in self.results)
+        columns = {key: column for key, column in COLUMNS.items() if not (key == "steps" and whole)}
+        table = Table(title=self.title(), title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+        table.caption, table.caption_justify = self.note() or None, "left"
+        for key, (heading, _) in columns.items():
+            table.add_column(heading, justify="left" if key in ("recipe", "ran_on") else "right", no_wrap=True)
         for row in self.rows():
-            table.add_row(*("-" if row[key] is None else show(row[key]) for key, (_, show) in COLUMNS.items()))
+            table.add_row(*("-" if row[key] is None else show(row[key]) for key, (_, show) in columns.items()))
         return table
 
     def title(self) -> str:

@@ -81,7 +81,7 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over the validation windows, and a point of the curve."""
         total = count = 0
-        for ids in self.text.windows(self.config.batch, self.config.shape.context):
+        for ids in self.text.windows(self.config.shape.context):
             with torch.no_grad(), self.precision.step(), self.precision.forward():
                 total += loss_of(self.model, ids.to(self.device)).item() * len(ids)
             count += len(ids)

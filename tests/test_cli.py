@@ -1,0 +1,271 @@
+"""The command line, as a person and as a script use it: what is written and printed agrees, exit codes tell."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fp8engine
+from fp8engine import device
+from fp8engine.cli import app, doctor
+from fp8engine.demo import Config, checkpoint
+from fp8engine.demo.data import read
+from fp8engine.demo.summary import COLUMNS
+from fp8engine.demo.trainer import Trainer
+from fp8engine.errors import UnknownName
+
+ROOT = Path(fp8engine.__file__).parents[1]
+SMALLEST = ("--size", "tiny", "--batch", "2")
+
+
+def call(*arguments: object):
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(told: str, *arguments: object) -> None:
+    """Exit code 2 and one line on standard error; no traceback, nothing on standard output."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    """Six steps of three recipes: (folder, what was printed as JSON)."""
+    out = tmp_path_factory.mktemp("report")
+    recipes = ("-r", "fp32", "-r", "fp16", "-r", "delayed")
+    result = call("train", *SMALLEST, "--steps", 6, *recipes, "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    return out, json.loads(result.stdout)
+
+
+def test_screen_json_and_csv_tell_the_same(trained):
+    out, printed = trained
+    written = json.loads((out / "table.json").read_text())
+    assert {key: printed[key] for key in written} == written
+    with open(out / "table.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["recipe"] for line in lines] == ["fp32", "fp16", "delayed"]
+    for line, row in zip(lines, written["rows"], strict=True):
+        assert list(line) == list(row) == list(COLUMNS)
+        assert line == {key: "" if value is None else str(value) for key, value in row.items()}
+    assert written["about"]["parameters"] == sum(p.numel() for p in Trainer(*_run("fp32")).model.parameters())
+    assert "emulated" in written["note"]
+    assert len(written["runs"]["delayed"]["curve"]["losses"]) == 6
+
+
+def _run(recipe: str, steps: int = 6):
+    config = Config(size="tiny", batch=2, steps=steps)
+    return config, recipe, 0, read(None, config.shape.context)
+
+
+def test_the_picture_is_one(trained):
+    out, printed = trained
+    assert printed["files"] == [str(out / name) for name in ("table.json", "table.csv", "loss.png")]
+    image = (out / "loss.png").read_bytes()
+    width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
+    assert image[:8] == b"\x89PNG\r\n\x1a\n"
+    assert 1000 < width < 3000
+    assert 500 < height < 2000
+
+
+def test_a_person_gets_the_table_and_what_the_model_writes(tmp_path: Path):
+    result = call("train", *SMALLEST, "--steps", 10, "-r", "fp32", "-r", "current", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "fp32          step 1/10  loss 5." in result.stdout
+    for part in ("reference", "(emulated)", "+0.00", "FP8 is emulated", "current writes", "The ", "loss.png"):
+        assert part in result.stdout, part
+
+
+def test_resume_goes_on_with_what_is_there(tmp_path: Path):
+    arguments = ("train", *SMALLEST, "--steps", 6, "--out", tmp_path, "--checkpoint-every", 2, "--json")
+    first = json.loads(call(*arguments, "-r", "fp32").stdout)
+    both = json.loads(call(*arguments, "-r", "fp32", "-r", "rowwise", "--resume").stdout)
+    assert both["runs"]["fp32"] == first["runs"]["fp32"]  # times of every step included: it was not trained again
+    assert [row["steps"] for row in both["rows"]] == [6, 6]
+    refused("steps 6 there, 7 here", *(7 if a == 6 else a for a in arguments), "-r", "fp32", "--resume")
+
+
+def test_what_train_refuses(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    refused("did you mean 'rowwise'", "train", "--recipe", "rowise")
+    refused("did you mean 'tiny'", "train", "--size", "tiney")
+    refused("cannot write in", "train", "--out", tmp_path / "file")
+    refused("No such file", "train", "--text", tmp_path / "none.txt", "--out", tmp_path)
+    refused("device 'cuda:77' cannot be used", "train", "--device", "cuda:77")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_debug_shows_where_an_error_came_from():
+    result = call("train", "--recipe", "rowise", "--debug")
+    assert isinstance(result.exception, UnknownName)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopping_leaves_a_whole_checkpoint_and_the_report(number: int, code: int, tmp_path: Path):
+    """Stopped after its first line, with a hundred thousand steps to go."""
+    steps = 100_000
+    arguments = ["train", *SMALLEST, "--steps", str(steps), "--out", str(tmp_path), "-r", "delayed", "-r", "fp32"]
+    command = [sys.executable, "-m", "fp8engine", *arguments, "--checkpoint-every", "7"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        saved = tmp_path / "checkpoints" / "delayed-seed0.pt"
+        while process.poll() is None and not saved.exists():
+            pass
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "stopped early" in printed
+    (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert 7 <= row["steps"] < steps
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    trainer = Trainer(*_run("delayed", steps))
+    checkpoint.load(saved, trainer)
+    assert trainer.steps_done == row["steps"]
+    assert os.listdir(saved.parent) == ["delayed-seed0.pt"]  # no half-written file, no next recipe
+
+
+def test_doctor_finds_this_machine_well():
+    result = call("doctor", "--json")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 0, told["problems"]
+    assert told["ok"]
+    assert told["problems"] == []
+    (cpu,) = (one for one in told["devices"] if one["device"] == "cpu")
+    assert [row["recipe"] for row in cpu["recipes"]] == ["current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"]
+    assert all(row["trouble"] is None for row in cpu["recipes"])
+    assert cpu["recipes"][0]["emulated"] != device.has_fp8(torch.device("cpu"))
+    assert cpu["milliseconds"]["fp32"] > 0
+    shown = call("doctor")
+    assert "everything needed works" in shown.stdout
+    assert "has no FP8 Tensor Cores" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "told"),
+    [
+        ("torch", "2.4.1+cu121", "torch 2.4.1+cu121 is installed; needed: torch>=2.11"),
+        ("torch", None, "torch is not installed; needed: torch>=2.11"),
+        ("triton", "3.5.1", "triton 3.5.1 is installed; needed: triton>=3.6,<3.10"),
+        ("triton", "3.10.0", "triton 3.10.0 is installed; needed: triton>=3.6,<3.10"),
+    ],
+)
+def test_doctor_names_a_version_that_does_not_fit(package, installed, told, monkeypatch: pytest.MonkeyPatch):
+    versions = {"torch": "2.13.0", "triton": "3.6.0"} | {package: installed}
+    monkeypatch.setattr(doctor, "_installed", versions.get)
+    result = call("doctor", "--json")
+    assert result.exit_code == 1
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert problem.startswith(told)
+    assert told in call("doctor").stdout
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0.0a1"])
+def test_doctor_takes_a_version_that_fits_and_does_without_triton(version, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "_installed", {"torch": version}.get)
+    told = doctor.examine()
+    assert told["problems"] == []
+    assert any("fp8engine[hf]" in note for note in told["notes"])
+
+
+def test_doctor_notices_results_that_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    forward = doctor.Linear.forward
+    monkeypatch.setattr(doctor.Linear, "forward", lambda self, x: 1.5 * forward(self, x))
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "recipe current: the weight gradient is off by 125%" in result.stdout
+
+
+def test_doctor_tells_a_v100_which_torch_to_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "capability", lambda where: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    (note,) = doctor._card_notes(torch.device("cuda", 0))
+    assert "https://download.pytorch.org/whl/cu126" in note
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_80"])
+    (note,) = doctor._card_notes(torch.device("cuda", 0))
+    assert "FP8 is emulated" in note
+
+
+class Small(nn.Module):
+    """Three linear layers, the last a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.lm_head = nn.Linear(32, 96), nn.Linear(96, 32), nn.Linear(32, 64)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a user's module, which `inspect` is called in."""
+    (tmp_path / "models.py").write_text(
+        "from test_cli import Small\nsmall = Small\nmade = Small()\n"
+        "def number(): return 7\ndef fails(): raise KeyError('weights')\n"
+    )
+    monkeypatch.setitem(sys.modules, "test_cli", sys.modules[__name__])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["models:small", "models:made"])
+def test_inspect_of_a_function_by_hand(target: str, script: Path):
+    told = json.loads(call("inspect", target, "--json", "--override", "down=rowwise_gw_hp").stdout)
+    assert [layer["recipe"] for layer in told["layers"]] == ["current", "rowwise_gw_hp", None]
+    assert "output head" in told["layers"][2]["reason"]
+    sizes = 96 * 32, 32 * 96, 64 * 32
+    assert told["totals"]["fp8_flops_share"] == pytest.approx((sizes[0] + sizes[1] * 2 / 3) / sum(sizes), rel=1e-12)
+    assert told["totals"]["converted"] == 2
+    assert "" not in sys.path[:1]
+    table = call("inspect", target, "--skip", "d*n")
+    assert table.exit_code == 0
+    assert "--skip d*n" in table.stdout
+    assert "1 of 3 linear layers would be converted, 37.5% of their FLOPs in FP8" in table.stdout
+
+
+def test_what_inspect_refuses(script: Path):
+    (script / "empty").mkdir()
+    refused("neither a folder that exists nor module:function", "inspect", "nowhere")
+    refused("empty has no config.json", "inspect", "empty")
+    refused("No module named 'nomodule'", "inspect", "nomodule:f")
+    refused("has no attribute 'smal'", "inspect", "models:smal")
+    refused("models:number gave int, not an nn.Module", "inspect", "models:number")
+    refused("KeyError: 'weights'", "inspect", "models:fails")
+    refused("did you mean 'delayed'", "inspect", "models:small", "--recipe", "delaid")
+    refused("did you mean 'down'", "inspect", "models:small", "--skip", "dwn")
+    refused("unknown overrides pattern", "inspect", "models:small", "--override", "x.*=bf16")
+    refused("want GLOB=RECIPE", "inspect", "models:small", "--override", "down")
+
+
+def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
+    """Two layers as wide as a 70B Llama, built where nothing is allocated."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    told = json.loads(call("inspect", tmp_path, "--recipe", "blockwise", "--json").stdout)
+    assert told["class"] == "LlamaForCausalLM"
+    assert told["totals"] | {"fp8_flops_share": 0} == {
+        "layers": 15,
+        "converted": 14,
+        "left_alone": 1,
+        "fp8_flops_share": 0,
+    }
+    assert told["layers"][0]["name"] == "model.layers.0.self_attn.q_proj"
+    assert told["layers"][-1]["recipe"] is None
+    (tmp_path / "config.json").write_text("{")
+    refused("transformers cannot build", "inspect", tmp_path)
