@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8engine.demo import Config, DemoError, Keeping, Session, checkpoint, files, run, train
+from fp8engine.demo import Config, DemoError, Keeping, Session, checkpoint, data, files, measure, run, train
 from fp8engine.demo.data import read
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import StateError
 from fp8engine.report import scaling_state_dict
 
 CONFIG = Config(size="tiny", steps=8, batch=2)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured beside the training takes less time."""
+    monkeypatch.setattr(data, "VALIDATION_WINDOWS", 16)
+    monkeypatch.setattr(measure, "LENGTH", 10)
 
 
 def fresh(recipe: str = "delayed", config: Config = CONFIG, seed: int = 0) -> Trainer:

@@ -2,18 +2,30 @@
 
 import json
 import math
+import signal
 
 import pytest
 import torch
 from torch import nn
 
-from fp8engine.demo import DEFAULT, Config, DemoError, Session, measure, run, train
+from fp8engine.demo import DEFAULT, Config, DemoError, Session, data, measure, run, train
 from fp8engine.demo.data import Text, read
 from fp8engine.demo.half import SumsInFP32
+from fp8engine.demo.progress import Silent
 from fp8engine.demo.summary import COLUMNS, Summary, about
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.report import scaling_state_dict
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short():
+    """What is measured beside the training takes less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "VALIDATION_WINDOWS", 64)
+        patch.setattr(measure, "LENGTH", 10)
+        yield
+
 
 TINY = Config(size="tiny", steps=40, batch=8)
 FP8 = [recipe for recipe in DEFAULT if recipe not in ("fp32", "bf16", "fp16")]
@@ -76,7 +88,7 @@ def test_a_seed_changes_both_and_torchs_own_random_state_neither():
     one, other = trainer("fp32", seed=0), trainer("fp32", seed=1)
     one.step()
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
+    assert not torch.equal(next(one.model.parameters()), next(other.model.parameters()))
     batches = [one.text.batch(seed, step, 4, 64) for seed in (0, 1) for step in (0, 1, 2)]
     assert len({tuple(batch.flatten().tolist()) for batch in batches}) == 6
 
@@ -86,7 +98,7 @@ def test_validation_is_on_other_bytes_the_last_tenth():
     whole = torch.cat([text.train, text.validation])
     assert len(text.train) == len(whole) * 9 // 10
     windows = torch.cat(list(text.windows(64)))
-    assert windows.shape == (256, 65)
+    assert windows.shape == (64, 65)
     assert torch.equal(windows[0], whole[len(text.train) :][:65].long())
     assert torch.equal(windows[-1], whole[-65:].long())
 
@@ -145,7 +157,8 @@ def test_fp16_sums_in_fp32_are_one_rounding_from_exact():
     a, b = (torch.randn(8, 64).half().requires_grad_() for _ in range(2))
     with SumsInFP32():
         product = a @ b.t()
-        attention = nn.functional.scaled_dot_product_attention(*(x.view(1, 1, 8, 64) for x in (a, b, b)))
+        q, k = a.view(1, 1, 8, 64), b.view(1, 1, 8, 64)
+        attention = nn.functional.scaled_dot_product_attention(q, k, k)
         attention.sum().backward()
     exact = a.detach().double() @ b.detach().double().t()
     assert product.dtype == attention.dtype == torch.float16
@@ -153,8 +166,8 @@ def test_fp16_sums_in_fp32_are_one_rounding_from_exact():
     assert a.grad.dtype == torch.float16
     bound = exact.abs() * 2.0**-11 + 64 * 2.0**-24 * (a.detach().double().abs() @ b.detach().double().abs().t())
     assert ((product.double() - exact).abs() <= bound + 2.0**-25).all()
-    wide = [x.detach().double().view(1, 1, 8, 64) for x in (a, b, b)]
-    close = nn.functional.scaled_dot_product_attention(*wide)
+    wide_q, wide_k = q.detach().double(), k.detach().double()
+    close = nn.functional.scaled_dot_product_attention(wide_q, wide_k, wide_k)
     assert torch.allclose(attention.double(), close, atol=2.0**-10, rtol=2.0**-10)
 
 
@@ -196,15 +209,46 @@ def test_a_text_of_ones_own(tmp_path):
         read(str(tmp_path / "nowhere"), 64)
 
 
-def test_a_session_is_checked_before_it_trains():
-    for wrong, told in (
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
         ({"recipes": ("fp32", "rowise")}, "did you mean 'rowwise'"),
         ({"recipes": ("fp32", "fp32")}, "want each once"),
         ({"recipes": ()}, "at least one"),
         ({"checkpoint_every": 0}, "checkpoint_every=0"),
-    ):
-        with pytest.raises((DemoError, UnknownName), match=told):
-            Session(**wrong)
+    ],
+)
+def test_a_session_is_checked_before_it_trains(wrong: dict, told: str):
+    with pytest.raises((DemoError, UnknownName), match=told):
+        Session(**wrong)
+
+
+class Stopper(Silent):
+    """A screen before which someone stops the session, in step 3 of its second recipe."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def step(self, recipe: str, step: int, loss: float, tokens_per_second: float) -> None:
+        if (recipe, step) == ("bf16", 3):
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_session_that_is_stopped_keeps_what_it_has(number: int, tmp_path):
+    before = signal.getsignal(number)
+    config = Config(size="tiny", steps=6, batch=2)
+    outcome = train(config, Session(recipes=("fp32", "bf16", "fp16"), out=tmp_path), Stopper(number))
+    assert outcome.signal == number
+    assert signal.getsignal(number) is before
+    assert [(result.recipe, result.steps) for result in outcome.summary.results] == [("fp32", 6), ("bf16", 3)]
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
+    assert (tmp_path / "loss.png").exists()
+    again = train(config, Session(recipes=("fp32", "bf16", "fp16"), out=tmp_path, resume=True))
+    assert again.signal is None
+    assert [result.steps for result in again.summary.results] == [6, 6, 6]
+    assert again.summary.results[0].curve == outcome.summary.results[0].curve
+    assert again.summary.results[1].curve.losses[:3] == outcome.summary.results[1].curve.losses
 
 
 def test_a_run_that_diverges_is_reported_as_such(tmp_path):

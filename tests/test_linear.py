@@ -23,12 +23,20 @@ SHAPES = [(1, 1, 1), (3, 50, 33), (16, 16, 16), (5, 130, 257), (129, 31, 48)]  #
 RESULTS = ("y", "dx", "dw")
 
 
-def run(recipe: Recipe | str, shape, dtype=torch.float32, scale=1.0):
+def uneven(x: torch.Tensor, spread: int) -> torch.Tensor:
+    """x with its rows and columns times powers of two down to 2^-spread, so that it matters which share a scale."""
+    rows, columns = (torch.randint(-spread, 1, (size,)) for size in x.shape)
+    return x * torch.exp2(rows)[:, None] * torch.exp2(columns)
+
+
+def run(recipe: Recipe | str, shape, dtype=torch.float32, scale=1.0, spread=0):
     """(layer, x, dy, y) after one forward and backward on random numbers."""
     m, k, n = shape
     layer = fe.Linear(k, n, recipe=recipe, dtype=dtype)
-    x = (torch.randn(m, k) * scale).to(dtype).requires_grad_()
-    dy = torch.randn(m, n).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(uneven(layer.weight, spread))
+    x = (uneven(torch.randn(m, k), spread) * scale).to(dtype).requires_grad_()
+    dy = uneven(torch.randn(m, n), spread).to(dtype)
     y = layer(x)
     y.backward(dy)
     return layer, x, dy, y
@@ -50,7 +58,7 @@ def bound(
 
 def check(recipe: Recipe, shape, dtype) -> None:
     (m, k, n), rounds = shape, recipe.output != fe.FP32
-    layer, x, dy, y = run(recipe, shape, dtype)
+    layer, x, dy, y = run(recipe, shape, dtype, spread=6)
     want = products(recipe, x, layer.weight, layer.bias, dy)
     bias = layer.bias.detach().double().numpy()
     assert x.grad is not None

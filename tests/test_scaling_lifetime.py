@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import Net, converted, same, state_of, tables, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 
@@ -62,6 +63,16 @@ def test_evaluation_between_steps_changes_no_bit_of_training(start: Net, recipe:
     assert train(watched, with_evaluation) == losses
     assert same(weights(watched), weights(plain))
     assert same(tables(watched)[:2], tables(plain)[:2])
+
+
+def test_evaluation_after_a_checkpointed_step_records_nothing(start: Net):
+    # A reentrant checkpoint around the root runs it first without gradients, as an evaluation does.
+    model, x = converted(start, "delayed"), torch.randn(6, 32, requires_grad=True)
+    checkpoint(model, x, use_reentrant=True).sum().backward()
+    model(torch.randn(6, 32)).sum().backward()
+    before = tables(model)[:2]
+    evaluate_without_gradients(model, torch.randn(6, 32) * 1000)
+    assert same(tables(model)[:2], before)
 
 
 def test_evaluation_uses_the_last_scale_and_recasts_what_is_beyond_it():

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -117,7 +117,7 @@ def _from_function(module: str, function: str) -> nn.Module:
     name = f"{module}:{function}"
     sys.path.insert(0, "")  # a module in the folder where the command runs, as `python -m` finds it
     try:
-        made = importlib.import_module(module)
+        made: Any = importlib.import_module(module)
         for part in function.split("."):
             made = getattr(made, part)
         model = made if isinstance(made, nn.Module) else made()

@@ -118,9 +118,13 @@ def _check_tensors(path: Path, saved: object, own: Mapping[str, torch.Tensor]) -
 
 def _check_optimizer(path: Path, saved: object, optimizer: torch.optim.Optimizer) -> None:
     own = optimizer.state_dict()["param_groups"]
-    groups, states = (saved.get(key) for key in ("param_groups", "state")) if isinstance(saved, dict) else (None, None)
-    same = isinstance(groups, list) and isinstance(states, dict) and len(groups) == len(own)
-    if not same or any(a.keys() != b.keys() or a["params"] != b["params"] for a, b in zip(groups, own, strict=True)):
+    saved = saved if isinstance(saved, Mapping) else {}
+    groups, states = saved.get("param_groups"), saved.get("state")
+    if (
+        not isinstance(groups, list)
+        or not isinstance(states, Mapping)
+        or list(map(_key, groups)) != list(map(_key, own))
+    ):
         raise StateError(f"{path}: the optimizer's groups are not this run's; nothing was loaded")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, state in states.items():
@@ -128,6 +132,11 @@ def _check_optimizer(path: Path, saved: object, optimizer: torch.optim.Optimizer
             raise StateError(f"{path}: the optimizer's state of parameter {index} is not AdamW's; nothing was loaded")
         for key in ("exp_avg", "exp_avg_sq"):
             _check_like(f"{path}: optimizer's {key} of parameter {index}", state[key], parameters[index])
+
+
+def _key(group: object) -> tuple:
+    """What tells one group of parameters from another."""
+    return (sorted(group), group.get("params")) if isinstance(group, dict) else ()
 
 
 def _check_like(what: str, saved: object, own: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ def read(path: str | None, context: int) -> Text:
     Raises DemoError for a file that is not there, cannot be read or is too short.
 
     >>> text = read(None, 128)
-    >>> len(text.train) > 100_000, len(text.train) // len(text.validation)
+    >>> len(text.train) > 100_000, round(len(text.train) / len(text.validation))
     (True, 9)
     """
     raw = _manual() if path is None else _file(path)

@@ -12,6 +12,7 @@ from fp8engine.demo.trainer import Trainer
 
 PROMPT = b"The "
 TEMPERATURE = 0.7
+LENGTH = 200  # bytes of a sample
 
 
 def activation_bytes(trainer: Trainer) -> int:
@@ -45,11 +46,11 @@ def _saved(trainer: Trainer, model: nn.Module, ids: torch.Tensor) -> int:
 
 
 @torch.no_grad()
-def sample(trainer: Trainer, length: int = 200) -> str:
+def sample(trainer: Trainer) -> str:
     """Text that the model writes after PROMPT, the same for the same weights."""
     generator = torch.Generator().manual_seed(trainer.seed)
     written = list(PROMPT)
-    for _ in range(length):
+    for _ in range(LENGTH):
         ids = torch.tensor([written[-trainer.config.shape.context :]], device=trainer.device)
         with trainer.precision.step(), trainer.precision.forward():
             logits = trainer.model(ids)[0, -1].float().cpu()

@@ -75,15 +75,16 @@ def run(
     (2, True, 'reference (emulated)')
     """
     trainer = Trainer(config, recipe, seed, read(config.text, config.shape.context))
-    path = keeping.path(recipe, seed) if keeping else None
-    if path is not None and keeping.resume and path.exists():
+    if keeping is not None and keeping.resume and (path := keeping.path(recipe, seed)).exists():
         checkpoint.load(path, trainer)
-    _train(trainer, on_step, path, keeping.every if keeping else config.steps)
+    _train(trainer, on_step, keeping)
     return _result(trainer)
 
 
-def _train(trainer: Trainer, on_step: OnStep | None, path: Path | None, every: int) -> None:
+def _train(trainer: Trainer, on_step: OnStep | None, keeping: Keeping | None) -> None:
     config, curve = trainer.config, trainer.curve
+    path = keeping.path(trainer.recipe, trainer.seed) if keeping else None
+    every = keeping.every if keeping else config.steps
     judged = {config.steps * quarter // 4 for quarter in (1, 2, 3)}  # and the end, by _result
     go_on, saved = True, trainer.steps_done
     while trainer.steps_done < config.steps and go_on:

@@ -62,7 +62,9 @@ class KeptWeight:
         if where != self.where:
             self.where, self.sample = where, _view_of_a_few(weight)
         key = (where, weight._version, self.sample.tolist())
-        if key != self.key:
+        # Without a sample (CUDA) a version that never moved proves nothing: fully_shard's unsharded weights stay at 0.
+        unproven = weight._version == 0 and not len(self.sample)
+        if key != self.key or unproven:
             self.key, self.kept = key, {}
         return self.kept
 
