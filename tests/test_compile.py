@@ -55,7 +55,7 @@ def test_a_changing_batch_compiles_at_most_once_more(recipe):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_blocks_compiled_one_by_one():
     eager, regional = net("delayed"), net("delayed")
-    for block in regional.blocks:
+    for block in regional.get_submodule("blocks").children():
         block.compile(fullgraph=True, backend="aot_eager")
     assert train(eager) == train(regional)
     assert same(tables(eager)[:2], tables(regional)[:2])

@@ -73,8 +73,8 @@ def test_a_recipe_changes_neither_bytes_nor_first_weights():
     for recipe in ("fp32", "current", "fp16"):
         one = trainer(recipe)
         first[recipe] = [parameter.detach().clone() for parameter in one.model.parameters()]
-        seen[recipe] = []
-        one.model.register_forward_pre_hook(lambda _, args, recipe=recipe: seen[recipe].append(args[0]))
+        bytes_of = seen[recipe] = []
+        one.model.register_forward_pre_hook(lambda _, args, into=bytes_of: into.append(args[0]))
         for _ in range(3):
             one.step()
     for recipe in ("current", "fp16"):

@@ -127,7 +127,7 @@ def _note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
     for counter, value in zip(counts, row, strict=True):  # nothing copied from the host: a CUDA graph may capture it
         counter.add_(value)
     if slot.record:
-        clean = bad == 0
+        clean = torch.as_tensor(bad == 0, device=live.device)  # a tensor there already
         live[0] = torch.where(clean, torch.maximum(live[0], amax.max()), live[0])
         if not how.delayed:
             live[1] = torch.where(clean, s.min(), live[1])
