@@ -1,5 +1,6 @@
 """The demo: every precision learns, from the same bytes and the same first weights, and what is reported is so."""
 
+import functools
 import json
 import math
 import signal
@@ -67,14 +68,18 @@ def test_the_share_in_fp8_is_all_but_the_head(recipe: str):
     assert 0 <= result.saturated <= result.underflowed + 1e-3 < 0.05
 
 
+def keep_input(into: list[torch.Tensor], _: torch.nn.Module, args: tuple) -> None:
+    into.append(args[0])
+
+
 def test_a_recipe_changes_neither_bytes_nor_first_weights():
     seen: dict[str, list[torch.Tensor]] = {}
     first: dict[str, list[torch.Tensor]] = {}
     for recipe in ("fp32", "current", "fp16"):
         one = trainer(recipe)
         first[recipe] = [parameter.detach().clone() for parameter in one.model.parameters()]
-        bytes_of = seen[recipe] = []
-        one.model.register_forward_pre_hook(lambda _, args, into=bytes_of: into.append(args[0]))
+        seen[recipe] = []
+        one.model.register_forward_pre_hook(functools.partial(keep_input, seen[recipe]))
         for _ in range(3):
             one.step()
     for recipe in ("current", "fp16"):
