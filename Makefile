@@ -5,6 +5,8 @@ JOBS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Interpreting kernels and compiling them cannot share a process.
+INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
@@ -17,11 +19,13 @@ help:  ## this list
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
 	$(PY) -m fp8engine train
 
-test: $(VENV)/dev.stamp  ## every test and doctest
+test: $(VENV)/dev.stamp  ## every test and doctest; then the kernels in Triton's interpreter
 	$(PYTEST) -n $(JOBS)
+	$(INTERPRET) -n $(JOBS)
 
 check: static  ## before a commit: format, lint, types, fast tests
 	$(PYTEST) -n $(JOBS) -m "not slow"
+	$(INTERPRET) -n $(JOBS) -m "not slow"
 
 static: $(VENV)/dev.stamp  ## format, lint, types
 	$(VENV)/bin/ruff format --check .
@@ -31,12 +35,11 @@ static: $(VENV)/dev.stamp  ## format, lint, types
 types: $(VENV)/dev.stamp  ## pyright
 	$(PYRIGHT)
 
-codegen:  ## rebuild the kernels' committed configurations
-	@echo "nothing to generate: no kernel configuration is committed yet ($(words $(wildcard kernels/*.py)) kernel files)"
+codegen: $(VENV)/dev.stamp  ## compile every kernel for the cards it is meant for, no GPU needed; UPDATE=1: new baseline
+	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(UPDATE),--update)
 
-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
-	@if $(PY) -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; \
-	then $(PYTEST) -m gpu; else echo "not measured: torch finds no CUDA device on this machine"; fi
+gpu:  ## on a CUDA card, nothing installed but torch and Triton: check everything, then measure (9 minutes)
+	$(PYTHON) benchmarks/gpu.py
 
 bench: $(VENV)/dev.stamp  ## measure this CPU, side by side with torch and torchao
 	$(PY) benchmarks/cpu.py

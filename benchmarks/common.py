@@ -64,9 +64,10 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def save(what: str, result: dict) -> Path:
-    """Write a result under results/<machine>/<date>-<what>.json."""
-    slug = "".join(c if c.isalnum() else "-" for c in result["machine"]["cpu"].lower()).strip("-")
-    path = RESULTS / f"cpu-{slug}" / f"{result['machine']['date']}-{what}.json"
+    """Write a result under results/<machine>/<date>-<what>.json; the machine is the card where there is one."""
+    card = result["machine"].get("card")
+    slug = "".join(c if c.isalnum() else "-" for c in (card or result["machine"]["cpu"]).lower()).strip("-")
+    path = RESULTS / (slug if card else f"cpu-{slug}") / f"{result['machine']['date']}-{what}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

@@ -1,9 +1,6 @@
 """One function per operation, the backend chosen per call; registered with torch.library, so torch.compile takes them.
 
-| backend | where | what |
-| --- | --- | --- |
-| cublas | CUDA from sm_89; a CPU with FP8 instructions | matmuls with a scale per tensor or row |
-| reference | everywhere | everything, in plain torch; the matmul is emulated, and reports say so |
+Which backend a matmul runs on: fp8engine/dispatch.py.
 
 >>> a = quantize(torch.ones(2, 4), How(torch.float8_e4m3fn, -1, -1, power_of_2=True))
 >>> with backend("reference"):
@@ -13,38 +10,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch._higher_order_ops import effects
 
-from fp8engine import cublas, device, reference
-from fp8engine.errors import BackendError, UnknownName
+from fp8engine import cublas, native, reference
+from fp8engine.dispatch import asked, backend, choose, choose_16_bits, emulated
+from fp8engine.errors import BackendError, ShapeError, UnknownName
 from fp8engine.recipe import Cast, PerBlock, PerRow
-from fp8engine.reference import How, Operand, Slot
+from fp8engine.reference import Epilogue, How, Operand, Slot
 
-BACKENDS = ("triton", "cublas", "reference")
-_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("fp8engine_backend", default=None)
-
-
-@contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Within the block every matmul runs on this backend, or raises BackendError where it cannot.
-
-    Raises UnknownName for a name that is not a backend, BackendError for one that is not there.
-    """
-    if name not in BACKENDS:
-        raise UnknownName("backend", name, BACKENDS)
-    if name == "triton":
-        raise BackendError("backend 'triton' has no matmul in this version yet; use 'cublas' or 'reference'")
-    token = _asked.set(name)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+__all__ = [
+    "backend",
+    "choose",
+    "choose_16_bits",
+    "decode",
+    "direct",
+    "emulated",
+    "how",
+    "matmul",
+    "matmul_epilogue",
+    "matmul_fp16",
+    "quantize",
+    "quantize_given",
+    "scale_update",
+]
 
 
 @functools.cache
@@ -62,25 +53,6 @@ def how(cast: Cast, held: torch.dtype | None = None) -> How:
     elif isinstance(group, PerRow):
         rows, cols = (1, -1) if group.dim == -1 else (-1, 1)
     return How(cast.format.dtype, rows, cols, cast.power_of_2, cast.delayed, held)
-
-
-def choose(where: torch.device, by_block: bool) -> str:
-    """The backend a matmul runs on: the one asked for, else the fastest that can take it.
-
-    where: the operands' device.  by_block: whether a scale changes along K.
-    """
-    if (asked := _asked.get()) is not None:
-        return asked
-    if by_block:
-        return "reference"
-    if where.type == "cpu":
-        return "cublas" if device.cpu_multiplies("fp8") else "reference"
-    return "cublas" if device.has_fp8(where) else "reference"
-
-
-def emulated(where: torch.device, name: str) -> bool:
-    """Whether that backend computes without FP8 Tensor Cores there."""
-    return name == "reference" or not device.has_fp8(where)
 
 
 def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
@@ -106,14 +78,45 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     precision: "fast" may keep Hopper's ~13-bit partial sums, "promoted" sums in FP32; both may round once to 16 bits
     before an FP32 result; "exact" sums in FP32 and rounds only to `out`.
 
-    Raises BackendError for a backend that was asked for and cannot run these operands, or E5M2 by E5M2.
+    Raises ShapeError for operands, scales or a bias that do not fit together, BackendError for a backend that was
+    asked for and cannot run these operands, or E5M2 by E5M2.
     """
-    if a.data.dtype == b.data.dtype == torch.float8_e5m2:
-        raise BackendError("Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3")
+    _check(a, b, bias_N)
     if direct(a.data):
         return _run_matmul(a, b, bias_N, out, precision)
-    groups = [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
-    return torch.ops.fp8engine.matmul.default(a.data, b.data, a.scale, b.scale, bias_N, groups, out, precision)
+    return torch.ops.fp8engine.matmul.default(a.data, b.data, a.scale, b.scale, bias_N, _groups(a, b), out, precision)
+
+
+def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str = "exact") -> torch.Tensor:
+    """`matmul` with an activation, statistics or an FP8 result decided before the store; one launch on Triton.
+
+    Elsewhere the FP32 product is finished in plain torch.  Raises as `matmul` does; UnknownName for an activation.
+
+    >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    >>> end = Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5))
+    >>> matmul_epilogue(one, one, end).float().item()  # 2 = 4 * 0.5
+    4.0
+    """
+    _check(a, b, epilogue.bias_N)
+    if epilogue.activation not in reference.KINDS:
+        raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
+    if direct(a.data):
+        return _run_epilogue(a, b, epilogue, precision)
+    return torch.ops.fp8engine.matmul_epilogue.default(
+        a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue
+    )
+
+
+def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, out: torch.dtype | None = None) -> torch.Tensor:
+    """a @ b.T + bias of ordinary tensors of any strides; out: dtype of the result, default a's.  Differentiable.
+
+    >>> matmul_fp16(torch.ones(2, 3), torch.ones(1, 3)).tolist()
+    [[3.0], [3.0]]
+    """
+    out = out or a_MK.dtype
+    if a_MK.dtype.itemsize != 2 or choose_16_bits(a_MK.device, (a_MK.shape[0], b_NK.shape[0])) == "torch":
+        return reference.matmul_fp16(a_MK, b_NK, bias_N, out)
+    return torch.ops.fp8engine.matmul_fp16.default(a_MK, b_NK, bias_N, out)
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -150,15 +153,53 @@ def direct(x: torch.Tensor) -> bool:
     )
 
 
+def _check(a: Operand, b: Operand, bias_N) -> None:
+    if a.data.dtype == b.data.dtype == torch.float8_e5m2:
+        raise BackendError("Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3")
+    if a.data.dim() != 2 or b.data.dim() != 2 or a.data.shape[1] != b.data.shape[1]:
+        raise ShapeError(f"matmul: want a [M, K] and b [N, K], got {list(a.data.shape)} and {list(b.data.shape)}")
+    if bias_N is not None and bias_N.shape != b.data.shape[:1]:
+        raise ShapeError(f"matmul: bias is {list(bias_N.shape)}; b {list(b.data.shape)} wants [{b.data.shape[0]}]")
+    for name, (data, scale, rows, cols, _) in (("a", a), ("b", b)):
+        if scale.dim() == 0:
+            continue
+        m, k = data.shape
+        want = (1 if rows == -1 else -(-m // rows), 1 if cols == -1 else -(-k // cols))
+        if tuple(scale.shape) != want:
+            raise ShapeError(
+                f"matmul: scale of {name} is {list(scale.shape)}; {rows} x {cols} groups of {[m, k]} have {list(want)}"
+            )
+
+
 def _run_matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
     # Chosen when it runs: a compiled graph follows `with backend(...)` as eager code does.
-    codes = a.data.dtype.itemsize == b.data.dtype.itemsize == 1  # values held for emulation stay with it
-    if codes and choose(a.data.device, a.scaled_along_k or b.scaled_along_k) == "cublas":
+    name = _backend_of(a, b, precision)
+    if name == "triton":
+        return native.matmul(a, b, Epilogue(bias_N, out), fast=precision == "fast")
+    if name == "cublas":
         return cublas.matmul(a, b, bias_N, out, fast=precision == "fast")
     if torch._C._is_any_autocast_enabled():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
         with torch.autocast(a.data.device.type, enabled=False):
             return _emulate(a, b, bias_N, out, precision)
     return _emulate(a, b, bias_N, out, precision)
+
+
+def _run_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
+    if _backend_of(a, b, precision) == "triton":
+        return native.matmul(a, b, epilogue, fast=precision == "fast")
+    return reference.finish(_run_matmul(a, b, None, torch.float32, precision), epilogue)
+
+
+def _backend_of(a: Operand, b: Operand, precision: str) -> str:
+    if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
+        by_block = a.scaled_along_k or b.scaled_along_k
+        return choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
+    if asked() not in (None, "reference"):
+        raise BackendError(
+            f"backend {asked()!r} takes FP8 codes, and these operands are values held for an emulated matmul: "
+            "quantise them (run the forward) inside the block as well"
+        )
+    return "reference"
 
 
 def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
@@ -181,6 +222,10 @@ def _quantize_fake(x, text, *slot):
     return x.new_empty(m, k, dtype=how.held or how.dtype), x.new_empty(how.scale_shape(m, k), dtype=torch.float32)
 
 
+def _groups(a: Operand, b: Operand) -> list[int]:
+    return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
+
+
 def _operands(a, b, scale_a, scale_b, groups):
     rows_a, cols_a, rows_b, cols_b, power_of_2 = groups
     return Operand(a, scale_a, rows_a, cols_a, bool(power_of_2)), Operand(b, scale_b, rows_b, cols_b, bool(power_of_2))
@@ -188,6 +233,22 @@ def _operands(a, b, scale_a, scale_b, groups):
 
 def _matmul(a, b, scale_a, scale_b, bias, groups, out, precision):
     return _run_matmul(*_operands(a, b, scale_a, scale_b, groups), bias, out, precision)
+
+
+def _matmul_epilogue(a, b, scale_a, scale_b, groups, precision, *epilogue):
+    return _run_epilogue(*_operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+
+
+def _matmul_epilogue_fake(a, b, scale_a, scale_b, groups, precision, bias, out, *rest):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out)
+
+
+def _matmul_fp16(a, b, bias, out):
+    return native.matmul_fp16(a, b, Epilogue(bias, out))
+
+
+def _matmul_fp16_fake(a, b, bias, out):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out)
 
 
 def _matmul_fake(a, b, scale_a, scale_b, bias, groups, out, precision):
@@ -213,6 +274,17 @@ _define(
     _matmul_fake,
 )
 _define(
+    "matmul_epilogue(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor? bias,"
+    " ScalarType out, str activation, Tensor? scale, Tensor? amax, Tensor? counts) -> Tensor",
+    _matmul_epilogue,
+    _matmul_epilogue_fake,
+)
+_define(
+    "matmul_fp16(Tensor a, Tensor b, Tensor? bias, ScalarType out) -> Tensor",
+    _matmul_fp16,
+    _matmul_fp16_fake,
+)
+_define(
     "decode(Tensor codes, ScalarType dtype) -> Tensor",
     reference.decode,
     lambda codes, dtype: torch.empty_like(codes, dtype=dtype),
@@ -222,9 +294,40 @@ _define(
     reference.scale_update,
     lambda history, live, rules: None,
 )
-# These two write a model's tables, and their schemas do not say so, on purpose.  A declared write is functionalised: a
+
+
+def _keep_operands(ctx, inputs, output) -> None:
+    a, b, bias, _ = inputs
+    ctx.save_for_backward(a, b)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _matmul_fp16_backward(ctx, dy):
+    a, b = ctx.saved_tensors
+    needs_a, needs_b, needs_bias, _ = ctx.needs_input_grad
+    dy_16 = dy.to(a.dtype)
+    da = torch.ops.fp8engine.matmul_fp16.default(dy_16, b.t(), None, a.dtype) if needs_a else None
+    db = torch.ops.fp8engine.matmul_fp16.default(dy_16.t(), a.t(), None, b.dtype) if needs_b else None
+    return da, db, dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None, None
+
+
+def _keep_bias(ctx, inputs, output) -> None:
+    ctx.bias_dtype = None if inputs[4] is None else inputs[4].dtype
+
+
+def _matmul_backward(ctx, dy):
+    """Codes and scales have no gradients (functional/linear.py gives a layer's); the bias has."""
+    db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+    return None, None, None, None, db, None, None, None
+
+
+torch.library.register_autograd(
+    "fp8engine::matmul_fp16", _matmul_fp16_backward, setup_context=_keep_operands, lib=_LIBRARY
+)
+torch.library.register_autograd("fp8engine::matmul", _matmul_backward, setup_context=_keep_bias, lib=_LIBRARY)
+# These write a model's tables, and their schemas do not say so, on purpose.  A declared write is functionalised: a
 # graph works on its own copy of the table and copies all of it back, over what other graphs (the next block, compiled
 # by itself) have written meanwhile, and autograd refuses the table that backward needs because its version has moved.
 # As effects in order they run in place, once each, in the order written, forward and backward: tests/test_compile.py.
-for _name in ("quantize_slot", "scale_update"):
+for _name in ("quantize_slot", "scale_update", "matmul_epilogue"):
     effects._register_effectful_op(f"fp8engine::{_name}", effects._EffectType.ORDERED)

@@ -166,13 +166,13 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     if out.is_fp8:
         raise UnsupportedDtype(f"matmul: out={out} needs a scale; quantize the result")
     if isinstance(a_MK, Float8Tensor) and isinstance(b_NK, Float8Tensor):
-        with torch.no_grad():
-            y_MN = ops.matmul(a_MK.operand(), b_NK.operand(), bias_N, out.dtype, "exact")
+        y_MN = ops.matmul(a_MK.operand(), b_NK.operand(), bias_N, out.dtype, "exact")
         return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
     a_MK, b_NK = _plain(a_MK), _plain(b_NK)
     if a_MK.dtype != b_NK.dtype:
         b_NK = b_NK.to(a_MK.dtype)
-    return reference.matmul_fp16(a_MK, b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)
+    y_MN = ops.matmul_fp16(_matrix(a_MK), b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)
+    return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
 
 
 def _rebuild(codes: torch.Tensor, format: str, scale, granularity: Granularity, dtype: torch.dtype) -> Float8Tensor:

@@ -13,6 +13,12 @@ if importlib.util.find_spec("hypothesis"):  # a GPU machine may lack it, and its
     settings.register_profile("ci", deadline=None, derandomize=True)
     settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
+# Kernels are interpreted in a process of their own (`make test` starts it), and a card's tests are collected on a card.
+collect_ignore = [
+    *([] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]),
+    *([] if torch.cuda.is_available() else ["gpu"]),
+]
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(1)
 
@@ -22,9 +28,3 @@ def seed() -> int:
     """Start each test from the same random state, whichever ran before; returns the seed."""
     torch.manual_seed(0)
     return 0
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test marked gpu runs where there is one."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("torch finds no CUDA device")

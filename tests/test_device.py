@@ -9,15 +9,15 @@ import torch
 from fp8engine import device, ops
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
-# Capability, has_fp8, dtype of an emulated product, backend of a matmul with and without scales along K.
+# Capability, has_fp8, dtype of an emulated product, backend of a matmul without and with scales along K.
 CARDS = {
-    "V100": ((7, 0), False, torch.float16, "reference"),
-    "T4": ((7, 5), False, torch.float16, "reference"),
-    "A100": ((8, 0), False, torch.bfloat16, "reference"),
-    "A10": ((8, 6), False, torch.bfloat16, "reference"),
-    "L4": ((8, 9), True, torch.bfloat16, "cublas"),
-    "H100": ((9, 0), True, torch.bfloat16, "cublas"),
-    "B200": ((10, 0), True, torch.bfloat16, "cublas"),  # (10, 0) > (8, 9) as numbers, not as text
+    "V100": ((7, 0), False, torch.float16, "reference", "reference"),
+    "T4": ((7, 5), False, torch.float16, "reference", "reference"),
+    "A100": ((8, 0), False, torch.bfloat16, "reference", "reference"),
+    "A10": ((8, 6), False, torch.bfloat16, "reference", "reference"),
+    "L4": ((8, 9), True, torch.bfloat16, "cublas", "triton"),
+    "H100": ((9, 0), True, torch.bfloat16, "cublas", "triton"),
+    "B200": ((10, 0), True, torch.bfloat16, "cublas", "triton"),  # (10, 0) > (8, 9) as numbers, not as text
 }
 # The instructions a CPU has, whether its BF16 products are fast, backend of a matmul.
 CPUS = {
@@ -42,7 +42,7 @@ def forget():
 
 @pytest.mark.parametrize("card", CARDS)
 def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
-    capability, has_fp8, product, backend = CARDS[card]
+    capability, has_fp8, product, backend, by_block = CARDS[card]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"NVIDIA {card}")
     assert device.capability(CUDA) == capability
@@ -51,7 +51,7 @@ def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
     # A card's set-up costs the same for any size: only a CPU holds small operands in FP32.
     assert device.holding_dtype(CUDA, 1) == device.holding_dtype(CUDA, 1 << 20) == product
     assert ops.choose(CUDA, by_block=False) == backend
-    assert ops.choose(CUDA, by_block=True) == "reference"
+    assert ops.choose(CUDA, by_block=True) == by_block
     assert ops.emulated(CUDA, "cublas") is not has_fp8
     assert ops.emulated(CUDA, "reference") is True
     assert device.name(CUDA) == f"NVIDIA {card}"

@@ -88,16 +88,10 @@ def test_a_backend_is_its_threads_own():
 
 def test_a_backend_that_is_not_there_says_so_and_changes_nothing():
     default = chosen()
-    for name, error, words in [
-        (
-            "cublass",
-            UnknownName,
-            r"unknown backend 'cublass'; did you mean 'cublas'\? known: triton, cublas, ",
-        ),
-        ("triton", BackendError, r"'triton' has no matmul .* use 'cublas' or 'reference'"),
-    ]:
-        with pytest.raises(error, match=words):
-            fe.backend(name).__enter__()
+    with pytest.raises(
+        UnknownName, match=r"unknown backend 'cublass'; did you mean 'cublas'\? known: triton, cublas, "
+    ):
+        fe.backend("cublass").__enter__()
     assert chosen() == default
 
 

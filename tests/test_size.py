@@ -15,6 +15,8 @@ FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
 MORE_PARAMETERS = {
     "fp8engine/ops.py::_matmul": SCHEMA,
+    "fp8engine/ops.py::_matmul_epilogue": SCHEMA,
+    "fp8engine/ops.py::_matmul_epilogue_fake": SCHEMA,
     "fp8engine/ops.py::_matmul_fake": SCHEMA,
 }
 

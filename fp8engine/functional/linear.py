@@ -17,6 +17,7 @@ import math
 import torch
 
 from fp8engine import ops
+from fp8engine.dispatch import asked, inherited
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.functional.numerics import Numerics, holding, operand
 from fp8engine.reference import Operand
@@ -44,7 +45,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
         return _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
     if not compiling:
         numerics.state.enter()
-        numerics.ran = ops.choose(x.device, numerics.plan.by_block)
+        numerics.ran = ops.choose(x.device, numerics.plan.by_block, (x.numel() // max(x.shape[-1], 1), len(weight_NK)))
     elif numerics.alone:
         numerics.state.begin_step()
     record = torch.is_grad_enabled() or (not compiling and in_backward())
@@ -92,12 +93,20 @@ class _Linear(torch.autograd.Function):
                 data = saved
         ctx.save_for_backward(data, scale, weight_NK)
         ctx.numerics, ctx.weights, ctx.x_like = numerics, weights, (x.shape, x.dtype)
-        ctx.backend = backend
+        ctx.backend, ctx.asked = backend, None if torch.compiler.is_compiling() else asked()
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         return y_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
     @staticmethod
     def backward(ctx, dy):
+        if ctx.asked is None:
+            return _Linear.gradients(ctx, dy)
+        with inherited(ctx.asked):
+            return _Linear.gradients(ctx, dy)
+
+    @staticmethod
+    def gradients(ctx, dy):
+        """Gradients of x, the weight and the bias."""
         numerics: Numerics = ctx.numerics
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         data, scale, weight_NK = ctx.saved_tensors
@@ -143,12 +152,18 @@ def _multiply(a, b, bias_N, out: torch.dtype, numerics: Numerics, matmul: str) -
     if isinstance(a, Operand):
         precision = "exact" if numerics.plan.exact else numerics.plan.precision[matmul]
         return ops.matmul(a, b, bias_N, out, precision)
-    y_MN = torch.mm(a, b.t().to(a.dtype)).to(out)
+    y_MN = ops.matmul_fp16(a, b.to(a.dtype)).to(out)
     return y_MN if bias_N is None else y_MN + bias_N
 
 
 def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:
     """nn.Linear with its operands in `dtype`: what a recipe without FP8 means."""
     bias_N = None if bias_N is None else bias_N.to(dtype)
+    if (
+        dtype.itemsize == 2
+        and ops.choose_16_bits(x.device, (x.numel() // max(x.shape[-1], 1), len(weight_NK))) != "torch"
+    ):
+        y_MN = ops.matmul_fp16(_matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
+        return y_MN.view(*x.shape[:-1], len(weight_NK)).to(out)
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

@@ -8,6 +8,7 @@
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
 | cast_transpose.py | kernels/cast_transpose.py | both orientations; how a producer stores its result |
 | stats.py | kernels/stats.py | amax, sum of squares, exponent histogram |
+| epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
 | act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
@@ -15,6 +16,7 @@
 
 from fp8engine.reference.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.reference.cast_transpose import Store, cast_transpose
+from fp8engine.reference.epilogue import KINDS, Epilogue, finish
 from fp8engine.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
 from fp8engine.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
 from fp8engine.reference.operand import How, Operand, Slot, as_groups, from_groups
@@ -24,6 +26,8 @@ from fp8engine.reference.scale import scale_factor, scale_update
 from fp8engine.reference.stats import stats
 
 __all__ = [
+    "KINDS",
+    "Epilogue",
     "How",
     "Norm",
     "Operand",
@@ -35,6 +39,7 @@ __all__ = [
     "as_groups",
     "cast_transpose",
     "decode",
+    "finish",
     "from_groups",
     "matmul_block",
     "matmul_fp8",

@@ -1,0 +1,111 @@
+"""`make codegen`: compile every committed kernel configuration for the card it is meant for; judge the machine code.
+
+    python benchmarks/codegen.py [--jobs N] [--only WORD] [--update]
+
+Prints a table and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core instructions, or
+a loss against codegen.json beside this file.  --update writes that file anew (the diff shows what changed).
+Needs Triton, not a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import triton
+
+from fp8engine.bench import codegen
+
+BASELINE = Path(__file__).with_name("codegen.json")
+HEADER = (
+    f"{'kernel':84s} {'regs':>4s} {'spill':>5s} {'shared':>6s} {'prog':>4s} {'loop':>4s} {'mma':>3s} {'shape':16s} "
+    f"{'mma clk':>7s} {'issue':>6s} {'B/clk':>5s} widest load, store; notes"
+)
+
+
+def main() -> int:
+    """Compile, print, judge; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="processes")
+    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--update", action="store_true", help="write the baseline anew")
+    asked = parser.parse_args()
+    start = time.perf_counter()
+    names = [case.name for case in codegen.cases() if asked.only in case.name]
+    rows, broken = [], []
+    print(HEADER)
+    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
+        for name, row, error in pool.imap(_compiled, names):
+            if row is None:
+                broken.append(f"{name}: {error}")
+                print(f"{name:84s} FAILED {error}")
+                continue
+            rows.append(row)
+            print(_line(row), flush=True)
+    if asked.update:
+        kernels = codegen.baseline_of(rows).items()
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels)  # a kernel a line
+        BASELINE.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{lines}\n }}\n}}\n')
+        print(f"wrote {BASELINE}")
+    broken += [f"{row.name}: {why}" for row in rows for why in codegen.failures(row)]
+    broken += _against_baseline(rows)
+    print(f"{len(rows)} kernels compiled with Triton {triton.__version__} in {time.perf_counter() - start:.0f} s")
+    for line in broken:
+        print(f"FAILED {line}")
+    return bool(broken)
+
+
+def _compiled(name: str):
+    """(name, row or None, error) of one case; found by name, because a launch does not travel between processes."""
+    case = next(case for case in codegen.cases() if case.name == name)
+    try:
+        return name, codegen.compile_case(case), None
+    except Exception as error:  # whatever the compiler raises is a line of the table
+        return name, None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _against_baseline(rows: list[codegen.Row]) -> list[str]:
+    baseline = json.loads(BASELINE.read_text())
+    if baseline["triton"] != triton.__version__:
+        print(f"not compared: the baseline is of Triton {baseline['triton']}, this is {triton.__version__}")
+        return []
+    known = baseline["kernels"]
+    new = [f"{row.name}: not in {BASELINE.name}; make codegen UPDATE=1" for row in rows if row.name not in known]
+    return new + [
+        f"{row.name}: {why}" for row in rows if row.name in known for why in codegen.losses(row, known[row.name])
+    ]
+
+
+def _line(row: codegen.Row) -> str:
+    notes = " ".join(row.notes)
+    return (
+        f"{row.name:84s} {row.registers:4d} {row.spills:5d} {row.shared:6d} {row.programs:4d} {row.loop:4d} "
+        f"{row.products:3d} {row.shape:16s} {row.tensor_cycles:7.0f} {row.issue_cycles:6.0f} "
+        f"{row.bytes_per_clock:5.0f} {_widest(row.accesses, 'ld')}, {_widest(row.accesses, 'st')}; {notes or '-'}"
+    )
+
+
+def _widest(accesses: tuple[str, ...], way: str) -> str:
+    """The widest access to global memory in one direction, in a word."""
+    tma = [access for access in accesses if access.startswith("cp.async.bulk.tensor")]
+    to_shared = [access for access in tma if "shared::cluster.global" in access or "mbarrier" in access]
+    if (way == "ld" and to_shared) or (way == "st" and len(tma) > len(to_shared)):
+        return "TMA"
+    if way == "ld" and any(access.startswith("cp.async.c") for access in accesses):
+        return "cp.async"
+    plain = [access.split("global")[1].lstrip(".") for access in accesses if access.startswith(way)]
+    return max(plain, key=_bits, default="-")
+
+
+def _bits(access: str) -> int:
+    vector = next((int(part[1:]) for part in access.split(".") if part[:1] == "v" and part[1:].isdigit()), 1)
+    return vector * next((int(part[1:]) for part in access.split(".") if part[:1] == "b" and part[1:].isdigit()), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""What is multiplied, and whether the result is right.
+
+    y[M, N] = sum_k a[m, k] b[n, k]      a, b random normal: zeros cost less power, and so run at higher clocks
+
+Shapes are named lists or written out, joined by semicolons: "llm", "square;4096,4096,7168".
+
+A result is held against float64 in two ways, and its error is the larger one, relative to the root mean square:
+
+    rows    some rows spread over M, every element
+    probe   y v against a (b^T v) for random signs v, in stripes of 32 rows: a tile of zeros anywhere shows as
+            sqrt(BLOCK_N / N), 0.13 for one tile of 128 among 7168 columns
+
+The truth is made of the operands as they are after quantisation: the format's own error is no error of a matmul.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fp8engine import ops
+from fp8engine.errors import ShapeError, UnknownName
+from fp8engine.reference import How, Operand, as_groups, decode, from_groups
+
+ROWS = 64  # checked element by element
+STRIPE = 32  # rows of the probe judged together
+CHUNK = 1 << 26  # elements taken to float64 at once: half a gigabyte
+
+
+class Shape(NamedTuple):
+    """M tokens, N outputs, K inputs."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matmul."""
+        return 2 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+# Tokens of one step (batch times sequence) by a layer's weight.  Source of the sizes: each model's config.json.
+LLM = (
+    Shape(4096, 4096, 4096),  # Llama 3 8B: q, o
+    Shape(16384, 1024, 4096),  # Llama 3 8B: k, v
+    Shape(8192, 14336, 4096),  # Llama 3 8B, Mixtral 8x7B: up
+    Shape(8192, 28672, 4096),  # Llama 3 8B: gate and up in one
+    Shape(8192, 4096, 14336),  # Llama 3 8B, Mixtral 8x7B: down
+    Shape(16384, 4096, 14336),  # the same, longer
+    Shape(8192, 8192, 8192),  # Llama 3 70B: q, o
+    Shape(8192, 1024, 8192),  # Llama 3 70B: k, v
+    Shape(4096, 28672, 8192),  # Llama 3 70B: up
+    Shape(4096, 8192, 28672),  # Llama 3 70B: down
+    Shape(8192, 4096, 7168),  # DeepSeek-V3: gate and up of an expert in one
+    Shape(16384, 7168, 4096),  # its input gradient
+)
+# Fewer tokens: the shape classes "medium" and "small" of kernels/tuning.py, which none of the above is in.
+FEW_TOKENS = (
+    Shape(512, 4096, 4096),
+    Shape(1024, 2048, 8192),
+    Shape(256, 4096, 4096),
+    Shape(128, 8192, 8192),
+    Shape(1024, 1024, 4096),
+)
+SQUARE = tuple(Shape(n, n, n) for n in (1024, 2048, 4096, 8192))
+LISTS = {
+    "llm": LLM,
+    "tune": LLM + FEW_TOKENS,
+    "square": SQUARE,
+    "small": (Shape(256, 512, 512), Shape(512, 512, 512), Shape(1024, 1024, 1024)),  # what a CPU does in a moment
+}
+
+
+def parse(text: str) -> list[Shape]:
+    """The shapes meant by names and triples.  Raises UnknownName or ShapeError.
+
+    >>> parse("64,128,256;small")[0]
+    Shape(m=64, n=128, k=256)
+    """
+    shapes = [shape for word in text.split(";") if word.strip() for shape in _one(word.strip())]
+    if not shapes:
+        raise ShapeError(f"no shapes in {text!r}; want M,N,K or one of {', '.join(LISTS)}, joined by semicolons")
+    return list(dict.fromkeys(shapes))
+
+
+def _one(word: str) -> tuple[Shape, ...]:
+    if word in LISTS:
+        return LISTS[word]
+    if "," not in word:
+        raise UnknownName("list of shapes", word, [*LISTS, "M,N,K"])
+    sizes = [part.strip() for part in word.split(",")]
+    if len(sizes) != 3 or not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+        raise ShapeError(f"shape {word!r} is not M,N,K, three whole numbers from 1 on")
+    return (Shape(*map(int, sizes)),)
+
+
+# What a variant multiplies: kind -> how (a, b) are quantised; None: in that dtype as they are.
+E4M3 = torch.float8_e4m3fn
+KINDS: dict[str, tuple[How, How] | torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tensor": (How(E4M3, -1, -1), How(E4M3, -1, -1)),
+    "row": (How(E4M3, 1, -1), How(E4M3, 1, -1)),
+    "block": (How(E4M3, 1, 128), How(E4M3, 128, 128)),
+}
+
+
+class Pair(NamedTuple):
+    """Both operands of a matmul, contiguous along K.  Unscaled ones carry a scale of 1."""
+
+    a: Operand
+    b: Operand
+
+
+class Operands:
+    """Random normal operands of one shape, in every kind that is asked for, made when they are."""
+
+    def __init__(self, shape: Shape, where: torch.device, seed: int = 0):
+        generator = torch.Generator(where).manual_seed(seed)
+        self.shape = shape
+        self._a = torch.randn(shape.m, shape.k, generator=generator, device=where)
+        self._b = torch.randn(shape.n, shape.k, generator=generator, device=where)
+        self._made: dict[str, Pair] = {}
+
+    def __getitem__(self, kind: str) -> Pair:
+        """The operands in one of KINDS."""
+        if kind not in self._made:
+            self._made[kind] = _pair(self._a, self._b, KINDS[kind])
+        return self._made[kind]
+
+
+def _pair(a_MK: torch.Tensor, b_NK: torch.Tensor, kind: tuple[How, How] | torch.dtype) -> Pair:
+    if isinstance(kind, torch.dtype):
+        one = torch.ones((), device=a_MK.device)
+        return Pair(Operand(a_MK.to(kind), one), Operand(b_NK.to(kind), one))
+    with torch.no_grad():
+        return Pair(ops.quantize(a_MK, kind[0]), ops.quantize(b_NK, kind[1]))
+
+
+def values(operand: Operand, first: int = 0, last: int | None = None) -> torch.Tensor:
+    """Real values of rows first to last, in float64; `first` starts a group of the operand's scales.
+
+    >>> values(Operand(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor(3.0)), 1).tolist()
+    [[3.0, 3.0]]
+    """
+    data_MK = operand.data[first:last]
+    data_MK = (decode(data_MK.contiguous(), torch.float32) if data_MK.element_size() == 1 else data_MK).double()
+    if operand.scale.dim() == 0:
+        return data_MK * operand.scale.double()
+    scale = operand.scale.double()
+    if operand.rows != -1:
+        start = first // operand.rows
+        scale = scale[start : start + -(-data_MK.shape[0] // operand.rows)]
+    grouped = as_groups(data_MK, operand.rows, operand.cols)
+    return from_groups(grouped * scale.reshape(grouped.shape[0], 1, grouped.shape[2], 1), *data_MK.shape)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a product must be.  rows_R: indices checked; exact_RN: those rows; signs_N, probe_M: y @ signs.  float64."""
+
+    rows_R: torch.Tensor
+    exact_RN: torch.Tensor
+    signs_N: torch.Tensor
+    probe_M: torch.Tensor
+
+    @staticmethod
+    def of(pair: Pair) -> Truth:
+        """The truth about one pair of operands, in pieces that fit into memory."""
+        (m, k), n, where = pair.a.data.shape, pair.b.data.shape[0], pair.a.data.device
+        rows_R = torch.linspace(0, m - 1, min(m, ROWS), device=where).long()
+        signs_N = torch.randint(0, 2, (n,), generator=torch.Generator(where).manual_seed(1), device=where) * 2.0 - 1.0
+        signs_N = signs_N.double()
+        a_RK = torch.cat([values(pair.a, row, row + 1) for row in rows_R.tolist()])
+        exact_RN = torch.empty(len(rows_R), n, dtype=torch.float64, device=where)
+        mixed_K = torch.zeros(k, dtype=torch.float64, device=where)
+        for first, last in _chunks(n, k):
+            b_NK = values(pair.b, first, last)
+            exact_RN[:, first:last] = a_RK @ b_NK.t()
+            mixed_K += b_NK.t() @ signs_N[first:last]
+        probe_M = torch.cat([values(pair.a, first, last) @ mixed_K for first, last in _chunks(m, k)])
+        return Truth(rows_R, exact_RN, signs_N, probe_M)
+
+    def error(self, y_MN: torch.Tensor) -> float:
+        """Relative error of a result; infinite for a wrong shape or anything that is not finite."""
+        m, n = self.probe_M.shape[0], self.signs_N.shape[0]
+        if y_MN.shape != (m, n):
+            return math.inf
+        rows = (y_MN[self.rows_R].double() - self.exact_RN).norm() / self.exact_RN.norm()
+        probe_M = torch.cat([y_MN[first:last].double() @ self.signs_N for first, last in _chunks(m, n)])
+        stripes = torch.nn.functional.pad(probe_M - self.probe_M, (0, -m % STRIPE)).view(-1, STRIPE).square().sum(1)
+        counts = torch.full_like(stripes, STRIPE)
+        counts[-1] -= -m % STRIPE
+        expected = self.exact_RN.square().mean().sqrt() * math.sqrt(n)  # the probe's own, but for luck
+        probe = (stripes / counts).max().sqrt() / expected
+        found = torch.stack([rows, probe])
+        return found.max().item() if found.isfinite().all() else math.inf
+
+
+def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
+    """(first, last) runs of rows of at most CHUNK elements, each starting at a multiple of 128."""
+    step = max(CHUNK // columns // 128, 1) * 128
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]

@@ -1,0 +1,251 @@
+"""Every committed configuration of every kernel, compiled for the card it is meant for, and judged by its machine code.
+
+A kernel fails on a spill, on more shared memory than a program may have, on Tensor Core instructions that wait for each
+other or are not there, and on a loss against what the committed baseline says it was: a longer loop, fewer programs on
+a multiprocessor, narrower loads.  No GPU is needed, and none of it is a measurement: it says that nothing is known to
+stand in a kernel's way, not how fast it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fp8engine.bench import offline, sass
+from fp8engine.kernels.matmul_block import matmul_block
+from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.tuning import Config, table
+from fp8engine.reference import Epilogue, Operand
+
+E4M3 = torch.float8_e4m3fn
+SIZE = 4096
+LONGER_LOOP = 1.1  # times the baseline's: what a change of Triton's scheduling may cost before it counts as a loss
+
+
+@dataclass(frozen=True)
+class Card:
+    """Limits of a multiprocessor, and multiply-adds per clock in FP8 and in 16 bits (dense, FP32 sums).
+
+    shared: bytes of a multiprocessor.  per_program: the most one program may have.
+    Source: CUDA C programming guide, technical specifications per compute capability; NVIDIA's H100, Ada and A100
+    architecture papers for the rates.
+    """
+
+    shared: int
+    per_program: int
+    warps: int
+    fp8_rate: int
+    rate_16_bits: int
+    registers: int = 65536
+    programs: int = 32
+
+
+CARDS = {
+    90: Card(shared=233472, per_program=232448, warps=64, fp8_rate=4096, rate_16_bits=2048),
+    89: Card(shared=102400, per_program=101376, warps=48, fp8_rate=1024, rate_16_bits=512, programs=24),
+    80: Card(shared=167936, per_program=166912, warps=64, fp8_rate=0, rate_16_bits=1024),
+}
+GLUON = {
+    "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
+    "promoted": Config(128, 128, 128, kernel="gluon"),
+}
+RESERVED = 1024  # bytes of shared memory that the system takes of every program
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel under one configuration: `launch` calls the library's launcher with meta tensors."""
+
+    name: str
+    architecture: int
+    config: Config
+    fp8: bool
+    launch: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the machine code says; shared and spills in bytes, cycles and bytes per clock of one pass of the loop."""
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    programs: int
+    loop: int
+    products: int
+    shape: str
+    tensor_cycles: float
+    issue_cycles: float
+    bytes_per_clock: float
+    accesses: tuple[str, ...]
+    notes: tuple[str, ...]
+    serialized: bool
+    architecture: int
+    fp8: bool
+
+
+def cases() -> Iterator[Case]:
+    """The committed table, each configuration once, with the epilogues that differ in registers or memory."""
+    seen = set()
+    for operation, cards in table().items():
+        for arch, configs in cards.items():
+            for config in configs.values():
+                key = (operation, arch, config._replace(ratio=None))
+                if key not in seen:
+                    seen.add(key)
+                    yield from _of(operation, int(arch.removeprefix("sm_")), config)
+    for name, config in GLUON.items():  # off in the table until measured, and yet it has to stay sound
+        for rows in (-1, 1):
+            a, b, bias = _operand(SIZE, rows, -1), _operand(SIZE, rows, -1), _epilogues(True)["row"].bias_N
+            launch = _later(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
+            kind = "row" if rows == 1 else "tensor"
+            yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
+
+
+def compile_case(case: Case) -> Row:
+    """The case's machine code, read."""
+    with offline.caught(case.architecture) as launches:
+        case.launch()
+    (launch,) = launches
+    made, card, config = launch.compile(), CARDS[case.architecture], case.config
+    loop = sass.main_loop(made.sass)
+    rate = card.fp8_rate if case.fp8 else card.rate_16_bits
+    cycles = config.block_m * config.block_n * config.block_k / rate
+    operands = (config.block_m + config.block_n) * config.block_k * (1 if case.fp8 else 2)
+    return Row(
+        name=case.name,
+        registers=made.registers,
+        spills=made.spills,
+        shared=made.shared,
+        programs=programs(made, card),
+        loop=loop.length,
+        products=loop.products,
+        shape="/".join(loop.shapes),
+        tensor_cycles=cycles,
+        issue_cycles=loop.length * made.warps / 4,
+        bytes_per_clock=operands / cycles,
+        accesses=sass.accesses(made.ptx),
+        notes=made.notes,
+        serialized=made.serialized,
+        architecture=case.architecture,
+        fp8=case.fp8,
+    )
+
+
+def programs(made: offline.Compiled, card: Card) -> int:
+    """How many programs fit on a multiprocessor: by registers (256 a warp at a time), shared memory and warps.
+
+    >>> made = offline.Compiled("", "", shared=100_000, warps=8, registers=128, spills=0, notes=())
+    >>> programs(made, CARDS[90])
+    2
+    """
+    per_warp = -(-made.registers * 32 // 256) * 256
+    by_registers = card.registers // (per_warp * made.warps)
+    by_shared = card.shared // (made.shared + RESERVED)
+    return min(by_registers, by_shared, card.warps // made.warps, card.programs)
+
+
+def failures(row: Row) -> list[str]:
+    """What no kernel may have."""
+    card = CARDS[row.architecture]
+    found = []
+    if row.spills:
+        found.append(f"{row.spills} bytes spilled")
+    if row.shared > card.per_program:
+        found.append(f"{row.shared} bytes of shared memory; a program may have {card.per_program}")
+    if row.serialized:
+        found.append(f"Tensor Core instructions wait for each other ({', '.join(row.notes)})")
+    wanted = {90: "QGMMA" if row.fp8 else "HGMMA", 89: "QMMA" if row.fp8 else "HMMA", 80: "HMMA"}[row.architecture]
+    if not row.shape.startswith(f"{wanted}."):
+        found.append(f"no {wanted} in the main loop ({row.shape or 'no Tensor Core instruction at all'})")
+    return found
+
+
+def losses(row: Row, before: dict[str, Any]) -> list[str]:
+    """Where the kernel is worse than the committed baseline says it was."""
+    found = []
+    if row.programs < before["programs"]:
+        found.append(f"{row.programs} programs a multiprocessor, were {before['programs']}")
+    if row.loop > LONGER_LOOP * before["loop"]:
+        found.append(f"main loop of {row.loop} instructions, was {before['loop']}")
+    if row.shape != before["shape"]:
+        found.append(f"{row.shape or 'no Tensor Core instruction'}, was {before['shape']}")
+    if gone := [access for access in before["accesses"] if _wide(access) and access not in row.accesses]:
+        found.append(f"no more {', '.join(gone)}")
+    return found
+
+
+def baseline_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """What a baseline keeps of each kernel."""
+    kept = ("registers", "shared", "programs", "loop", "products", "shape", "accesses")
+    return {row.name: {field: asdict(row)[field] for field in kept} for row in rows}
+
+
+def _wide(access: str) -> bool:
+    return ".v4" in access or ".v8" in access or access.startswith("cp.async")
+
+
+def _of(operation: str, architecture: int, config: Config) -> Iterator[Case]:
+    k = SIZE if config.descriptors or architecture < 90 else SIZE + 1
+    aligned = "" if k == SIZE else " odd K"
+    if operation == "matmul_fp16":
+        for layout, (a_t, b_t) in {"along K": (False, False), "across K": (True, True)}.items():
+            for end, epilogue in _epilogues(fp8=False).items():
+                if end != "row":
+                    yield Case(
+                        f"{operation} {layout} sm_{architecture} {config}{aligned} {end}",
+                        architecture,
+                        config,
+                        False,
+                        _later(matmul_fp16, _matrix(k, a_t), _matrix(k, b_t), epilogue, config),
+                    )
+        return
+    for end, epilogue in _epilogues(fp8=True).items():
+        name = f"{operation} {{}} sm_{architecture} {config}{aligned} {end}"
+        if operation == "matmul_block":
+            for rows in (1, 128):  # 1: wgrad, whose operands were quantised down their columns and transposed
+                a, b = _operand(k, 1, 128, rows == 1), _operand(k, rows, 128, rows == 1)
+                launch = _later(matmul_block, a, b, epilogue, config)
+                yield Case(name.format(f"1x128 {rows}x128"), architecture, config, True, launch)
+        else:
+            rows = 1 if end == "row" else -1
+            promoted = operation == "matmul_fp8_promoted"
+            launch = _later(matmul_fp8, _operand(k, rows, -1), _operand(k, rows, -1), epilogue, promoted, config)
+            yield Case(name.format("row" if rows == 1 else "tensor"), architecture, config, True, launch)
+
+
+def _epilogues(fp8: bool) -> dict[str, Epilogue]:
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
+    bias, one = _meta(SIZE, dtype=torch.bfloat16), _meta(1)
+    counts = _meta(2, dtype=torch.int64)
+    everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
+    return {
+        "plain": Epilogue(),
+        "row": Epilogue(bias),
+        "gelu+amax": everything,
+        "fp32": Epilogue(None, torch.float32),
+    }
+
+
+def _later(launcher: Callable, *arguments) -> Callable[[], Any]:
+    return lambda: launcher(*arguments)
+
+
+def _operand(k: int, rows: int, cols: int, turned: bool = False) -> Operand:
+    down, across = (1 if rows == -1 else -(-SIZE // rows)), (1 if cols == -1 else -(-k // cols))
+    scale = _meta(across, down).t() if turned else _meta(down, across)
+    scale = _meta() if rows == cols == -1 else scale
+    return Operand(_meta(SIZE, k, dtype=E4M3), scale, rows, cols)
+
+
+def _matrix(k: int, transposed: bool) -> torch.Tensor:
+    return _meta(k, SIZE, dtype=torch.bfloat16).t() if transposed else _meta(SIZE, k, dtype=torch.bfloat16)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

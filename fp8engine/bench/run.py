@@ -1,0 +1,339 @@
+"""Every way to multiply two matrices here: each result checked first, then all timed in turns, beside torch's own.
+
+    over_peer     torch's time over the variant's, torch doing the same: the same format, scales and accumulation
+    over_16_bits  the time of torch's 16-bit matmul over the variant's
+
+Both are of medians in one run; above 1 the variant is faster.  A variant whose result is wrong has its error and
+nothing else: no time, no ratio.  One that cannot run says why.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib
+import importlib.metadata
+import math
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8engine import device, native, reference
+from fp8engine.bench import roofline
+from fp8engine.bench.cases import LLM, Operands, Pair, Shape, Truth
+from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.errors import BackendError
+from fp8engine.reference import Epilogue
+
+# Relative errors of the sums against float64, random normal data, K = 4096 (mmaemu, a bit-level model of the H100).
+# Fast accumulation truncates each step's addends at 2^-13 of the largest: at worst these errors add up, so they grow
+# with K.  Promoted sums start anew every 128 of K and are added in FP32: no growth.  The same for FP32 throughout.
+FAST, PROMOTED, EXACT, AT_K = 1.35e-3, 1.3e-4, 1e-5, 4096
+ROUNDING = 2.0**-9  # of one rounding to BF16, at most; its root mean square is 0.6 of that
+MARGIN = 2.0  # for sums in another order, and for the largest of many stripes (cases.Truth) lying over the mean
+
+SETS = 2  # of operands, taken in turn
+TARGETS = {  # variant -> (geometric mean, minimum) of over_peer on a Hopper card over LLM shapes; None: no target
+    "triton fp8 tensor fast": (1.00, 0.95),
+    "triton fp8 row fast": (1.00, 0.95),
+    "triton fp8 tensor promoted": (0.90, None),
+    "triton fp8 row promoted": (0.90, None),
+    "triton 16 bits": (0.95, None),
+}
+NOT_MEASURED = "not measured"
+REFERENCE = "reference fp8 "
+BASE = "torch 16 bits"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to multiply.
+
+    kind: of operands, a key of cases.KINDS.  run: makes y.  sums: relative error of its sums, one of the above.
+    peer: the variant of torch's that does the same.  roundings: to 16 bits.  emulated: FP8 without FP8 Tensor Cores.
+    """
+
+    kind: str
+    run: Callable[[Pair], torch.Tensor]
+    sums: float = EXACT
+    peer: str | None = None
+    roundings: int = 1
+    emulated: bool = False
+
+    def tolerance(self, k: int) -> float:
+        """Relative error above which a result is wrong."""
+        growth = max(1.0, k / AT_K) if self.sums == FAST else 1.0
+        return MARGIN * (self.sums * growth + self.roundings * ROUNDING)
+
+
+def variants(kind: str, capability: tuple[int, int] = (0, 0), triton: bool = False) -> dict[str, Variant]:
+    """What can be measured on a kind of device ("cuda" or "cpu"), by name.
+
+    capability: of the card.  triton: whether there is a Triton that we know.
+
+    >>> list(variants("cuda", (7, 0)))
+    ['torch 16 bits', 'reference fp8 tensor', 'reference fp8 row', 'reference fp8 block']
+    """
+    fp8 = kind == "cuda" and capability >= device.FP8_CAPABILITY
+    bits = "fp16" if kind == "cuda" and capability < (8, 0) else "bf16"
+    found = {BASE: Variant(bits, _torch)}
+    if kind == "cpu":
+        found["torch fp32"] = Variant("fp32", _torch, roundings=0)
+    elif triton and capability >= (8, 0):
+        found["triton 16 bits"] = Variant(bits, _triton_16_bits, peer=BASE)
+    if fp8 or (kind == "cpu" and hasattr(torch, "_scaled_mm")):
+        found |= _scaled_mm(fp8)
+    if fp8 and triton:
+        found |= _triton_fp8()
+    if not fp8:
+        for scales in ("tensor", "row", "block"):  # BF16 sums before the scales, then the result
+            peer = f"torch fp8 {scales}"
+            found[REFERENCE + scales] = Variant(
+                scales, _reference, peer=peer if peer in found else None, roundings=2, emulated=True
+            )
+    return found
+
+
+def _scaled_mm(fp8: bool) -> dict[str, Variant]:
+    """torch's scaled matmul; a CPU knows one way to sum."""
+    if not fp8:
+        return {f"torch fp8 {kind}": Variant(kind, _torch_scaled(False), PROMOTED, None, 2, True) for kind in _PER}
+    return {
+        f"torch fp8 {kind}{' fast' if fast else ''}": Variant(kind, _torch_scaled(fast), FAST if fast else PROMOTED)
+        for kind in _PER
+        for fast in (True, False)
+    }
+
+
+def _triton_fp8() -> dict[str, Variant]:
+    found = {}
+    for kind in _PER:
+        found[f"triton fp8 {kind} fast"] = Variant(kind, _triton(False), FAST, f"torch fp8 {kind} fast")
+        found[f"triton fp8 {kind} promoted"] = Variant(kind, _triton(True), PROMOTED, f"torch fp8 {kind}")
+    return found | {"triton fp8 block": Variant("block", _triton_block, PROMOTED)}
+
+
+_PER = ("tensor", "row")
+
+
+def _torch(pair: Pair) -> torch.Tensor:
+    return pair.a.data @ pair.b.data.t()
+
+
+def _torch_scaled(fast: bool) -> Callable[[Pair], torch.Tensor]:
+    def run(pair: Pair) -> torch.Tensor:
+        scale_b = pair.b.scale.t() if pair.b.scale.dim() == 2 else pair.b.scale
+        return torch._scaled_mm(
+            pair.a.data, pair.b.data.t(), pair.a.scale, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    return run
+
+
+def _triton(promoted: bool) -> Callable[[Pair], torch.Tensor]:
+    def run(pair: Pair) -> torch.Tensor:
+        return _kernel("matmul_fp8")(pair.a, pair.b, Epilogue(None, torch.bfloat16), promoted)
+
+    return run
+
+
+def _triton_block(pair: Pair) -> torch.Tensor:
+    return _kernel("matmul_block")(pair.a, pair.b, Epilogue(None, torch.bfloat16))
+
+
+def _triton_16_bits(pair: Pair) -> torch.Tensor:
+    return _kernel("matmul_fp16")(pair.a.data, pair.b.data, Epilogue(None, pair.a.data.dtype))
+
+
+def _reference(pair: Pair) -> torch.Tensor:
+    return reference.matmul_fp8(pair.a, pair.b, None, torch.bfloat16)
+
+
+def _kernel(name: str) -> Callable[..., torch.Tensor]:
+    # Looked up at each call, 0.3 us beside a launch's 20 to 50: Triton is optional.
+    return getattr(importlib.import_module(f"fp8engine.kernels.{name}"), name)
+
+
+def gemm(
+    shapes: Sequence[Shape],
+    where: torch.device,
+    ways: Mapping[str, Variant] | None = None,
+    ticks: Clock | None = None,
+    limits: roofline.Limits | None = None,
+    turns: int | None = None,
+) -> dict[str, Any]:
+    """Check and time every variant on every shape: {"machine", "what", "limits", "rows", "summary"}, plain values.
+
+    ways: named variants, ticks: what times them, limits: what the machine reaches; defaults: all that there are here.
+    turns: that count, per variant and shape.  Raises BackendError for a device that is neither CUDA nor a CPU.
+    """
+    if where.type not in ("cpu", "cuda"):
+        raise BackendError(f"no matmul benchmark on {where.type}; use 'cuda' or 'cpu'")
+    if ways is None:
+        ways = variants(where.type, device.capability(where), native.usable())
+    ticks = clock(where) if ticks is None else ticks
+    turns = (30 if where.type == "cuda" else 9) if turns is None else turns
+    with torch.no_grad():
+        limits = roofline.limits(where, ticks) if limits is None else limits
+        rows = [row for shape in shapes for row in compare(shape, where, ways, ticks, turns)]
+    for row in rows:
+        if "tflops" in row:
+            row["of_16_bit_rate"] = row["tflops"] * 1e12 / limits.flops
+    return {
+        "machine": machine(where),
+        "what": _what(where, ways),
+        "limits": {"matmul_16_bits_tflops": limits.flops / 1e12, "copy_gb_per_s": limits.bytes / 1e9},
+        "rows": rows,
+        "summary": summary(rows),
+    }
+
+
+def compare(shape: Shape, where: torch.device, ways: Mapping[str, Variant], ticks: Clock, turns: int) -> list[dict]:
+    """One shape's rows: those whose result is right are timed, and compared."""
+    sets = [Operands(shape, where, seed) for seed in range(SETS)]
+    truths: dict[tuple[str, int], Truth] = {}
+    rows = {name: _checked(name, way, sets, truths) for name, way in ways.items()}
+    right = [name for name in ways if rows[name]["correct"]]
+    del truths
+    gc.collect()  # float64 operands of the check: gigabytes
+    calls = {
+        name: lambda turn, run=ways[name].run, kind=ways[name].kind: run(sets[turn % SETS][kind]) for name in right
+    }
+    times = measure(calls, ticks, turns) if calls else {}
+    for name, timing in times.items():
+        peer, seconds = ways[name].peer, timing.median
+        rows[name] |= {
+            "seconds": seconds,
+            "spread": timing.spread,
+            "tflops": shape.flops / seconds / 1e12,
+            "peer": peer,
+            "over_peer": times[peer].median / seconds if peer in times else None,
+            "over_16_bits": times[BASE].median / seconds if BASE in times else None,
+        }
+    return list(rows.values())
+
+
+def _checked(name: str, way: Variant, sets: list[Operands], truths: dict[tuple[str, int], Truth]) -> dict:
+    shape = sets[0].shape
+    row: dict[str, Any] = {"name": name, "shape": list(shape), "emulated": way.emulated, "correct": None}
+    errors = []
+    for index, operands in enumerate(sets):
+        try:
+            pair = operands[way.kind]
+            if (way.kind, index) not in truths:
+                truths[way.kind, index] = Truth.of(pair)
+            errors.append(truths[way.kind, index].error(way.run(pair)))
+        except Exception as error:  # any: a kernel that this card, driver or compiler does not take
+            return row | {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    worst, allowed = max(errors), way.tolerance(shape.k)
+    row |= {"correct": worst <= allowed, "error": worst if math.isfinite(worst) else None, "tolerance": allowed}
+    return row if row["correct"] else row | {"why": "wrong result: no time, no ratio"}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the rows come to: each variant of TARGETS against torch's over all shapes, and the highest rate.
+
+    "llm": over the LLM shapes among them, for which the targets are.  One wrong shape leaves a variant without a mean:
+    a mean over the others would hide it.
+    """
+    found: dict[str, Any] = {}
+    for name, (mean, least) in TARGETS.items():
+        mine = [row for row in rows if row["name"] == name]
+        llm = [row for row in mine if tuple(row["shape"]) in LLM]
+        target = {"geometric_mean": mean, "minimum": least}
+        found[name] = {**_means(mine), "llm": _means(llm), "target": target}
+    timed = [row for row in rows if "tflops" in row and row["name"].startswith("triton fp8")]
+    best = max(timed, key=lambda row: row["tflops"], default=None)
+    found["best_tflops"] = None if best is None else {key: best[key] for key in ("name", "shape", "tflops")}
+    return found
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ratios = [row["over_peer"] for row in rows if row.get("over_peer") is not None]
+    wrong = sum(row["correct"] is False for row in rows)
+    valid = bool(ratios) and not wrong
+    return {
+        "geometric_mean": statistics.geometric_mean(ratios) if valid else None,
+        "minimum": min(ratios) if valid else None,
+        "shapes": len(ratios),
+        "note": f"wrong at {wrong} of {len(rows)} shapes" if wrong else None if valid else NOT_MEASURED,
+    }
+
+
+def limits_of(result: Mapping[str, Any]) -> roofline.Limits:
+    """The limits that a result was held against, to hold another against the same."""
+    found = result["limits"]
+    return roofline.Limits(found["matmul_16_bits_tflops"] * 1e12, found["copy_gb_per_s"] * 1e9)
+
+
+HEADINGS = f"{'':40s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>9s} {'of max':>7s} {'x same':>7s} {'x 16 bits':>9s}"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row as plain text, under HEADINGS; no number but the error for a wrong one."""
+    name = f"{row['name']:26s} {'x'.join(map(str, row['shape'])):13s}"
+    if not row["correct"]:
+        error = row.get("error")
+        said = "cannot run" if row["correct"] is None else "WRONG" if error is None else f"WRONG, error {error:.1e}"
+        return f"{name} {said}: {row['why']}"
+    same, base = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits"))
+    rate = f"{row['tflops']:9.3g} {row['of_16_bit_rate']:7.0%}"
+    return f"{name} {1e3 * row['seconds']:9.3f} {row['spread']:7.0%} {rate} {same:>7s} {base:>9s}"
+
+
+def _what(where: torch.device, ways: Mapping[str, Variant]) -> str:
+    if where.type == "cpu":
+        return "CPU: FP8 emulated; the Triton kernels are not run, their interpreter is no speed"
+    if any(name.startswith("triton fp8") for name in ways):
+        return "FP8 Tensor Cores; Triton's kernels beside torch's"
+    if device.has_fp8(where):
+        return "FP8 Tensor Cores; without Triton, torch's matmuls alone"
+    return f"{device.name(where)} has no FP8 Tensor Cores: 16-bit rows measured, FP8 emulated"
+
+
+def machine(where: torch.device) -> dict[str, Any]:
+    """The card or CPU, versions, date and commit, as every result carries them; None for what is not there."""
+    cuda = where.type == "cuda"
+    return {
+        "device": where.type,
+        "card": torch.cuda.get_device_name(where) if cuda else None,
+        "capability": "sm_{}{}".format(*device.capability(where)) if cuda else None,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "cuda": torch.version.cuda,
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    """The first line that a program prints; None where it fails or is not there."""
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0].strip() or None

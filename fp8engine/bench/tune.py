@@ -1,0 +1,323 @@
+"""Which configuration of a kernel is fastest on this card: searched, verified, measured, written into tuning.json.
+
+For each operation and shape class, one step after another, starting from the committed configuration:
+
+    1. tiles and warps    2. stages and parts    3. rows of tiles visited together    4. descriptors, Gluon
+
+Within a step every candidate runs on every shape of the class: its result is checked first, then it is timed in turns
+with the others and with what would run otherwise.  The highest geometric mean over the shapes goes on to the next step.
+
+    ratio = the other's time / ours, the least over the shapes, rounded down
+
+so whoever takes a kernel from 1.0 on takes only what was measured faster at every shape.  The other is torch's scaled
+matmul (padded where it must be), torch's 16-bit matmul for matmul_fp16, the emulated matmul for matmul_block.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import itertools
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8engine import cublas, device, native, reference
+from fp8engine.bench.cases import Operands, Pair, Shape, Truth
+from fp8engine.bench.run import FAST, PROMOTED, SETS, Variant, machine
+from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.errors import BackendError, UnknownName
+from fp8engine.reference import Epilogue
+
+if TYPE_CHECKING:
+    from fp8engine.kernels.tuning import Config
+
+TURNS = 15
+TMA = (9, 0)  # capability from which there are tensor descriptors
+GLUON = (9, 0)  # the one that kernels/matmul_gluon.py is written for
+# FP32 sums a thread holds: 128 leave room for the rest in 255 registers, 256 spill.
+MOST_SUMS = 128
+BLOCK_K = {"matmul_fp8": (64, 128), "matmul_fp8_promoted": (64, 128), "matmul_block": (128,), "matmul_fp16": (64,)}
+OPERATIONS = tuple(BLOCK_K)
+# K less this: 4 bytes or 8 from a multiple of 16, so no descriptor can describe the rows.
+UNALIGNING = 4
+UNALIGNED_SHAPES = 3  # of a list: pointers are one kernel, and slower
+SOURCE = ("card", "driver", "capability", "torch", "triton", "date", "commit")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a candidate is tried with.
+
+    ours: makes y under a configuration.  other: what would run otherwise; `ours.kind` operands, as everywhere.
+    """
+
+    check: Variant
+    ours: Callable[[Pair, Config], torch.Tensor]
+    where: torch.device
+    ticks: Clock
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate.  ratios: the other's time over ours, by shape.  why: it was left out, or None."""
+
+    config: Config
+    ratios: tuple[float, ...] = ()
+    why: str | None = None
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean of the ratios; 0 where it was left out."""
+        return 0.0 if self.why or not self.ratios else statistics.geometric_mean(self.ratios)
+
+
+Trial = Callable[[Shape, "Sequence[Config]"], "list[float | str]"]
+
+
+def trial(job: Job, shape: Shape, configs: Sequence[Config]) -> list[float | str]:
+    """For each configuration the other's time over ours, or why it must not be used: it fails, or its result is wrong.
+
+    Only what is right is timed.
+    """
+    sets = [Operands(shape, job.where, seed)[job.check.kind] for seed in range(SETS)]
+    truths = [Truth.of(pair) for pair in sets]
+    allowed = job.check.tolerance(shape.k)
+    found: list[float | str] = [_trouble(job, config, sets, truths, allowed) or 0.0 for config in configs]
+    calls: dict[str, Callable[[int], object]] = {"other": lambda turn: job.check.run(sets[turn % SETS])}
+    for index, (config, state) in enumerate(zip(configs, found, strict=True)):
+        if not isinstance(state, str):
+            calls[str(index)] = lambda turn, config=config: job.ours(sets[turn % SETS], config)
+    times = measure(calls, job.ticks, TURNS)
+    other = times.pop("other").median
+    for index, timing in times.items():
+        found[int(index)] = other / timing.median
+    return found
+
+
+def _trouble(job: Job, config: Config, sets: list[Pair], truths: list[Truth], allowed: float) -> str | None:
+    try:
+        worst = max(truth.error(job.ours(pair, config)) for pair, truth in zip(sets, truths, strict=True))
+    except Exception as error:  # any: of the compiler, the driver, or a resource there is not enough of
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None if worst <= allowed else f"wrong result: relative error {worst:.1e}, allowed {allowed:.1e}"
+
+
+def search(start: Config, steps: Sequence[Callable[[Config], list[Config]]], shapes: Sequence[Shape], run: Trial):
+    """(best, everything tried): the configuration with the highest geometric mean, its ratio the least over the shapes.
+
+    None where nothing ran and was right.  steps: a configuration -> candidates around it.
+    """
+    tried: list[Tried] = []
+    best: Tried | None = None
+    for step in steps:
+        around = best.config if best else start
+        configs = list(dict.fromkeys([around, *step(around)]))
+        found = _try_all(configs, shapes, run)
+        tried += found
+        # The first of equals: what went into the step stays unless something was faster.
+        top = max(found, key=lambda one: one.mean)
+        best = top if top.mean > 0 else best
+    if best is None:
+        return None, tried
+    return best.config._replace(ratio=math.floor(min(best.ratios) * 1000) / 1000), tried
+
+
+def _try_all(configs: list[Config], shapes: Sequence[Shape], run: Trial) -> list[Tried]:
+    state = {config: Tried(config) for config in configs}
+    for shape in shapes:
+        left = [config for config in configs if state[config].why is None]
+        for config, result in zip(left, run(shape, left) if left else [], strict=True):
+            if isinstance(result, str):
+                state[config] = Tried(config, why=f"{shape}: {result}")
+            else:
+                state[config] = Tried(config, (*state[config].ratios, result))
+    return list(state.values())
+
+
+def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], list[Config]]]:
+    """The grid around a configuration, in the order above.  tma: whether descriptors can be used.
+
+    gluon: whether there is a Gluon kernel of the operation.
+    """
+
+    def tiles(base: Config) -> list[Config]:
+        ks = dict.fromkeys((base.block_k, *BLOCK_K[operation]))
+        return [
+            # A wide tile is stored in halves, or it does not fit beside its operands.
+            base._replace(block_m=m, block_n=n, block_k=k, warps=warps, parts=2 if n == 256 else 1)
+            for m, n, k, warps in itertools.product((64, 128), (64, 128, 256), ks, (4, 8))
+            if m * n <= MOST_SUMS * 32 * warps
+        ]
+
+    def pipeline(base: Config) -> list[Config]:
+        return [base._replace(stages=s, parts=p) for s, p in itertools.product((3, 4, 5), (1, 2, 4))]
+
+    def order(base: Config) -> list[Config]:
+        return [base._replace(group_m=rows) for rows in (4, 8, 16)]
+
+    def means(base: Config) -> list[Config]:
+        found = [base._replace(descriptors=way) for way in (True, False)] if tma else []
+        if tma and gluon:  # a kernel of its own, which need not like the same tile
+            tile = base._replace(kernel="gluon", descriptors=True)
+            found += [tile, *(tile._replace(block_m=128, block_n=n, warps=8, parts=2) for n in (128, 256))]
+        return found
+
+    return [tiles, pipeline, order, means]
+
+
+def classes(shapes: Sequence[Shape]) -> dict[str, list[Shape]]:
+    """The shapes by shape class; the first ones, a little narrower along K, are the class "unaligned"."""
+    tuning = _tuning()
+    found: dict[str, list[Shape]] = {}
+    for shape in shapes:
+        found.setdefault(tuning.shape_class(shape.m, shape.n), []).append(shape)
+    narrow = [shape._replace(k=shape.k - UNALIGNING) for shape in shapes if shape.k % 16 == 0]
+    if narrow:
+        found[tuning.UNALIGNED] = narrow[:UNALIGNED_SHAPES]
+    return found
+
+
+def rows_for(content: Mapping[str, Any], operations: Sequence[str] | None, architecture: str) -> list[str]:
+    """The operations to tune: those asked for, else all that the table has for the architecture.
+
+    Raises UnknownName for no operation, BackendError for an architecture that the table does not have.
+    """
+    known = content["operations"]
+    for operation in operations or ():
+        if operation not in known:
+            raise UnknownName("operation", operation, known)
+    found = [name for name in operations or known if architecture in known[name]]
+    if not found or (operations and len(found) < len(operations)):
+        listed = ", ".join(f"{name} ({', '.join(known[name])})" for name in operations or known)
+        raise BackendError(f"the tuning table has no row for {architecture}; it has {listed}")
+    return found
+
+
+def tune(
+    operations: Sequence[str] | None,
+    shapes: Sequence[Shape],
+    where: torch.device,
+    note: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the new table, everything tried) on this card.  note: told of each class's result.
+
+    Raises BackendError without a card or without Triton.
+    """
+    if where.type != "cuda":
+        raise BackendError(
+            "tuning measures kernels on a card, and torch finds none; 'fp8engine bench gemm' runs on a CPU"
+        )
+    native.require()
+    tuning = _tuning()
+    content = json.loads(tuning.TABLE.read_text())
+    capability = device.capability(where)
+    architecture = "sm_{}{}".format(*capability)
+    ticks, tried, rows = clock(where), [], {}
+    gluon = capability == GLUON
+    with torch.no_grad():
+        for operation in rows_for(content, operations, architecture):
+            job = job_of(operation, where, ticks)
+            for name, mine in classes(shapes).items():
+                start = tuning.Config(**content["operations"][operation][architecture][name])._replace(ratio=None)
+                tma = capability >= TMA and name != tuning.UNALIGNED
+                grid = steps(operation, tma, gluon and operation.startswith("matmul_fp8"))
+                best, found = search(start, grid, mine, lambda shape, configs, job=job: trial(job, shape, configs))
+                tried += [_as_row(operation, name, one) for one in found]
+                note(f"{operation} {architecture} {name}: {best or 'nothing ran'}, ratio {best and best.ratio}")
+                if best is not None:
+                    rows[operation, name] = best._asdict()
+    return merged(content, architecture, rows, machine(where)), tried
+
+
+def job_of(operation: str, where: torch.device, ticks: Clock) -> Job:
+    """How an operation's candidates are run, checked and what they are held against, on a card."""
+    out = Epilogue(None, torch.bfloat16)
+    module = "matmul_fp8" if operation == "matmul_fp8_promoted" else operation
+    launch = getattr(importlib.import_module(f"fp8engine.kernels.{module}"), module)
+    if operation == "matmul_fp16":
+        check = Variant("bf16", lambda pair: pair.a.data @ pair.b.data.t())
+        return Job(check, lambda pair, config: launch(pair.a.data, pair.b.data, out, config), where, ticks)
+    if operation == "matmul_block":
+        check = Variant("block", lambda pair: reference.matmul_fp8(pair.a, pair.b), PROMOTED)
+        return Job(check, lambda pair, config: launch(pair.a, pair.b, out, config), where, ticks)
+    promoted = operation == "matmul_fp8_promoted"
+    check = Variant(
+        "tensor",
+        lambda pair: cublas.matmul(pair.a, pair.b, fast=not promoted),
+        PROMOTED if promoted else FAST,
+    )
+    return Job(check, lambda pair, config: launch(pair.a, pair.b, out, promoted, config), where, ticks)
+
+
+def merged(
+    content: Mapping[str, Any], architecture: str, rows: Mapping[tuple[str, str], dict], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The table with some rows replaced, and where each of them comes from.  rows: (operation, class) -> row.
+
+    about: the machine.  Everything else stays as it was.
+    """
+    new = copy.deepcopy(dict(content))
+    for (operation, name), row in rows.items():
+        new["operations"][operation][architecture][name] = row
+        new["source"][f"{operation} {architecture} {name}"] = {key: about.get(key) for key in SOURCE}
+    return new
+
+
+def dump(content: Mapping[str, Any]) -> str:
+    """The table as its file has it: one configuration a line."""
+    return "\n".join(_lines(content, 0)) + "\n"
+
+
+def _lines(value: Any, depth: int) -> Iterator[str]:
+    nested = isinstance(value, Mapping) and any(isinstance(inner, Mapping) for inner in value.values())
+    if not nested:
+        yield json.dumps(value)
+        return
+    yield "{"
+    for index, (key, inner) in enumerate(value.items()):
+        first, *rest = _lines(inner, depth + 1)
+        block = [f"{' ' * (depth + 1)}{json.dumps(key)}: {first}", *rest]
+        block[-1] += "," if index < len(value) - 1 else ""
+        yield from block
+    yield " " * depth + "}"
+
+
+def difference(old: str, new: str) -> str:
+    """What changes in the table's file, as a unified diff; empty where nothing does."""
+    return "".join(
+        difflib.unified_diff(
+            old.splitlines(True), new.splitlines(True), "a/kernels/tuning.json", "b/kernels/tuning.json"
+        )
+    )
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once: whoever reads it meanwhile has all of the old one or all of the new."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, path.stat().st_mode if path.exists() else 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _as_row(operation: str, name: str, one: Tried) -> dict[str, Any]:
+    config = {"operation": operation, "class": name, "config": str(one.config)}
+    return config | {"ratios": list(one.ratios), "why": one.why}
+
+
+def _tuning():
+    return importlib.import_module("fp8engine.kernels.tuning")

@@ -1,0 +1,89 @@
+"""What happens to a tile of FP32 sums before it is stored, while it is still in registers.
+
+    y    = f(acc * scale_a[m] * scale_b[n] + bias[n])      f: none, relu, gelu, gelu_tanh or silu
+    amax = max |y| over finite y     saturated = how many |y| / scale > MAX     nonfinite = how many NaN and Inf
+    stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
+
+The format is decided before storing to memory: an FP8 result costs one byte an element, written once, where a
+separate cast would write two, read two and write one.  Statistics cost one atomic each per program.
+Twin: fp8engine/reference/epilogue.py.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
+
+# |y / scale| over MAX by less than the rounding of 1 / scale itself is not saturation.
+SATURATES = tl.constexpr(1 + 2.0**-22)
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """f(x) in FP32.  tanh by way of the sigmoid, (1 + tanh u) / 2 = sigmoid(2 u): the interpreter has no tanh."""
+    if ACTIVATION == "relu":
+        x = tl.where(x < 0, 0.0, x)  # NaN stays, and -0
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def real_values(acc, rows, columns, M, N, scale_a, scale_b, BY_ROW_A: tl.constexpr, BY_ROW_B: tl.constexpr):
+    """acc * scale_a * scale_b in FP32; a scale is one number, one per row of its operand, or None."""
+    if scale_a is not None:
+        if BY_ROW_A:
+            acc = acc * tl.load(scale_a + rows, mask=rows < M, other=1.0)[:, None]
+        else:
+            acc = acc * tl.load(scale_a)
+    if scale_b is not None:
+        if BY_ROW_B:
+            acc = acc * tl.load(scale_b + columns, mask=columns < N, other=1.0)[None, :]
+        else:
+            acc = acc * tl.load(scale_b)
+    return acc
+
+
+@triton.jit
+def finish(
+    y, rows, columns, M, N, bias, output_scale, ACTIVATION: tl.constexpr, OUT: tl.constexpr, COUNT: tl.constexpr
+):
+    """Return (y as it is stored, amax, saturated, nonfinite) of real values y.  COUNT: are the last three used."""
+    if bias is not None:
+        y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    y = activate(y, ACTIVATION)
+    scaled = y
+    if output_scale is not None:
+        scaled = y * tl.div_rn(1.0, tl.load(output_scale))
+    amax = 0.0
+    saturated = 0
+    nonfinite = 0
+    if COUNT:
+        inside = (rows[:, None] < M) & (columns[None, :] < N)  # the rest holds bias, or what 0 activates to
+        finite = is_finite(y)
+        amax = tl.max(tl.max(tl.where(inside & finite, tl.abs(y), 0.0), 1), 0)
+        over = inside & finite & (tl.abs(scaled) > largest(OUT) * SATURATES)
+        saturated = tl.sum(tl.sum(over.to(tl.int32), 1), 0)
+        nonfinite = tl.sum(tl.sum((inside & (finite == 0)).to(tl.int32), 1), 0)
+    if OUT == tl.float8e4nv or OUT == tl.float8e5:
+        stored = saturating_cast(scaled, y, OUT)
+    else:
+        stored = scaled.to(OUT)
+    return stored, amax, saturated, nonfinite
+
+
+@triton.jit
+def publish(amax_ptr, counts_ptr, amax, saturated, nonfinite):
+    """Enter a program's statistics where they are wanted: amax FP32 [1], counts INT64 [2]."""
+    if amax_ptr is not None:
+        tl.atomic_max(amax_ptr, amax, sem="relaxed")
+    if counts_ptr is not None:
+        if saturated > 0:
+            tl.atomic_add(counts_ptr, saturated.to(tl.int64), sem="relaxed")
+        if nonfinite > 0:
+            tl.atomic_add(counts_ptr + 1, nonfinite.to(tl.int64), sem="relaxed")

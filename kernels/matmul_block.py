@@ -1,0 +1,134 @@
+"""FP8 matmul with scales along K: 1x128 by 128x128 (forward, dgrad) and 1x128 by 1x128 (wgrad).
+
+    y[M, N] = f(sum_g scale_a[m, g] scale_b[n, g] (sum_{k in g} a[m, k] b[n, k]) + bias[n])      g: 128 values of K
+
+The inner sum is the Tensor Core's, the outer one FP32 registers': each 128 of K are promoted, and the scales ride on
+the promotion, which costs one multiply-add an element where promoting alone costs an addition.
+A scale covers `rows` rows of its operand: one per row (1), or one for a tile's 128 (128), read as one number where the
+tile does not cross a block.  Tiles are 128 wide at most: a second accumulator of 128x256 would spill.
+
+Cost: 2 M N K operations, and 2 M N K / 128 outside of the Tensor Core.  Twin: fp8engine/reference/matmul.py.
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3 (fine-grained quantisation, increased accumulation precision).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.epilogue import finish, publish
+from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
+from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
+from fp8engine.kernels.tuning import Config, capability, pick
+
+
+@triton.jit
+def _scale_of(scale, index, row, ROWS, stride_row, stride_k, SCALE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Scales of BLOCK_ROWS rows in one group of K: a vector, or one number where all rows share it."""
+    if SCALE_ROWS % BLOCK_ROWS == 0:
+        return tl.load(scale + (row // SCALE_ROWS) * stride_row + index * stride_k)
+    else:
+        rows = row + tl.arange(0, BLOCK_ROWS)
+        where = (rows // SCALE_ROWS) * stride_row + index * stride_k
+        return tl.load(scale + where, mask=rows < ROWS, other=0.0)
+
+
+@triton.jit(do_not_specialize=["M"])  # the number of tokens changes from batch to batch; the code does not
+def _matmul_block_kernel(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    bias,
+    output_scale,
+    y,
+    amax_ptr,
+    counts_ptr,
+    M,
+    N,
+    K,
+    stride_a,
+    stride_b,
+    stride_scale_am,
+    stride_scale_ak,
+    stride_scale_bn,
+    stride_scale_bk,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE_BY_DESCRIPTOR: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    ROWS_B: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
+    ONE_SCALE_A: tl.constexpr = ROWS_A % BLOCK_M == 0
+    ONE_SCALE_B: tl.constexpr = ROWS_B % BLOCK_N == 0
+    PART_N: tl.constexpr = BLOCK_N // PARTS
+    amax = 0.0
+    saturated = 0
+    nonfinite = 0
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a_MK = load_tile(a, row, k, M, K, (stride_a, 1), BLOCK_M, BLOCK_K, LOAD)
+            b_NK = load_tile(b, column, k, N, K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
+            group = k // BLOCK_K
+            s_a = _scale_of(scale_a, group, row, M, stride_scale_am, stride_scale_ak, ROWS_A, BLOCK_M)
+            s_b = _scale_of(scale_b, group, column, N, stride_scale_bn, stride_scale_bk, ROWS_B, BLOCK_N)
+            sums_MN = tl.dot(a_MK, b_NK.T)
+            if ONE_SCALE_A and ONE_SCALE_B:
+                acc_MN += sums_MN * (s_a * s_b)
+            elif ONE_SCALE_B:
+                acc_MN += sums_MN * (s_a * s_b)[:, None]
+            elif ONE_SCALE_A:
+                acc_MN += sums_MN * (s_a * s_b)[None, :]
+            else:
+                acc_MN += sums_MN * s_a[:, None] * s_b[None, :]
+        rows = row + tl.arange(0, BLOCK_M)
+        runs = pieces(acc_MN, PARTS)
+        for part in tl.static_range(PARTS):
+            first = column + part * PART_N
+            columns = first + tl.arange(0, PART_N)
+            stored, top, over, bad = finish(runs[part], rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
+            store_tile(y, stored, row, first, M, N, STORE_BY_DESCRIPTOR)
+            if COUNT:
+                amax = tl.maximum(amax, top)
+                saturated += over
+                nonfinite += bad
+    if COUNT:
+        publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
+
+
+def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
+    """y [M, N] of `epilogue.out` from operands (data, scale, rows, cols, ...) of FP8 codes contiguous along K.
+
+    Scales FP32, one per `rows` rows and `cols` of K; cols is the same for both, and rows 1 or a multiple of it.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    """
+    m, k = a.data.shape
+    n = b.data.shape[0]
+    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    if m == 0 or n == 0:
+        return y_MN
+    if config is None:
+        config = pick("matmul_block", capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
+    load = "descriptor" if config.descriptors else "pointer"
+    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue)
+    _matmul_block_kernel[persistent_grid(m, n, config, y_MN.device)](
+        reader(a.data, load, config.block_m, a.cols), reader(b.data, load, config.block_n, a.cols),
+        a.scale, b.scale, epilogue.bias_N, epilogue.scale,  # inputs
+        writer(y_MN, store_by_descriptor, config.block_m, config.block_n // cut),
+        epilogue.amax, epilogue.counts,  # outputs
+        m, n, k, a.data.stride(0), b.data.stride(0), *a.scale.stride(), *b.scale.stride(),  # sizes
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=a.cols, GROUP_M=config.group_m,  # constants
+        LOAD=load, STORE_BY_DESCRIPTOR=store_by_descriptor, PARTS=cut, ROWS_A=a.rows, ROWS_B=b.rows,
+        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
+        num_warps=config.warps, num_stages=stages(config, y_MN),
+    )  # fmt: skip
+    return y_MN

@@ -1,0 +1,124 @@
+"""FP8 matmul on Hopper's Tensor Cores, scales per tensor or per row, with the format decided before the store.
+
+    y[M, N] = f(sum_k a[m, k] b[n, k] * scale_a[m] * scale_b[n] + bias[n])      stored as the epilogue says
+
+Both operands are contiguous along K: FP8 wgmma reads nothing else (PTX ISA, wgmma.mma_async, matrix descriptors).
+Persistent: one program a multiprocessor walks the tiles, so that the store of one overlaps the loads of the next.
+
+    fast       the Tensor Core adds into one accumulator of about 13 mantissa bits below its largest term
+    promoted   each BLOCK_K products are summed there, and the sums in FP32 registers
+
+Cost: 2 M N K operations; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every 2 * BLOCK_M * BLOCK_N * BLOCK_K of them,
+48 bytes per clock and multiprocessor at 128x256x128 and full rate.
+Twin: fp8engine/reference/matmul.py.  Source of the accumulator's width: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from fp8engine.kernels.epilogue import finish, publish, real_values
+from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
+from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
+from fp8engine.kernels.tuning import Config, capability, pick
+
+
+# M is the number of tokens: no machine code depends on what divides it, and it changes from batch to batch.
+@triton.jit(do_not_specialize=["M"])
+def _matmul_fp8_kernel(
+    a,
+    b,
+    scale_a,
+    scale_b,
+    bias,
+    output_scale,
+    y,
+    amax_ptr,
+    counts_ptr,
+    M,
+    N,
+    K,
+    stride_a,
+    stride_b,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE_BY_DESCRIPTOR: tl.constexpr,
+    PARTS: tl.constexpr,
+    PROMOTED: tl.constexpr,
+    BY_ROW_A: tl.constexpr,
+    BY_ROW_B: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
+    PART_N: tl.constexpr = BLOCK_N // PARTS
+    amax = 0.0
+    saturated = 0
+    nonfinite = 0
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a_MK = load_tile(a, row, k, M, K, (stride_a, 1), BLOCK_M, BLOCK_K, LOAD)
+            b_NK = load_tile(b, column, k, N, K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
+            if PROMOTED and cuda_capability_geq(9, 0):
+                acc_MN += tl.dot(a_MK, b_NK.T)
+            elif PROMOTED:  # without a limit Triton folds the addition into the Tensor Core's accumulator below sm_90
+                acc_MN += tl.dot(a_MK, b_NK.T, max_num_imprecise_acc=BLOCK_K)
+            else:
+                acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)
+        rows = row + tl.arange(0, BLOCK_M)
+        runs = pieces(acc_MN, PARTS)
+        for part in tl.static_range(PARTS):
+            first = column + part * PART_N
+            columns = first + tl.arange(0, PART_N)
+            y_MN = real_values(runs[part], rows, columns, M, N, scale_a, scale_b, BY_ROW_A, BY_ROW_B)
+            stored, top, over, bad = finish(y_MN, rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
+            store_tile(y, stored, row, first, M, N, STORE_BY_DESCRIPTOR)
+            if COUNT:
+                amax = tl.maximum(amax, top)
+                saturated += over
+                nonfinite += bad
+    if COUNT:
+        publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
+
+
+def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = None) -> torch.Tensor:
+    """y [M, N] of `epilogue.out` from operands (data, scale, ...) of FP8 codes contiguous along K.
+
+    a.data [M, K], b.data [N, K]: E4M3 by E4M3, E5M2 by E4M3 or E4M3 by E5M2.  Scales FP32: (), or [M, 1] and [N, 1].
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    """
+    m, k = a.data.shape
+    n = b.data.shape[0]
+    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    if m == 0 or n == 0:
+        return y_MN
+    if config is None:
+        operation = "matmul_fp8_promoted" if promoted else "matmul_fp8"
+        config = pick(operation, capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
+    if config.kernel == "gluon":
+        from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported  # experimental in Triton: only where used
+
+        if unsupported(a, b, epilogue) is None:
+            return matmul_gluon(a, b, epilogue, promoted, config)
+    load = "descriptor" if config.descriptors else "pointer"
+    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue)
+    _matmul_fp8_kernel[persistent_grid(m, n, config, y_MN.device)](
+        reader(a.data, load, config.block_m, config.block_k), reader(b.data, load, config.block_n, config.block_k),
+        a.scale, b.scale, epilogue.bias_N, epilogue.scale,  # inputs
+        writer(y_MN, store_by_descriptor, config.block_m, config.block_n // cut),
+        epilogue.amax, epilogue.counts,  # outputs
+        m, n, k, a.data.stride(0), b.data.stride(0),  # sizes
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
+        LOAD=load, STORE_BY_DESCRIPTOR=store_by_descriptor, PARTS=cut, PROMOTED=promoted,
+        BY_ROW_A=a.scale.dim() == 2, BY_ROW_B=b.scale.dim() == 2,
+        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
+        num_warps=config.warps, num_stages=stages(config, y_MN),
+    )  # fmt: skip
+    return y_MN

@@ -1,0 +1,105 @@
+"""Which configuration a matmul runs with: a committed table, read by `pick`, rewritten by `fp8engine bench tune`.
+
+    tuning.json   {operation: {architecture: {shape class: configuration}}}
+
+The shape classes follow from how many tiles there are to share among the multiprocessors of a card:
+
+    large      at least 96 tiles of 128x256: the widest tile, the least traffic from L2
+    medium     at least 96 tiles of 128x128
+    small      fewer: narrow tiles, so that most multiprocessors have one
+    unaligned  operands that no tensor descriptor can describe, any size
+
+A configuration carries `ratio`: torch's time over this kernel's, measured on the card that `source` names; null where
+nobody has measured it.  Whoever chooses between this kernel and torch's takes ours from 1.0 on, and never on a null.
+"""
+
+import functools
+import json
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+import torch
+
+TABLE = pathlib.Path(__file__).with_name("tuning.json")
+WIDE_TILE, TILE, NARROW_TILE = (128, 256), (128, 128), (64, 128)
+ENOUGH_TILES = 96  # of an H100's or H200's 132 multiprocessors: fewer would idle more of them than narrow tiles cost
+UNALIGNED = "unaligned"
+CLASSES = ("large", "medium", "small", UNALIGNED)
+ARCHITECTURES = (90, 89, 80)
+
+
+class Config(NamedTuple):
+    """Tile sizes, rows of tiles visited together, warps and pipeline stages of one kernel.
+
+    parts: into how many columns of sub-tiles the epilogue cuts a tile.  descriptors: read and written by TMA.
+    kernel: "triton" or "gluon".
+    ratio: torch's time over this kernel's, or None.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 4
+    parts: int = 1
+    descriptors: bool = True
+    kernel: str = "triton"
+    ratio: float | None = None
+
+    def __str__(self) -> str:
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        how = ("tma" if self.descriptors else "ptr") if self.kernel == "triton" else self.kernel
+        return f"{tile} g{self.group_m} w{self.warps} s{self.stages} p{self.parts} {how}"
+
+
+def shape_class(m: int, n: int, aligned: bool = True) -> str:
+    """The class of an M x N result.
+
+    >>> shape_class(8192, 8192), shape_class(1024, 2048), shape_class(3, 4096), shape_class(8192, 50257, aligned=False)
+    ('large', 'medium', 'small', 'unaligned')
+    """
+    if not aligned:
+        return UNALIGNED
+    for name, (tile_m, tile_n) in (("large", WIDE_TILE), ("medium", TILE)):
+        if math.ceil(m / tile_m) * math.ceil(n / tile_n) >= ENOUGH_TILES:
+            return name
+    return "small"
+
+
+def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: bool = True) -> Config:
+    """The configuration of the newest tabulated architecture that is not newer than the card: same answer every time.
+
+    operation: a key of the table.  capability: (major, minor).  aligned: whether descriptors can be used.
+    Raises LookupError for an operation or a card older than any in the table.
+
+    >>> pick("matmul_fp8", (9, 0), 8192, 8192).block_n
+    256
+    """
+    architecture = 10 * capability[0] + capability[1]
+    rows = table()[operation]
+    known = [arch for arch in ARCHITECTURES if f"sm_{arch}" in rows and arch <= architecture]
+    if not known:
+        raise LookupError(f"{operation} has no configuration for sm_{architecture}")
+    return rows[f"sm_{max(known)}"][shape_class(m, n, aligned)]
+
+
+@functools.cache
+def table() -> dict[str, dict[str, dict[str, Config]]]:
+    """The committed table."""
+    return parse(json.loads(TABLE.read_text()))
+
+
+def parse(content: dict[str, Any]) -> dict[str, dict[str, dict[str, Config]]]:
+    """A table from its JSON form."""
+    return {
+        operation: {arch: {name: Config(**row) for name, row in rows.items()} for arch, rows in cards.items()}
+        for operation, cards in content["operations"].items()
+    }
+
+
+@functools.cache
+def capability(where: torch.device) -> tuple[int, int]:
+    """(major, minor) of a card; Hopper's where there is none, as in the interpreter."""
+    return torch.cuda.get_device_capability(where) if where.type == "cuda" else (9, 0)

@@ -1,0 +1,133 @@
+"""`fp8engine bench` as a person and a script call it, and the benchmark script from a bare checkout."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fp8engine
+from fp8engine.bench import run
+from fp8engine.bench.roofline import Limits
+from fp8engine.cli import app, bench
+from fp8engine.kernels import tuning
+
+ROOT = Path(fp8engine.__file__).parents[1]
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU, whose limits are not measured here."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(run.roofline, "limits", lambda where, ticks: Limits(1e12, 1e10))
+
+
+def test_json_holds_everything_and_nothing_else_is_printed(tmp_path: Path):
+    out = tmp_path / "gemm.json"
+    result = call("gemm", "--shapes", "64,64,64;32,48,64", "--json", "--out", out)
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed == json.loads(out.read_text())
+    assert printed["what"].startswith("CPU: FP8 emulated")
+    assert {tuple(row["shape"]) for row in printed["rows"]} == {(64, 64, 64), (32, 48, 64)}
+    for row in printed["rows"]:
+        assert row["correct"] is True, row
+        assert row["emulated"] == ("fp8" in row["name"])
+        assert row["seconds"] > 0
+    assert printed["summary"]["triton fp8 tensor fast"]["note"] == "not measured"
+
+
+def test_a_person_gets_a_table():
+    result = call("gemm", "--shapes", "64,64,64")
+    assert result.exit_code == 0, result.output
+    for part in ("M, N, K = 64, 64, 64", "reference fp8 block (emulated)", "TFLOP/s", "fast: not measured", "10 GB/s"):
+        assert part in result.stdout, part
+
+
+def test_a_table_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture[str]):
+    rows = [
+        {"name": "bad", "shape": [1, 1, 1], "emulated": False, "correct": False, "error": 0.5, "why": "wrong"},
+        {"name": "nan", "shape": [1, 1, 1], "emulated": False, "correct": False, "error": None, "why": "wrong"},
+        {"name": "not", "shape": [1, 1, 1], "emulated": False, "correct": None, "why": "LookupError: no [sm_89]"},
+    ]
+    about = {"card": None, "cpu": "a CPU", "torch": "2"}
+    limits = {"matmul_16_bits_tflops": 1.0, "copy_gb_per_s": 1.0}
+    summary = run.summary(rows) | {"triton 16 bits": {"geometric_mean": 1.25, "minimum": math.pi}}
+    bench.tell({"machine": about, "what": "", "limits": limits, "rows": rows, "summary": summary})
+    text = capsys.readouterr().out
+    for part in ("5.0e-01", "not finite", "no [sm_89]", "geometric mean 1.250, least 3.142"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("gemm", "--shapes", "64,64"), "'64,64' is not M,N,K"),
+        (("gemm", "--shapes", "squares"), "did you mean 'square'"),
+        (("gemm", "--shapes", "8,8,8", "--device", "cuda"), "0 CUDA devices"),
+        (("gemm", "--shapes", "8,8,8", "--device", "gpu"), "no device 'gpu'"),
+        (("gemm", "--shapes", "8,8,8", "--device", "meta"), "no matmul benchmark on meta"),
+        (("gemm", "--shapes", "8,8,8", "--out", "/no/such/folder/x.json"), "cannot write"),
+        (("tune",), "torch finds none"),
+    ],
+)
+def test_what_it_refuses(arguments: tuple, told: str):
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert told in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--write", None])
+def test_only_write_writes_the_table(option: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    old = tuning.TABLE.read_text()
+    path = tmp_path / "tuning.json"
+    path.write_text(old)
+    table = json.loads(old)
+    table["operations"]["matmul_fp8"]["sm_90"]["large"]["ratio"] = 1.125
+    monkeypatch.setattr(tuning, "TABLE", path)
+    monkeypatch.setattr(bench, "tune", lambda operation, shapes, where, note: (table, [{"operation": operation}]))
+    options = () if option is None else (option,)
+    printed = json.loads(call("tune", "--operation", "matmul_fp8", "--json", *options).stdout)
+    assert printed["tried"] == [{"operation": ["matmul_fp8"]}]
+    assert printed["written"] == (str(path) if option == "--write" else None)
+    assert '+    "large"' in printed["diff"]
+    changed = path.read_text() != old
+    assert changed == (option == "--write")
+    if changed:
+        assert json.loads(path.read_text()) == table
+    told = call("tune", *options)
+    assert told.stdout.rstrip("\n") == (printed["diff"].rstrip("\n") if not changed else "nothing changes")
+
+
+WITHOUT = """
+import sys
+for name in ("rich", "typer", "safetensors", "triton", "pytest"):
+    sys.modules[name] = None
+import warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, {root!r})
+from fp8engine.bench import cases, roofline, run, timing, tune
+import torch
+ticks = timing.WallClock()
+result = run.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, roofline.Limits(1.0, 1.0), 2)
+print(all(row["correct"] for row in result["rows"]), len(result["rows"]))
+"""
+
+
+def test_a_machine_without_rich_typer_and_triton_can_run_it(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(root=str(ROOT))], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "7"]

@@ -1,0 +1,188 @@
+"""Kernels compiled without a card, and what counts as a fault or a loss in their machine code."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8engine.bench import codegen, offline, sass
+from fp8engine.errors import VersionError
+from fp8engine.kernels.tuning import Config, table
+
+ROOT = Path(__file__).parents[2]
+BASELINE = json.loads((ROOT / "benchmarks" / "codegen.json").read_text())["kernels"]
+CASES = {case.name: case for case in codegen.cases()}
+
+
+@pytest.fixture(scope="module")
+def default() -> codegen.Row:
+    """The default FP8 kernel of a Hopper card, compiled."""
+    config = table()["matmul_fp8"]["sm_90"]["large"]
+    return codegen.compile_case(CASES[f"matmul_fp8 tensor sm_90 {config} plain"])
+
+
+def test_the_default_kernel_is_hopper_code(default: codegen.Row):
+    assert codegen.failures(default) == []
+    assert (default.shape, default.products, default.spills) == ("QGMMA.64x256x32", 4, 0)
+    assert default.loop <= 95
+    assert default.shared <= 232_448
+    # 128x256x128 multiply-adds at 4096 a clock; 48 KiB of operands in that time.
+    assert (default.tensor_cycles, default.bytes_per_clock) == (1024.0, 48.0)
+    assert default.issue_cycles == default.loop * 2  # 8 warps on 4 schedulers
+    assert default.issue_cycles < default.tensor_cycles
+    assert any("bulk.tensor" in access for access in default.accesses)
+
+
+def test_every_configuration_has_cases_and_every_case_a_baseline():
+    for operation, cards in table().items():
+        for arch, rows in cards.items():
+            for config in rows.values():
+                named = [name for name in CASES if operation.removesuffix("_promoted") in name and arch in name]
+                assert [name for name in named if str(config) in name]
+    assert set(CASES) == set(BASELINE)
+
+
+def test_the_launch_that_is_compiled_is_the_launchers_own():
+    config = table()["matmul_fp8"]["sm_90"]["medium"]
+    with offline.caught(90) as launches:
+        CASES[f"matmul_fp8 row sm_90 {config} row"].launch()
+    (launch,) = launches
+    assert launch.name == "_matmul_fp8_kernel"
+    assert launch.signature["a"] == "tensordesc<fp8e4nv[128, 128]>"
+    assert launch.signature["bias"] == "*bf16"
+    assert launch.signature["amax_ptr"] == "constexpr"  # None: no statistics were asked for
+    assert (launch.options["num_warps"], launch.options["num_stages"]) == (config.warps, config.stages)
+    constants = {launch.kernel.arg_names[index[0]]: value for index, value in launch.constants.items()}
+    assert (constants["BY_ROW_A"], constants["BLOCK_N"], constants["PROMOTED"]) == (True, 128, False)
+
+
+def test_nothing_is_launched_and_the_driver_is_put_back():
+    from triton.runtime import driver
+
+    before = driver._active
+    with pytest.raises(ZeroDivisionError), offline.caught(80):
+        raise ZeroDivisionError
+    assert driver._active is before
+    with offline.caught(80):
+        assert driver._active is not before
+    assert driver._active is before
+
+
+def test_interpreted_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(offline.knobs.runtime, "interpret", True)
+    with pytest.raises(VersionError, match="TRITON_INTERPRET=1 interprets kernels"), offline.caught(90):
+        pytest.fail("entered")
+
+
+def test_a_spill_is_found_by_the_compiler_itself(monkeypatch: pytest.MonkeyPatch):
+    # 128 sums a thread and an erf in one piece do not fit into 255 registers: why `launch.parts` cuts a tile in four.
+    matmul_fp8 = importlib.import_module("fp8engine.kernels.matmul_fp8")
+    config, end = Config(128, 128, 128, warps=4, parts=1), codegen._epilogues(fp8=True)["gelu+amax"]
+    assert matmul_fp8.parts(config, end) == 4
+    monkeypatch.setattr(matmul_fp8, "parts", lambda config, epilogue: config.parts)
+    operand = codegen._operand(codegen.SIZE, -1, -1)
+    case = codegen.Case("", 90, config, True, lambda: matmul_fp8.matmul_fp8(operand, operand, end, False, config))
+    row = codegen.compile_case(case)
+    assert row.spills > 0
+    assert codegen.failures(row) == [f"{row.spills} bytes spilled"]
+
+
+GOOD = codegen.Row(
+    "k", 200, 0, 200_000, 1, 90, 4, "QGMMA.64x256x32", 1024.0, 180.0, 48.0, ("ld.global.v4.b32",), (), False, 90, True
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, []),
+        ({"spills": 8}, ["8 bytes spilled"]),
+        ({"shared": 232_449}, ["232449 bytes of shared memory; a program may have 232448"]),
+        ({"serialized": True, "notes": ("C7510",)}, ["wait for each other (C7510)"]),
+        ({"shape": "HGMMA.64x256x16"}, ["no QGMMA in the main loop (HGMMA.64x256x16)"]),
+        ({"shape": ""}, ["no QGMMA in the main loop (no Tensor Core instruction at all)"]),
+        ({"fp8": False, "shape": "HGMMA.64x256x16"}, []),
+        ({"architecture": 80, "fp8": False, "shared": 166_000, "shape": "HMMA.16816"}, []),
+        ({"architecture": 80, "fp8": False, "shared": 170_000, "shape": "HMMA.16816"}, ["a program may have 166912"]),
+        ({"spills": 4, "shape": "FFMA"}, ["4 bytes spilled", "no QGMMA"]),
+    ],
+)
+def test_what_no_kernel_may_have(change, words):
+    found = codegen.failures(dataclasses.replace(GOOD, **change))
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, []),
+        ({"loop": 99}, []),  # a tenth: scheduling
+        ({"loop": 100}, ["main loop of 100 instructions, was 90"]),
+        ({"programs": 0}, ["0 programs a multiprocessor, were 1"]),
+        ({"programs": 2, "loop": 50}, []),  # a gain is no loss
+        ({"shape": "QGMMA.64x128x32"}, ["QGMMA.64x128x32, was QGMMA.64x256x32"]),
+        ({"accesses": ("ld.global.b32",)}, ["no more ld.global.v4.b32"]),
+    ],
+)
+def test_what_counts_as_a_loss(change, words):
+    before = codegen.baseline_of([GOOD])["k"]
+    assert codegen.losses(dataclasses.replace(GOOD, **change), before) == words
+
+
+@pytest.mark.parametrize(
+    ("shared", "registers", "warps", "fit"),
+    [
+        (229_408, 168, 4, 1),
+        (114_720, 96, 4, 2),  # two rings of 112 KiB
+        (20_000, 255, 8, 1),  # 65,536 registers hold one program of 8 warps at 255
+        (20_000, 32, 8, 8),  # 64 warps
+        (0, 16, 1, 32),  # no more than 32 programs, however small
+    ],
+)
+def test_how_many_programs_fit(shared, registers, warps, fit):
+    made = offline.Compiled("", "", shared, warps, registers, 0, ())
+    assert codegen.programs(made, codegen.CARDS[90]) == fit
+
+
+def test_the_main_loop_is_the_innermost_with_a_product():
+    text = "\n".join(
+        [
+            ".L_x_0:",
+            "        /*0000*/                   IADD3 R1, R1, 1, RZ ;",
+            ".L_x_1:",
+            "        /*0010*/              @!P1 HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;",
+            "        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;",
+            "        /*0030*/               @P0 BRA `(.L_x_1) ;",
+            "        /*0040*/                   STG.E.128 [R2], R4 ;",
+            "        /*0050*/               @P2 BRA `(.L_x_0) ;",
+            ".L_x_2:",
+            "        /*0060*/                   BRA `(.L_x_2) ;",
+        ]
+    )
+    loop = sass.main_loop(text)
+    assert (loop.length, loop.products, loop.shapes) == (3, 1, ("HGMMA.64x128x16",))
+    assert sass.main_loop("").length == 0
+
+
+def test_the_script_fails_on_a_kernel_that_got_worse(tmp_path: Path):
+    config = table()["matmul_fp8"]["sm_90"]["small"]
+    name = f"matmul_fp8 tensor sm_90 {config} plain"
+    script = ROOT / "benchmarks" / "codegen.py"
+    content = json.loads((ROOT / "benchmarks" / "codegen.json").read_text())
+    content["kernels"][name]["loop"] //= 2
+    copy = tmp_path / "codegen.py"
+    copy.write_text(script.read_text())
+    (tmp_path / "codegen.json").write_text(json.dumps(content))
+    run = [sys.executable, str(copy), "--jobs", "1", "--only", name]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"FAILED {name}: main loop of " in done.stdout
+    assert "QGMMA.64x128x32" in done.stdout
+    done = subprocess.run([*run, "--update"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert list(json.loads((tmp_path / "codegen.json").read_text())["kernels"]) == [name]

@@ -1,0 +1,306 @@
+"""The rows of `bench gemm`: no ratio for a wrong result, right means, and which rows a card has."""
+
+import itertools
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8engine import device, reference
+from fp8engine.bench import run
+from fp8engine.bench.cases import LLM, Shape
+from fp8engine.bench.roofline import Limits
+from fp8engine.bench.run import (
+    BASE,
+    FAST,
+    PROMOTED,
+    Variant,
+    compare,
+    gemm,
+    limits_of,
+    line,
+    machine,
+    summary,
+    variants,
+)
+from fp8engine.errors import BackendError
+
+CPU, SHAPE = torch.device("cpu"), Shape(96, 64, 128)
+CARD, H100, A100, V100 = torch.device("cuda"), (9, 0), (8, 0), (7, 0)
+TIMES = {"seconds", "spread", "tflops", "of_16_bit_rate", "peer", "over_peer", "over_16_bits"}
+OURS = [f"triton fp8 {kind} {way}" for kind in ("tensor", "row") for way in ("fast", "promoted")] + ["triton fp8 block"]
+
+
+class Ticks:
+    """A clock on which each variant takes the seconds that its place in the turn says: 1, 2, 3, ..."""
+
+    def __init__(self, variants: int):
+        self.variants, self.count = variants, 0
+
+    def time(self, call):
+        call()
+        self.count += 1
+
+    def seconds(self):
+        count, self.count = self.count, 0
+        return [1.0 + i % self.variants for i in range(count)]
+
+
+def right(pair):
+    return reference.matmul_fp8(pair.a, pair.b)
+
+
+def lost_tile(pair):
+    y = right(pair)
+    y[32:64, 32:] = 0
+    return y
+
+
+def measured(ways: dict[str, Variant], right: int, shape: Shape = SHAPE) -> dict[str, dict]:
+    """Rows by name.  right: how many of the ways are timed."""
+    result = gemm([shape], CPU, ways, Ticks(right), Limits(1e9, 1e9), turns=3)
+    return {row["name"]: row for row in result["rows"]}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lost_tile, lambda pair: right(pair) * 1.02, lambda pair: right(pair) * math.nan, lambda pair: right(pair).t()],
+)
+def test_a_wrong_result_has_an_error_and_no_time_or_ratio(broken):
+    called = []
+    wrong = Variant("tensor", lambda pair: called.append(0) or broken(pair), peer="ok")
+    rows = measured({BASE: Variant("bf16", run._torch), "ok": Variant("tensor", right, roundings=2), "bad": wrong}, 2)
+    assert rows["bad"]["correct"] is False
+    assert TIMES.isdisjoint(rows["bad"])
+    assert rows["bad"]["error"] is None or rows["bad"]["error"] > rows["bad"]["tolerance"]
+    assert len(called) <= run.SETS  # checked, never timed
+    assert rows["ok"]["correct"] is True
+    assert rows["ok"].keys() >= TIMES
+
+
+def test_a_result_that_is_wrong_on_other_operands_is_wrong():
+    seen = []
+
+    def stale(pair):  # as a descriptor kept under the wrong address would do
+        seen.append(pair)
+        return right(seen[0])
+
+    assert measured({"stale": Variant("tensor", stale, roundings=2)}, 0)["stale"]["correct"] is False
+
+
+def test_ratios_are_the_others_time_over_ours():
+    ways = {
+        BASE: Variant("bf16", run._torch),
+        "slow": Variant("tensor", right, roundings=2),
+        "ours": Variant("tensor", right, peer="slow", roundings=2),
+    }
+    rows = measured(ways, 3)
+    assert [rows[name]["seconds"] for name in ways] == [1.0, 2.0, 3.0]
+    assert rows["ours"]["over_peer"] == pytest.approx(2 / 3)
+    assert rows["ours"]["over_16_bits"] == pytest.approx(1 / 3)
+    assert rows["ours"]["tflops"] == pytest.approx(2 * 96 * 64 * 128 / 3 / 1e12)
+    assert rows["ours"]["of_16_bit_rate"] == pytest.approx(2 * 96 * 64 * 128 / 3 / 1e9)
+    assert rows["slow"]["over_peer"] is None
+
+
+def test_a_peer_that_is_wrong_gives_no_ratio():
+    ways = {"torch": Variant("tensor", lost_tile), "ours": Variant("tensor", right, peer="torch", roundings=2)}
+    row = measured(ways, 1)["ours"]
+    assert row["correct"] is True
+    assert row["over_peer"] is row["over_16_bits"] is None
+
+
+def test_what_cannot_run_says_why_and_the_rest_goes_on():
+    def refuse(pair):
+        raise LookupError("matmul_block has no configuration for sm_89\nand more")
+
+    rows = measured({"none": Variant("block", refuse), "ok": Variant("block", right, roundings=2)}, 1)
+    assert rows["none"]["correct"] is None
+    assert rows["none"]["why"] == "LookupError: matmul_block has no configuration for sm_89"
+    assert TIMES.isdisjoint(rows["none"])
+    assert rows["ok"]["seconds"] == 1.0
+
+
+def test_nothing_is_timed_where_nothing_is_right():
+    assert compare(SHAPE, CPU, {"bad": Variant("tensor", lost_tile)}, Ticks(1), 3)[0]["correct"] is False
+
+
+def test_operands_take_turns_while_timing():
+    seen = []
+    measured({"ok": Variant("tensor", lambda pair: seen.append(pair.a.data.data_ptr()) or right(pair), roundings=2)}, 1)
+    timed = seen[run.SETS :]
+    assert len(set(timed)) == run.SETS
+    assert all(one != next_ for one, next_ in itertools.pairwise(timed))
+
+
+def test_tolerances_grow_with_k_only_where_sums_are_truncated():
+    fast, promoted = Variant("row", right, FAST), Variant("row", right, PROMOTED)
+    assert fast.tolerance(4096) == fast.tolerance(64) == pytest.approx(2 * (1.35e-3 + 2**-9))
+    assert fast.tolerance(28672) == pytest.approx(2 * (7 * 1.35e-3 + 2**-9))
+    assert promoted.tolerance(28672) == promoted.tolerance(64) < fast.tolerance(64)
+
+
+def row(name: str, over: float | None, correct: bool | None = True, tflops: float = 1.0) -> dict:
+    made = {"name": name, "shape": [1, 2, 3], "correct": correct}
+    return made | ({"over_peer": over, "tflops": tflops} if correct else {})
+
+
+def test_the_summary_is_a_geometric_mean_and_the_least():
+    name = "triton fp8 tensor fast"
+    found = summary(
+        [row(name, 0.5), row(name, 2.0), row(name, 1.0, tflops=9.0), row("torch 16 bits", 7.0, tflops=99.0)]
+    )
+    assert found[name]["geometric_mean"] == pytest.approx(1.0)
+    assert found[name]["minimum"] == 0.5
+    assert (found[name]["shapes"], found[name]["note"]) == (3, None)
+    assert found["best_tflops"] == {"name": name, "shape": [1, 2, 3], "tflops": 9.0}
+
+
+def test_the_targets_are_for_the_llm_shapes_among_them():
+    name = "triton fp8 row fast"
+    llm = row(name, 4.0) | {"shape": list(LLM[0])}
+    found = summary([row(name, 1.0), llm])[name]
+    assert found["geometric_mean"] == pytest.approx(2.0)
+    assert found["llm"]["geometric_mean"] == pytest.approx(4.0)
+    assert (found["shapes"], found["llm"]["shapes"]) == (2, 1)
+    assert summary([row(name, 1.0)])[name]["llm"]["note"] == "not measured"
+
+
+def test_the_limits_of_one_result_serve_another():
+    found = gemm([SHAPE], CPU, {"ok": Variant("tensor", right, roundings=2)}, Ticks(1), Limits(2e12, 3e9), turns=1)
+    assert limits_of(found) == pytest.approx(Limits(2e12, 3e9))
+
+
+def test_a_line_has_numbers_only_for_what_is_right():
+    rows = measured({BASE: Variant("bf16", run._torch), "bad": Variant("tensor", lost_tile)}, 1)
+    assert line(rows[BASE]).split()[-1] == "1.00"
+    assert "96x64x128" in line(rows[BASE])
+    assert "WRONG, error " in line(rows["bad"])
+    assert "WRONG: not finite" in line(rows["bad"] | {"error": None, "why": "not finite"})
+    assert "cannot run: why" in line(rows["bad"] | {"correct": None, "why": "why"})
+
+
+def test_one_wrong_shape_leaves_no_mean():
+    name = "triton fp8 row promoted"
+    found = summary([row(name, 2.0), row(name, None, correct=False)])[name]
+    assert found["geometric_mean"] is found["minimum"] is None
+    assert found["note"] == "wrong at 1 of 2 shapes"
+
+
+def test_without_a_card_nothing_counts_as_measured():
+    found = summary([row("torch 16 bits", None), row("triton fp8 row fast", None, correct=None)])
+    assert found.pop("best_tflops") is None
+    assert {one["note"] for one in found.values()} == {"not measured"}
+
+
+@pytest.mark.parametrize("capability", [V100, A100])
+def test_cards_without_fp8_have_their_16_bit_rows_and_emulation(capability):
+    found = variants("cuda", capability, triton=True)
+    assert found[BASE].kind == ("fp16" if capability == V100 else "bf16")
+    assert ("triton 16 bits" in found) == (capability == A100)
+    fp8 = {name: way.emulated for name, way in found.items() if "fp8" in name}
+    assert fp8 == {f"reference fp8 {kind}": True for kind in ("tensor", "row", "block")}
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("capability", [(8, 9), H100, (10, 0)])
+def test_cards_with_fp8_have_torchs_rows_and_ours_where_there_is_triton(capability, triton: bool):
+    found = variants("cuda", capability, triton)
+    assert not any(way.emulated for way in found.values())
+    assert {f"torch fp8 {kind}{fast}" for kind in ("tensor", "row") for fast in ("", " fast")} <= set(found)
+    assert [name for name in found if name.startswith("triton fp8")] == (OURS if triton else [])
+
+
+def test_a_cpu_never_counts_the_interpreter():
+    found = variants("cpu", (0, 0), triton=True)
+    assert not any(name.startswith("triton") for name in found)
+    assert all(way.emulated for name, way in found.items() if "fp8" in name)
+    assert found["reference fp8 row"].peer == "torch fp8 row"
+
+
+def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
+    """All rows of an H100, with kernels of plain torch in the place of Triton's."""
+    called = []
+
+    def fp8(a, b, epilogue, promoted):
+        called.append(("fp8", a.scale.dim(), promoted))
+        return reference.matmul_fp8(a, b, out=epilogue.out)
+
+    def block(a, b, epilogue):
+        called.append(("block", a.cols, b.rows))
+        return reference.matmul_fp8(a, b, out=epilogue.out)
+
+    def fp16(a_MK, b_NK, epilogue):
+        called.append(("fp16", a_MK.dtype, epilogue.out))
+        return a_MK @ b_NK.t()
+
+    for name, kernel in {"matmul_fp8": fp8, "matmul_block": block, "matmul_fp16": fp16}.items():
+        monkeypatch.setitem(sys.modules, f"fp8engine.kernels.{name}", SimpleNamespace(**{name: kernel}))
+    ways = variants("cuda", H100, triton=True)
+    rows = measured(ways, len(ways))
+    assert {row["correct"] for row in rows.values()} == {True}
+    assert list(dict.fromkeys(called)) == [
+        ("fp16", torch.bfloat16, torch.bfloat16),
+        ("fp8", 0, False),
+        ("fp8", 0, True),
+        ("fp8", 2, False),
+        ("fp8", 2, True),
+        ("block", 128, 128),
+    ]
+    peers = {name: row["peer"] for name, row in rows.items() if row["peer"]}
+    assert peers == {
+        "triton 16 bits": BASE,
+        "triton fp8 tensor fast": "torch fp8 tensor fast",
+        "triton fp8 tensor promoted": "torch fp8 tensor",
+        "triton fp8 row fast": "torch fp8 row fast",
+        "triton fp8 row promoted": "torch fp8 row",
+    }
+    found = summary(list(rows.values()))
+    assert all(one["geometric_mean"] for name, one in found.items() if name != "best_tflops")
+    assert set(run.TARGETS) <= set(ways)
+
+
+def test_only_a_card_or_a_cpu_is_measured():
+    with pytest.raises(BackendError, match="meta"):
+        gemm([SHAPE], torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("where", "capability", "triton", "told"),
+    [
+        (CPU, (0, 0), False, "CPU: FP8 emulated; the Triton kernels are not run"),
+        (CARD, H100, True, "Triton's kernels beside torch's"),
+        (CARD, H100, False, "torch's matmuls alone"),
+        (CARD, A100, True, "16-bit rows measured, FP8 emulated"),
+    ],
+)
+def test_a_result_says_what_it_is(where, capability, triton: bool, told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "capability", lambda where: capability)
+    monkeypatch.setattr(device, "name", lambda where: "a card")
+    assert told in run._what(where, variants(where.type, capability, triton))
+
+
+def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
+    found = machine(CPU)
+    assert found["torch"] == torch.__version__
+    assert found["card"] is found["driver"] is found["capability"] is None
+    assert found["cpu"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA H100")
+    monkeypatch.setattr(device, "capability", lambda where: H100)
+    monkeypatch.setattr(run, "_said", lambda *command: command[0])
+    found = machine(CARD)
+    assert (found["card"], found["capability"], found["driver"], found["commit"]) == (
+        "NVIDIA H100",
+        "sm_90",
+        "nvidia-smi",
+        "git",
+    )
+    assert run._version("no-such-package") is None
+
+
+def test_a_program_that_is_not_there_says_nothing():
+    assert run._said("no-such-program-here") is None
+    assert run._said(sys.executable, "-c", "raise SystemExit(1)") is None
+    assert run._said(sys.executable, "-c", "print('570.1'); print('570.1')") == "570.1"

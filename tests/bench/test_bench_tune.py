@@ -1,0 +1,247 @@
+"""The tuner: what it tries, what it refuses to keep, what it writes; on times that are given."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8engine import reference
+from fp8engine.bench import tune
+from fp8engine.bench.cases import Operands, Shape, parse
+from fp8engine.bench.run import PROMOTED, Variant
+from fp8engine.bench.timing import WallClock
+from fp8engine.errors import BackendError, UnknownName
+from fp8engine.kernels import tuning
+from fp8engine.kernels.tuning import CLASSES, Config
+
+CPU, SHAPES = torch.device("cpu"), [Shape(64, 64, 64), Shape(128, 64, 64)]
+BASE = Config(128, 128, 128)
+ABOUT = {"card": "H100", "driver": "1", "capability": "sm_90", "torch": "2", "triton": "3", "date": "d", "commit": "c"}
+
+
+def committed() -> dict:
+    return json.loads(tuning.TABLE.read_text())
+
+
+def given(results: dict[Config, list]):
+    """A trial that finds these results, one a shape; 0.5 for other configurations."""
+    return lambda shape, configs: [results.get(one, [0.5, 0.5])[SHAPES.index(shape)] for one in configs]
+
+
+def test_the_committed_table_is_written_as_it_is_byte_for_byte():
+    assert tune.dump(committed()) == tuning.TABLE.read_text()
+
+
+def test_the_best_geometric_mean_wins_and_its_least_ratio_is_written():
+    steady, uneven = BASE._replace(stages=3), BASE._replace(stages=5)
+    run = given({BASE: [1.0, 1.0], steady: [1.2, 1.10096], uneven: [1.9, 0.6]})
+    best, tried = tune.search(BASE, [lambda base: [steady, uneven]], SHAPES, run)
+    assert best == steady._replace(ratio=1.1)  # rounded down, the least: not 1.101, not the mean
+    assert [one.config for one in tried] == [BASE, steady, uneven]
+
+
+def test_a_ratio_just_below_one_is_not_rounded_up_to_it():
+    best, _ = tune.search(BASE, [lambda base: []], SHAPES, given({BASE: [0.99999, 1.3]}))
+    assert best is not None
+    assert best.ratio == 0.999
+
+
+def test_each_step_starts_from_the_best_so_far():
+    wide = BASE._replace(block_n=256)
+    seen = []
+
+    def second(base):
+        seen.append(base)
+        return [base._replace(group_m=4)]
+
+    run = given({BASE: [1.0, 1.0], wide: [1.5, 1.5]})
+    best, tried = tune.search(BASE, [lambda base: [wide], second], SHAPES, run)
+    assert seen == [wide]
+    assert best == wide._replace(ratio=1.5)
+    assert tried[-1].config == wide._replace(group_m=4)
+
+
+def test_what_fails_at_one_shape_is_out_and_is_not_run_again():
+    fast, runs = BASE._replace(stages=3), []
+
+    def run(shape, configs):
+        runs.append((shape, list(configs)))
+        return ["wrong result: relative error 1.0" if one == fast else 1.0 for one in configs]
+
+    best, tried = tune.search(BASE, [lambda base: [fast]], SHAPES, run)
+    assert best == BASE._replace(ratio=1.0)
+    assert runs == [(SHAPES[0], [BASE, fast]), (SHAPES[1], [BASE])]
+    assert tried[1].why == "64x64x64: wrong result: relative error 1.0"
+    assert tried[1].mean == 0.0
+
+
+def test_fast_at_the_first_shape_and_wrong_at_the_second_does_not_win():
+    fast = BASE._replace(stages=3)
+    best, _ = tune.search(BASE, [lambda base: [fast]], SHAPES, given({fast: [9.0, "wrong"], BASE: [1.0, 1.0]}))
+    assert best == BASE._replace(ratio=1.0)
+
+
+def test_nothing_that_runs_leaves_nothing():
+    best, tried = tune.search(BASE, [lambda base: [base._replace(stages=3)]], SHAPES, lambda s, c: ["no"] * len(c))
+    assert best is None
+    assert len(tried) == 2
+
+
+def job(ours) -> tune.Job:
+    check = Variant("tensor", lambda pair: reference.matmul_fp8(pair.a, pair.b), PROMOTED, roundings=2)
+    return tune.Job(check, ours, CPU, WallClock())
+
+
+def test_a_trial_times_only_what_is_right():
+    calls = {3: 0, 4: 0, 5: 0}
+
+    def ours(pair, config):
+        calls[config.stages] += 1
+        if config.stages == 5:
+            raise RuntimeError("out of resource: shared memory\nand more")
+        y = reference.matmul_fp8(pair.a, pair.b)
+        return torch.zeros_like(y) if config.stages == 3 else y
+
+    wrong, right, fails = (BASE._replace(stages=stages) for stages in (3, 4, 5))
+    found = tune.trial(job(ours), Shape(64, 48, 32), [wrong, right, fails])
+    assert str(found[0]).startswith("wrong result: relative error 1.")
+    assert isinstance(found[1], float)
+    assert found[1] > 0
+    assert found[2] == "RuntimeError: out of resource: shared memory"
+    assert calls[3] <= 2
+    assert calls[4] > tune.TURNS
+    assert calls[5] == 1
+
+
+def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
+    tiles, pipeline, order, means = (step(BASE) for step in tune.steps("matmul_fp8", tma=True, gluon=True))
+    assert {(c.block_m, c.block_n, c.warps) for c in tiles} >= {(128, 256, 8), (64, 128, 4), (128, 128, 4)}
+    assert (128, 256, 4) not in {(c.block_m, c.block_n, c.warps) for c in tiles}
+    assert {c.block_k for c in tiles} == {64, 128}
+    assert all(c.parts == (2 if c.block_n == 256 else 1) for c in tiles)
+    assert {(c.stages, c.parts) for c in pipeline} == {(s, p) for s in (3, 4, 5) for p in (1, 2, 4)}
+    assert [c.group_m for c in order] == [4, 8, 16]
+    assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 3]
+    assert means[2] == BASE._replace(kernel="gluon")
+    assert len(tiles) + len(pipeline) + len(order) + len(means) < 50  # each is compiled
+
+
+def test_blocks_keep_their_k_and_pointers_stay_pointers():
+    assert {c.block_k for c in tune.steps("matmul_block", tma=True, gluon=False)[0](BASE)} == {128}
+    pointers = BASE._replace(block_k=32, descriptors=False)
+    grid = [c for step in tune.steps("matmul_fp16", tma=False, gluon=True) for c in step(pointers)]
+    assert not any(c.descriptors or c.kernel == "gluon" for c in grid)
+    assert {c.block_k for c in grid} == {32, 64}  # the committed one, too
+
+
+def test_the_shapes_it_tunes_for_are_of_every_class():
+    found = tune.classes(parse("tune"))
+    assert set(found) == set(CLASSES)
+    for shape in found["unaligned"]:  # neither in FP8 nor in 16 bits
+        assert shape.k % 16
+        assert shape.k * 2 % 16
+    assert all(tuning.shape_class(s.m, s.n) == name for name in ("large", "medium", "small") for s in found[name])
+
+
+def test_merging_replaces_these_rows_and_says_where_they_come_from():
+    content = committed()
+    row = BASE._replace(ratio=1.25)._asdict()
+    new = tune.merged(content, "sm_90", {("matmul_fp8", "large"): row}, ABOUT | {"threads": 3})
+    assert content == committed()
+    assert new["source"] == {"matmul_fp8 sm_90 large": ABOUT}
+    assert tuning.parse(new)["matmul_fp8"]["sm_90"]["large"] == BASE._replace(ratio=1.25)
+    new["operations"]["matmul_fp8"]["sm_90"]["large"] = content["operations"]["matmul_fp8"]["sm_90"]["large"]
+    assert new["operations"] == content["operations"]
+    assert json.loads(tune.dump(new)) == new
+
+
+def test_the_difference_is_the_changed_lines():
+    old = tuning.TABLE.read_text()
+    new = tune.dump(tune.merged(committed(), "sm_90", {("matmul_fp8", "large"): BASE._asdict()}, ABOUT))
+    lines = tune.difference(old, new).splitlines()
+    assert lines[:2] == ["--- a/kernels/tuning.json", "+++ b/kernels/tuning.json"]
+    assert sum(line.startswith("-") and "block_m" in line for line in lines) == 1
+    assert tune.difference(old, old) == ""
+
+
+def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "tuning.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    tune.write(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o640
+
+    def full(source, target):
+        raise OSError("no space")
+
+    monkeypatch.setattr(tune.os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        tune.write(path, "newer")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_operations_are_those_of_the_table_and_card():
+    content = committed()
+    assert tune.rows_for(content, None, "sm_90") == list(tune.OPERATIONS) == list(content["operations"])
+    assert tune.rows_for(content, None, "sm_80") == ["matmul_fp16"]
+    with pytest.raises(UnknownName, match="did you mean 'matmul_fp8'"):
+        tune.rows_for(content, ["matmul_fp9"], "sm_90")
+    with pytest.raises(BackendError, match=r"no row for sm_80; it has .*sm_90, sm_89"):
+        tune.rows_for(content, ["matmul_fp8", "matmul_fp16"], "sm_80")
+    with pytest.raises(BackendError, match="sm_100"):
+        tune.rows_for(content, None, "sm_100")
+
+
+def test_without_a_card_there_is_nothing_to_tune():
+    with pytest.raises(BackendError, match="on a card"):
+        tune.tune(None, SHAPES, CPU)
+
+
+def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
+    """The whole search on a pretended H100 on which 16 rows of tiles, and no descriptors, are fastest."""
+
+    def trial(job, shape, configs):
+        assert shape.k % 16 == 0 or not any(one.descriptors for one in configs)  # nothing can describe those
+        return [1.0 + 0.1 * (one.group_m == 16) + 0.1 * (not one.descriptors) for one in configs]
+
+    for name, fake in {
+        "trial": trial,
+        "job_of": lambda operation, where, ticks: operation,
+        "clock": lambda where: None,
+        "machine": lambda where: ABOUT,
+    }.items():
+        monkeypatch.setattr(tune, name, fake)
+    monkeypatch.setattr(tune.device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(tune.native, "require", lambda: None)
+    told = []
+    new, tried = tune.tune(["matmul_fp8"], parse("tune"), torch.device("cuda"), told.append)
+    rows = tuning.parse(new)["matmul_fp8"]["sm_90"]
+    assert {(row.group_m, row.descriptors, row.ratio) for row in rows.values()} == {(16, False, 1.2)}
+    assert set(new["source"]) == {f"matmul_fp8 sm_90 {name}" for name in CLASSES}
+    assert len(told) == len(CLASSES)
+    assert {one["class"] for one in tried} == set(CLASSES)
+    assert any("gluon" in one["config"] for one in tried)
+    assert json.dumps([new, tried], allow_nan=False)
+    assert new["operations"]["matmul_fp16"] == committed()["operations"]["matmul_fp16"]
+
+
+@pytest.mark.parametrize("operation", tune.OPERATIONS)
+def test_a_job_launches_its_operation_under_the_candidate(operation: str, monkeypatch: pytest.MonkeyPatch):
+    module = "matmul_fp8" if operation.startswith("matmul_fp8") else operation
+    seen = []
+
+    def launch(a, b, epilogue, *rest):
+        seen.append(rest)
+        return a @ b.t() if operation == "matmul_fp16" else reference.matmul_fp8(a, b)
+
+    monkeypatch.setitem(sys.modules, f"fp8engine.kernels.{module}", SimpleNamespace(**{module: launch}))
+    job = tune.job_of(operation, CPU, WallClock())
+    pair = Operands(Shape(40, 32, 48), CPU)[job.check.kind]
+    ours, other = job.ours(pair, BASE), job.check.run(pair)
+    want = {"matmul_fp8": (False, BASE), "matmul_fp8_promoted": (True, BASE)}
+    assert seen == [want.get(operation, (BASE,))]
+    torch.testing.assert_close(ours, other, rtol=0.02, atol=0.2)

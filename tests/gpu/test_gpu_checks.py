@@ -1,0 +1,16 @@
+"""On a card: what benchmarks/gpu.py checks without pytest, one test each."""
+
+import pytest
+import torch
+
+from fp8engine import device
+from fp8engine.bench import check, check_card
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda", 0)
+EVERY = [*check.checks(CARD), *check_card.checks(CARD)] if device.has_fp8(CARD) else []
+
+
+@pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])
+def test_a_check_finds_nothing_wrong(name: str, one):
+    assert one() is None

@@ -1,0 +1,76 @@
+"""Kernels in Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/interpreted
+
+A process of their own, because Triton decides at the decoration of a kernel whether it is interpreted.  Nothing runs
+before the interpreter has proved itself on every FP8 code and every 16-bit value.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from interpreted import faithful
+from support import UNIT
+
+GUARD = 1 << 18  # bytes after a result: more rows than a tile has beyond a matrix of 512 16-bit columns
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to run on an interpreter that is off, or wrong."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError("tests/interpreted needs TRITON_INTERPRET=1 in the environment")
+    if early := [name for name in sys.modules if name.startswith("fp8engine.kernels.")]:
+        raise pytest.UsageError(f"imported before the interpreter was put right: {', '.join(early)}")
+    faithful.install()
+    if wrong := faithful.wrong():
+        raise pytest.UsageError(f"the patched interpreter still casts wrongly: {', '.join(wrong)}")
+
+
+@pytest.fixture(autouse=True)
+def unwritten(monkeypatch):
+    """Let every result start as NaN, so that one nobody writes shows, and have a guard behind it for one too many."""
+    made = []
+    plain = torch.empty
+
+    def empty(*size, dtype=None, device=None, **options):
+        y = plain(*size, dtype=dtype, device=device, **options)
+        if (
+            not y.is_floating_point() or y.is_meta or type(y) is not torch.Tensor
+        ):  # the last two: while a graph is traced
+            return y
+        buffer = torch.full((y.nbytes + GUARD,), 0xFF, dtype=torch.uint8)  # a NaN in every format
+        made.append(buffer[-GUARD:])
+        return buffer[:-GUARD].view(y.dtype).view(y.shape)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    yield
+    assert all((guard == 0xFF).all() for guard in made), "written beyond the end of a result"
+
+
+@pytest.fixture(scope="session")
+def assert_within_bound() -> Callable[..., None]:
+    """found [M, N] against the float64 product of the dequantised a [M, K] and b [N, K], and a bias.
+
+    With u = 2^-24, FP32's largest relative rounding error, y the exact result and S = sum_k |a| |b|:
+
+        sums            (K + 1) u S: a product of two FP8, BF16 or FP16 values is exact in FP32, each addition rounds,
+                        and so does adding to the accumulator
+        scales, bias    3 u (S + |bias|): two factors and one addition
+        output          2^-8 of what is rounded in BF16, 2^-11 in FP16 and half of its smallest subnormal
+    """
+
+    def check(found: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, what: object = "") -> None:
+        y_MN, sums_MN = a_MK @ b_NK.t(), a_MK.abs() @ b_NK.abs().t()
+        bias = torch.zeros((), dtype=torch.float64) if bias_N is None else bias_N.double()
+        y_MN = y_MN + bias
+        bound = 2.0**-24 * ((a_MK.shape[1] + 1) * sums_MN + 3 * (sums_MN + bias.abs()))
+        if found.dtype != torch.float32:
+            bound = bound + UNIT[found.dtype] * (y_MN.abs() + bound)
+            bound += 2.0**-25 if found.dtype == torch.float16 else 0.0
+        assert found.shape == y_MN.shape
+        error = (found.double() - y_MN).abs()
+        worst = error - bound
+        assert (error <= bound).all(), f"{what}: {(~(worst <= 0)).sum()} of {error.numel()} beyond the bound"
+
+    return check

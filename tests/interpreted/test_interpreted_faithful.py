@@ -1,0 +1,86 @@
+"""The patched interpreter through the language itself: the casts and dots that a kernel writes, as a kernel does."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from casts import E4M3, E5M2, FP8, assert_same, bits, every_code, every_value, values
+from interpreted import faithful
+from triton.runtime import interpreter
+
+
+@triton.jit
+def _cast(x, y, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+
+
+@triton.jit
+def _dot(a, b, c, y, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    at = i[:, None] * SIZE + i[None, :]
+    tl.store(y + at, tl.dot(tl.load(a + at), tl.load(b + at).T, tl.load(c + at)))
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    size = triton.next_power_of_2(x.numel())
+    padded = torch.zeros(size, dtype=x.dtype)
+    padded[: x.numel()] = x
+    y = torch.zeros(size, dtype=dtype)
+    _cast[(1,)](padded, y, SIZE=size)
+    return y[: x.numel()]
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FP8)
+def test_every_fp8_code_is_read_exactly(dtype, wide):
+    codes = every_code(dtype)
+    assert_same(cast(codes, wide).double().numpy(), values(codes))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["from 16 bits", "from FP32"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FP8)
+def test_every_16_bit_value_is_cast_to_fp8_as_the_instruction_casts_it(dtype, source, wide):
+    x = every_value(source)
+    found = bits(cast(x.float() if wide else x, dtype))
+    assert faithful.same_codes(found, faithful.nearest_fp8(x, dtype), dtype)
+
+
+def test_fp32_is_rounded_to_the_nearest_bf16():
+    x = faithful.points_of_bf16()
+    found = cast(x, torch.bfloat16)
+    assert torch.equal(found.view(torch.int16), faithful.nearest_bf16(x).view(torch.int16))
+    assert cast(torch.tensor([float("nan")]), torch.bfloat16).isnan().all()
+
+
+def test_every_bf16_value_is_read_exactly():
+    x = every_value(torch.bfloat16)
+    assert_same(cast(x, torch.float32).numpy(), x.float().numpy())
+
+
+@pytest.mark.parametrize(
+    "pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (torch.bfloat16,) * 2, (torch.float16,) * 2]
+)
+def test_dot_multiplies_values_and_sums_in_fp32(pair):
+    size = 32
+    a, b = (torch.randn(size, size).to(dtype) for dtype in pair)
+    c, y = torch.randn(size, size), torch.zeros(size, size)
+    _dot[(1,)](a, b, c, y, SIZE=size)
+    wanted = a.double() @ b.double().t() + c
+    # Exact products; `size` sums, c among them, each rounding by 2^-24 of what it adds up to at most.
+    bound = (size + 1) * 2.0**-24 * (a.double().abs() @ b.double().abs().t() + c.abs())
+    assert ((y - wanted).abs() <= bound).all()
+
+
+def test_the_self_test_notices_an_interpreter_that_was_left_alone(monkeypatch):
+    assert faithful.wrong() == []
+    monkeypatch.setattr(interpreter, "_convert_float", faithful._triton_convert)
+    assert len(faithful.wrong()) >= 5
+
+
+@pytest.mark.parametrize("short", ["read", "written"])
+def test_memory_beside_a_tensor_is_neither_read_nor_written(short):
+    x, y = torch.zeros(15 if short == "read" else 16), torch.zeros(15 if short == "written" else 16)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="no tensor of its launch holds"):
+        _cast[(1,)](x, y, SIZE=16)

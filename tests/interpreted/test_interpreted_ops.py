@@ -1,0 +1,175 @@
+"""The triton backend as a user meets it, in the interpreter: layers, fe.matmul, gradients, the report."""
+
+import itertools
+
+import pytest
+import torch
+from casts import E4M3
+from support import FP8_RECIPES
+
+import fp8engine as fe
+from fp8engine import native, ops, reference
+from fp8engine.errors import BackendError, UnknownName
+from fp8engine.reference import Epilogue, How
+
+OTHERS = ("cublas", "reference")
+
+
+def operand(m: int, k: int, rows: int = -1, cols: int = -1):
+    return ops.quantize(torch.randn(m, k), How(E4M3, rows, cols))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the launchers that ran."""
+    seen, real = [], native._kernel
+
+    def spy(name: str):
+        seen.append(name)
+        return real(name)
+
+    monkeypatch.setattr(native, "_kernel", spy)
+    return seen
+
+
+KERNELS = {
+    "current": ["matmul_fp8"] * 3,
+    "delayed": ["matmul_fp8"] * 3,
+    "rowwise": ["matmul_fp8"] * 3,
+    "rowwise_gw_hp": ["matmul_fp8"] * 2 + ["matmul_fp16"],
+    "blockwise": ["matmul_block"] * 3,
+    "bf16": ["matmul_fp16"] * 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", KERNELS)
+def test_a_layer_trains_on_our_kernels_and_the_report_says_so(recipe: str, dtype: torch.dtype, launched: list[str]):
+    torch.manual_seed(0)
+    layer = fe.Linear(130, 67, recipe=recipe, dtype=dtype)
+    x, dy = torch.randn(2, 17, 130, dtype=dtype), torch.randn(2, 17, 67, dtype=dtype)
+    results = []
+    for name in ("triton", "reference"):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with fe.backend(name):
+            y = layer(leaf)
+            y.backward(dy)
+        results.append([y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad])
+        if name == "triton":
+            assert launched == KERNELS[recipe]
+            row = fe.inspect(layer).layers[0]
+            assert row["backend"] == ("torch" if recipe == "bf16" else "triton")
+            assert row["emulated"] is (recipe != "bf16")  # a CPU's interpreter is no Tensor Core, and says so
+    # The same FP8 values; up to three roundings to BF16 between the two, 2^-8 each of the result, and FP32 sums of up
+    # to 130 products.  The norm over all elements, because where products cancel a single one may be far off.
+    for ours, twin in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - twin.double()).norm() <= 3 * 2**-8 * twin.double().norm()
+
+
+def test_every_recipe_is_covered():
+    assert set(FP8_RECIPES) <= set(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [*itertools.product([(-1, -1), (1, -1), (1, 128), (1, 64), (128, 128)], repeat=2)], ids=str
+)
+def test_fe_matmul_of_any_two_granularities(first, second):
+    a, b = operand(37, 200, *first), operand(141, 200, *second)
+    sizes = {group[1] for group in (first, second) if group[1] != -1}
+    with fe.backend("triton"):
+        if len(sizes) == 2:
+            with pytest.raises(BackendError, match=r"scales along K for every \[64, 128\] values"):
+                ops.matmul(a, b, None, torch.float32)
+            return
+        found = ops.matmul(a, b, None, torch.float32)
+    wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True)
+    sums = reference.matmul_fp8(
+        *(each._replace(data=each.data.float().abs().to(E4M3)) for each in (a, b)), None, torch.float32, exact=True
+    )
+    # 200 additions and 4 factors in FP32, on both sides.
+    assert ((found - wanted).abs() <= 2 * 204 * 2.0**-24 * sums).all()
+
+
+@pytest.mark.parametrize("turned", [(False, True), (True, False), (True, True)], ids=str)
+def test_operands_that_do_not_lie_along_k_are_laid_so(turned):
+    a, b = operand(48, 64, 1, -1), operand(32, 64, 1, -1)
+    wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True)
+    pair = [
+        each._replace(data=each.data.t().contiguous().t()) if turn else each
+        for each, turn in zip((a, b), turned, strict=True)
+    ]
+    with fe.backend("triton"):
+        found = ops.matmul(*pair, None, torch.float32)
+        assert torch.equal(found, ops.matmul(a, b, None, torch.float32))
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", [*itertools.product([False, True], repeat=2)], ids=str)
+def test_16_bit_gradients_in_every_layout(layout, dtype):
+    a, b = (torch.randn(size, dtype=dtype) for size in ((33, 20), (27, 20)))
+    a, b = (x.t().contiguous().t() if turn else x for x, turn in zip((a, b), layout, strict=True))
+    bias, dy = torch.randn(27, dtype=dtype), torch.randn(33, 27, dtype=dtype)
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (a, b, bias)]
+    with fe.backend("triton"):
+        y = ops.matmul_fp16(*leaves)
+        y.backward(dy)
+    exact = [x.detach().double().requires_grad_() for x in (a, b, bias)]
+    wanted = torch.nn.functional.linear(*exact)
+    wanted.backward(dy.double())
+    unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
+    for found, true in zip([y, *(x.grad for x in leaves)], [wanted, *(x.grad for x in exact)], strict=True):
+        assert found.dtype == dtype
+        # One rounding of each element; FP32 sums of at most 33 terms of size up to 10 are far below it.
+        assert ((found.double() - true).abs() <= unit * true.abs() + 33 * 10 * 2.0**-24 * 4).all()
+
+
+def test_gradients_of_the_16_bit_operator_have_gradients():
+    a, b = (torch.randn(5, 8, dtype=torch.bfloat16).requires_grad_() for _ in "ab")
+    with fe.backend("triton"):
+        (da,) = torch.autograd.grad(ops.matmul_fp16(a, b).float().square().sum(), a, create_graph=True)
+        (db,) = torch.autograd.grad(da.float().sum(), b)
+    assert torch.isfinite(db).all()
+    assert db.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # sigmoid's exp(-x) is Inf, it is 0
+@pytest.mark.parametrize("kind", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "dispatcher"])
+def test_an_epilogue_on_every_backend(kind: str, direct: bool):
+    a, b, bias_N = operand(40, 96), operand(56, 96), torch.randn(56)
+    found = {}
+    for name in ("triton", *OTHERS):
+        end = Epilogue(
+            bias_N, E4M3, kind, torch.tensor(0.03), torch.full((1,), -1.0), torch.zeros(2, dtype=torch.int64)
+        )
+        with fe.backend(name), torch.set_grad_enabled(not direct):
+            found[name] = ops.matmul_epilogue(a, b, end), end
+    q, end = found["triton"]
+    assert end.counts[0] > 0
+    for name in OTHERS:
+        other, its = found[name]
+        # FP32 results a few ulp apart round to neighbouring codes where they straddle a boundary, and nowhere else.
+        assert (q.float() - other.float()).abs().max() <= 32
+        assert ((q.view(torch.uint8) != other.view(torch.uint8)) & (q.float() != other.float())).float().mean() < 0.005
+        assert torch.allclose(end.amax, its.amax, rtol=1e-5)
+        assert (end.counts - its.counts).abs().max() <= 2
+
+
+def test_an_epilogue_of_no_known_kind():
+    a = operand(4, 32)
+    for name in ("triton", *OTHERS):
+        with fe.backend(name), pytest.raises(UnknownName, match="activation of a matmul 'swiglu'"):
+            ops.matmul_epilogue(a, a, Epilogue(activation="swiglu"))
+
+
+def test_a_compiled_layer_runs_our_kernels(launched: list[str]):
+    layer, x = fe.Linear(32, 48, recipe="rowwise"), torch.randn(8, 32)
+    with fe.backend("triton"):
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        y = compiled(x)
+        y.sum().backward()
+        assert launched[:1] == ["matmul_fp8"]
+        assert torch.equal(y, layer(x))

@@ -1,0 +1,73 @@
+"""The order of tiles: each visited once, in groups of rows, column by column inside a group; and pieces in order."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8engine.kernels.tile import pieces, place_of
+
+BLOCK_M, BLOCK_N = 32, 16
+MOST = 1024
+
+
+@triton.jit
+def _places(rows, columns, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    tile = tl.arange(0, 1024)
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    row, column = place_of(tl.minimum(tile, tiles - 1), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    tl.store(rows + tile, row)
+    tl.store(columns + tile, column)
+
+
+@triton.jit
+def _pieces(x, y, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    down, across = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    runs = pieces(tl.load(x + down * N + across), PARTS)
+    WIDTH: tl.constexpr = N // PARTS
+    for part in tl.static_range(PARTS):
+        tl.store(y + (part * M + down) * WIDTH + tl.arange(0, WIDTH)[None, :], runs[part])
+
+
+def grouped(down: int, across: int, height: int) -> list[tuple[int, int]]:
+    """Rows and columns of tiles in the order that the docstring of kernels/tile.py names."""
+    return [
+        (row, column)
+        for first in range(0, down, height)
+        for column in range(across)
+        for row in range(first, min(first + height, down))
+    ]
+
+
+def assert_places(m: int, n: int, height: int) -> None:
+    rows, columns = torch.full((MOST,), -1), torch.full((MOST,), -1)
+    _places[(1,)](rows, columns, m, n, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUP_M=height)
+    wanted = grouped(math.ceil(m / BLOCK_M), math.ceil(n / BLOCK_N), height)
+    found = list(zip((rows // BLOCK_M).tolist(), (columns // BLOCK_N).tolist(), strict=True))[: len(wanted)]
+    assert found == wanted
+    assert len(set(found)) == len(found) == math.ceil(m / BLOCK_M) * math.ceil(n / BLOCK_N)
+    assert not (rows[: len(wanted)] % BLOCK_M).any()
+    assert not (columns[: len(wanted)] % BLOCK_N).any()
+
+
+def test_every_tile_is_visited_once_in_groups():
+    for down, across, height in itertools.product((1, 2, 7, 8, 9, 17), (1, 3, 8), (1, 2, 4, 8)):
+        assert_places(down * BLOCK_M, across * BLOCK_N, height)
+
+
+@given(st.integers(1, 31 * BLOCK_M), st.integers(1, 33 * BLOCK_N), st.sampled_from([1, 2, 3, 4, 8, 16]))
+def test_ragged_edges_are_tiles_too(m, n, height):
+    assert_places(m, n, height)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_pieces_are_runs_of_columns_from_left_to_right(parts):
+    x = torch.randn(8, 16)
+    y = torch.full((parts, 8, 16 // parts), float("nan"))
+    _pieces[(1,)](x, y, M=8, N=16, PARTS=parts)
+    assert torch.equal(torch.cat(list(y), dim=1), x)

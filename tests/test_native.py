@@ -1,0 +1,221 @@
+"""Our Triton kernels as a backend: when they can be used, what they refuse, and when they are chosen by themselves."""
+
+import importlib
+
+import pytest
+import torch
+from casts import E4M3, E5M2
+
+import fp8engine as fe
+from fp8engine import device, dispatch, native, ops
+from fp8engine.errors import BackendError, ShapeError, VersionError
+from fp8engine.reference import Epilogue, How, Operand
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """What was asked of a pretended machine is forgotten."""
+    yield
+    for cached in (native.installed, native.measured, device.capability):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch):
+    """Pretend a card of that capability."""
+
+    def pretend(major: int, minor: int) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"card of sm_{major}{minor}")
+        device.capability.cache_clear()
+        native.measured.cache_clear()
+        return CUDA
+
+    return pretend
+
+
+@pytest.fixture
+def ratio(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that the tuner measured this ratio for every shape, and return the operations that were looked up."""
+
+    def pretend(value: float | None) -> list[str]:
+        tuning, asked = importlib.import_module("fp8engine.kernels.tuning"), []
+        pick = tuning.pick
+
+        def measured(operation, *rest):
+            asked.append(operation)
+            return pick(operation, *rest)._replace(ratio=value)
+
+        monkeypatch.setattr(tuning, "pick", measured)
+        native.measured.cache_clear()
+        return asked
+
+    return pretend
+
+
+def operand(m: int = 4, k: int = 32, rows: int = -1, cols: int = -1, dtype=E4M3) -> Operand:
+    return ops.quantize(torch.randn(m, k), How(dtype, rows, cols))
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "words"),
+    [
+        (None, BackendError, r"'triton' needs Triton, which is not installed: pip install 'triton>=3\.6,<3\.10'"),
+        ((3, 5), VersionError, r"needs triton>=3\.6,<3\.10, and 3\.5 is installed"),
+        ((3, 10), VersionError, r"needs triton>=3\.6,<3\.10, and 3\.10 is installed"),
+    ],
+)
+def test_without_a_triton_that_fits_the_block_is_not_entered(version, error, words, monkeypatch, card):
+    monkeypatch.setattr(native, "installed", lambda: version)
+    with pytest.raises(error, match=words), fe.backend("triton"):
+        pytest.fail("entered")
+    assert dispatch.asked() is None
+    # On a Hopper card scales along K then have no kernel, and are emulated: reported, never an error by surprise.
+    where = card(9, 0)
+    assert ops.choose(where, by_block=True) == "reference"
+    assert ops.emulated(where, "reference")
+    assert native.measured("matmul_fp8", (9, 0), 4096, 4096) == 0.0
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.1+git0123", "3.10.0"])
+def test_versions_are_compared_as_numbers(version, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("triton"), "__version__", version)
+    native.installed.cache_clear()
+    assert native.usable() is (version != "3.10.0")
+
+
+def test_on_a_cpu_the_kernels_say_how_to_interpret_them():
+    a = operand()
+    with fe.backend("triton"), pytest.raises(BackendError, match=r"no Triton kernels for cpu \(TRITON_INTERPRET=1"):
+        ops.matmul(a, a)
+    x = torch.randn(4, 32).bfloat16()
+    with fe.backend("triton"), pytest.raises(BackendError, match="no Triton kernels for cpu"):
+        ops.matmul_fp16(x, x)
+    layer = fe.Linear(32, 16, recipe="bf16")
+    with fe.backend("triton"), pytest.raises(BackendError, match="no Triton kernels for cpu"):
+        layer(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "half"),
+    [
+        ((7, 0), "no FP8 Tensor Cores; sm_89 or later has", "no path of Triton's to its Tensor Cores; sm_80 or"),
+        ((7, 5), "no FP8 Tensor Cores; sm_89 or later has", "no path of Triton's to its Tensor Cores; sm_80 or"),
+        ((8, 0), "no FP8 Tensor Cores; sm_89 or later has", None),
+        ((8, 9), None, None),
+        ((9, 0), None, None),
+    ],
+)
+def test_which_cards_have_kernels(capability, fp8, half, card):
+    where = card(*capability)
+    for reason, wanted in (
+        (native.no_card(where), fp8),
+        (native.no_card(where, native.CAPABILITY_16_BITS), half),
+    ):
+        if wanted is None:
+            assert reason is None
+        else:
+            assert f"card of sm_{capability[0]}{capability[1]} has {wanted}" in (reason or "")
+
+
+def test_operands_that_no_kernel_takes(monkeypatch):
+    monkeypatch.setattr(native, "no_card", lambda where: None)
+    block, other = operand(cols=16, rows=1), operand(cols=32, rows=1)
+    for a, b, words in [
+        (operand(dtype=E5M2), operand(dtype=E5M2), "do not multiply E5M2 by E5M2"),
+        (operand()._replace(data=torch.zeros(4, 32)), operand(), "not FP8 codes"),
+        (block, block, r"every \[16\] values"),
+        (block, other, r"every \[16, 32\] values"),
+        (operand(rows=-1, cols=1), operand(), r"every \[1\] values"),
+    ]:
+        with pytest.raises(BackendError, match=words):
+            native.matmul(a, b, Epilogue())
+    assert native.unsupported(other, other) is None
+    assert native.unsupported(other, operand()) is None
+    assert native.unsupported(operand(rows=1), operand(dtype=E5M2)) is None
+
+
+def test_16_bit_kernels_take_16_bits():
+    x = torch.randn(4, 32)
+    for a, b in [(x, x), (x.half(), x.bfloat16()), (x.bfloat16(), x)]:
+        with pytest.raises(BackendError, match="want both float16 or both bfloat16"):
+            native.matmul_fp16(a, b, Epilogue())
+    with fe.backend("triton"):  # FP32 is not theirs, asked or not
+        assert torch.equal(ops.matmul_fp16(x, x), x @ x.t())
+
+
+@pytest.mark.parametrize("name", ["reference", "cublas", "triton"])
+def test_mismatched_operands_are_refused_before_any_backend(name):
+    a, b = operand(4, 32), operand(5, 48)
+    with fe.backend(name):
+        with pytest.raises(ShapeError, match=r"want a \[M, K\] and b \[N, K\], got \[4, 32\] and \[5, 48\]"):
+            ops.matmul(a, b)
+        with pytest.raises(ShapeError, match=r"bias is \[5\]; b \[4, 32\] wants \[4\]"):
+            ops.matmul(a, a, torch.zeros(5))
+        wrong = a._replace(scale=torch.ones(3, 1), rows=1)
+        with pytest.raises(ShapeError, match=r"scale of b is \[3, 1\]; 1 x -1 groups of \[4, 32\] have \[4, 1\]"):
+            ops.matmul(a, wrong)
+        with pytest.raises(ShapeError, match=r"scale of a is \[4, 2\]; 1 x 128 groups of \[4, 32\] have \[4, 1\]"):
+            ops.matmul(a._replace(scale=torch.ones(4, 2), rows=1, cols=128), a)
+
+
+@pytest.mark.parametrize(("measured", "chosen"), [(None, "cublas"), (0.99, "cublas"), (1.0, "triton"), (1.2, "triton")])
+def test_triton_is_chosen_where_it_was_measured_faster(measured, chosen, card, ratio):
+    where, asked = card(9, 0), ratio(measured)
+    assert ops.choose(where, False, (8192, 8192)) == chosen
+    assert ops.choose(where, False, (8192, 8192), "promoted") == chosen
+    assert ops.choose(where, False, (8192, 8192), "exact") == chosen
+    assert asked == ["matmul_fp8", "matmul_fp8_promoted"]  # the third is remembered
+    assert ops.choose_16_bits(where, (8192, 8192)) == ("triton" if chosen == "triton" else "torch")
+    assert ops.choose(where, False) == "cublas"  # a shape that nobody knows was not measured
+    assert ops.choose(where, True, (8192, 8192)) == "triton"  # no other backend has FP8 Tensor Cores for blocks
+    with fe.backend("reference"):
+        assert ops.choose(where, False, (8192, 8192)) == "reference"
+        assert ops.choose_16_bits(where, (8192, 8192)) == "torch"
+
+
+def test_no_ratio_is_committed_that_was_not_measured():
+    tuning = importlib.import_module("fp8engine.kernels.tuning")
+    content = importlib.import_module("json").loads(tuning.TABLE.read_text())
+    ratios = [row.ratio for cards in tuning.table().values() for rows in cards.values() for row in rows.values()]
+    assert content["source"] or set(ratios) == {None}
+
+
+def test_a_backward_takes_over_the_backend_of_its_forward(monkeypatch):
+    # autograd runs a card's backward in a thread that does not see the caller's `with`.
+    seen = []
+    real = ops._run_matmul
+
+    def spy(a, b, *rest):
+        seen.append(ops._backend_of(a, b, rest[-1]))
+        return real(a, b, *rest)
+
+    monkeypatch.setattr(ops, "_run_matmul", spy)
+    layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
+    with fe.backend("cublas"):
+        y = layer(x)
+    y.sum().backward()
+    assert seen == ["cublas"] * 3
+    seen.clear()
+    y = layer(x)
+    y.sum().backward()
+    assert seen == [ops.choose(x.device, False)] * 3
+
+
+def test_values_held_for_an_emulated_matmul_are_not_taken_to_another_backend():
+    layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
+    with fe.backend("reference"):
+        y = layer(x)
+    with fe.backend("cublas"), pytest.raises(BackendError, match="values held for an emulated matmul"):
+        y.sum().backward()
+
+
+def test_bias_of_fe_matmul_has_a_gradient():
+    a = fe.quantize(torch.randn(6, 8), fe.Cast(fe.E4M3))
+    bias_N = torch.randn(6, requires_grad=True)
+    dy_MN = torch.randn(6, 6)
+    fe.matmul(a, a, bias_N=bias_N, out=fe.FP32).backward(dy_MN)
+    assert bias_N.grad is not None
+    assert torch.allclose(bias_N.grad, dy_MN.sum(0), rtol=0, atol=6 * 2**-23)

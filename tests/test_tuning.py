@@ -1,0 +1,84 @@
+"""The committed configurations: which one a shape gets, and that each can run on the card it is for."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8engine.kernels.tuning import CLASSES, Config, pick, shape_class, table
+
+OPERATIONS = ("matmul_fp8", "matmul_fp8_promoted", "matmul_block", "matmul_fp16")
+SHARED_MEMORY = {"sm_90": 232_448, "sm_89": 101_376, "sm_80": 166_912}
+EVERY = [
+    (operation, arch, name, config)
+    for operation, cards in table().items()
+    for arch, rows in cards.items()
+    for name, config in rows.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((4096, 4096), "large"),  # 32 x 16 tiles of 128x256
+        ((128 * 12, 256 * 8), "large"),  # exactly the 96 that are enough
+        ((128 * 12, 256 * 8 - 255), "large"),  # a ragged last column is a tile as well
+        ((128 * 12, 256 * 8 - 256), "medium"),  # 12 x 7
+        ((128, 8192), "small"),
+        ((1, 1), "small"),
+        ((100_000, 3), "large"),
+    ],
+)
+def test_shape_classes(shape, name):
+    assert shape_class(*shape) == name
+    assert shape_class(*shape, aligned=False) == "unaligned"
+
+
+def test_the_table_has_every_operation_and_class():
+    assert tuple(table()) == OPERATIONS
+    for operation, arch in itertools.product(OPERATIONS, SHARED_MEMORY):
+        if arch == "sm_80":
+            assert (arch in table()[operation]) == (operation == "matmul_fp16")  # an A100 has no FP8 Tensor Cores
+        else:
+            assert tuple(table()[operation][arch]) == CLASSES
+
+
+@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
+def test_a_configuration_can_run(operation, arch, name, config: Config):
+    width = 2 if operation == "matmul_fp16" else 1
+    ring = (config.block_m + config.block_n) * config.block_k * width * config.stages
+    result = config.block_m * config.block_n // config.parts * 2 if config.descriptors else 0
+    assert ring + result <= SHARED_MEMORY[arch]
+    assert not config.descriptors or (arch == "sm_90" and name != "unaligned")  # descriptors are Hopper's, and aligned
+    assert config.block_m % 64 == 0  # a warpgroup's rows
+    if operation == "matmul_block":  # a scale's group of K is a step of the loop
+        assert config.block_k == 128
+
+
+@given(st.sampled_from(OPERATIONS), st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.booleans())
+def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
+    picked = pick(operation, (9, 0), m, n, aligned)
+    assert picked == pick(operation, (9, 0), m, n, aligned)
+    assert picked is table()[operation]["sm_90"][shape_class(m, n, aligned)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "capability", "arch"),
+    [
+        ("matmul_fp16", (8, 0), "sm_80"),
+        ("matmul_fp16", (8, 6), "sm_80"),
+        ("matmul_fp16", (8, 9), "sm_89"),
+        ("matmul_fp8", (8, 9), "sm_89"),
+        ("matmul_fp8", (9, 0), "sm_90"),
+        ("matmul_fp8", (10, 0), "sm_90"),  # as a number: "10" is older than "9" only as text
+    ],
+)
+def test_a_card_takes_the_newest_architecture_that_is_not_newer(operation, capability, arch):
+    assert pick(operation, capability, 4096, 4096) is table()[operation][arch]["large"]
+
+
+@pytest.mark.parametrize(("operation", "capability"), [("matmul_fp8", (8, 0)), ("matmul_fp16", (7, 5))])
+def test_a_card_older_than_the_table_has_no_configuration(operation, capability):
+    with pytest.raises(LookupError, match=f"{operation} has no configuration for sm_{capability[0]}{capability[1]}"):
+        pick(operation, capability, 64, 64)
