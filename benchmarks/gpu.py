@@ -24,8 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  after the path, which makes a bare checkout importable
 
 from fp8engine import device  # noqa: E402
-from fp8engine.bench import check, check_card, run  # noqa: E402
-from fp8engine.bench.cases import LLM, SQUARE  # noqa: E402
+from fp8engine.bench import cases, check, check_card, run  # noqa: E402
 
 SHARE_OF_BENCH = 0.55  # of the time, kept for the benchmark: the checks stop before
 
@@ -102,8 +101,9 @@ def _tests(end: float) -> list[str]:
 
 def _bench(where: torch.device, folder: Path, machine: dict, end: float) -> None:
     """Shape by shape while there is time; each is saved before the next begins."""
-    rows, shapes = [], [*SQUARE, *LLM]
+    rows, shapes = [], list(dict.fromkeys([*cases.LISTS["square"], *cases.LISTS["llm"]]))
     limits = None
+    print(run.HEADINGS)
     for shape in shapes:
         if time.perf_counter() > end - 20:
             print(f"out of time: {shape} and the shapes after it not measured")
@@ -116,7 +116,8 @@ def _bench(where: torch.device, folder: Path, machine: dict, end: float) -> None
         for row in found["rows"]:
             print(run.line(row), flush=True)
     if rows:
-        print(json.dumps(run.summary(rows), indent=1))
+        for name, found in run.summary(rows).items():
+            print(f"{name}: {json.dumps(found)}")
 
 
 def _save(folder: Path, machine: dict, what: str, result: dict) -> None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fp8engine import device
+from fp8engine import dispatch
 from fp8engine.errors import ConversionError, EmulationWarning, StrictError
 from fp8engine.functional import Numerics
+from fp8engine.functional.numerics import plan as numerics_plan
 from fp8engine.modules.linear import Float8Module, Linear
 from fp8engine.recipe import Recipe
 from fp8engine.scaling import ScalingState
@@ -74,7 +75,7 @@ def convert(
     if not chosen:
         why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
         raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
-    emulated = [d for d, used in chosen if used.is_fp8 and not device.has_fp8(weight_of(d.module).device)]
+    emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
     if strict:
         _refuse(decisions, emulated)
     record = Record({d.name: d.reason for d in decisions if d.recipe is None})
@@ -83,9 +84,9 @@ def convert(
         model.register_forward_pre_hook(state.begin_step)
     setattr(model, RECORD, record)
     if emulated:
-        where = weight_of(emulated[0].module).device
+        why = next(iter(emulated.values()))
         warnings.warn(
-            f"{device.name(where)} has no FP8 Tensor Cores: {len(emulated)} layers compute with FP8 values, emulated",
+            f"{why}: {len(emulated)} layers compute with FP8 values, emulated",
             EmulationWarning,
             stacklevel=2,
         )
@@ -135,16 +136,22 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
     ]
 
 
-def _refuse(decisions: list[Decision], emulated: list[Decision]) -> None:
-    """strict=True: say everything that would not run as asked."""
+def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
+    """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
+    where = weight_of(decision.module).device
+    return dispatch.why_emulated(where, dispatch.choose(where, numerics_plan(recipe).by_block))
+
+
+def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
+    """strict=True: say everything that would not run as asked.  emulated: layer -> why."""
     blocked = [f"{d.name} ({d.reason})" for d in decisions if d.blocked]
     if blocked:
         raise StrictError(f"strict=True: {len(blocked)} layers cannot be converted: {'; '.join(blocked[:8])}")
     if emulated:
-        where = weight_of(emulated[0].module).device
+        name, why = next(iter(emulated.items()))
         raise StrictError(
-            f"strict=True: {device.name(where)} has no FP8 Tensor Cores (CUDA sm_89 or later has); "
-            f"{len(emulated)} layers would be emulated, {emulated[0].name!r} the first"
+            f"strict=True: {why} (CUDA sm_89 or later has FP8 Tensor Cores); "
+            f"{len(emulated)} layers would be emulated, {name!r} the first"
         )
 
 

@@ -92,4 +92,15 @@ def choose_16_bits(where: torch.device, shape: tuple[int, int]) -> str:
 
 def emulated(where: torch.device, name: str) -> bool:
     """Whether an FP8 matmul on that backend computes without FP8 Tensor Cores there."""
-    return name == "reference" or not device.has_fp8(where)
+    return why_emulated(where, name) is not None
+
+
+def why_emulated(where: torch.device, name: str) -> str | None:
+    """Why an FP8 matmul on that backend has no FP8 Tensor Cores there; None where it has them."""
+    if not device.has_fp8(where):
+        return f"{device.name(where)} has no FP8 Tensor Cores"
+    if name != "reference":
+        return None
+    if _asked.get() != "reference" and not native.usable():
+        return "scales along K need Triton's kernels: pip install 'triton>=3.6,<3.10'"
+    return "the reference computes in plain torch"

@@ -16,7 +16,7 @@ import torch
 from torch._higher_order_ops import effects
 
 from fp8engine import cublas, native, reference
-from fp8engine.dispatch import asked, backend, choose, choose_16_bits, emulated
+from fp8engine.dispatch import asked, backend, choose, choose_16_bits, emulated, why_emulated
 from fp8engine.errors import BackendError, ShapeError, UnknownName
 from fp8engine.recipe import Cast, PerBlock, PerRow
 from fp8engine.reference import Epilogue, How, Operand, Slot
@@ -35,6 +35,7 @@ __all__ = [
     "quantize",
     "quantize_given",
     "scale_update",
+    "why_emulated",
 ]
 
 

@@ -206,6 +206,15 @@ def test_doctor_tells_a_v100_which_torch_to_take(monkeypatch: pytest.MonkeyPatch
     assert "FP8 is emulated" in note
 
 
+@pytest.mark.parametrize(("ratio", "notes"), [(0.0, 1), (0.97, 0), (1.1, 0)])
+def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, notes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(doctor.native, "measured", lambda *operation_and_size: ratio)
+    found = doctor._card_notes(torch.device("cuda", 0))
+    assert len(found) == notes
+    assert all("fp8engine bench tune --write" in note for note in found)
+
+
 class Small(nn.Module):
     """Three linear layers, the last a head."""
 

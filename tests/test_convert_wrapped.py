@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
-from fp8engine import device
+from fp8engine import device, native
 
 
 @pytest.fixture
@@ -125,10 +125,22 @@ def test_strict_takes_what_runs_as_asked(monkeypatch: pytest.MonkeyPatch):
         warnings.simplefilter("error")
         model: Any = fe.convert(Net(16), "bf16", strict=True)
     assert model.blocks[0].up.numerics.recipe.name == "bf16"
-    monkeypatch.setattr(device, "has_fp8", lambda where: True)
-    with warnings.catch_warnings():
+    monkeypatch.setattr(device, "has_fp8", lambda where: where.type == "meta")  # where nothing is computed
+    with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("error")
         fe.convert(Net(16), strict=True)
+        fe.convert(Net(16), "blockwise", strict=True)  # by Triton's kernels
+
+
+def test_strict_needs_triton_for_scales_along_k(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "has_fp8", lambda where: where.type == "meta")
+    monkeypatch.setattr(native, "installed", lambda: None)
+    with torch.device("meta"):
+        fe.convert(Net(16), "rowwise", strict=True)
+        with pytest.raises(fe.errors.StrictError, match=r"need Triton's kernels: pip install 'triton>=3\.6,<3\.10'"):
+            fe.convert(Net(16), "blockwise", strict=True)
+        with pytest.warns(fe.errors.EmulationWarning, match="need Triton's kernels"):
+            fe.convert(Net(16), "blockwise")
 
 
 class Half(nn.Module):

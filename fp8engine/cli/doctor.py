@@ -14,13 +14,17 @@ import torch
 import typer
 from rich.table import Table
 
-from fp8engine import device, ops
+from fp8engine import device, native, ops
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.modules import Linear
 from fp8engine.recipe import RECIPES, PerBlock, Recipe, resolve
 
 BROKEN = 1
 # Installed versions that work: at least the first, below the second.  As pyproject.toml says.
+NOT_TUNED = (
+    "nobody has measured our Triton matmuls on such a card, so torch's scaled matmul is used where it can be; "
+    "'fp8engine bench tune --write' measures them"
+)
 NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}
 OPTIONAL = {"transformers": "hf", "matplotlib": "report"}  # package -> the extra that brings it
 FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
@@ -117,18 +121,11 @@ def _device(where: torch.device) -> dict:
 def _try(recipe: Recipe, where: torch.device) -> dict:
     by_block = any(isinstance(cast.granularity, PerBlock) for cast in recipe.casts)
     backend = ops.choose(where, by_block)
-    emulated = ops.emulated(where, backend)
-    why = None
-    if emulated:
-        why = (
-            "no kernel for this recipe yet"
-            if device.has_fp8(where)
-            else f"{device.name(where)} has no FP8 Tensor Cores"
-        )
+    why = ops.why_emulated(where, backend)
     return {
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": emulated,
+        "emulated": why is not None,
         "why": why,
         "trouble": _trouble(recipe, where),
     }
@@ -156,8 +153,10 @@ def _trouble(recipe: Recipe, where: torch.device) -> str | None:
 
 
 def _card_notes(where: torch.device) -> list[str]:
-    if where.type != "cuda" or device.has_fp8(where):
+    if where.type != "cuda":
         return []
+    if device.has_fp8(where):
+        return [] if _tuned(where) else [f"{where}: {NOT_TUNED}"]
     capability = "sm_{}{}".format(*device.capability(where))
     if capability == "sm_70" and "sm_70" not in torch.cuda.get_arch_list():
         return [
@@ -165,6 +164,12 @@ def _card_notes(where: torch.device) -> list[str]:
             "pip install torch --index-url https://download.pytorch.org/whl/cu126"
         ]
     return [f"{where} ({capability}) has no FP8 Tensor Cores (sm_89 or later has): FP8 is emulated"]
+
+
+def _tuned(where: torch.device) -> bool:
+    """Whether somebody has measured our kernels on such a card."""
+    sizes = ((8192, 8192), (1024, 2048), (64, 1024))
+    return any(native.measured("matmul_fp8", device.capability(where), *size) > 0 for size in sizes)
 
 
 def _no_card() -> str:

@@ -12,7 +12,7 @@ import statistics
 
 from torch import nn
 
-from fp8engine import device, ops
+from fp8engine import ops
 from fp8engine.convert import RECORD, Record
 from fp8engine.modules.linear import Float8Module
 from fp8engine.report.state import plain_name
@@ -96,12 +96,8 @@ def _why(recipe, ran: bool, where, backend: str) -> str:
         return f"asked for {recipe.name}"
     if not ran:
         return NEVER_RAN
-    if ops.emulated(where, backend):
-        return (
-            f"emulated: {device.name(where)} has no FP8 Tensor Cores"
-            if not device.has_fp8(where)
-            else ("emulated: no kernel for this recipe on this card")
-        )
+    if why := ops.why_emulated(where, backend):
+        return f"emulated: {why}"
     return ""
 
 
