@@ -144,11 +144,12 @@ def _along_k(codes: torch.Tensor) -> torch.Tensor:
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:
     """x, or a contiguous copy where its strides are too large for a kernel's 32-bit offsets inside a tile."""
-    if max(x.stride(), default=0) < 1 << 23:
-        return x
-    x = x.contiguous()
-    if max(x.stride(), default=0) >= 1 << 23:
-        raise BackendError(f"backend 'triton' takes rows of fewer than {1 << 23} elements, got {list(x.shape)}")
+    launch = importlib.import_module("fp8engine.kernels.launch")
+    x = x if launch.addressable(x) else x.contiguous()
+    if not launch.addressable(x):
+        raise BackendError(
+            f"backend 'triton' takes rows of fewer than {launch.MOST_STRIDE} elements, got {list(x.shape)}"
+        )
     return x
 
 

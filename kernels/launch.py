@@ -18,6 +18,7 @@ DESCRIPTOR = "descriptor"  # K contiguous: box [BLOCK_ROWS, BLOCK_K]
 TRANSPOSED = "transposed"  # rows contiguous: box [BLOCK_K, BLOCK_ROWS], turned in shared memory
 
 THREADS = 32  # of a warp
+MOST_STRIDE = 1 << 23  # tiles are up to 256 wide: offsets inside one stay below 2^31
 TMA_ALIGNMENT = 16  # bytes: base address and every stride but the last (CUDA driver API, cuTensorMapEncodeTiled)
 PRETEND_PROCESSORS = 4  # grid of a persistent kernel where there is no card: small, so that its outer loop loops
 
@@ -66,8 +67,8 @@ def describable(x: torch.Tensor) -> bool:
 
 
 def addressable(x: torch.Tensor) -> bool:
-    """Whether offsets inside any tile of the matrix x fit into 32 bits: strides below 2^23, tiles up to 256 wide."""
-    return max(x.stride()) < 1 << 23
+    """Whether offsets inside any tile of the matrix x fit into 32 bits."""
+    return max(x.stride()) < MOST_STRIDE
 
 
 def load_of(x: torch.Tensor) -> str:

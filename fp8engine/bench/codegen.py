@@ -127,7 +127,7 @@ def compile_case(case: Case) -> Row:
         products=loop.products,
         shape="/".join(loop.shapes),
         tensor_cycles=cycles,
-        issue_cycles=loop.length * made.warps / 4,
+        issue_cycles=loop.length * config.warps / 4,  # those that multiply: a loading warp has a loop of its own
         bytes_per_clock=operands / cycles,
         accesses=sass.accesses(made.ptx),
         notes=made.notes,

@@ -68,12 +68,32 @@ def test_a_layer_trains_on_our_kernels_and_the_report_says_so(recipe: str, dtype
         assert (ours.double() - twin.double()).norm() <= 3 * 2**-8 * twin.double().norm()
 
 
+def test_forward_and_dgrad_sum_fast_and_wgrad_promotes(monkeypatch: pytest.MonkeyPatch):
+    promoted, real = [], native._kernel("matmul_fp8")
+
+    def spy(a, b, epilogue, promote):
+        promoted.append(promote)
+        return real(a, b, epilogue, promote)
+
+    monkeypatch.setattr(native, "_kernel", lambda name: spy)
+    layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
+    with fe.backend("triton"):
+        layer(x).sum().backward()
+        a = operand(4, 32)
+        for precision in ("fast", "promoted", "exact"):
+            ops.matmul(a, a, precision=precision)
+            ops.matmul_epilogue(a, a, Epilogue(), precision)
+    assert promoted == [False, False, True] + [False] * 2 + [True] * 4
+
+
 def test_every_recipe_is_covered():
     assert set(FP8_RECIPES) <= set(KERNELS)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [*itertools.product([(-1, -1), (1, -1), (1, 128), (1, 64), (128, 128)], repeat=2)], ids=str
+    ("first", "second"),
+    [*itertools.product([(-1, -1), (1, -1), (1, 128), (1, 64), (128, 128), (-1, 128)], repeat=2)],
+    ids=str,
 )
 def test_fe_matmul_of_any_two_granularities(first, second):
     a, b = operand(37, 200, *first), operand(141, 200, *second)
