@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
+from fp8engine.kernels.tile import pieces, store_tile
 
 # |y / scale| over MAX by less than the rounding of 1 / scale itself is not saturation.
 SATURATES = tl.constexpr(1 + 2.0**-22)
@@ -75,6 +76,46 @@ def finish(
     else:
         stored = scaled.to(OUT)
     return stored, amax, saturated, nonfinite
+
+
+@triton.jit
+def store_result(
+    y,
+    acc_MN,
+    row,
+    column,
+    M,
+    N,
+    scale_a,
+    scale_b,
+    bias,
+    output_scale,
+    OUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BY_ROW_A: tl.constexpr,
+    BY_ROW_B: tl.constexpr,
+    BY_DESCRIPTOR: tl.constexpr,
+    PARTS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Finish a tile of sums whose first element is [row, column], piece by piece; return its statistics."""
+    rows = row + tl.arange(0, acc_MN.shape[0])
+    PART_N: tl.constexpr = acc_MN.shape[1] // PARTS
+    amax = 0.0
+    saturated = 0
+    nonfinite = 0
+    runs = pieces(acc_MN, PARTS)
+    for part in tl.static_range(PARTS):
+        first = column + part * PART_N
+        columns = first + tl.arange(0, PART_N)
+        y_MN = real_values(runs[part], rows, columns, M, N, scale_a, scale_b, BY_ROW_A, BY_ROW_B)
+        stored, top, over, bad = finish(y_MN, rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
+        store_tile(y, stored, row, first, M, N, BY_DESCRIPTOR)
+        if COUNT:
+            amax = tl.maximum(amax, top)
+            saturated += over
+            nonfinite += bad
+    return amax, saturated, nonfinite
 
 
 @triton.jit

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.epilogue import finish, publish
+from fp8engine.kernels.epilogue import publish, store_result
 from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
-from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
+from fp8engine.kernels.tile import load_tile, place_of
 from fp8engine.kernels.tuning import Config, capability, pick
 
 
@@ -67,7 +67,6 @@ def _matmul_block_kernel(
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     ONE_SCALE_A: tl.constexpr = ROWS_A % BLOCK_M == 0
     ONE_SCALE_B: tl.constexpr = ROWS_B % BLOCK_N == 0
-    PART_N: tl.constexpr = BLOCK_N // PARTS
     amax = 0.0
     saturated = 0
     nonfinite = 0
@@ -90,17 +89,14 @@ def _matmul_block_kernel(
                 acc_MN += sums_MN * (s_a * s_b)[None, :]
             else:
                 acc_MN += sums_MN * s_a[:, None] * s_b[None, :]
-        rows = row + tl.arange(0, BLOCK_M)
-        runs = pieces(acc_MN, PARTS)
-        for part in tl.static_range(PARTS):
-            first = column + part * PART_N
-            columns = first + tl.arange(0, PART_N)
-            stored, top, over, bad = finish(runs[part], rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
-            store_tile(y, stored, row, first, M, N, STORE_BY_DESCRIPTOR)
-            if COUNT:
-                amax = tl.maximum(amax, top)
-                saturated += over
-                nonfinite += bad
+        top, over, bad = store_result(
+            y, acc_MN, row, column, M, N, None, None, bias, output_scale,
+            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+        )  # fmt: skip
+        if COUNT:
+            amax = tl.maximum(amax, top)
+            saturated += over
+            nonfinite += bad
     if COUNT:
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
 

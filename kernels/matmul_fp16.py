@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.epilogue import finish, publish
+from fp8engine.kernels.epilogue import publish, store_result
 from fp8engine.kernels.launch import (
     POINTER,
     load_of,
@@ -25,7 +25,7 @@ from fp8engine.kernels.launch import (
     writable,
     writer,
 )
-from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
+from fp8engine.kernels.tile import load_tile, place_of
 from fp8engine.kernels.tuning import Config, capability, pick
 
 
@@ -57,7 +57,6 @@ def _matmul_fp16_kernel(
     OUT: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
-    PART_N: tl.constexpr = BLOCK_N // PARTS
     amax = 0.0
     saturated = 0
     nonfinite = 0
@@ -69,17 +68,14 @@ def _matmul_fp16_kernel(
             a_MK = load_tile(a, row, k, M, K, (stride_am, stride_ak), BLOCK_M, BLOCK_K, LOAD_A)
             b_NK = load_tile(b, column, k, N, K, (stride_bn, stride_bk), BLOCK_N, BLOCK_K, LOAD_B)
             acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)
-        rows = row + tl.arange(0, BLOCK_M)
-        runs = pieces(acc_MN, PARTS)
-        for part in tl.static_range(PARTS):
-            first = column + part * PART_N
-            columns = first + tl.arange(0, PART_N)
-            stored, top, over, bad = finish(runs[part], rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
-            store_tile(y, stored, row, first, M, N, STORE_BY_DESCRIPTOR)
-            if COUNT:
-                amax = tl.maximum(amax, top)
-                saturated += over
-                nonfinite += bad
+        top, over, bad = store_result(
+            y, acc_MN, row, column, M, N, None, None, bias, output_scale,
+            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+        )  # fmt: skip
+        if COUNT:
+            amax = tl.maximum(amax, top)
+            saturated += over
+            nonfinite += bad
     if COUNT:
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
 

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from fp8engine.kernels.epilogue import finish, publish, real_values
+from fp8engine.kernels.epilogue import publish, store_result
 from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
-from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
+from fp8engine.kernels.tile import load_tile, place_of
 from fp8engine.kernels.tuning import Config, capability, pick
 
 
@@ -55,7 +55,6 @@ def _matmul_fp8_kernel(
     OUT: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
-    PART_N: tl.constexpr = BLOCK_N // PARTS
     amax = 0.0
     saturated = 0
     nonfinite = 0
@@ -72,18 +71,14 @@ def _matmul_fp8_kernel(
                 acc_MN += tl.dot(a_MK, b_NK.T, max_num_imprecise_acc=BLOCK_K)
             else:
                 acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)
-        rows = row + tl.arange(0, BLOCK_M)
-        runs = pieces(acc_MN, PARTS)
-        for part in tl.static_range(PARTS):
-            first = column + part * PART_N
-            columns = first + tl.arange(0, PART_N)
-            y_MN = real_values(runs[part], rows, columns, M, N, scale_a, scale_b, BY_ROW_A, BY_ROW_B)
-            stored, top, over, bad = finish(y_MN, rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
-            store_tile(y, stored, row, first, M, N, STORE_BY_DESCRIPTOR)
-            if COUNT:
-                amax = tl.maximum(amax, top)
-                saturated += over
-                nonfinite += bad
+        top, over, bad = store_result(
+            y, acc_MN, row, column, M, N, scale_a, scale_b, bias, output_scale,
+            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+        )  # fmt: skip
+        if COUNT:
+            amax = tl.maximum(amax, top)
+            saturated += over
+            nonfinite += bad
     if COUNT:
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
 
