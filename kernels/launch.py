@@ -56,13 +56,15 @@ def descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
 
 def describable(x: torch.Tensor) -> bool:
     """Whether TMA can read and write the matrix x: contiguous along its last dimension, everything else aligned."""
+    (rows, columns), (stride, along) = x.shape, x.stride()
     return (
-        x.numel() > 0
-        and x.stride(1) == 1
-        and x.data_ptr() % TMA_ALIGNMENT == 0
-        and x.stride(0) >= x.shape[1]  # an expanded or sliding view is read by pointers
-        and x.stride(0) * x.element_size() % TMA_ALIGNMENT == 0
-        and max(x.shape) < 1 << 31
+        along == 1
+        and rows > 0
+        and columns > 0
+        and stride >= columns  # an expanded or sliding view is read by pointers
+        and (x.data_ptr() | stride * x.itemsize) % TMA_ALIGNMENT == 0  # a power of two: both are multiples of it
+        and rows < 1 << 31
+        and columns < 1 << 31
     )
 
 

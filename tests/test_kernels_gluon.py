@@ -13,9 +13,6 @@ import weakref
 import pytest
 import torch
 from casts import E4M3, E5M2
-
-pytest.importorskip("triton")
-
 from triton import knobs
 
 from fp8engine.bench import offline, sass
