@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_a_slice_of_wider_rows_is_described_with_its_own_stride():
 
 def test_a_transposed_operand_is_described_as_it_lies():
     x = codes(32, 64).t()
-    made = launch.reader(x, "transposed", 16, 8)
+    made: Any = launch.reader(x, "transposed", 16, 8)
     assert (made.shape, made.strides, made.block_shape) == ([32, 64], [64, 1], [8, 16])
     assert launch.reader(x, "pointer", 16, 8) is x
 
