@@ -15,8 +15,8 @@ import functools
 import torch
 from torch._higher_order_ops import effects
 
-from fp8engine import cublas, native, reference
-from fp8engine.dispatch import asked, backend, choose, choose_16_bits, emulated, why_emulated
+from fp8engine import execute, reference
+from fp8engine.dispatch import backend, choose, choose_16_bits, emulated, why_emulated
 from fp8engine.errors import BackendError, ShapeError, UnknownName
 from fp8engine.recipe import Cast, PerBlock, PerRow
 from fp8engine.reference import Epilogue, How, Operand, Slot
@@ -59,7 +59,7 @@ def how(cast: Cast, held: torch.dtype | None = None) -> How:
 def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
     """x as an FP8 operand, its amax and counters written to the slot."""
     if direct(x_MK):
-        data, scale = reference.quantize(x_MK, how, slot)
+        data, scale = execute.quantize(x_MK, how, slot)
     elif slot is None:
         data, scale = torch.ops.fp8engine.quantize.default(x_MK, str(how))
     else:
@@ -84,7 +84,7 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     """
     _check(a, b, bias_N)
     if direct(a.data):
-        return _run_matmul(a, b, bias_N, out, precision)
+        return execute.matmul(a, b, bias_N, out, precision)
     return torch.ops.fp8engine.matmul.default(a.data, b.data, a.scale, b.scale, bias_N, _groups(a, b), out, precision)
 
 
@@ -102,7 +102,7 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
     if epilogue.activation not in reference.KINDS:
         raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
     if direct(a.data):
-        return _run_epilogue(a, b, epilogue, precision)
+        return execute.matmul_epilogue(a, b, epilogue, precision)
     return torch.ops.fp8engine.matmul_epilogue.default(
         a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue
     )
@@ -172,49 +172,12 @@ def _check(a: Operand, b: Operand, bias_N) -> None:
             )
 
 
-def _run_matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
-    # Chosen when it runs: a compiled graph follows `with backend(...)` as eager code does.
-    name = _backend_of(a, b, precision)
-    if name == "triton":
-        return native.matmul(a, b, Epilogue(bias_N, out), fast=precision == "fast")
-    if name == "cublas":
-        return cublas.matmul(a, b, bias_N, out, fast=precision == "fast")
-    if torch._C._is_any_autocast_enabled():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
-        with torch.autocast(a.data.device.type, enabled=False):
-            return _emulate(a, b, bias_N, out, precision)
-    return _emulate(a, b, bias_N, out, precision)
-
-
-def _run_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
-    if _backend_of(a, b, precision) == "triton":
-        return native.matmul(a, b, epilogue, fast=precision == "fast")
-    return reference.finish(_run_matmul(a, b, None, torch.float32, precision), epilogue)
-
-
-def _backend_of(a: Operand, b: Operand, precision: str) -> str:
-    if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
-        by_block = a.scaled_along_k or b.scaled_along_k
-        return choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
-    if asked() not in (None, "reference"):
-        raise BackendError(
-            f"backend {asked()!r} takes FP8 codes, and these operands are values held for an emulated matmul: "
-            "quantise them (run the forward) inside the block as well"
-        )
-    return "reference"
-
-
-def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
-    if precision == "exact":  # products in FP32 for a 16-bit result too
-        return reference.matmul_fp8(a, b, bias_N, torch.float32, exact=True).to(out)
-    return reference.matmul_fp8(a, b, bias_N, out, exact=False)
-
-
 def _quantize(x, text):
-    return reference.quantize(x, How.parse(text))
+    return execute.quantize(x, How.parse(text))
 
 
 def _quantize_slot(x, text, live, counts, *slot):
-    return reference.quantize(x, How.parse(text), Slot(live, counts, *slot))
+    return execute.quantize(x, How.parse(text), Slot(live, counts, *slot))
 
 
 def _quantize_fake(x, text, *slot):
@@ -233,19 +196,15 @@ def _operands(a, b, scale_a, scale_b, groups):
 
 
 def _matmul(a, b, scale_a, scale_b, bias, groups, out, precision):
-    return _run_matmul(*_operands(a, b, scale_a, scale_b, groups), bias, out, precision)
+    return execute.matmul(*_operands(a, b, scale_a, scale_b, groups), bias, out, precision)
 
 
 def _matmul_epilogue(a, b, scale_a, scale_b, groups, precision, *epilogue):
-    return _run_epilogue(*_operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+    return execute.matmul_epilogue(*_operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
 
 
 def _matmul_epilogue_fake(a, b, scale_a, scale_b, groups, precision, bias, out, *rest):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out)
-
-
-def _matmul_fp16(a, b, bias, out):
-    return native.matmul_fp16(a, b, Epilogue(bias, out))
 
 
 def _matmul_fp16_fake(a, b, bias, out):
@@ -265,7 +224,7 @@ _define(
 )
 _define(
     "quantize_given(Tensor x, str how, Tensor scale) -> Tensor",
-    lambda x, text, scale: reference.quantize_given(x, How.parse(text), scale),
+    lambda x, text, scale: execute.quantize_given(x, How.parse(text), scale),
     lambda x, text, scale: x.new_empty(x.shape, dtype=How.parse(text).dtype),
 )
 _define(
@@ -282,7 +241,7 @@ _define(
 )
 _define(
     "matmul_fp16(Tensor a, Tensor b, Tensor? bias, ScalarType out) -> Tensor",
-    _matmul_fp16,
+    execute.matmul_fp16,
     _matmul_fp16_fake,
 )
 _define(
@@ -292,7 +251,7 @@ _define(
 )
 _define(
     "scale_update(Tensor history, Tensor live, Tensor rules) -> ()",
-    reference.scale_update,
+    execute.scale_update,
     lambda history, live, rules: None,
 )
 

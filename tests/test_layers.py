@@ -22,6 +22,7 @@ HOUSE = (
     ("L0", "kernels/"),
     ("L1", "recipe.py", "cublas.py", "native.py", "amp/"),
     ("L2", "dispatch.py"),
+    ("L2", "execute.py"),
     ("L2", "ops.py"),
     ("L3", "tensor.py"),
     ("L4", "scaling.py", "stats.py"),

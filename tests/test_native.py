@@ -7,7 +7,7 @@ import torch
 from casts import E4M3, E5M2
 
 import fp8engine as fe
-from fp8engine import device, dispatch, native, ops
+from fp8engine import device, dispatch, execute, native, ops
 from fp8engine.errors import BackendError, ShapeError, VersionError
 from fp8engine.reference import Epilogue, How, Operand
 
@@ -186,13 +186,13 @@ def test_no_ratio_is_committed_that_was_not_measured():
 def test_a_backward_takes_over_the_backend_of_its_forward(monkeypatch):
     # autograd runs a card's backward in a thread that does not see the caller's `with`.
     seen = []
-    real = ops._run_matmul
+    real = execute.matmul
 
     def spy(a, b, *rest):
-        seen.append(ops._backend_of(a, b, rest[-1]))
+        seen.append(execute._backend_of(a, b, rest[-1]))
         return real(a, b, *rest)
 
-    monkeypatch.setattr(ops, "_run_matmul", spy)
+    monkeypatch.setattr(execute, "matmul", spy)
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
     with fe.backend("cublas"):
         y = layer(x)

@@ -1,0 +1,71 @@
+"""What an operation does once it is called: the backend chosen, the kernel or its twin run.
+
+Chosen at this moment and not when a graph is traced: a compiled graph follows `with backend(...)` as eager code does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8engine import cublas, native, reference
+from fp8engine.dispatch import asked, choose
+from fp8engine.errors import BackendError
+from fp8engine.reference import Epilogue, How, Operand, Slot
+
+
+def matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    """a @ b.T + bias; see ops.matmul."""
+    name = _backend_of(a, b, precision)
+    if name == "triton":
+        return native.matmul(a, b, Epilogue(bias_N, out), fast=precision == "fast")
+    if name == "cublas":
+        return cublas.matmul(a, b, bias_N, out, fast=precision == "fast")
+    if torch._C._is_any_autocast_enabled():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
+        with torch.autocast(a.data.device.type, enabled=False):
+            return _emulate(a, b, bias_N, out, precision)
+    return _emulate(a, b, bias_N, out, precision)
+
+
+def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
+    """a @ b.T, ended by the epilogue; see ops.matmul_epilogue."""
+    if _backend_of(a, b, precision) == "triton":
+        return native.matmul(a, b, epilogue, fast=precision == "fast")
+    return reference.finish(matmul(a, b, None, torch.float32, precision), epilogue)
+
+
+def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N, out: torch.dtype) -> torch.Tensor:
+    """a @ b.T + bias of FP16 or BF16 tensors on our kernels."""
+    return native.matmul_fp16(a_MK, b_NK, Epilogue(bias_N, out))
+
+
+def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(data, scale) of x under a cast; see ops.quantize."""
+    return reference.quantize(x_MK, how, slot)
+
+
+def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x under a scale that the caller chose."""
+    return reference.quantize_given(x_MK, how, scale)
+
+
+def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
+    """Enter a step's amaxes, predict the next scales."""
+    reference.scale_update(history_HS, live_2S, rules_3S)
+
+
+def _backend_of(a: Operand, b: Operand, precision: str) -> str:
+    if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
+        by_block = a.scaled_along_k or b.scaled_along_k
+        return choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
+    if asked() not in (None, "reference"):
+        raise BackendError(
+            f"backend {asked()!r} takes FP8 codes, and these operands are values held for an emulated matmul: "
+            "quantise them (run the forward) inside the block as well"
+        )
+    return "reference"
+
+
+def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    if precision == "exact":  # products in FP32 for a 16-bit result too
+        return reference.matmul_fp8(a, b, bias_N, torch.float32, exact=True).to(out)
+    return reference.matmul_fp8(a, b, bias_N, out, exact=False)
