@@ -43,6 +43,12 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[to
     return reference.quantize(x_MK, how, slot)
 
 
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, ...]:
+    """(data, scale, data of the transpose, its scale); the last is empty per tensor, where one scale serves both."""
+    first, second = reference.cast_transpose(x_MK, how, slot)
+    return *first[:2], second.data, first.scale.new_empty(0) if how.per_tensor else second.scale
+
+
 def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
     """FP8 codes of x under a scale that the caller chose."""
     return reference.quantize_given(x_MK, how, scale)

@@ -23,6 +23,7 @@ from fp8engine.reference import Epilogue, How, Operand, Slot
 
 __all__ = [
     "backend",
+    "cast_transpose",
     "choose",
     "choose_16_bits",
     "decode",
@@ -65,6 +66,23 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
     else:
         data, scale = torch.ops.fp8engine.quantize_slot.default(x_MK, str(how), *slot[:5])
     return Operand(data, scale, how.rows, how.cols, how.power_of_2)
+
+
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[Operand, Operand]:
+    """x quantised for the matmul that reduces its columns, and its transpose [K, M] for the one that reduces its rows.
+
+    Both contiguous, from one read of x.  Groups of 1 x 128 of x are joined by groups of 1 x 128 of its transpose.
+    """
+    if direct(x_MK):
+        data, scale, turned, scale_turned = execute.cast_transpose(x_MK, how, slot)
+    elif slot is None:
+        data, scale, turned, scale_turned = torch.ops.fp8engine.cast_transpose.default(x_MK, str(how))
+    else:
+        found = torch.ops.fp8engine.cast_transpose_slot.default(x_MK, str(how), *slot[:5])
+        data, scale, turned, scale_turned = found
+    first = Operand(data, scale, how.rows, how.cols, how.power_of_2)
+    # Down x's columns is along the transpose's rows: 1 x -1 of x is cast again as -1 x 1, which lies as 1 x -1 there.
+    return first, first._replace(data=turned, scale=scale if how.per_tensor else scale_turned)
 
 
 def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> Operand:
@@ -186,6 +204,21 @@ def _quantize_fake(x, text, *slot):
     return x.new_empty(m, k, dtype=how.held or how.dtype), x.new_empty(how.scale_shape(m, k), dtype=torch.float32)
 
 
+def _cast_transpose(x, text):
+    return execute.cast_transpose(x, How.parse(text))
+
+
+def _cast_transpose_slot(x, text, live, counts, *slot):
+    return execute.cast_transpose(x, How.parse(text), Slot(live, counts, *slot))
+
+
+def _cast_transpose_fake(x, text, *slot):
+    how = How.parse(text)
+    data, scale = _quantize_fake(x, text)
+    turned, scale_turned = _quantize_fake(x.t(), text)
+    return data, scale, turned, scale.new_empty(0) if how.per_tensor else scale_turned
+
+
 def _groups(a: Operand, b: Operand) -> list[int]:
     return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
 
@@ -221,6 +254,13 @@ _define(
     " -> (Tensor, Tensor)",
     _quantize_slot,
     _quantize_fake,
+)
+_define("cast_transpose(Tensor x, str how) -> (Tensor, Tensor, Tensor, Tensor)", _cast_transpose, _cast_transpose_fake)
+_define(
+    "cast_transpose_slot(Tensor x, str how, Tensor live, Tensor counts, int index, bool record, bool count)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _cast_transpose_slot,
+    _cast_transpose_fake,
 )
 _define(
     "quantize_given(Tensor x, str how, Tensor scale) -> Tensor",
@@ -289,5 +329,5 @@ torch.library.register_autograd("fp8engine::matmul", _matmul_backward, setup_con
 # graph works on its own copy of the table and copies all of it back, over what other graphs (the next block, compiled
 # by itself) have written meanwhile, and autograd refuses the table that backward needs because its version has moved.
 # As effects in order they run in place, once each, in the order written, forward and backward: tests/test_compile.py.
-for _name in ("quantize_slot", "scale_update", "matmul_epilogue"):
+for _name in ("quantize_slot", "cast_transpose_slot", "scale_update", "matmul_epilogue"):
     effects._register_effectful_op(f"fp8engine::{_name}", effects._EffectType.ORDERED)

@@ -12,7 +12,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,13 @@ from fp8engine import ops
 from fp8engine.errors import StateError
 from fp8engine.formats import Format
 from fp8engine.recipe import Cast, Recipe
-from fp8engine.reference import How, Operand, Slot
+from fp8engine.reference import Operand, Slot
 from fp8engine.reference.operand import COUNTERS
 from fp8engine.reference.scale import FP32_MAX
 
 ROLES = ("input", "weight", "grad_output")
 # Operands made of one tensor, and the slot that counted each.
-Kept = dict[How, tuple[Operand, Slot]]
+Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "turned") for the transpose under it
 
 
 def in_backward() -> bool:

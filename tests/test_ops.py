@@ -151,6 +151,8 @@ def call(name: str, group: str = "tensor", codes: bool = False) -> tuple:
     groups = [*a[2:4], -1, -1, 1]
     arguments = {
         "quantize": (x_MK, str(how)),
+        "cast_transpose": (x_MK, str(How(E4M3, rows, cols, True))),
+        "cast_transpose_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), *slot()[:5]),
         "quantize_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), *slot()[:5]),
         "quantize_given": (x_MK, str(How(E5M2, rows, cols)), torch.full(how.scale_shape(5, 7), 0.5)),
         "matmul": (a.data, b.data, a.scale, b.scale, torch.randn(3), groups, torch.float16, "exact"),
@@ -167,7 +169,9 @@ def test_torchs_own_check_of_pure_operators(name: str, group: str):
     torch.library.opcheck(*call(name, group))
 
 
-@pytest.mark.parametrize("name", ["matmul", "decode", "quantize_slot", "scale_update"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "decode", "quantize_slot", "cast_transpose", "cast_transpose_slot", "scale_update"]
+)
 def test_torchs_own_check_of_the_others(name: str):
     """Without test_schema: torch cannot compare FP8 arguments; and the two that write tables do not declare it."""
     utils = ("test_autograd_registration", "test_faketensor")

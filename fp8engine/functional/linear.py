@@ -19,10 +19,11 @@ import torch
 from fp8engine import ops
 from fp8engine.dispatch import asked, inherited
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
-from fp8engine.functional.numerics import Numerics, holding, operand
+from fp8engine.functional.numerics import Numerics, both, holding, operand
 from fp8engine.reference import Operand
 from fp8engine.scaling import in_backward
 
+ON_CODES = ("triton", "cublas")  # backends that multiply FP8 codes, both operands lying along what is summed
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,14 +80,20 @@ class _Linear(torch.autograd.Function):
         kept, weights = numerics.kept_of_input(x), numerics.kept_of_weight(weight_NK)
         to_save = numerics.plan.wgrad[1]
         backend = None if torch.compiler.is_compiling() else numerics.ran
-        hold = None if saves and to_save is first else holding(x_MK, backend)
-        a = operand(x_MK, first, kept, numerics.slot("input", record), hold)
+        # A matmul on FP8 codes reads both operands along K: x is transposed for wgrad in the pass that casts it.
+        ctx.turned = saves and backend in ON_CODES and numerics.plan.input_serves_both
+        if ctx.turned:
+            a, saved = both(x_MK, first, kept, numerics.slot("input", record))
+        else:
+            hold = None if saves and to_save is first else holding(x_MK, backend)
+            a = saved = operand(x_MK, first, kept, numerics.slot("input", record), hold)
         b = operand(weight_NK, second, weights, numerics.slot("weight", record), holding(weight_NK, backend))
         y_MN = _multiply(a, b, bias_N, out, numerics, "forward")
 
         data = scale = ctx.groups = None
         if saves:
-            saved = a if to_save is first else operand(x_MK, to_save, kept, numerics.slot("input", False, count=False))
+            if not ctx.turned and to_save is not first:
+                saved = operand(x_MK, to_save, kept, numerics.slot("input", False, count=False))
             if isinstance(saved, Operand):
                 data, scale, *ctx.groups = saved
             else:
@@ -120,10 +127,14 @@ class _Linear(torch.autograd.Function):
         dy_MN = _matrix(dy)
         hold, made, slot = holding(dy_MN, ctx.backend), {}, numerics.slot("grad_output", record=True)
         dx = dw_NK = db_N = None
+        turned = None
         if needs_x:
             first, second = numerics.plan.dgrad
             shape, dtype = ctx.x_like
-            a = operand(dy_MN, first, made, slot, hold)
+            if needs_w and ctx.backend in ON_CODES and numerics.plan.grad_serves_both:
+                a, turned = both(dy_MN, first, made, slot)
+            else:
+                a = operand(dy_MN, first, made, slot, hold)
             weights = {} if torch.compiler.is_compiling() else ctx.weights  # a graph keeps nothing
             b = operand(
                 weight_NK, second, weights, numerics.slot("weight", False, count=False), holding(weight_NK, ctx.backend)
@@ -132,9 +143,9 @@ class _Linear(torch.autograd.Function):
             slot = numerics.slot("grad_output", False, count=False)
         if needs_w:
             first, _ = numerics.plan.wgrad
-            a = operand(dy_MN, first, made, slot, hold)
+            a = operand(dy_MN, first, made, slot, hold).t() if turned is None else turned
             b = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
-            dw_NK = _multiply(a.t(), b.t(), None, weight_NK.dtype, numerics, "wgrad")
+            dw_NK = _multiply(a, b if ctx.turned else b.t(), None, weight_NK.dtype, numerics, "wgrad")
         if needs_b:
             db_N = dy_MN.sum(0, dtype=torch.float32)
             if db_N.dtype != ctx.bias_dtype:

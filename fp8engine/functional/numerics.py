@@ -39,6 +39,9 @@ class Plan:
             for matmul in MATMULS
         }
         self.forward, self.dgrad, self.wgrad = (pairs[matmul] for matmul in MATMULS)
+        # Whether x (saved for wgrad) and dy are cast once, transpose included.
+        self.input_serves_both = serves_both(self.forward[0], self.wgrad[1])
+        self.grad_serves_both = serves_both(self.dgrad[0], self.wgrad[0])
         self.by_block = any(isinstance(cast.granularity, PerBlock) for cast in ready)
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
         self.fp8 = recipe.is_fp8
@@ -136,6 +139,33 @@ def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold=N
     elif slot.count and slot.index != made[1].index:
         _count_again(made[1], slot, x_MK.numel())
     return made[0]
+
+
+def both(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[Operand, Operand]:
+    """x under a cast, and its transpose under the same for the matmul that reduces x's rows: one pass, made once.
+
+    For a cast that `serves_both` says does; as FP8 codes.
+    """
+    how = casting.how[None]
+    made, turned = kept.get(how), kept.get((how, "turned"))
+    if made is None or turned is None or (slot.record and not made[1].record):
+        first, second = ops.cast_transpose(x_MK, how, slot)
+        kept[how], kept[how, "turned"] = (first, slot), (second, slot)
+        return first, second
+    if slot.count and slot.index != made[1].index:
+        _count_again(made[1], slot, x_MK.numel())
+    return made[0], turned[0]
+
+
+def serves_both(first: Casting, second: Casting) -> bool:
+    """Whether `first`, and the same cast of the transpose, are the operand's casts for both matmuls that read it.
+
+    Per tensor one scale serves both; groups of rows x cols for one are groups of cols x rows for the other.
+    """
+    if not (first.fp8 and second.fp8):
+        return False
+    one, other = first.how[None], second.how[None]
+    return other == one._replace(rows=one.cols, cols=one.rows)
 
 
 def _count_again(source: Slot, slot: Slot, size: int) -> None:

@@ -1,0 +1,142 @@
+"""On backends that multiply codes, x and dy are cast once, transpose included: same values, no copy, one byte saved."""
+
+import pytest
+import torch
+from support import converted, numerics_of, same, tables
+
+import fp8engine as fe
+from fp8engine import execute, ops
+from fp8engine.functional import numerics
+from fp8engine.recipe import resolve
+from fp8engine.reference import How
+
+TURNING = ("current", "delayed", "rowwise")  # torch's scaled matmul, which a CPU has, takes no blocks
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """(operation, shape) of every cast."""
+    seen = []
+    for name in ("quantize", "cast_transpose"):
+        real = getattr(execute, name)
+
+        def spy(x_MK, how, slot=None, name=name, real=real):
+            seen.append((name, tuple(x_MK.shape)))
+            return real(x_MK, how, slot)
+
+        monkeypatch.setattr(execute, name, spy)
+    return seen
+
+
+def step(recipe: str, seed: int = 0) -> tuple[fe.Linear, list[torch.Tensor]]:
+    """A layer after two steps on cublas, and what the second gave."""
+    torch.manual_seed(seed)
+    layer, results = fe.Linear(48, 33, recipe=recipe), []
+    for _ in range(2):
+        layer.zero_grad()
+        x = torch.randn(4, 5, 48).requires_grad_()
+        with fe.backend("cublas"):
+            y = layer(x)
+            y.backward(torch.randn(4, 5, 33))
+        results = [part for part in (y.detach(), x.grad, layer.weight.grad, layer.bias.grad) if part is not None]
+    return layer, results
+
+
+@pytest.mark.parametrize("recipe", TURNING)
+def test_the_values_are_those_of_two_casts(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    layer, turned = step(recipe)
+    plan = numerics_of(layer).plan
+    assert plan.input_serves_both
+    assert plan.grad_serves_both
+    monkeypatch.setattr(plan, "input_serves_both", False)
+    monkeypatch.setattr(plan, "grad_serves_both", False)
+    other, apart = step(recipe)
+    assert same(turned, apart)
+    assert same(tables(layer), tables(other))
+
+
+@pytest.mark.parametrize("recipe", TURNING)
+def test_x_and_dy_are_read_once(recipe: str, casts):
+    step(recipe)
+    # The weight is cast once a version for forward, and for dgrad where that wants other groups of it.
+    weights = [("quantize", (33, 48))] * (2 if recipe == "rowwise" else 1)
+    assert [cast for cast in casts if cast[1] != (33, 48)] == [
+        ("cast_transpose", (20, 48)),
+        ("cast_transpose", (20, 33)),
+    ] * 2
+    assert [cast for cast in casts if cast[1] == (33, 48)][: len(weights)] == weights
+
+
+def test_layers_that_share_an_input_share_its_transpose(casts):
+    block = converted(torch.nn.Sequential(*[torch.nn.Linear(32, 16) for _ in range(3)]))
+    x = torch.randn(8, 32, requires_grad=True)
+    with fe.backend("cublas"):
+        torch.stack([layer(x).sum() for layer in block]).sum().backward()
+    assert [cast for cast in casts if cast == ("cast_transpose", (8, 32))] == [("cast_transpose", (8, 32))]
+    slots = [fe.scaling_state(block)[f"{i}.input"] for i in range(3)]
+    assert [slot.calls for slot in slots] == [1, 1, 1]
+    assert [slot.amax.item() for slot in slots] == [x.detach().abs().max().item()] * 3
+
+
+def test_a_frozen_weight_needs_no_transpose_of_x_and_a_first_layer_none_of_dy(casts):
+    layer = fe.Linear(32, 16, recipe="current")
+    layer.weight.requires_grad_(False)
+    x = torch.randn(8, 32, requires_grad=True)
+    with fe.backend("cublas"):
+        layer(x).sum().backward()
+        assert {name for name, _ in casts} == {"quantize"}
+        casts.clear()
+        layer.weight.requires_grad_(True)
+        layer(x.detach()).sum().backward()
+    assert [name for name, shape in casts if shape == (8, 32)] == ["cast_transpose"]
+    assert [name for name, shape in casts if shape == (8, 16)] == ["quantize"]  # dy serves wgrad alone
+
+
+@pytest.mark.parametrize("recipe", TURNING)
+def test_what_is_saved_is_the_transpose_a_byte_an_element(recipe: str):
+    saved = []
+    layer, x = fe.Linear(48, 33, recipe=recipe, dtype=torch.bfloat16), torch.randn(20, 48).bfloat16().requires_grad_()
+    with (
+        fe.backend("cublas"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()) or t.detach(), lambda t: t),
+    ):
+        layer(x)
+    codes = [t for t in saved if t.dtype == torch.float8_e4m3fn]
+    assert [(tuple(t.shape), t.is_contiguous()) for t in codes] == [((48, 20), True)]
+    held = [t for t in saved if t.data_ptr() != layer.weight.data_ptr()]
+    activations = sum(t.nbytes for t in held)
+    scales = 4 * (48 if recipe == "rowwise" else 1)
+    assert activations == x.nbytes // 2 + scales  # half of what a 16-bit Linear keeps, and its scales
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x_once", "dy_once"),
+    [
+        ("current", True, True),
+        ("delayed", True, True),
+        ("rowwise", True, True),
+        ("blockwise", True, True),
+        ("rowwise_gw_hp", False, False),  # wgrad is in 16 bits
+        ("bf16", False, False),
+    ],
+)
+def test_which_recipes_cast_once(recipe: str, x_once: bool, dy_once: bool):
+    plan = numerics.plan(resolve(recipe))
+    assert (plan.input_serves_both, plan.grad_serves_both) == (x_once, dy_once)
+
+
+@pytest.mark.parametrize("group", [(-1, -1), (1, -1), (1, 128), (128, 128)], ids=str)
+def test_the_transpose_is_cast_along_its_own_rows(group):
+    x_MK = torch.randn(70, 200) * torch.exp2(torch.randint(-6, 7, (70, 1)))
+    rows, cols = group
+    how = How(torch.float8_e4m3fn, rows, cols, True)
+    for mode in (torch.no_grad(), torch.enable_grad()):  # directly, and through the dispatcher
+        with mode:
+            first, turned = ops.cast_transpose(x_MK, how)
+            alone = ops.quantize(x_MK, how)
+            other = ops.quantize(x_MK.t().contiguous(), how)
+        assert torch.equal(first.data.view(torch.uint8), alone.data.view(torch.uint8))
+        assert torch.equal(turned.data.view(torch.uint8), other.data.view(torch.uint8))
+        assert torch.equal(turned.scale, other.scale)
+        assert turned.data.is_contiguous()
+        assert turned[2:] == other[2:]
