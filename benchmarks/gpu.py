@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  after the path, which makes a bare checkout importable
 
 from fp8engine import device  # noqa: E402
-from fp8engine.bench import cases, check, check_card, run  # noqa: E402
+from fp8engine.bench import cases, casts, check, check_card, linear, run  # noqa: E402
 
 SHARE_OF_BENCH = 0.55  # of the time, kept for the benchmark: the checks stop before
 
@@ -54,6 +54,7 @@ def main() -> int:
     if asked.only in (None, "tests"):
         failed += _tests(end)
     if asked.only in (None, "bench"):
+        _layers(where, folder, machine, end)
         _bench(where, folder, machine, end)
     for line in failed:
         print(f"FAILED {line}")
@@ -97,6 +98,25 @@ def _tests(end: float) -> list[str]:
     except subprocess.TimeoutExpired:
         return ["pytest -m gpu ran out of time"]
     return [] if done.returncode in (0, 5) else [f"pytest -m gpu: exit status {done.returncode}"]
+
+
+def _layers(where: torch.device, folder: Path, machine: dict, end: float) -> None:
+    """Casts and a Linear's forward and backward, at most a third of what is left: matmuls come after."""
+    stop = time.perf_counter() + (end - time.perf_counter()) / 3
+    for what, shapes, measured, line in (
+        ("quantize", casts.SHAPES["cuda"], casts.casts, casts.line),
+        ("linear", linear.SHAPES["cuda"], linear.linear, linear.line),
+    ):
+        rows = []
+        for shape in shapes:
+            if time.perf_counter() > stop:
+                print(f"out of time: {what} {tuple(shape)} and what comes after it not measured")
+                break
+            found = measured([shape], where)
+            rows += found["rows"]
+            _save(folder, machine, what, {**found, "rows": rows})
+            for row in found["rows"]:
+                print(line(row), flush=True)
 
 
 def _bench(where: torch.device, folder: Path, machine: dict, end: float) -> None:

@@ -1,8 +1,9 @@
-"""`fp8engine bench gemm | tune`: how fast the matmuls are here, checked first; which configuration is fastest."""
+"""`fp8engine bench gemm | quantize | linear | tune`: how fast it is here, checked first; which kernels are fastest."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
-from fp8engine.bench import cases, run
+from fp8engine.bench import cases, casts, linear, run
 from fp8engine.bench.tune import OPERATIONS, difference, dump, tune, write
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
@@ -40,6 +41,36 @@ def gemm(
         print_json(result)
     else:
         tell(result)
+
+
+@bench.command("quantize")
+def quantize(
+    shapes: Annotated[str | None, typer.Option(help="M,K; several joined by semicolons.", show_default="a few")] = None,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Every cast there is here: checked bit for bit, then its bytes over its time, beside the machine's copy."""
+    where = _where(device)
+    asked = casts.parse(shapes) if shapes is not None else casts.SHAPES[where.type]
+    _give(casts.casts(asked, where), casts.line, out, as_json)
+
+
+@bench.command("linear")
+def linear_layer(
+    shapes: Annotated[
+        str | None, typer.Option(help="M,N,K; several joined by semicolons.", show_default="a few")
+    ] = None,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """A Linear's forward and backward under every recipe, checked, then timed beside nn.Linear in BF16."""
+    where = _where(device)
+    asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
+    _give(linear.linear(asked, where), linear.line, out, as_json)
 
 
 @bench.command("tune")
@@ -81,6 +112,19 @@ def _where(name: str | None) -> torch.device:
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise BackendError(f"no device {name!r}: torch finds {torch.cuda.device_count()} CUDA devices")
     return where
+
+
+def _give(result: dict, line: Callable[[dict], str], out: Path | None, as_json: bool) -> None:
+    """A result as JSON, into a file, or a line a row for a person."""
+    if out is not None:
+        _save(out, result)
+    if as_json:
+        print_json(result)
+        return
+    about = result["machine"]
+    typer.echo(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}")
+    for row in result["rows"]:
+        typer.echo(line(row))
 
 
 def _save(path: Path, result: dict) -> None:

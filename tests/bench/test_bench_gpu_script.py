@@ -97,6 +97,19 @@ def test_every_shape_is_saved_before_the_next_begins(script, monkeypatch, tmp_pa
     assert script._slug("NVIDIA H200") == "nvidia-h200"
 
 
+def test_casts_and_layers_are_measured_and_saved(script, monkeypatch, tmp_path: Path, capsys):
+    for name, module in (("casts", script.casts), ("linear", script.linear)):
+        row = {"name": name, "shape": [1], "correct": None, "why": "fake"}
+        monkeypatch.setattr(module, name, lambda shapes, where, row=row: {"machine": {}, "rows": [row]})
+    script._layers(CPU, tmp_path, {"date": "d"}, time.perf_counter() + 600)
+    for what, name, shapes in (("quantize", "casts", script.casts.SHAPES), ("linear", "linear", script.linear.SHAPES)):
+        rows = json.loads((tmp_path / f"d-{what}.json").read_text())["rows"]
+        assert [row["name"] for row in rows] == [name] * len(shapes["cuda"])
+    script._layers(CPU, tmp_path, {"date": "late"}, time.perf_counter())
+    assert "out of time: linear" in capsys.readouterr().out
+    assert not list(tmp_path.glob("late*"))
+
+
 def test_out_of_time_is_said(script, tmp_path: Path, capsys):
     script._bench(CPU, tmp_path, {"date": "d"}, time.perf_counter())
     assert "out of time" in capsys.readouterr().out

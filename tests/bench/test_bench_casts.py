@@ -1,0 +1,138 @@
+"""What the benchmarks of casts and of a Linear compute and refuse; on a clock of their own, never timed."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fp8engine import execute
+from fp8engine.bench import casts, linear
+from fp8engine.bench.cases import Shape
+from fp8engine.bench.roofline import Limits
+from fp8engine.cli import app
+from fp8engine.errors import ShapeError
+
+CPU = torch.device("cpu")
+COPY = Limits(1e12, 1e9)
+
+
+class Ticks:
+    """A clock on which each variant takes the seconds that its place in the turn says: 1, 2, 3, ..."""
+
+    def __init__(self, variants: int):
+        self.variants, self.count = variants, 0
+
+    def time(self, call):
+        call()
+        self.count += 1
+
+    def seconds(self):
+        count, self.count = self.count, 0
+        return [1.0 + i % self.variants for i in range(count)]
+
+
+def test_bytes_that_have_to_move():
+    x = torch.zeros(10, 20, dtype=torch.bfloat16)
+    moved = {name: way.bytes(x) / x.numel() for name, way in casts.WAYS.items()}
+    assert moved["row"] == 3  # two bytes read, one written
+    assert moved["tensor"] == 5  # read once more, for its amax
+    assert moved["tensor, predicted"] == 3
+    assert moved["tensor, transposed too"] == 6
+    assert casts.WAYS["row"].bytes(x.float()) == 5 * x.numel()
+
+
+def test_rates_follow_from_bytes_and_seconds():
+    result = casts.casts([(64, 256)], CPU, Ticks(len(casts.WAYS)), COPY, turns=4)
+    assert [row["correct"] for row in result["rows"]] == [True] * len(casts.WAYS)
+    for place, (row, way) in enumerate(zip(result["rows"], casts.WAYS.values(), strict=True)):
+        moved = way.bytes(torch.zeros(64, 256, dtype=torch.bfloat16))
+        assert row["seconds"] == 1.0 + place
+        assert row["of_copy"] == pytest.approx(moved / row["seconds"] / 1e9)
+        assert row["target"] is None  # a card's
+    assert "of copy" in casts.line(result["rows"][0])
+
+
+def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatch):
+    real = execute.quantize
+
+    def wrong(x_MK, how, slot=None):
+        data, scale = real(x_MK, how, slot)
+        if how.rows == 1 and how.cols == -1 and execute.asked() != "reference":
+            data.view(torch.uint8)[3, 5] ^= 1
+        return data, scale
+
+    monkeypatch.setattr(execute, "quantize", wrong)
+    rows = {row["name"]: row for row in casts.compare((16, 64), CPU, Ticks(len(casts.WAYS) - 1), 3, COPY)}
+    assert rows["row"]["correct"] is False
+    assert "seconds" not in rows["row"]
+    assert "of_copy" not in rows["row"]
+    assert "WRONG" in casts.line(rows["row"])
+    assert rows["tensor"]["correct"] is True
+
+
+def test_a_predicted_scale_is_used_and_known_to_fit():
+    x = torch.randn(64, 64).bfloat16()
+    way = casts.WAYS["tensor, predicted"]
+    (found,) = way.run(x, casts._slot(way, x))
+    assert found.scale.item() == pytest.approx(16 / 448, rel=2**-24)  # 1 / 28 in FP32
+
+
+@pytest.mark.parametrize("text", ["", "64", "64,0", "64,64,64", "a,b", "-1,5", ";"])
+def test_shapes_that_are_none(text: str):
+    with pytest.raises(ShapeError, match="M,K"):
+        casts.parse(text)
+
+
+def test_a_linears_ratio_is_to_bf16_in_the_same_run():
+    ways = linear.variants(CPU, compiled=False)
+    result = linear.linear([Shape(48, 64, 80)], CPU, ways, Ticks(len(ways)), turns=4)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == [linear.BASE, *(f"fp8engine {recipe}" for recipe in linear.RECIPES)]
+    assert all(row["correct"] for row in rows.values()), rows
+    assert [row["over_bf16"] for row in rows.values()] == [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
+    assert min(rows[linear.BASE]["sqnr"]) > 45  # BF16 keeps 8 bits
+    for recipe in linear.RECIPES:
+        assert 18 < min(rows[f"fp8engine {recipe}"]["sqnr"]) < 35  # three bits of E4M3, two of E5M2
+    assert "emulated" in result["what"]
+
+
+class Wrong(nn.Linear):
+    """Half of what it should be."""
+
+    def forward(self, input):
+        return super().forward(input) / 2
+
+
+def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_why():
+    def fails(inputs, outputs, where):
+        raise RuntimeError("no kernel [here]")
+
+    ways = {
+        linear.BASE: linear.Variant(linear._bf16),
+        "wrong": linear.Variant(lambda k, n, where: Wrong(k, n, dtype=torch.bfloat16)),
+        "fails": linear.Variant(fails),
+    }
+    _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Ticks(1), 3)
+    assert (wrong["correct"], failed["correct"]) == (False, None)
+    assert not {"seconds", "over_bf16"} & {*wrong, *failed}
+    assert wrong["sqnr"][0] == pytest.approx(6.0, abs=0.1)  # half is missing: 10 log10(4)
+    assert "WRONG" in linear.line(wrong)
+    assert "RuntimeError: no kernel [here]" in linear.line(failed)
+
+
+@pytest.mark.parametrize(("command", "shapes"), [("quantize", "64,64"), ("linear", "32,48,64")])
+def test_the_commands(command: str, shapes: str, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(casts.roofline, "limits", lambda where, ticks: COPY)
+    out = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["bench", command, "--shapes", shapes, "--json", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed == json.loads(out.read_text())
+    assert all(row["correct"] for row in printed["rows"])
+    told = CliRunner().invoke(app, ["bench", command, "--shapes", shapes]).stdout
+    assert all(row["name"] in told for row in printed["rows"])
+    refused = CliRunner().invoke(app, ["bench", command, "--shapes", "7"])
+    assert refused.exit_code == 2
