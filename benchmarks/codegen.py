@@ -40,13 +40,13 @@ def main() -> int:
     rows, broken = [], []
     print(HEADER)
     with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
-        for name, row, error in pool.imap(_compiled, names):
-            if row is None:
+        for name, found, error in pool.imap(_compiled, names):
+            if error:
                 broken.append(f"{name}: {error}")
                 print(f"{name:84s} FAILED {error}")
-                continue
-            rows.append(row)
-            print(_line(row), flush=True)
+            rows += found
+            for row in found:
+                print(_line(row), flush=True)
     if asked.update:
         kernels = codegen.baseline_of(rows).items()
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels)  # a kernel a line
@@ -61,12 +61,12 @@ def main() -> int:
 
 
 def _compiled(name: str):
-    """(name, row or None, error) of one case; found by name, because a launch does not travel between processes."""
+    """(name, rows, error) of one case; found by name, because a launch does not travel between processes."""
     case = next(case for case in codegen.cases() if case.name == name)
     try:
         return name, codegen.compile_case(case), None
     except Exception as error:  # whatever the compiler raises is a line of the table
-        return name, None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return name, [], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _against_baseline(rows: list[codegen.Row]) -> list[str]:

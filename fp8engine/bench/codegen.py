@@ -58,13 +58,18 @@ RESERVED = 1024  # bytes of shared memory that the system takes of every program
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel under one configuration: `launch` calls the library's launcher with meta tensors."""
+    """One launcher under one configuration: `launch` calls it with meta tensors, and may start several kernels.
+
+    config: a matmul's; None for a kernel bound by memory, whose accesses in `wide` (names of kernels) have to be 16
+    bytes a thread.
+    """
 
     name: str
     architecture: int
-    config: Config
+    config: Config | None
     fp8: bool
     launch: Callable[[], Any]
+    wide: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class Row:
     serialized: bool
     architecture: int
     fp8: bool
+    matmul: bool = True
+    wide: bool = False
 
 
 def cases() -> Iterator[Case]:
@@ -107,18 +114,24 @@ def cases() -> Iterator[Case]:
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
 
 
-def compile_case(case: Case) -> Row:
-    """The case's machine code, read."""
+def compile_case(case: Case) -> list[Row]:
+    """The case's machine code, read: a row a kernel."""
     with offline.caught(case.architecture) as launches:
         case.launch()
-    (launch,) = launches
+    alone = len(launches) == 1
+    return [_row(case, launch, case.name if alone else f"{case.name}: {launch.name}") for launch in launches]
+
+
+def _row(case: Case, launch: offline.Launch, name: str) -> Row:
     made, card, config = launch.compile(), CARDS[case.architecture], case.config
     loop = sass.main_loop(made.sass)
-    rate = card.fp8_rate if case.fp8 else card.rate_16_bits
-    cycles = config.block_m * config.block_n * config.block_k / rate
-    operands = (config.block_m + config.block_n) * config.block_k * (1 if case.fp8 else 2)
+    cycles = operands = 0.0
+    if config is not None:
+        rate = card.fp8_rate if case.fp8 else card.rate_16_bits
+        cycles = config.block_m * config.block_n * config.block_k / rate
+        operands = (config.block_m + config.block_n) * config.block_k * (1 if case.fp8 else 2)
     return Row(
-        name=case.name,
+        name=name,
         registers=made.registers,
         spills=made.spills,
         shared=made.shared,
@@ -127,13 +140,16 @@ def compile_case(case: Case) -> Row:
         products=loop.products,
         shape="/".join(loop.shapes),
         tensor_cycles=cycles,
-        issue_cycles=loop.length * config.warps / 4,  # those that multiply: a loading warp has a loop of its own
-        bytes_per_clock=operands / cycles,
+        # Of the warps that multiply: a loading warp has a loop of its own.
+        issue_cycles=loop.length * config.warps / 4 if config else 0.0,
+        bytes_per_clock=operands / cycles if cycles else 0.0,
         accesses=sass.accesses(made.ptx),
         notes=made.notes,
         serialized=made.serialized,
         architecture=case.architecture,
         fp8=case.fp8,
+        matmul=config is not None,
+        wide=launch.name in case.wide,
     )
 
 
@@ -160,6 +176,9 @@ def failures(row: Row) -> list[str]:
         found.append(f"{row.shared} bytes of shared memory; a program may have {card.per_program}")
     if row.serialized:
         found.append(f"Tensor Core instructions wait for each other ({', '.join(row.notes)})")
+    if not row.matmul:
+        narrow = [way for way in ("ld", "st") if row.wide and not any(_is(access, way) for access in row.accesses)]
+        return found + [f"no {way}.global.v4: the tensor moves in narrower pieces" for way in narrow]
     wanted = {90: "QGMMA" if row.fp8 else "HGMMA", 89: "QMMA" if row.fp8 else "HMMA", 80: "HMMA"}[row.architecture]
     if not row.shape.startswith(f"{wanted}."):
         found.append(f"no {wanted} in the main loop ({row.shape or 'no Tensor Core instruction at all'})")
@@ -184,6 +203,10 @@ def baseline_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """What a baseline keeps of each kernel."""
     kept = ("registers", "shared", "programs", "loop", "products", "shape", "accesses")
     return {row.name: {field: asdict(row)[field] for field in kept} for row in rows}
+
+
+def _is(access: str, way: str) -> bool:
+    return access.startswith(f"{way}.global") and _wide(access)
 
 
 def _wide(access: str) -> bool:

@@ -22,7 +22,8 @@ CASES = {case.name: case for case in codegen.cases()}
 def default() -> codegen.Row:
     """The default FP8 kernel of a Hopper card, compiled."""
     config = table()["matmul_fp8"]["sm_90"]["large"]
-    return codegen.compile_case(CASES[f"matmul_fp8 tensor sm_90 {config} plain"])
+    (row,) = codegen.compile_case(CASES[f"matmul_fp8 tensor sm_90 {config} plain"])
+    return row
 
 
 def test_the_default_kernel_is_hopper_code(default: codegen.Row):
@@ -86,7 +87,7 @@ def test_a_spill_is_found_by_the_compiler_itself(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(matmul_fp8, "parts", lambda config, epilogue: config.parts)
     operand = codegen._operand(codegen.SIZE, -1, -1)
     case = codegen.Case("", 90, config, True, lambda: matmul_fp8.matmul_fp8(operand, operand, end, False, config))
-    row = codegen.compile_case(case)
+    (row,) = codegen.compile_case(case)
     assert row.spills > 0
     assert codegen.failures(row) == [f"{row.spills} bytes spilled"]
 
