@@ -90,6 +90,19 @@ def choose_16_bits(where: torch.device, shape: tuple[int, int]) -> str:
     return "triton" if native.measured("matmul_fp16", device.capability(where), *shape) >= 1.0 else "torch"
 
 
+def choose_casts(where: torch.device) -> str:
+    """The backend that casts, and the update of scales, run on: "triton" or "reference".
+
+    Both give the same codes and scales bit for bit, so that "cublas", which has matmuls only, leaves the choice open.
+    """
+    name = _asked.get()
+    if name == "reference":
+        return name
+    if where.type == "cuda":
+        return "triton" if device.has_fp8(where) and native.usable() else "reference"
+    return "triton" if name == "triton" and native.no_card(where) is None else "reference"
+
+
 def emulated(where: torch.device, name: str) -> bool:
     """Whether an FP8 matmul on that backend computes without FP8 Tensor Cores there."""
     return why_emulated(where, name) is not None

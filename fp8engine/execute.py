@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from fp8engine import cublas, native, reference
-from fp8engine.dispatch import asked, choose
+from fp8engine.dispatch import asked, choose, choose_casts
 from fp8engine.errors import BackendError
 from fp8engine.reference import Epilogue, How, Operand, Slot
+from fp8engine.reference.stats import Statistics
 
 
 def matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
@@ -40,23 +41,45 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N, out: torch.dtype
 
 def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(data, scale) of x under a cast; see ops.quantize."""
+    if _casts_on_triton(x_MK, how):
+        return native.quantize(x_MK, how, slot)
     return reference.quantize(x_MK, how, slot)
 
 
 def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, ...]:
     """(data, scale, data of the transpose, its scale); the last is empty per tensor, where one scale serves both."""
-    first, second = reference.cast_transpose(x_MK, how, slot)
-    return *first[:2], second.data, first.scale.new_empty(0) if how.per_tensor else second.scale
+    if _casts_on_triton(x_MK, how):
+        (data, scale), (turned, scale_turned) = native.cast_transpose(x_MK, how, slot)
+    else:
+        first, second = reference.cast_transpose(x_MK, how, slot)
+        data, scale, turned, scale_turned = *first[:2], *second[:2]
+    return data, scale, turned, scale.new_empty(0) if how.per_tensor else scale_turned
 
 
 def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
     """FP8 codes of x under a scale that the caller chose."""
+    if _casts_on_triton(x_MK, how):
+        return native.quantize_given(x_MK, how, scale)
     return reference.quantize_given(x_MK, how, scale)
 
 
 def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
     """Enter a step's amaxes, predict the next scales."""
-    reference.scale_update(history_HS, live_2S, rules_3S)
+    if choose_casts(history_HS.device) == "triton":
+        native.scale_update(history_HS, live_2S, rules_3S)
+    else:
+        reference.scale_update(history_HS, live_2S, rules_3S)
+
+
+def stats(x_MK: torch.Tensor, every: int = 1) -> Statistics:
+    """amax, sum of squares and exponent histogram; see reference.stats."""
+    if choose_casts(x_MK.device) == "triton":
+        return Statistics(*native.stats(x_MK, every))
+    return reference.stats(x_MK, every)
+
+
+def _casts_on_triton(x_MK: torch.Tensor, how: How) -> bool:
+    return how.held is None and choose_casts(x_MK.device) == "triton" and native.castable(x_MK, how)
 
 
 def _backend_of(a: Operand, b: Operand, precision: str) -> str:

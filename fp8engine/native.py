@@ -20,10 +20,11 @@ import torch
 
 from fp8engine import device
 from fp8engine.errors import BackendError, VersionError
-from fp8engine.reference import Epilogue, Operand
+from fp8engine.reference import Epilogue, How, Operand, Slot
 
 OLDEST, TOO_NEW = (3, 6), (3, 10)
 CAPABILITY_16_BITS = (8, 0)
+POWERS = tuple(1 << power for power in range(8))  # rows or columns of a group that a tile of a cast holds whole
 BLOCKS = (32, 64, 128)  # values of K that share a scale, and so are one step of the block matmul's loop
 
 
@@ -113,6 +114,43 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
         return _kernel("matmul_fp16")(_addressable(a_MK), _addressable(b_NK), epilogue)
 
 
+def castable(x_MK: torch.Tensor, how: How) -> bool:
+    """Whether our kernels cast x so: groups of a power of two up to 128, or whole rows, columns or tensors."""
+    sizes = {how.rows, how.cols} - {-1}
+    whole = -1 in (how.rows, how.cols)
+    return x_MK.numel() > 0 and sizes.issubset(POWERS) and (not whole or sizes <= {1})
+
+
+def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of reference.quantize on our kernels, for what `castable` takes."""
+    with _on(x_MK.device):
+        return _kernel("quantize")(_addressable(x_MK), how, slot)
+
+
+def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
+    """The twin of reference.quantize_given."""
+    with _on(x_MK.device):
+        return _kernel("quantize", "quantize_given")(_addressable(x_MK), how, scale)
+
+
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None):
+    """((codes, scale), (codes of the transpose, their scale)), from one read of x where that can be."""
+    with _on(x_MK.device):
+        return _kernel("cast_transpose")(_addressable(x_MK), how, slot)
+
+
+def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
+    """The twin of reference.scale_update: one launch for every slot of a model."""
+    with _on(history_HS.device):
+        _kernel("scale_update")(history_HS, live_2S, rules_3S)
+
+
+def stats(x_MK: torch.Tensor, every: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The twin of reference.stats, as a tuple."""
+    with _on(x_MK.device):
+        return _kernel("stats")(x_MK, every)
+
+
 @functools.lru_cache(maxsize=4096)
 def measured(operation: str, capability: tuple[int, int], m: int, n: int) -> float:
     """torch's time over our kernel's for an M x N result, as the tuning table has it; 0 where nobody has measured.
@@ -130,9 +168,9 @@ def measured(operation: str, capability: tuple[int, int], m: int, n: int) -> flo
 
 
 @functools.cache
-def _kernel(name: str):
+def _kernel(module: str, launcher: str | None = None):
     require()
-    return getattr(importlib.import_module(f"fp8engine.kernels.{name}"), name)
+    return getattr(importlib.import_module(f"fp8engine.kernels.{module}"), launcher or module)
 
 
 def _along_k(codes: torch.Tensor) -> torch.Tensor:

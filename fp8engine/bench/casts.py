@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8engine import device, ops, reference
+from fp8engine import device, ops
 from fp8engine.bench import roofline
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
@@ -23,6 +23,7 @@ from fp8engine.dispatch import backend
 from fp8engine.errors import ShapeError
 from fp8engine.formats import E4M3
 from fp8engine.reference import How, Operand, Slot
+from fp8engine.reference.operand import COUNTERS
 
 SETS = 2
 SHAPES = {"cuda": ((8192, 4096), (8192, 14336), (16384, 1024)), "cpu": ((1024, 1024), (2048, 4096))}
@@ -131,7 +132,7 @@ def _slot(way: Way, x: torch.Tensor) -> Slot | None:
     if not way.predicted:
         return None
     live = torch.tensor([[-1.0], [E4M3.max / 16]], device=x.device)
-    return Slot(live, torch.zeros(len(reference.operand.COUNTERS), 1, dtype=torch.int64, device=x.device), 0)
+    return Slot(live, torch.zeros(len(COUNTERS), 1, dtype=torch.int64, device=x.device), 0)
 
 
 def parse(text: str) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8engine.bench import offline, sass
+from fp8engine.bench import codegen_memory, offline, sass
 from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
@@ -112,14 +112,20 @@ def cases() -> Iterator[Case]:
             launch = _later(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
+    for memory in codegen_memory.cases():
+        for arch in memory.architectures:
+            yield Case(f"{memory.name} sm_{arch}", arch, None, True, memory.launch, memory.wide)
 
 
 def compile_case(case: Case) -> list[Row]:
     """The case's machine code, read: a row a kernel."""
     with offline.caught(case.architecture) as launches:
         case.launch()
-    alone = len(launches) == 1
-    return [_row(case, launch, case.name if alone else f"{case.name}: {launch.name}") for launch in launches]
+    names = [
+        case.name if len(launches) == 1 else f"{case.name}: {place} {launch.name}"
+        for place, launch in enumerate(launches, 1)
+    ]
+    return [_row(case, launch, name) for launch, name in zip(launches, names, strict=True)]
 
 
 def _row(case: Case, launch: offline.Launch, name: str) -> Row:

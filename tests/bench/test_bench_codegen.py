@@ -44,7 +44,7 @@ def test_every_configuration_has_cases_and_every_case_a_baseline():
             for config in rows.values():
                 named = [name for name in CASES if operation.removesuffix("_promoted") in name and arch in name]
                 assert [name for name in named if str(config) in name]
-    assert set(CASES) == set(BASELINE)
+    assert {name.partition(": ")[0] for name in BASELINE} == set(CASES)
 
 
 def test_the_launch_that_is_compiled_is_the_launchers_own():
@@ -90,6 +90,19 @@ def test_a_spill_is_found_by_the_compiler_itself(monkeypatch: pytest.MonkeyPatch
     (row,) = codegen.compile_case(case)
     assert row.spills > 0
     assert codegen.failures(row) == [f"{row.spills} bytes spilled"]
+
+
+def test_a_launcher_of_several_kernels_has_a_row_for_each():
+    rows = codegen.compile_case(CASES["quantize tensor predicted bfloat16 sm_90"])
+    assert [row.name.partition(": ")[2] for row in rows] == ["1 _measure_kernel", "2 _cast_kernel"]
+    assert [codegen.failures(row) for row in rows] == [[], []]
+    assert (rows[1].matmul, rows[1].wide, rows[1].loop, rows[1].tensor_cycles) == (False, True, 0, 0.0)
+
+
+def test_a_kernel_that_moves_a_tensor_in_small_pieces_fails():
+    row = dataclasses.replace(GOOD, matmul=False, wide=True, shape="", accesses=("ld.global.v4.b32", "st.global.b8"))
+    assert codegen.failures(row) == ["no st.global.v4: the tensor moves in narrower pieces"]
+    assert codegen.failures(dataclasses.replace(row, wide=False)) == []
 
 
 GOOD = codegen.Row(

@@ -1,0 +1,66 @@
+"""Quantise once, keep both orientations: q for the matmul that reduces columns, q^T for the one that reduces rows.
+
+    per tensor   q^T is the transpose of q: one scale serves both        4 bytes per 16-bit element after the amax
+    otherwise    each orientation is quantised from the source, with scales along what its matmul reduces: blocks from
+                 one read (4 bytes), rows and columns from two (6)
+
+A Hopper FP8 matmul reads both operands along K only, so the backward pass needs the transpose in memory; written from
+the tile that is in registers anyway it costs one byte an element, where a transposition of its own costs two and a
+launch.  Both are written in rows of 64 bytes or more, 16 bytes a thread: the tile turns in shared memory.
+
+Twin: fp8engine/reference/cast_transpose.py.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.quantize import quantize_tensor
+from fp8engine.kernels.quantize_groups import quantize_groups
+from fp8engine.kernels.tile import load_tile, store_tile
+
+TILE = (128, 128, 8)  # of codes to turn: rows, columns, warps; rows of 128 bytes on both sides
+
+
+@triton.jit
+def _transpose_kernel(
+    q_MK,
+    q_KM,
+    M, K, stride_m, stride_k,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of bytes."""
+    across = tl.cdiv(K, BLOCK_K)
+    row, column = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
+    codes = load_tile(q_MK, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer")
+    store_tile(q_KM, codes.T, column, row, K, M, False)
+
+
+def cast_transpose(x_MK: torch.Tensor, how, slot=None) -> tuple[tuple, tuple]:
+    """Return (q_MK, scale) of x quantised along K and (q_KM, scale_t) of its transpose quantised along M, contiguous.
+
+    The twin's Operands are made of these with `how.rows, how.cols, how.power_of_2`, the same for both: per tensor, row
+    or block of the one means per tensor, row or block of the other.  slot: of the first; the second is not counted.
+    """
+    if how.per_tensor:
+        q_MK, q_KM, scale = quantize_tensor(x_MK, how, slot, True)
+        return (q_MK, scale), (q_KM, scale)
+    q_MK, scale, q_KM, scale_t = quantize_groups(x_MK, how, slot, True)
+    return (q_MK, scale), (q_KM, scale_t)
+
+
+def transpose_codes(q_MK: torch.Tensor) -> torch.Tensor:
+    """q_KM, contiguous, of FP8 codes in any strides."""
+    m, k = q_MK.shape
+    q_KM = torch.empty(k, m, dtype=q_MK.dtype, device=q_MK.device)
+    if q_MK.numel():
+        block_m, block_k, warps = TILE
+        _transpose_kernel[(math.ceil(m / block_m) * math.ceil(k / block_k),)](
+            q_MK.view(torch.uint8),  # input
+            q_KM.view(torch.uint8),  # output
+            m, k, *q_MK.stride(),  # sizes
+            BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,  # constants
+        )  # fmt: skip
+    return q_KM

@@ -1,0 +1,282 @@
+"""RMSNorm and LayerNorm, stored in the format that the next matmul reads; and their backward.
+
+    n[m, k] = (x[m, k] - mu[m]) r[m]     y = n w + b        mu: the row's mean, 0 for RMSNorm
+    g = dy w     dx = r (g - n mean_k(g n) [- mean_k(g)])   dw[k] = sum_m dy n     db[k] = sum_m dy
+
+A program takes whole rows, one after another: a row is read once and stays in registers.  All of it in FP32.  Bytes an
+element of BF16: forward 2 read and 1 written, backward 4 read and 2 written (1 in FP8), 2 or 4 more read where one
+scale of the whole tensor has to be measured first.  dw and db are summed over a program's rows in registers, then over
+programs in a fixed order; rows over 4,096 leave no registers for that: a kernel of its own reads dy and x again (4).
+No transposed copy: a program never holds two rows at a time; transpose the codes, or quantise 16 bits both ways.
+Twin: fp8engine/reference/norm_quantize.py, which names the papers.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.produce import (
+    Target,
+    begin,
+    cannot_store,
+    nothing_seen,
+    programs,
+    publish_seen,
+    put,
+)
+
+KINDS = ("rms", "layer")
+WIDEST = 16384  # columns that 16 warps hold, 32 FP32 elements a thread
+WIDEST_WITH_SUMS = 4096  # with sums for dw and db, and dy, beside them
+NARROWEST = 128  # a group of columns
+ELEMENTS = 2048  # of a tile of narrow rows
+SUM_COLUMNS, SUM_ROWS = 64, 32  # a tile of the kernel that only sums: 16 elements a thread
+STRIPES = 32  # of rows that it sums: 16,384 columns make 8,192 programs
+
+
+@triton.jit
+def read_rows(x, rows, columns, M, K, stride_m, stride_k, AGAIN: tl.constexpr = False):
+    """Whole rows in FP32, 0 beyond their end."""
+    inside = (rows[:, None] < M) & (columns[None, :] < K)
+    at = rows[:, None] * stride_m + columns[None, :].to(tl.int64) * stride_k
+    if AGAIN:  # another instruction, which the compiler does not take for the one before
+        x_RK = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    else:
+        x_RK = tl.load(x + at, mask=inside, other=0.0)
+    return x_RK.to(tl.float32)
+
+
+@triton.jit
+def row_means(x_RK, K):
+    """mean_k x[m, k]; the division correctly rounded, as torch's."""
+    sums_R = tl.sum(x_RK, 1)
+    return tl.div_rn(sums_R, tl.zeros_like(sums_R) + K)
+
+
+@triton.jit
+def gamma(weight, columns, K, stride, ZERO_CENTERED: tl.constexpr):
+    """w in FP32."""
+    w_K = tl.load(weight + columns.to(tl.int64) * stride, mask=columns < K, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        w_K += 1.0
+    return w_K
+
+
+@triton.jit(do_not_specialize=["index"])
+def _norm_kernel(
+    x, weight, bias, rstd, mean, q, q_t, scale, scale_t, amax_M, amax_K, work, live,
+    index, M, K, eps, stride_m, stride_k, stride_w, stride_b, stride_live,
+    LAYER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    s, todo = begin(work, live, scale, index, stride_live, HOW, OUT, POWER_OF_2, DELAYED, SECOND)
+    outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    seen = nothing_seen()
+    columns = tl.arange(0, BLOCK_K)
+    for first in range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), tl.num_programs(0) * ROWS):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        y_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
+        if LAYER:
+            mean_R = row_means(y_RK, K)
+            y_RK = tl.where(columns[None, :] < K, y_RK - mean_R[:, None], 0.0)
+            tl.store(mean + rows, mean_R, mask=rows < M)
+        variance_R = row_means(y_RK * y_RK, K) + eps
+        rstd_R = tl.div_rn(tl.zeros_like(variance_R) + 1.0, tl.sqrt_rn(variance_R))
+        tl.store(rstd + rows, rstd_R, mask=rows < M)
+        y_RK *= rstd_R[:, None]
+        if weight is not None:
+            y_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
+        if bias is not None:
+            y_RK += gamma(bias, columns, K, stride_b, False)[None, :]
+        seen = put(
+            y_RK, rows, 0, K, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT
+        )  # fmt: skip
+    publish_seen(work, seen, SECOND)
+
+
+@triton.jit(do_not_specialize=["index"])
+def _norm_backward_kernel(
+    dy, x, weight, rstd, mean, part_w, part_b, q, q_t, scale, scale_t, amax_M, amax_K, work, live,
+    index, M, K, stride_dm, stride_dk, stride_m, stride_k, stride_w, stride_live,
+    ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    s, todo = begin(work, live, scale, index, stride_live, HOW, OUT, POWER_OF_2, DELAYED, SECOND)
+    outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    seen = nothing_seen()
+    columns = tl.arange(0, BLOCK_K)
+    dw_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    db_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    RELOAD: tl.constexpr = BLOCK_K > 8192  # registers for the means or for dx, not for both: the row comes from cache
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=RELOAD):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        g_RK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk)
+        n_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
+        rstd_R = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        if mean is not None:
+            n_RK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+        n_RK *= rstd_R[:, None]
+        if part_w is not None:
+            dw_RK += g_RK * n_RK
+        if part_b is not None:
+            db_RK += g_RK
+        if weight is not None:
+            g_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
+        along_R = row_means(g_RK * n_RK, K)  # beyond a row's end g is 0
+        if mean is not None:
+            offset_R = row_means(g_RK, K)
+        if RELOAD:
+            g_RK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk, True)
+            n_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k, True)
+            if mean is not None:
+                n_RK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+            n_RK *= rstd_R[:, None]
+            if weight is not None:
+                g_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
+        dx_RK = g_RK - n_RK * along_R[:, None]
+        if mean is not None:
+            dx_RK -= offset_R[:, None]
+        seen = put(
+            dx_RK * rstd_R[:, None], rows, 0, K, M, K, s, outputs, seen,
+            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT,
+        )  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * K + columns
+    if part_w is not None:
+        tl.store(part_w + at, tl.sum(dw_RK, 0), mask=columns < K)
+    if part_b is not None:
+        tl.store(part_b + at, tl.sum(db_RK, 0), mask=columns < K)
+    publish_seen(work, seen, SECOND)
+
+
+@triton.jit
+def _norm_sums_kernel(
+    dy, x, rstd, mean, part_w, part_b, M, K, stride_dm, stride_dk, stride_m, stride_k,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dw and db of every num_programs(1)-th tile of rows, where a row is too wide to sum while dx is made."""
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    dw_MK = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    db_MK = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for first in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+        dy_MK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk)
+        if part_w is not None:
+            n_MK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
+            if mean is not None:
+                n_MK -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
+            dw_MK += dy_MK * (n_MK * tl.load(rstd + rows, mask=rows < M, other=0.0)[:, None])
+        if part_b is not None:
+            db_MK += dy_MK
+    at = tl.program_id(1).to(tl.int64) * K + columns
+    if part_w is not None:
+        tl.store(part_w + at, tl.sum(dw_MK, 0), mask=columns < K)
+    if part_b is not None:
+        tl.store(part_b + at, tl.sum(db_MK, 0), mask=columns < K)
+
+
+@triton.jit
+def _column_sums_kernel(part_PK, sum_K, P, K, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_P, BLOCK_K), tl.float32)
+    for first in range(0, P, BLOCK_P):
+        rows = (first + tl.arange(0, BLOCK_P)).to(tl.int64)
+        inside = (rows[:, None] < P) & (columns[None, :] < K)
+        sums += tl.load(part_PK + rows[:, None] * K + columns[None, :], mask=inside, other=0.0)
+    tl.store(sum_K + columns, tl.sum(sums, 0).to(sum_K.dtype.element_ty), mask=columns < K)
+
+
+def column_sums(part_PK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Partial sums of P programs, FP32, added in a fixed order and rounded once."""
+    p, k = part_PK.shape
+    sum_K = torch.empty(k, dtype=dtype, device=part_PK.device)
+    _column_sums_kernel[(triton.cdiv(k, SUM_COLUMNS),)](
+        part_PK, sum_K, p, k, BLOCK_P=SUM_ROWS, BLOCK_K=SUM_COLUMNS, num_warps=4
+    )
+    return sum_K
+
+
+def unsupported(shape: tuple[int, int], norm, to) -> str | None:
+    """Why the kernels do not do it (the caller stores 16 bits and quantises these), or None.  shape: of x."""
+    if norm.kind not in KINDS:
+        return f"no norm {norm.kind!r}"
+    if shape[1] > WIDEST:
+        return f"rows of {shape[1]} columns; a program holds {WIDEST}"
+    if to.transposed:
+        return "a program of a norm never holds two rows: transpose its codes, or quantise 16 bits both ways"
+    return cannot_store(to)
+
+
+def norm_quantize(
+    x_MK: torch.Tensor, weight_K: torch.Tensor | None, bias_K: torch.Tensor | None, norm, to
+) -> tuple[object, None, tuple[torch.Tensor, torch.Tensor | None]]:
+    """(y, None, (rstd_M, mean_M)), as the twin; a quantised y as `produce.Quantized`.  Ask `unsupported` first.
+
+    x_MK: FP32, BF16 or FP16, any strides.  norm, to: the reference's Norm and Store.
+    """
+    m, k = x_MK.shape
+    rows, width, warps = _tile(k)
+    target = Target((m, k), x_MK.dtype, x_MK.device, to, width)
+    rstd_M = torch.empty(m, dtype=torch.float32, device=x_MK.device)
+    mean_M = torch.empty_like(rstd_M) if norm.kind == "layer" else None
+    if target.elements == 0:  # a row without elements has the mean of nothing
+        return *target.empty(), (rstd_M.fill_(float("nan")), None if mean_M is None else mean_M.fill_(float("nan")))
+    for second in target.launches:
+        _norm_kernel[(programs(triton.cdiv(m, rows), warps, x_MK.device),)](
+            x_MK, weight_K, bias_K,  # inputs
+            rstd_M, mean_M, *target.pointers,  # outputs
+            target.index, m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K), target.stride,  # sizes
+            LAYER=norm.kind == "layer", ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
+            GROUP=target.group, SECOND=second, COUNT=target.note, ROWS=rows, BLOCK_K=width, num_warps=warps,
+        )  # fmt: skip
+    return *target.result(), (rstd_M, mean_M)
+
+
+def norm_quantize_backward(
+    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor | None, rows, norm, to
+) -> tuple[object, None, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, None, dw, db), as the twin's NormGradients.  Ask `unsupported` first.
+
+    rows: rstd_M and mean_M of forward.  norm, to: the reference's Norm and Store.
+    """
+    m, k = x_MK.shape
+    height, width, warps = _tile(k)
+    target = Target((m, k), x_MK.dtype, x_MK.device, to, width)
+    dtype = x_MK.dtype if weight_K is None else weight_K.dtype
+    count = programs(triton.cdiv(m, height), warps, x_MK.device)
+    wide = k > WIDEST_WITH_SUMS
+    height_of_parts = min(STRIPES, triton.cdiv(m, SUM_ROWS)) if wide else count
+    parts = [
+        torch.empty(height_of_parts, k, dtype=torch.float32, device=x_MK.device) if wanted else None
+        for wanted in (weight_K is not None, rows.mean_M is not None)
+    ]
+    if target.elements == 0:
+        return *target.empty(), *(None if part is None else part.new_zeros(k, dtype=dtype) for part in parts)
+    for second in target.launches:
+        _norm_backward_kernel[(count,)](
+            dy_MK, x_MK, weight_K, rows.rstd_M, rows.mean_M,  # inputs
+            *([None, None] if wide or second else parts), *target.pointers,  # outputs
+            target.index, m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K), target.stride,  # sizes
+            ZERO_CENTERED=norm.zero_centered, **target.constants, GROUP=target.group,  # constants
+            SECOND=second, COUNT=target.note, ROWS=height, BLOCK_K=width, num_warps=warps,
+        )  # fmt: skip
+    if wide and parts != [None, None]:
+        _norm_sums_kernel[(triton.cdiv(k, SUM_COLUMNS), min(STRIPES, triton.cdiv(m, SUM_ROWS)))](
+            dy_MK, x_MK, rows.rstd_M, rows.mean_M,  # inputs
+            *parts,  # outputs
+            m, k, *dy_MK.stride(), *x_MK.stride(),  # sizes
+            BLOCK_M=SUM_ROWS, BLOCK_K=SUM_COLUMNS, num_warps=4,  # constants
+        )  # fmt: skip
+    return *target.result(), *(None if part is None else column_sums(part, dtype) for part in parts)
+
+
+def _stride(x_K: torch.Tensor | None) -> int:
+    return 1 if x_K is None else x_K.stride(0)
+
+
+def _tile(k: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program: 16 elements a thread, 32 of the widest rows."""
+    width = max(NARROWEST, triton.next_power_of_2(k))
+    return max(1, ELEMENTS // width), width, min(16, max(4, width // 512))

@@ -1,0 +1,245 @@
+"""Quantise a matrix to FP8 with a scale per tensor, row, column or block, and count what it cost.
+
+    a[g]    = max |x| over the finite elements of group g
+    s[g]    = MAX / a[g]                        current scaling, or predicted from earlier steps (per tensor)
+    q[m, k] = saturate(RNE(x[m, k] * s[g]))     scale[g] = 1 / s[g]     x ≈ q * scale
+
+Per tensor, two launches, and nothing read back by the host:
+
+    current    1 measures: each program writes the amax of its tiles    2 scales and rounds by the largest of them
+    predicted  1 measures and casts in one pass                         2 returns at once, or recasts
+
+A predicted s under which a finite element saturates is replaced in the same call: the second launch finds the count
+that the first left behind.  Partial results lie in a workspace, a column a program: nothing needs to be zeroed, and
+nothing depends on the order of programs.
+
+Bytes per 16-bit element: predicted 3, current 5 (2 of them from L2 where the tensor fits); groups: quantize_groups.py.
+Twin: fp8engine/reference/quantize.py.  Source: OCP 8-bit floating point specification 1.0, section 5.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.epilogue import SATURATES
+from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.quantize_groups import quantize_groups
+from fp8engine.kernels.rounding import largest
+from fp8engine.kernels.scaling import (
+    NONFINITE,
+    RECASTS,
+    SATURATED,
+    UNDERFLOWED,
+    add,
+    add_call,
+    magnitude,
+    peak,
+    scale_and_round,
+    scale_factor,
+    scale_of,
+    total,
+)
+from fp8engine.kernels.tile import load_tile, store_tile
+
+PROGRAMS_PER_PROCESSOR = 4  # of 8 warps: 32 KiB of 16-bit loads on their way: 4.8 TB/s times 0.8 us over 132
+MOST_PROGRAMS = tl.constexpr(1024)  # whose partial results a program of the second launch reads at once
+# Tiles: rows, columns, warps; 16 elements a thread, 32 and their counts take more registers than four programs have.
+FLAT = (1, 4096, 8)  # of a contiguous tensor
+STRIDED = (64, 64, 8)  # and with a transposed copy
+
+
+@triton.jit
+def _store(q, q_t, codes, row, column, M, K):
+    """A tile of codes, and its transpose where one is kept."""
+    store_tile(q, codes, row, column, M, K, False)
+    if q_t is not None:
+        store_tile(q_t, codes.T, column, row, K, M, False)
+
+
+@triton.jit(do_not_specialize=["index", "stride_live"])
+def _measure_kernel(
+    x, live,
+    q, q_t, found,
+    M, K, stride_m, stride_k, index, stride_live,
+    DTYPE: tl.constexpr, PREDICTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """found [4, MOST_PROGRAMS] INT32: bits of amax, saturated, flushed, nonfinite.  PREDICTED: cast, too."""
+    amax = 0.0
+    saturated = 0
+    flushed = 0
+    nonfinite = 0
+    s = 0.0
+    if PREDICTED:
+        s = tl.load(live + tl.cast(stride_live, tl.int64) + index)
+    across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+        row, column = tile // across * BLOCK_M, tl.cast(tile % across, tl.int64) * BLOCK_K
+        x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+        size_MK = magnitude(x_MK)
+        amax = tl.maximum(amax, peak(size_MK))
+        if PREDICTED and s > 0:
+            codes_MK, lost, bad = scale_and_round(x_MK, s, DTYPE, True)
+            saturated += total((size_MK * s > largest(DTYPE) * SATURATES).to(tl.int32))
+            flushed += lost
+            nonfinite += bad
+            _store(q, q_t, codes_MK, row, column, M, K)
+        else:
+            nonfinite += total((tl.abs(x_MK) < float("inf")).to(tl.int32) ^ 1)
+    here = found + tl.program_id(0)
+    tl.store(here, amax.to(tl.int32, bitcast=True))
+    tl.store(here + MOST_PROGRAMS, saturated)
+    tl.store(here + 2 * MOST_PROGRAMS, flushed)
+    tl.store(here + 3 * MOST_PROGRAMS, nonfinite)
+
+
+@triton.jit
+def _partial(found, ROW: tl.constexpr):
+    """Row ROW of the workspace, one number a program of this launch and of the one before."""
+    i = tl.arange(0, MOST_PROGRAMS)
+    return tl.load(found + ROW * MOST_PROGRAMS + i, mask=i < tl.num_programs(0), other=0)
+
+
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+def _cast_kernel(
+    x, found,
+    q, q_t, scale, live, counts,
+    M, K, stride_m, stride_k, index, stride_live, stride_counts,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, PREDICTED: tl.constexpr,
+    COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scale and round by what was found, or, PREDICTED, only where the prediction did not hold."""
+    s = 0.0
+    saturated = tl.zeros((), dtype=tl.int64)
+    if PREDICTED:
+        s = tl.load(live + tl.cast(stride_live, tl.int64) + index)
+        saturated = tl.sum(_partial(found, 1).to(tl.int64), 0)
+    cast = (s == 0) | (saturated > 0)
+    amax = tl.max(_partial(found, 0), 0).to(tl.float32, bitcast=True)
+    if cast:
+        s = scale_factor(amax, DTYPE, POWER_OF_2)
+    if tl.program_id(0) == 0:
+        tl.store(scale, scale_of(s))
+        if COUNT or RECORD:
+            nonfinite = tl.sum(_partial(found, 3).to(tl.int64), 0)
+            if COUNT:
+                add_call(counts, index, stride_counts, tl.cast(M, tl.int64) * K)
+                add(counts, index, stride_counts, SATURATED, saturated)
+                add(counts, index, stride_counts, NONFINITE, nonfinite)
+                if saturated > 0:
+                    add(counts, index, stride_counts, RECASTS, 1)
+                if cast == 0:
+                    add(counts, index, stride_counts, UNDERFLOWED, tl.sum(_partial(found, 2).to(tl.int64), 0))
+            clean = nonfinite == 0
+            if RECORD and clean:
+                tl.atomic_max(live + index, amax, sem="relaxed")
+                if not PREDICTED:
+                    tl.store(live + tl.cast(stride_live, tl.int64) + index, s)
+    if cast:
+        flushed = 0
+        across = tl.cdiv(K, BLOCK_K)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+            row, column = tile // across * BLOCK_M, tl.cast(tile % across, tl.int64) * BLOCK_K
+            x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+            codes_MK, lost, _ = scale_and_round(x_MK, s, DTYPE, COUNT)
+            flushed += lost
+            _store(q, q_t, codes_MK, row, column, M, K)
+        if COUNT:
+            add(counts, index, stride_counts, UNDERFLOWED, flushed)
+
+
+@triton.jit
+def _given_kernel(
+    x, scale,
+    q,
+    M, K, stride_m, stride_k, stride_down, stride_across,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program per tile; ROWS, COLS: elements that share a scale, -1 for all."""
+    across = tl.cdiv(K, BLOCK_K)
+    row, column = tl.program_id(0) // across * BLOCK_M, tl.cast(tl.program_id(0) % across, tl.int64) * BLOCK_K
+    rows, columns = row + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_K)[None, :]
+    x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+    if ROWS == -1 and COLS == -1:
+        s = scale_of(tl.load(scale))
+    elif COLS == -1:
+        s = scale_of(tl.load(scale + rows // ROWS * stride_down, mask=rows < M, other=1.0))
+    elif ROWS == -1:
+        s = scale_of(tl.load(scale + columns // COLS * stride_across, mask=columns < K, other=1.0))
+    else:
+        at = rows // ROWS * stride_down + columns // COLS * stride_across
+        s = scale_of(tl.load(scale + at, mask=(rows < M) & (columns < K), other=1.0))
+    codes_MK, _, _ = scale_and_round(x_MK, s, DTYPE, False)
+    store_tile(q, codes_MK, row, column, M, K, False)
+
+
+def quantize(x_MK: torch.Tensor, how, slot=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (q_MK, scale) with x_MK ≈ q_MK * scale: FP8 codes, row-major, and FP32 of shape `how.scale_shape(M, K)`.
+
+    x_MK: FP32, BF16 or FP16, any strides (`launch.addressable`).  how, slot: the twin's; `how.held` is ignored.
+    """
+    if how.per_tensor:
+        q_MK, _, scale = quantize_tensor(x_MK, how, slot, False)
+        return q_MK, scale
+    q_MK, scale, _, _ = quantize_groups(x_MK, how, slot, False)
+    return q_MK, scale
+
+
+def quantize_tensor(
+    x_MK: torch.Tensor, how, slot, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return (q_MK, q_KM or None, scale) under one scale."""
+    m, k = x_MK.shape
+    q_MK = torch.empty(m, k, dtype=how.dtype, device=x_MK.device)
+    q_KM = torch.empty(k, m, dtype=how.dtype, device=x_MK.device) if transposed else None
+    if x_MK.numel() == 0:
+        return q_MK, q_KM, torch.ones((), device=x_MK.device)
+    scale = torch.empty((), dtype=torch.float32, device=x_MK.device)
+    block_m, block_k, warps = STRIDED
+    strides = x_MK.stride()
+    if not transposed and x_MK.is_contiguous():
+        m, k, strides = 1, m * k, (m * k, 1)
+        block_m, block_k, warps = FLAT
+    tiles = math.ceil(m / block_m) * math.ceil(k / block_k)
+    grid = (min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value),)
+    found = torch.empty(4, MOST_PROGRAMS.value, dtype=torch.int32, device=x_MK.device)
+    predicted = slot is not None and how.delayed
+    count, record = (slot.count, slot.record) if slot is not None else (False, False)
+    live, index, stride_live = (slot.live_2S, slot.index, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
+    counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
+    constants = {"DTYPE": triton_dtype(how.dtype), "PREDICTED": predicted, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    _measure_kernel[grid](
+        x_MK, live if predicted else None,  # inputs
+        q_MK, q_KM, found,  # outputs
+        m, k, *strides, index, stride_live,  # sizes
+        **constants, num_warps=warps,  # constants
+    )  # fmt: skip
+    _cast_kernel[grid](
+        x_MK, found,  # inputs
+        q_MK, q_KM, scale, live, counts,  # outputs
+        m, k, *strides, index, stride_live, stride_counts,  # sizes
+        **constants, POWER_OF_2=how.power_of_2, COUNT=count, RECORD=record, num_warps=warps,  # constants
+    )  # fmt: skip
+    return q_MK, q_KM, scale
+
+
+def quantize_given(x_MK: torch.Tensor, how, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x under a given scale (x ≈ q * scale, of shape `how.scale_shape`); beyond its range q saturates."""
+    m, k = x_MK.shape
+    q_MK = torch.empty(m, k, dtype=how.dtype, device=x_MK.device)
+    if x_MK.numel() == 0:
+        return q_MK
+    scale = scale.expand(how.scale_shape(m, k))
+    (block_m, block_k, warps), strides = STRIDED, x_MK.stride()
+    if how.per_tensor and x_MK.is_contiguous():
+        m, k, strides = 1, m * k, (m * k, 1)
+        block_m, block_k, warps = FLAT
+    _given_kernel[(math.ceil(m / block_m) * math.ceil(k / block_k),)](
+        x_MK, scale,  # inputs
+        q_MK,  # output
+        m, k, *strides, *(scale.stride() or (0, 0)),  # sizes
+        DTYPE=triton_dtype(how.dtype), ROWS=how.rows, COLS=how.cols,  # constants
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
+    return q_MK

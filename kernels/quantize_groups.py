@@ -1,0 +1,283 @@
+"""Quantise a matrix to FP8 with a scale per row, column or block, along one dimension or along both.
+
+    x [M, K] ~ q * scale              groups of rows x cols: per row 1 x -1, column -1 x 1, blocks up to 128 x 128
+    x^T [K, M] ~ q_t * scale_t        the same groups along M of the transpose: cols x rows of x
+
+    short   every group lies inside a tile (blocks; rows of up to 16,384 columns): x is read once, its amaxes are
+            taken and its codes rounded from registers.  3 bytes per 16-bit element, 4 with the transpose, for which a
+            tile is read once more, from L1
+    long    a column, or a wider row: one launch for the amaxes (an atomic maximum per line and tile), one to scale and
+            round.  5 bytes, 6 with the transpose: both orientations share both reads
+
+Every program takes tiles in turn, so that it counts in registers and enters its counts once.
+Twin: fp8engine/reference/quantize.py and cast_transpose.py.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.scaling import WORK, finish, magnitude, peak, scale_and_round, scale_factor, scale_of
+from fp8engine.kernels.tile import load_tile, store_tile
+
+WIDEST = 16384  # columns of a row that 16 warps hold in registers, 32 a thread
+NARROWEST = 16  # columns of a tile: an FP8 vector of 16 bytes
+WARPS_PER_PROCESSOR = 32  # half of what fits: registers for a tile of 32 to 64 elements a thread
+
+
+class Tile(NamedTuple):
+    """A tile: rows, columns, warps."""
+
+    block_m: int
+    block_k: int
+    warps: int
+
+
+LINES = Tile(64, 64, 8)  # long groups; 16 elements a thread: about 80 registers
+LINES_AMAX = Tile(128, 64, 8)  # fewer atomics
+
+
+@triton.jit
+def _amax(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Largest magnitude of each ROWS x COLS group of a tile: [groups down, groups across]."""
+    M: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    x = magnitude(x)
+    if COLS == K:
+        if ROWS == 1:
+            amax = tl.max(x, 1, keep_dims=True)
+        elif ROWS == M:
+            amax = tl.max(tl.max(x, 1, keep_dims=True), 0, keep_dims=True)
+        else:
+            amax = tl.max(tl.reshape(tl.max(x, 1), (M // ROWS, ROWS)), 1, keep_dims=True)
+    elif ROWS == M and COLS == 1:
+        amax = tl.max(x, 0, keep_dims=True)
+    else:
+        amax = tl.max(tl.max(tl.reshape(x, (M // ROWS, ROWS, K // COLS, COLS)), 3), 1)
+    return amax
+
+
+@triton.jit
+def _spread(s, M: tl.constexpr, K: tl.constexpr):
+    """One number per group as one per element of an M x K tile (or in a shape that broadcasts to it)."""
+    DOWN: tl.constexpr = s.shape[0]
+    ACROSS: tl.constexpr = s.shape[1]
+    if (DOWN == 1 or DOWN == M) and (ACROSS == 1 or ACROSS == K):
+        spread = s
+    else:
+        spread = tl.reshape(
+            tl.broadcast_to(s[:, None, :, None], (DOWN, M // DOWN, ACROSS, K // ACROSS)), (M, K)
+        )  # fmt: skip
+    return spread
+
+
+@triton.jit
+def _group(
+    x, q, scale, row, column, M, K,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    COUNT: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile x of M x K by its ROWS x COLS groups; return (flushed, nonfinite, amax, least s).
+
+    TURN: q and scale are stored transposed.
+    """
+    DOWN_TILE: tl.constexpr = x.shape[0] // ROWS
+    ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
+    amax = _amax(x, ROWS, COLS)
+    s = scale_factor(amax, DTYPE, POWER_OF_2)
+    codes, flushed, nonfinite = scale_and_round(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, COUNT)
+    down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
+    beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
+    inside = (down * ROWS < M) & (beside * COLS < K)
+    at = tl.cast(down, tl.int64)
+    if TURN:
+        store_tile(q, codes.T, column, row, K, M, False)
+        tl.store(scale + tl.cast(beside, tl.int64) * tl.cdiv(M, ROWS) + at, scale_of(s), mask=inside)
+    else:
+        store_tile(q, codes, row, column, M, K, False)
+        tl.store(scale + at * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
+    return flushed, nonfinite, peak(amax), -peak(tl.where(inside, -s, float("-inf")))
+
+
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+def _short_kernel(
+    x,
+    q, scale, q_t, scale_t, work, live, counts,
+    M, K, stride_m, stride_k, index, stride_live, stride_counts,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    COUNT: tl.constexpr, RECORD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Every group inside a tile; q_t: None, or the transpose, by groups of COLS x ROWS.
+
+    PIECE: rows of a tile that are cast at a time, and columns for q_t: more would be spilled, as would be addresses
+    computed before the loop (disable_licm).
+    """
+    flushed = 0
+    nonfinite = 0
+    amax = 0.0
+    least = float("inf")
+    tiles_across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_across, tl.num_programs(0)):
+        row, column = tile // tiles_across * BLOCK_M, tile % tiles_across * BLOCK_K
+        for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
+            first = row + part * PIECE
+            x_MK = load_tile(x, first, column, M, K, (stride_m, stride_k), PIECE, BLOCK_K, "pointer").to(tl.float32)
+            lost, bad, top, s = _group(
+                x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, False
+            )  # fmt: skip
+            flushed += lost
+            nonfinite += bad
+            amax = tl.maximum(amax, top)
+            least = tl.minimum(least, s)
+        if q_t is not None:
+            for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
+                first = column + part * PIECE  # read again, from L1
+                x_MK = load_tile(x, row, first, M, K, (stride_m, stride_k), BLOCK_M, PIECE, "pointer").to(tl.float32)
+                _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, False, True)
+    if COUNT or RECORD:
+        elements = tl.cast(M, tl.int64) * K
+        finish(
+            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, least,
+            COUNT, RECORD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _line_amax_kernel(
+    x,
+    amax_M, amax_K,
+    M, K, stride_m, stride_k,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amax of each row, each column, or both (None: not wanted), which were zero."""
+    across = tl.cdiv(K, BLOCK_K)
+    row, column = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
+    x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+    size_MK = magnitude(x_MK)
+    if amax_M is not None:
+        rows = row + tl.arange(0, BLOCK_M)
+        tl.atomic_max(amax_M + rows, tl.max(size_MK, 1).to(tl.int32, bitcast=True), mask=rows < M, sem="relaxed")
+    if amax_K is not None:
+        columns = column + tl.arange(0, BLOCK_K)
+        tl.atomic_max(amax_K + columns, tl.max(size_MK, 0).to(tl.int32, bitcast=True), mask=columns < K, sem="relaxed")
+
+
+@triton.jit
+def _line_scale(amax, scale, lines, SIZE, first, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """Return (amax, s) of some lines; the programs whose tiles are the first of them store the scale."""
+    inside = lines < SIZE
+    top = tl.load(amax + lines, mask=inside, other=0).to(tl.float32, bitcast=True)
+    s = scale_factor(top, DTYPE, POWER_OF_2)
+    tl.store(scale + lines, scale_of(s), mask=inside & (first == 0))
+    return tl.max(top, 0), s
+
+
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+def _line_cast_kernel(
+    x, amax_M, amax_K,
+    q, scale, q_t, scale_t, work, live, counts,
+    M, K, stride_m, stride_k, index, stride_live, stride_counts,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, BY_ROW: tl.constexpr,
+    COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """q by the amax of its rows (BY_ROW) or of its columns; q_t, where it is kept, by the other."""
+    flushed = 0
+    nonfinite = 0
+    amax = 0.0
+    least = float("inf")
+    across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+        row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
+        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_K)
+        x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+        if BY_ROW:
+            top, s_M = _line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
+            least = tl.minimum(least, tl.min(tl.where(rows < M, s_M, float("inf")), 0))
+            codes_MK, lost, bad = scale_and_round(x_MK, s_M[:, None], DTYPE, COUNT or RECORD)
+        else:
+            top, s_K = _line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
+            least = tl.minimum(least, tl.min(tl.where(columns < K, s_K, float("inf")), 0))
+            codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
+        flushed += lost
+        nonfinite += bad
+        amax = tl.maximum(amax, top)
+        store_tile(q, codes_MK, row, column, M, K, False)
+        if q_t is not None:
+            if BY_ROW:
+                _, t_K = _line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
+                codes_MK, _, _ = scale_and_round(x_MK, t_K[None, :], DTYPE, False)
+            else:
+                _, t_M = _line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
+                codes_MK, _, _ = scale_and_round(x_MK, t_M[:, None], DTYPE, False)
+            store_tile(q_t, codes_MK.T, column, row, K, M, False)
+    if COUNT or RECORD:
+        elements = tl.cast(M, tl.int64) * K
+        finish(
+            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, least,
+            COUNT, RECORD,
+        )  # fmt: skip
+
+
+def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool):
+    """Return (q_MK, scale, q_KM, scale_t), the last two None unless `transposed`.
+
+    q_KM [K, M] has groups as `how` says of its own rows and columns, taken from x and not from q_MK.
+    how: groups of rows x cols, each a power of two up to 128, or per row, or per column.
+    """
+    (m, k), where = x_MK.shape, x_MK.device
+    q_MK, scale = _results(m, k, how, where)
+    q_KM, scale_t = _results(k, m, how, where) if transposed else (None, None)
+    if x_MK.numel() == 0:
+        return q_MK, scale.fill_(1.0), q_KM, scale_t.fill_(1.0) if scale_t is not None else None
+    by_row = how.cols == -1 or (transposed and how.rows == -1)
+    by_column = how.rows == -1 or (transposed and how.cols == -1)
+    long = by_column or (by_row and k > WIDEST)
+    tile = LINES if long else _short_tile(how, k, transposed)
+    tiles = math.ceil(m / tile.block_m) * math.ceil(k / tile.block_k)
+    programs = min(tiles, processors(where) * WARPS_PER_PROCESSOR // tile.warps)
+    count, record = (slot.count, slot.record) if slot is not None else (False, False)
+    parts = [WORK * record, m * (long and by_row), k * (long and by_column)]
+    zeros = torch.zeros(sum(parts), dtype=torch.int32, device=where).split(parts) if any(parts) else [None] * 3
+    work, amax_M, amax_K = (part if size else None for part, size in zip(zeros, parts, strict=True))
+    live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)
+    counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
+    outputs = q_MK, scale, q_KM, scale_t, work, live, counts
+    sizes = m, k, *x_MK.stride(), slot.index if slot is not None else 0, stride_live, stride_counts
+    constants = {
+        "DTYPE": triton_dtype(how.dtype), "POWER_OF_2": how.power_of_2, "COUNT": count, "RECORD": record,
+        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.warps,
+    }  # fmt: skip
+    if not long:
+        cols = tile.block_k if how.cols == -1 else how.cols
+        piece = max(how.rows, 32) if transposed else tile.block_m
+        _short_kernel[(programs,)](x_MK, *outputs, *sizes, ROWS=how.rows, COLS=cols, PIECE=piece, **constants)
+        return q_MK, scale, q_KM, scale_t
+    top = LINES_AMAX
+    _line_amax_kernel[(math.ceil(m / top.block_m) * math.ceil(k / top.block_k),)](
+        x_MK,  # input
+        amax_M, amax_K,  # outputs
+        m, k, *x_MK.stride(),  # sizes
+        BLOCK_M=top.block_m, BLOCK_K=top.block_k, num_warps=top.warps,  # constants
+    )  # fmt: skip
+    _line_cast_kernel[(programs,)](x_MK, amax_M, amax_K, *outputs, *sizes, BY_ROW=how.cols == -1, **constants)
+    return q_MK, scale, q_KM, scale_t
+
+
+def _short_tile(how, k: int, transposed: bool) -> Tile:
+    """A tile that holds whole groups, in both orientations where asked."""
+    if how.cols == -1:
+        block_k = max(triton.next_power_of_2(k), NARROWEST)
+        return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8))
+    if transposed:
+        return Tile(128, 128, 8 if how.rows <= 32 else 16)
+    return Tile(32, max(how.cols, 128), 8) if how.rows <= 32 else Tile(128, max(how.cols, 64), 16)
+
+
+def _results(rows: int, columns: int, how, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.empty(how.scale_shape(rows, columns), dtype=torch.float32, device=where)
+    return torch.empty(rows, columns, dtype=how.dtype, device=where), scale

@@ -1,0 +1,121 @@
+"""What every cast to FP8 shares: from amax to scale, the rounding of a tile, and what is counted on the way.
+
+    s = MAX / amax     FP32, correctly rounded; 1 for amax 0; the largest finite FP32 where it overflows
+    q = saturate(RNE(x * s))          stored scale = 1 / s
+    flushed: x was not zero and q is      nonfinite: NaN and Inf
+
+Counters and amaxes go to column `index` of a model's tables: live [2, slots] FP32 (row 0 the largest amax of this step,
+row 1 the factor s), counts [7, slots] INT64, rows as in the reference's COUNTERS.  Only whoever knows that no element
+of the whole tensor was NaN or Inf may enter an amax: one Inf must not freeze a window.
+
+Twin: fp8engine/reference/scale.py and the counters of fp8engine/reference/quantize.py.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
+
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+NOT_MANTISSA = tl.constexpr(-0x00800000)  # sign and exponent: clearing the rest rounds a positive s down
+INF_BITS = tl.constexpr(0x7F800000)
+ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
+CALLS, ELEMENTS, SAMPLED, SATURATED, UNDERFLOWED, NONFINITE, RECASTS = (tl.constexpr(row) for row in range(7))
+WORK = 4  # INT32, zero at first: programs done, amax, whether something was not finite, the least s's bits inverted
+PAIR = tl.constexpr(1 << 16)  # a tile has at most 2^14 elements, so two counts of it fit into one INT32
+
+
+@triton.jit
+def scale_factor(amax, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """s for amaxes of any shape.  div_rn: a plain `/` is one ulp off now and then, and every backend must agree."""
+    s = tl.div_rn(largest(DTYPE), tl.where(amax > 0, amax, 1.0))
+    s = tl.where(amax > 0, tl.where(s > FP32_MAX, FP32_MAX, s), 1.0)
+    if POWER_OF_2:
+        s = (s.to(tl.int32, bitcast=True) & NOT_MANTISSA).to(tl.float32, bitcast=True)
+    return s
+
+
+@triton.jit
+def scale_of(s):
+    """1 / s, correctly rounded."""
+    return tl.div_rn(1.0, s)
+
+
+@triton.jit
+def magnitude(x):
+    """|x| of what is finite, 0 of the rest."""
+    code = x.to(tl.int32, bitcast=True) & ALL_BUT_SIGN
+    return tl.where(code < INF_BITS, code, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def total(x):
+    """The sum over a tile of INT32."""
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def peak(x):
+    """The maximum over a tile."""
+    return tl.max(tl.max(x, 1), 0)
+
+
+@triton.jit
+def scale_and_round(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
+    """Return (FP8 codes of x * s, flushed, nonfinite).  x: FP32 [rows, columns], zero outside of its matrix."""
+    y = x * s
+    q = saturating_cast(y, x, DTYPE)
+    flushed = 0
+    nonfinite = 0
+    if COUNT:
+        TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
+        lost = (x != 0) & (tl.abs(y) <= TIE)
+        both = total(lost.to(tl.int32) + tl.where(is_finite(x), 0, PAIR))  # one reduction over the program, not two
+        flushed = both % PAIR
+        nonfinite = both // PAIR
+    return q, flushed, nonfinite
+
+
+@triton.jit
+def add(counts, index, stride, ROW: tl.constexpr, value):
+    """counts[ROW, index] += value, where there is something to add."""
+    if value > 0:
+        tl.atomic_add(counts + ROW * tl.cast(stride, tl.int64) + index, tl.cast(value, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def add_call(counts, index, stride, elements):
+    """Count one call of that many elements, all of them looked at."""
+    add(counts, index, stride, CALLS, 1)
+    add(counts, index, stride, ELEMENTS, elements)
+    add(counts, index, stride, SAMPLED, elements)
+
+
+@triton.jit
+def finish(
+    work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, s,
+    COUNT: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """The end of every program of a launch that scales by groups: its counts, its amax and its least s.
+
+    The last program to come here knows about all of them, and enters amax and s unless something was not finite.
+    """
+    if COUNT:
+        add(counts, index, stride_counts, UNDERFLOWED, flushed)
+        add(counts, index, stride_counts, NONFINITE, nonfinite)
+        if tl.program_id(0) == 0:
+            add_call(counts, index, stride_counts, elements)
+    if RECORD:
+        # A positive FP32 is ordered as its bits are.
+        tl.atomic_max(work + 1, amax.to(tl.int32, bitcast=True), sem="relaxed")
+        if nonfinite > 0:
+            tl.atomic_max(work + 2, 1, sem="relaxed")
+        tl.atomic_max(work + 3, s.to(tl.int32, bitcast=True) ^ ALL_BUT_SIGN, sem="relaxed")
+        done = tl.atomic_add(work, 1, sem="acq_rel")
+        if done == tl.num_programs(0) - 1:  # an atomic reads past this multiprocessor's own cache
+            bad = tl.atomic_max(work + 2, 0)
+            if bad == 0:
+                top = tl.atomic_max(work + 1, 0).to(tl.float32, bitcast=True)
+                least = (tl.atomic_max(work + 3, 0) ^ ALL_BUT_SIGN).to(tl.float32, bitcast=True)
+                tl.atomic_max(live + index, top, sem="relaxed")
+                tl.store(live + tl.cast(stride_live, tl.int64) + index, least)

@@ -1,0 +1,258 @@
+"""Activations: values against float64 formulas, stores bit for bit against the twin, through the interpreter.
+
+Two things are held apart.  What is computed cannot agree with torch to the last bit, so the FP32 result is compared in
+float64, u = 2^-24:
+
+    f       |error| <= 16 u |x|: f(x) = x g(x), g in [0, 1] with an error of a few u (test_interpreted_epilogue.py)
+    f'      |error| <= 16 u (1 + |x| v): 1 - g has the absolute error of g, and is multiplied by x and by v, the slope
+            of the sigmoid's argument: 1, or of gelu_tanh 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
+    dbias   (M + 2) u sum_m |dx|, for each addition rounds, and the errors of dx
+
+How it is stored is exact: codes, scales and slots are those that the twin's `store` makes of the FP32 result.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from casts import E4M3, E5M2, FP8, assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import UNIT
+
+from fp8engine.kernels import act_quantize as kernel
+from fp8engine.kernels import produce
+from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward, unsupported
+from fp8engine.reference import How
+from fp8engine.reference import act_quantize as twin_of_forward
+from fp8engine.reference.cast_transpose import Store, store
+from fp8engine.reference.operand import COUNTERS, Slot
+
+# NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+U = 2.0**-24
+KINDS = [*kernel.FUNCTIONS]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = st.sampled_from([1, 2, 7, 31, 64, 65, 129])
+# dtype, group, power of two, transposed, slot's predicted factor (None: no slot)
+WAYS = [
+    (E4M3, (-1, -1), False, False, None),
+    (E5M2, (-1, -1), True, True, 0.0),
+    (E4M3, (-1, -1), False, True, 64.0),
+    (E5M2, (-1, -1), False, False, 1e6),
+    (E4M3, (-1, -1), False, False, 3e-3),
+    (E4M3, (1, -1), True, False, 0.0),
+    (E5M2, (1, -1), False, True, None),
+    (E4M3, (1, -1), False, True, 0.0),
+    (E4M3, (1, 128), True, False, 0.0),
+    (E5M2, (1, 128), False, True, None),
+]
+
+
+def slot_of(predicted: float | None) -> Slot | None:
+    """Slot 1 of 3, whose factor is that; a live amax of slots is -1 before their first cast of a step."""
+    if predicted is None:
+        return None
+    live, counts = torch.full((2, 3), -1.0), torch.zeros(len(COUNTERS), 3, dtype=torch.int64)
+    live[1] = predicted
+    return Slot(live, counts, 1)
+
+
+def way(dtype, group, power_of_2, transposed, predicted) -> Store:
+    """One of WAYS, with a slot of its own."""
+    return Store(How(dtype, *group, power_of_2, bool(predicted)), transposed, slot_of(predicted))
+
+
+def assert_stored(found: tuple, y: torch.Tensor, to: Store, fresh: Store) -> None:
+    """found: (y, y transposed) of a kernel, in order; `to`'s slot as the kernel left it; `fresh`: its equal before."""
+    wanted = store(y, torch.float32, fresh)
+    assert (found[1] is None) == (wanted[1] is None)
+    for mine, twin, name in zip(found, wanted, ("q", "q^T"), strict=True):
+        if twin is not None:
+            assert tuple(mine)[2:] == tuple(twin)[2:]
+            assert mine.data.dtype == twin.data.dtype
+            assert mine.data.is_contiguous()
+            assert mine.scale.is_contiguous()
+            assert_same(mine.scale, twin.scale, f"scale of {name}")
+            assert_same(mine.data.float(), twin.data.float(), name)
+            signs = [np.signbit(operand.data.float().numpy()) for operand in (mine, twin)]
+            assert (signs[0] == signs[1])[~mine.data.float().isnan().numpy()].all()
+    if to.slot is not None:
+        assert_same(to.slot.counts_CS, fresh.slot.counts_CS, "counters")
+        assert_same(to.slot.live_2S, fresh.slot.live_2S, "live")
+
+
+def numbers(m: int, k: int, dtype: torch.dtype, seed: int, strided: bool = False) -> torch.Tensor:
+    """x [m, k], some of it zero, the rest over 12 binades; every second column of a transposed matrix where strided."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-10, 3, (m, k), generator=generator))
+    x = (x * (torch.rand(m, k, generator=generator) > 0.1)).to(dtype)
+    if not strided:
+        return x
+    wide = torch.full((2 * k, m + 3), float("nan"), dtype=dtype)
+    wide[::2, :m] = x.t()
+    return wide[::2, :m].t()
+
+
+def slope(x: torch.Tensor, kind: str) -> torch.Tensor:
+    return 1.6 * (1 + 3 * 0.044715 * x * x) if kind.endswith("tanh") else torch.ones_like(x)
+
+
+def exact(x_MK: torch.Tensor, kind: str, dy_MN: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y or dx, bound of its error in FP32) by torch in float64."""
+    x = x_MK.double().requires_grad_()
+    plain = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}.get(kind, kind)
+    gate, up = x.chunk(2, 1) if kind in kernel.GATED else (x, torch.ones((), dtype=torch.float64))
+    f = {
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }[plain]
+    y = f(gate) * up
+    if dy_MN is None:
+        return y.detach(), (16 * U * gate * up).abs().detach()
+    dy = dy_MN.double()
+    (dx,) = torch.autograd.grad(y, x, dy)
+    steep = 16 * U * (dy * up).abs() * (1 + gate.abs() * slope(gate, plain))
+    bounds = [steep, 16 * U * (dy * gate).abs()] if kind in kernel.GATED else [steep]
+    return dx, torch.cat(bounds, 1).detach()
+
+
+def within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) -> None:
+    """found: in its own dtype, which rounds once more."""
+    assert found.shape == wanted.shape
+    if found.dtype != torch.float32:
+        bound = bound + UNIT[found.dtype] * (wanted.abs() + bound) + (2.0**-25 if found.dtype == torch.float16 else 0)
+    error = (found.double() - wanted).abs()
+    assert (error <= bound + 2.0**-149).all(), (error - bound).max()
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Programs with several tiles each."""
+    monkeypatch.setattr(produce, "RESIDENT_WARPS", 1)
+
+
+@settings(max_examples=12)
+@given(SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99))
+def test_values_are_those_of_float64(m, n, kind, dtype, strided, seed):
+    k = 2 * n if kind in kernel.GATED else n
+    x, dy = numbers(m, k, dtype, seed, strided), numbers(m, n, dtype, seed + 1, not strided)
+    y, y_t = act_quantize(x, kind, Store())
+    assert y.dtype == dtype
+    assert y_t is None
+    within(y, *exact(x, kind))
+    dx, dx_t, dbias = act_quantize_backward(dy, x, kind, Store())
+    assert dx.dtype == dtype
+    assert dx_t is None
+    assert dbias.dtype == torch.float32
+    wanted, bound = exact(x, kind, dy)
+    within(dx, wanted, bound)
+    within(dbias, wanted.sum(0), bound.sum(0) + (m + 2) * U * (wanted.abs() + bound).sum(0))
+
+
+@pytest.mark.parametrize("form", WAYS, ids=str)
+@settings(max_examples=3)
+@given(SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_it_is_stored_as_the_twin_stores_its_values(form, m, n, kind, dtype, seed):
+    k = 2 * n if kind in kernel.GATED else n
+    x, dy = numbers(m, k, dtype, seed, seed % 2 == 0), numbers(m, n, dtype, seed + 1)
+    to = way(*form)
+    if unsupported(x.shape, kind, to) is None:
+        y, _ = act_quantize(x.float(), kind, Store())
+        assert_stored(act_quantize(x, kind, to), y, to, way(*form))
+    to = way(*form)
+    if unsupported(x.shape, kind, to, backward=True) is None:
+        dx, _, dbias = act_quantize_backward(dy.float(), x.float(), kind, Store())
+        *found, sums = act_quantize_backward(dy, x, kind, to)
+        assert_stored(tuple(found), dx, to, way(*form))
+        # Tiles of another height add in another order.
+        assert ((sums - dbias).abs() <= 2 * (m + 2) * U * dx.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("form", WAYS, ids=str)
+def test_groups_of_128_and_several_tiles_a_program(form, few_programs):
+    x, dy = numbers(200, 512, torch.bfloat16, 3), numbers(200, 256, torch.bfloat16, 4)
+    for backward in (False, True):
+        to = way(*form)
+        if unsupported(x.shape, "swiglu", to, backward) is None:
+            run = (lambda x, to: act_quantize_backward(dy.to(x.dtype), x, "swiglu", to)) if backward else (
+                lambda x, to: act_quantize(x, "swiglu", to))  # fmt: skip
+            assert_stored(run(x, to)[:2], run(x.float(), Store())[0], to, way(*form))
+            again = way(*form)
+            one, two = run(x, way(*form)), run(x, again)
+            assert all(
+                torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
+                for a, b in zip(one[:1], two[:1], strict=True)
+            )
+            assert not backward or torch.equal(one[2], two[2])
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("form", WAYS, ids=str)
+def test_what_is_not_finite_stays_and_is_counted(dtype, form):
+    x = torch.tensor([[1.0, float("nan"), -3.0], [float("inf"), 2.0, 0.5], [0.0, 0.0, -0.0]])
+    form = (dtype, *form[1:])
+    to, fresh = way(*form), way(*form)
+    if unsupported(x.shape, "relu", to) is None:
+        found = act_quantize(x, "relu", to)
+        assert_stored(found, torch.where(x < 0, 0, x), to, fresh)
+        q = found[0].data.float()
+        assert q[0, 1].isnan()
+        assert q[1, 0].isnan() if dtype == E4M3 else q[1, 0] == math.inf
+
+
+@pytest.mark.parametrize("form", WAYS, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-44, 1e-38, 3e38, 448.0, 57344.0])
+def test_extreme_amaxes(form, value):
+    x = torch.full((3, 5), value)
+    to = way(*form)
+    if unsupported(x.shape, "relu", to) is None:
+        assert_stored(act_quantize(x, "relu", to), x, to, way(*form))
+
+
+def test_relu_agrees_with_the_twin_outright():
+    x = numbers(65, 130, torch.bfloat16, 9)
+    for form in WAYS:
+        to, fresh = way(*form), way(*form)
+        if unsupported(x.shape, "relu", to) is None:
+            for mine, twin in zip(act_quantize(x, "relu", to), twin_of_forward(x, "relu", fresh), strict=True):
+                assert twin is None or (
+                    torch.equal(mine.data.float(), twin.data.float()) and torch.equal(mine.scale, twin.scale)
+                )
+
+
+@pytest.mark.parametrize("form", [None, *WAYS], ids=str)
+@pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)])
+def test_nothing_gives_nothing(form, shape):
+    x, to = torch.empty(shape), Store() if form is None else way(*form)
+    if unsupported(shape, "gelu", to) is None:
+        y, _ = act_quantize(x, "gelu", to)
+        wanted, _ = twin_of_forward(x, "gelu", to)
+        assert (y if form is None else y.data).shape == shape
+        assert form is None or torch.equal(y.scale, wanted.scale)
+        assert torch.equal(act_quantize_backward(x, x, "gelu", to)[2], torch.zeros(shape[1]))
+
+
+def test_a_slot_may_only_count_or_only_record():
+    x = numbers(5, 70, torch.float32, 1)
+    for count, record in itertools.product((False, True), repeat=2):
+        for form in WAYS:
+            to, fresh = way(*form), way(*form)
+            if form[-1] is not None and unsupported(x.shape, "silu", to) is None:
+                to, fresh = (s._replace(slot=s.slot._replace(count=count, record=record)) for s in (to, fresh))
+                assert_stored(act_quantize(x, "silu", to), act_quantize(x, "silu", Store())[0], to, fresh)
+
+
+def test_what_is_left_to_others_is_said():
+    row = How(E4M3, 1, 128)
+    assert "tanh" in unsupported((4, 4), "tanh", Store())
+    assert "odd" in unsupported((4, 5), "swiglu", Store())
+    assert "across" in unsupported((4, 258), "swiglu", Store(row), backward=True)
+    assert "128 x 128" in unsupported((4, 4), "relu", Store(How(E4M3, 128, 128)))
+    assert "FP8 only" in unsupported((4, 4), "relu", Store(None, True))
+    assert "emulation" in unsupported((4, 4), "relu", Store(How(E4M3, -1, -1, held=torch.bfloat16)))
+    assert "per tensor" in unsupported((4, 4), "relu", Store(How(E4M3, 1, -1, delayed=True)))

@@ -1,0 +1,128 @@
+"""Both orientations of a cast, bit for bit against the twin, and the transposition of codes."""
+
+import numpy as np
+import pytest
+import torch
+from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, every_code
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8engine.kernels import cast_transpose as kernel
+from fp8engine.kernels import quantize, quantize_groups
+from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
+from fp8engine.reference import How, Slot
+from fp8engine.reference import cast_transpose as twin
+from fp8engine.reference.operand import COUNTERS
+
+SOURCES = [torch.bfloat16, torch.float16, torch.float32]
+GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (64, 128), (2, 4)]
+INF, NAN = float("inf"), float("nan")
+
+
+def slot(predicted: float = 0.0) -> Slot:
+    live, counts = torch.full((2, 3), 77.0), torch.full((len(COUNTERS), 3), 1 << 40)
+    live[:, 1], counts[:, 1] = torch.tensor([-1.0, predicted]), 0
+    return Slot(live, counts, 1)
+
+
+def some(m: int, k: int, source: torch.dtype) -> torch.Tensor:
+    """Values of 30 binary orders of magnitude: rows, columns and blocks differ in their scales."""
+    generator = torch.Generator().manual_seed(m * 1000 + k)
+    sizes = torch.randint(-7, 3, (m, 1), generator=generator) + torch.randint(-7, 3, (1, k), generator=generator)
+    x = torch.randn(m, k, generator=generator) * 2.0 ** (sizes - torch.randint(0, 12, (m, k), generator=generator))
+    return x.to(source)
+
+
+def assert_as_twin(x: torch.Tensor, how: How, predicted: float = 0.0) -> Slot:
+    """cast_transpose as the twin does it, slot included; return the kernel's slot."""
+    ours, its = slot(predicted), slot(predicted)
+    with np.errstate(over="ignore"):  # x * s may overflow FP32: the kernel saturates it
+        found = cast_transpose(x, how, ours)
+    for (data, scale), wanted, name in zip(found, twin(x, how, its), ("q", "its transpose"), strict=True):
+        assert (wanted.rows, wanted.cols) == (how.rows, how.cols)
+        assert data.dtype == how.dtype
+        assert data.is_contiguous()
+        assert scale.is_contiguous()
+        assert_same(data.float(), wanted.data.float(), f"{name}, {how}, {tuple(x.shape)}")
+        assert scale.dtype == torch.float32
+        assert scale.shape == wanted.scale.shape
+        assert torch.equal(scale, wanted.scale), f"scale of {name}, {how}, {tuple(x.shape)}"
+    assert ours.counts_CS.tolist() == its.counts_CS.tolist(), (how, tuple(x.shape))
+    assert ours.live_2S.tolist() == its.live_2S.tolist(), (how, tuple(x.shape))
+    return ours
+
+
+@pytest.mark.parametrize("rows_cols", GROUPS, ids=str)
+def test_every_granularity_is_the_twin_s(rows_cols):
+    for i, (m, k) in enumerate([(5, 131), (129, 33)]):  # two tiles of blocks, across and down
+        assert_as_twin(some(m, k, SOURCES[i + (rows_cols[0] == 1)]), How(FP8[i], *rows_cols, power_of_2=i == 0))
+
+
+@pytest.mark.parametrize("rows_cols", GROUPS[:4], ids=str)
+@given(m=st.integers(0, 130), k=st.integers(0, 130), source=st.sampled_from(SOURCES), dtype=st.sampled_from(FP8))
+@settings(max_examples=2)
+def test_any_shape(rows_cols, m, k, source, dtype):
+    assert_as_twin(some(m, k, source), How(dtype, *rows_cols))
+
+
+@pytest.mark.parametrize("rows_cols", [*GROUPS[:4], (2, 4)], ids=str)
+def test_what_is_not_finite_stays_so_in_both_and_is_counted_once(rows_cols):
+    x = some(70, 120, torch.bfloat16)
+    x[3, 5], x[3, 6], x[69, 119] = INF, -INF, NAN
+    how = How(FP8[rows_cols[0] == 1], *rows_cols)
+    ours = assert_as_twin(x, how)
+    assert ours.counts_CS[COUNTERS.index("nonfinite"), 1] == 3
+    assert ours.live_2S[0, 1] == -1
+    for (data, scale), view in zip(cast_transpose(x, how), (x, x.t()), strict=True):
+        assert scale.isfinite().all()
+        assert torch.equal(data.float().isnan(), view.isnan() if how.dtype == E5M2 else ~view.isfinite())
+
+
+@pytest.mark.parametrize("rows_cols", GROUPS[:4], ids=str)
+def test_any_strides(rows_cols):
+    x = some(140, 120, torch.bfloat16)
+    for view in (x.t(), x[::3, 1::2], x[5:6].expand(20, -1)):
+        assert_as_twin(view, How(E4M3, *rows_cols))
+
+
+@pytest.mark.parametrize("over", [0.5, 8.0])
+@pytest.mark.parametrize("dtype", FP8)
+def test_a_recast_replaces_both_orientations(dtype, over):
+    x = some(70, 90, torch.bfloat16)
+    predicted = float(MAX[dtype] / x.abs().max()) * over
+    ours = assert_as_twin(x, How(dtype, -1, -1, delayed=True), predicted)
+    assert ours.counts_CS[COUNTERS.index("recasts"), 1] == (over > 1)
+
+
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (128, 128)], ids=str)
+def test_square_groups_make_the_transpose_the_transpose_of_the_codes(rows_cols):
+    (q, scale), (q_t, scale_t) = cast_transpose(some(140, 150, torch.float32), How(E4M3, *rows_cols))
+    assert_same(bits(q_t), bits(q.t()))
+    assert torch.equal(scale_t, scale.t() if scale.dim() else scale)
+
+
+@pytest.mark.parametrize("rows_cols", GROUPS[:4], ids=str)
+def test_the_result_does_not_depend_on_the_number_of_programs(rows_cols, monkeypatch):
+    x, how, results = some(140, 120, torch.bfloat16), How(E5M2, *rows_cols), []
+    for processors in (1, 3):
+        for module in (quantize, quantize_groups):
+            monkeypatch.setattr(module, "processors", lambda where, processors=processors: processors)
+        ours = slot()
+        pairs = cast_transpose(x, how, ours)
+        results.append([t.float() for pair in pairs for t in pair] + [ours.live_2S, ours.counts_CS])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_codes_are_turned_bit_for_bit(dtype):
+    codes = every_code(dtype).repeat(100).view(160, 160)
+    for view in (codes, codes.t(), codes[1:, 3:], codes[::3, ::2], codes[:1], codes[:, :1], codes[:0], codes[:, :0]):
+        turned = transpose_codes(view)
+        assert turned.dtype == dtype
+        assert turned.is_contiguous()
+        assert_same(bits(turned), bits(view.t()))
+
+
+def test_tiles_of_codes_have_vectors_of_16_bytes_on_both_sides():
+    block_m, block_k, _ = kernel.TILE
+    assert block_m % 16 == block_k % 16 == 0

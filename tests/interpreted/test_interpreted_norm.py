@@ -1,0 +1,157 @@
+"""Norms: values against float64, stores bit for bit against the twin, through the interpreter.
+
+With u = 2^-24, K columns, M rows, A = max_k |x| r, bounds of the error of the FP32 values:
+
+    n      e = u (2 K + 10) (A + 1) (1 + |n|)        the mean, K additions, moves x by K u max |x|; r as much again
+    y      e |w| + 2 u (|y| + |n w| + |b|)
+    n, backward, where r and mu are given: e = 4 u (|n| + A)
+    dx     r (2 u |g| + e |c| + |n| ((K + 4) u mean |g n| + mean |g| e) + (K + 4) u mean |g| + 4 u (|g| + |n c| + |d|))
+           with c = mean(g n), d = mean(g)
+    dw     (M + 6) u sum_m |dy n| + sum_m |dy| e        db  (M + 2) u sum_m |dy|
+
+How a result is stored is exact: what the twin's `store` makes of the FP32 result.
+"""
+
+import pytest
+import torch
+from casts import E4M3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted.test_interpreted_act import DTYPES, WAYS, U, assert_stored, numbers, way, within
+
+from fp8engine.kernels import norm_quantize as kernel
+from fp8engine.kernels import produce
+from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward, unsupported
+from fp8engine.reference import How
+from fp8engine.reference.cast_transpose import Store
+from fp8engine.reference.norm_quantize import Norm, RowStatistics
+from fp8engine.reference.norm_quantize import norm_quantize as twin
+
+# NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+NORMS = [Norm("rms"), Norm("rms", 1e-6, True), Norm("layer"), Norm("layer", 1e-3, True)]
+ROW_WAYS = [form for form in WAYS if not form[3]]
+SIZES = st.sampled_from([1, 2, 7, 31, 64, 127, 130])
+
+
+def within_float64(x, w, b, dy, norm):
+    """Forward and backward of one norm in float64, beside the kernels'."""
+    (m, k), one = x.shape, torch.ones((), dtype=torch.float64)
+    wide, dy64 = x.double(), dy.double()
+    mu = wide.mean(1, keepdim=True) if norm.kind == "layer" else 0 * wide[:, :1]
+    r = ((wide - mu).square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    n = (wide - mu) * r
+    gamma = one if w is None else w.double() + norm.zero_centered
+    beta = 0 * one if b is None else b.double()
+    y, _, (rstd, mean) = norm_quantize(x, w, b, norm, Store())
+    large = wide.abs().amax(1, keepdim=True) * r
+    e = U * (2 * k + 10) * (large + 1) * (1 + n.abs())
+    wanted = n * gamma + beta
+    within(y, wanted, e * gamma.abs() + 2 * U * (wanted.abs() + (n * gamma).abs() + beta.abs()))
+    within(rstd, r[:, 0], (U * (2 * k + 10) * (large + 1) * r)[:, 0])
+    assert (mean is None) == (norm.kind == "rms")
+
+    given_rows = RowStatistics(r[:, 0].float(), mu[:, 0].float() if norm.kind == "layer" else None)
+    dx, _, dw, db = norm_quantize_backward(dy, x, w, given_rows, norm, Store())
+    g = dy64 * gamma
+    c, d = (g * n).mean(1, keepdim=True), g.mean(1, keepdim=True) * (norm.kind == "layer")
+    e = 4 * U * (n.abs() + large)
+    along = (k + 4) * U * (g * n).abs().mean(1, keepdim=True) + (g.abs() * e).mean(1, keepdim=True)
+    bound = 2 * U * g.abs() + e * c.abs() + n.abs() * along + (k + 4) * U * g.abs().mean(1, keepdim=True)
+    bound += 4 * U * (g.abs() + (n * c).abs() + d.abs())
+    within(dx, r * (g - n * c - d), r * bound)
+    assert (dw is None) == (w is None)
+    assert (db is None) == (norm.kind == "rms")
+    if dw is not None:
+        within(dw, (dy64 * n).sum(0), (m + 6) * U * (dy64 * n).abs().sum(0) + (dy64.abs() * e).sum(0))
+    if db is not None:
+        assert db.dtype == (x if w is None else w).dtype
+        within(db, dy64.sum(0), (m + 2) * U * dy64.abs().sum(0))
+
+
+def inputs(m, k, dtype, seed, weighted=True, biased=True):
+    weight = numbers(1, k, dtype, seed + 1)[0] if weighted else None
+    bias = numbers(1, k, dtype, seed + 2)[0] if biased else None
+    return numbers(m, k, dtype, seed, seed % 2 == 0), weight, bias, numbers(m, k, dtype, seed + 3, seed % 3 == 0)
+
+
+@settings(max_examples=12)
+@given(SIZES, SIZES, st.sampled_from(NORMS), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_values_are_those_of_float64(m, k, norm, dtype, weighted, biased, seed):
+    within_float64(*inputs(m, k, dtype, seed, weighted, biased), norm)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_wide_rows_and_several_rows_a_program(norm, monkeypatch):
+    monkeypatch.setattr(produce, "RESIDENT_WARPS", 1)
+    within_float64(*inputs(6, 2100, torch.bfloat16, 5), norm)
+    within_float64(*inputs(35, 8200, torch.bfloat16, 6), norm)  # means, then dx; sums by a kernel of their own
+    x, w, b, dy = inputs(160, 100, torch.float32, 7)
+    within_float64(x, w, b, dy, norm)
+    rows = RowStatistics(*norm_quantize(x, w, b, norm, Store())[2])
+    one, two = (norm_quantize_backward(dy, x, w, rows, norm, Store()) for _ in range(2))
+    assert all(a is c or torch.equal(a, c) for a, c in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("form", ROW_WAYS, ids=str)
+@settings(max_examples=3)
+@given(SIZES, st.sampled_from([1, 7, 130, 257]), st.sampled_from(NORMS), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_it_is_stored_as_the_twin_stores_its_values(form, m, k, norm, dtype, seed):
+    x, w, b, dy = inputs(m, k, dtype, seed)
+    y, _, (rstd, mean) = norm_quantize(x.float(), w, b, norm, Store())
+    to = way(*form)
+    *found, rows = norm_quantize(x, w, b, norm, to)
+    assert_stored(tuple(found), y, to, way(*form))
+    assert torch.equal(rows[0], rstd)
+    rows = RowStatistics(rstd, mean)
+    plain = norm_quantize_backward(dy.float(), x.float(), w, rows, norm, Store())
+    to = way(*form)
+    found = norm_quantize_backward(dy, x, w, rows, norm, to)
+    assert_stored(found[:2], plain[0], to, way(*form))
+    assert torch.equal(found[2], plain[2])
+
+
+@pytest.mark.parametrize("form", ROW_WAYS, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(form, bad):
+    x = numbers(5, 70, torch.float32, 1)
+    x[2, 3] = bad
+    to = way(*form)
+    *found, _ = norm_quantize(x, None, None, NORMS[2], to)
+    y, _, _ = norm_quantize(x, None, None, NORMS[2], Store())
+    assert_stored(tuple(found), y, to, way(*form))
+    q = found[0].data.float()
+    assert q[2].isnan().all()
+    assert q[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_powers_of_two_are_exact():
+    # Rows of +-2^e have r = 2^-e: RMSNorm gives +-1, whatever the order of the sums.
+    x = torch.exp2(torch.arange(-8.0, 8.0))[:, None] * (torch.arange(64) % 2 * 2 - 1)
+    y, _, (rstd, _) = norm_quantize(x, None, None, Norm("rms", 0.0), Store())
+    wanted, _, rows = twin(x, None, None, Norm("rms", 0.0))
+    assert torch.equal(y, wanted)
+    assert torch.equal(rstd, rows.rstd_M)
+
+
+@pytest.mark.parametrize("form", [None, *ROW_WAYS], ids=str)
+@pytest.mark.parametrize("shape", [(0, 6), (3, 0)])
+def test_nothing_gives_nothing(form, shape):
+    x, to = torch.empty(shape), Store() if form is None else way(*form)
+    for norm in (NORMS[0], NORMS[2]):
+        y, _, rows = norm_quantize(x, None, None, norm, to)
+        wanted, _, statistics = twin(x, None, None, norm, to)
+        assert (y if form is None else y.data).shape == shape
+        assert form is None or torch.equal(y.scale, wanted.scale)
+        assert torch.equal(rows[0].isnan(), statistics.rstd_M.isnan())
+        dx, _, dw, _ = norm_quantize_backward(x, x, torch.ones(shape[1]), RowStatistics(*rows), norm, to)
+        assert torch.equal(dw, torch.zeros(shape[1]))
+        assert (dx if form is None else dx.data).shape == shape
+
+
+def test_what_is_left_to_others_is_said():
+    assert "no norm" in unsupported((4, 4), Norm("batch"), Store())
+    assert "16385" in unsupported((4, kernel.WIDEST + 1), NORMS[0], Store())
+    assert "transpose" in unsupported((4, 4), NORMS[0], Store(How(E4M3, -1, -1), True))
+    assert "128 x 128" in unsupported((4, 4), NORMS[0], Store(How(E4M3, 128, 128)))
+    assert unsupported((4, kernel.WIDEST), NORMS[0], Store(How(E4M3, 1, -1))) is None

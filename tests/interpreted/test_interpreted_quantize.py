@@ -1,0 +1,247 @@
+"""Casts to FP8 with a scale per tensor, row, column and block, bit for bit against the twin: codes, scales, counters.
+
+The twin is given a fresh slot (a CPU counts flushed elements on the first call of sixteen, the kernels on every one).
+"""
+
+import hypothesis.extra.numpy as arrays
+import numpy as np
+import pytest
+import torch
+from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, clamped_cast, every_value, factor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreted import faithful
+
+from fp8engine.kernels import quantize as kernel
+from fp8engine.kernels import quantize_groups as groups
+from fp8engine.kernels.quantize import quantize, quantize_given
+from fp8engine.reference import How, Slot
+from fp8engine.reference import quantize as twin
+from fp8engine.reference import quantize_given as twin_given
+from fp8engine.reference.operand import COUNTERS
+
+SOURCES = [torch.bfloat16, torch.float16, torch.float32]
+GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (16, 16), (64, 128), (2, 4)]
+SHAPES = [(1, 1), (7, 257), (131, 31)]
+SLOTS, INDEX = 5, 3
+INF, NAN = float("inf"), float("nan")
+
+
+def slot(predicted: float = 0.0, record: bool = True, count: bool = True) -> Slot:
+    """Column INDEX of tables whose other columns hold what must stay."""
+    live, counts = torch.full((2, SLOTS), 77.0), torch.full((len(COUNTERS), SLOTS), 1 << 40)
+    live[:, INDEX], counts[:, INDEX] = torch.tensor([-1.0, predicted]), 0
+    return Slot(live, counts, INDEX, record, count)
+
+
+def some(m: int, k: int, source: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Values of 40 binary orders of magnitude (so that some are flushed), a few zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator) * 2.0 ** torch.randint(-14, 4, (m, k), generator=generator)
+    x = torch.where(torch.rand(m, k, generator=generator) < 0.05, 0.0 * x.sign(), x)
+    return x.to(source)
+
+
+def assert_same_result(found, wanted, what: object = "") -> None:
+    """(codes, scale) of kernel and twin: equal bits but for NaN's, and for the sign of a zero that the twin drops."""
+    (q, scale), (q_twin, scale_twin) = found, wanted
+    assert q.dtype == q_twin.dtype
+    assert q.is_contiguous()
+    assert_same(q.float(), q_twin.float(), f"codes, {what}")
+    assert scale.dtype == torch.float32
+    assert scale.shape == scale_twin.shape
+    assert torch.equal(scale, scale_twin), f"scale, {what}"
+
+
+def assert_as_twin(x: torch.Tensor, how: How, start=slot) -> Slot:
+    """quantize as the twin does it, with tables that end equal; return the kernel's slot."""
+    ours, its = start(), start()
+    with np.errstate(over="ignore"):  # x * s may overflow FP32: the kernel saturates it
+        found = quantize(x, how, ours)
+    assert_same_result(found, twin(x, how, its), (how, tuple(x.shape), x.dtype))
+    assert ours.counts_CS.tolist() == its.counts_CS.tolist(), (how, tuple(x.shape))
+    assert ours.live_2S.tolist() == its.live_2S.tolist(), (how, tuple(x.shape))
+    return ours
+
+
+@pytest.mark.parametrize("rows_cols", GROUPS, ids=str)
+def test_every_granularity_is_the_twin_s(rows_cols):
+    for i, (m, k) in enumerate(SHAPES):
+        for dtype in FP8 if m == 7 else FP8[i % 2 :][:1]:
+            assert_as_twin(some(m, k, SOURCES[i % 3], seed=i), How(dtype, *rows_cols, power_of_2=i % 2 == 0))
+
+
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (1, 128)], ids=str)
+@given(m=st.integers(0, 40), k=st.integers(0, 300), source=st.sampled_from(SOURCES), dtype=st.sampled_from(FP8))
+@settings(max_examples=4)
+def test_any_shape(rows_cols, m, k, source, dtype):
+    assert_as_twin(some(m, k, source), How(dtype, *rows_cols))
+
+
+@given(
+    arrays.arrays(np.float32, (3, 130), elements=st.floats(width=32)),
+    st.sampled_from([(-1, -1), (1, -1), (-1, 1), (2, 64)]),
+    st.sampled_from(FP8),
+    st.booleans(),
+)
+@settings(max_examples=8)
+def test_any_values(x, rows_cols, dtype, power_of_2):
+    assert_as_twin(torch.from_numpy(x), How(dtype, *rows_cols, power_of_2))
+
+
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", FP8)
+def test_scales_at_the_ends_of_fp32(rows_cols, dtype):
+    # All zero: 1.  Subnormal amax: s overflows and becomes the largest FP32.  Largest FP32: s is subnormal's neighbour.
+    for top in (0.0, 1e-45, 1e-38, 2.0**-120, torch.finfo(torch.float32).max):
+        for power_of_2 in (False, True):
+            assert_as_twin(
+                torch.tensor([[top, -top / 2, 0.0], [top / 4, -0.0, top]]), How(dtype, *rows_cols, power_of_2)
+            )
+
+
+@pytest.mark.parametrize("how", [How(E4M3, -1, -1), How(E4M3, 1, -1), How(E5M2, 1, 128)], ids=str)
+def test_codes_are_ml_dtypes_own(how):
+    # Not by the twin: runs of 16-bit values of every exponent, 128 of them or fewer a row, so that a block is a row.
+    for source in (torch.bfloat16, torch.float16):
+        x = every_value(source)
+        x = x[x.isfinite()].view(-1, 128).t()[:, ::4]
+        with np.errstate(over="ignore"):
+            q, scale = quantize(x, how)
+        wide = x.float().numpy()
+        amax = np.abs(wide).max() if how.per_tensor else np.abs(wide).max(1)
+        s = np.vectorize(lambda a: factor(a, MAX[how.dtype]))(amax).astype(np.float32)
+        s = np.broadcast_to(s.reshape(-1, 1), wide.shape)
+        wanted = np.stack([clamped_cast(row, one, how.dtype) for row, one in zip(wide, s[:, 0], strict=True)])
+        assert faithful.same_codes(bits(q), wanted, how.dtype)
+        assert_same(scale.expand(wide.shape), np.float32(1) / s)
+
+
+@pytest.mark.parametrize("rows_cols", [*GROUPS[:4], (2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", FP8)
+def test_what_is_not_finite_stays_so_and_is_counted_and_enters_no_history(rows_cols, dtype):
+    x = some(130, 140, torch.bfloat16)
+    x[3, 5], x[3, 6], x[129, 139] = INF, -INF, NAN
+    ours = assert_as_twin(x, How(dtype, *rows_cols))
+    assert ours.live_2S[:, INDEX].tolist() == [-1.0, 0.0]
+    assert ours.counts_CS[COUNTERS.index("nonfinite"), INDEX] == 3
+    q, scale = quantize(x, How(dtype, *rows_cols))
+    assert scale.isfinite().all()
+    assert torch.equal(q.float().isnan(), x.isnan() if dtype == E5M2 else ~x.isfinite())
+    if dtype == E5M2:
+        assert bits(q)[3, 5:7].tolist() == [0x7C, 0xFC]
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (1, 128)], ids=str)
+def test_a_matrix_of_nothing_finite(rows_cols, bad):
+    for dtype in FP8:
+        assert_as_twin(torch.full((2, 130), bad), How(dtype, *rows_cols))
+
+
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (16, 16)], ids=str)
+def test_any_strides(rows_cols):
+    x = some(70, 150, torch.bfloat16)
+    views = [x.t(), x[:, 1:], x[::3, ::2], x[5:6].expand(20, -1)]
+    for view in views:
+        assert_as_twin(view, How(E4M3, *rows_cols))
+
+
+@pytest.mark.parametrize(("source", "dtype"), list(zip(SOURCES, (E4M3, E5M2, E4M3), strict=True)))
+@pytest.mark.parametrize("amax_over_predicted", [0.25, 1.0, 1 + 2.0**-7, 16.0])
+def test_a_prediction_holds_or_is_replaced_in_the_same_call(source, dtype, amax_over_predicted):
+    x = some(40, 170, source).clamp(-16.0, 16.0)
+    x[0, 0] = -16.0
+    predicted = MAX[dtype] / 16.0 * amax_over_predicted
+    for view in (x, x.t()):
+        ours = assert_as_twin(view, How(dtype, -1, -1, delayed=True), lambda: slot(predicted))
+        recasts = ours.counts_CS[COUNTERS.index("recasts"), INDEX]
+        assert recasts == (amax_over_predicted > 1)
+        assert ours.counts_CS[COUNTERS.index("saturated"), INDEX] >= recasts
+        # The prediction is the next step's business.
+        assert ours.live_2S[:, INDEX].tolist() == [16.0, predicted]
+
+
+@pytest.mark.parametrize(("ulps", "recast"), [(1, 0), (3, 0), (6, 1)])
+def test_a_scale_s_own_rounding_is_not_saturation(ulps, recast):
+    # 28 = 448 / 16, whose ulp times 16 is one ulp of 448: 448 (1 + 2^-22) lies 3.5 of them above 448.
+    predicted = 28.0 + ulps * 2.0**-19
+    ours = assert_as_twin(torch.tensor([[16.0, 1.0]]), How(E4M3, -1, -1, delayed=True), lambda: slot(predicted))
+    assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
+
+
+def test_with_nothing_predicted_a_delayed_cast_takes_the_amax():
+    for dtype in FP8:
+        ours = assert_as_twin(some(40, 170, torch.float32), How(dtype, -1, -1, delayed=True))
+        assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == 0
+        assert ours.live_2S[1, INDEX] == 0
+
+
+def test_what_is_not_finite_never_causes_a_recast_and_one_that_is_needed_happens_beside_it():
+    x = some(40, 170, torch.bfloat16)
+    x[0, :3] = torch.tensor([INF, NAN, -INF])
+    for over, recast in ((0.5, 0), (8.0, 1)):
+        predicted = float(MAX[E5M2] / x[x.isfinite()].abs().max()) * over
+        ours = assert_as_twin(x, How(E5M2, -1, -1, delayed=True), lambda predicted=predicted: slot(predicted))
+        assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
+        assert ours.live_2S[0, INDEX] == -1
+
+
+@pytest.mark.parametrize("how", [How(E4M3, *g) for g in GROUPS[:4]] + [How(E4M3, -1, -1, delayed=True)], ids=str)
+@pytest.mark.parametrize(("record", "count"), [(True, False), (False, True), (False, False)])
+def test_a_slot_is_written_only_as_far_as_it_says(how, record, count):
+    x = some(33, 200, torch.bfloat16)
+    start, ours, full = slot(3.0, record, count), slot(3.0, record, count), slot(3.0)
+    found = quantize(x, how, ours)
+    assert_same_result(found, quantize(x, how, full))
+    assert torch.equal(ours.live_2S, full.live_2S if record else start.live_2S)
+    assert torch.equal(ours.counts_CS, full.counts_CS if count else start.counts_CS)
+
+
+@pytest.mark.parametrize("how", [How(E4M3, *g) for g in GROUPS[:4]], ids=str)
+def test_a_second_call_in_a_step_keeps_the_larger_amax_and_adds_up(how):
+    big, small = some(33, 200, torch.bfloat16), some(20, 100, torch.bfloat16) / 64
+    for first, second in ((big, small), (small, big)):
+        ours = slot()
+        quantize(first, how, ours)
+        quantize(second, how, ours)
+        assert ours.live_2S[0, INDEX] == big.abs().max()
+        assert ours.counts_CS[:3, INDEX].tolist() == [2] + [first.numel() + second.numel()] * 2
+        least = [float(twin(x, how)[1].max()) for x in (first, second)]
+        assert ours.live_2S[1, INDEX] == pytest.approx(1 / least[1], rel=2**-22)  # the last call's: two roundings
+
+
+def test_rows_wider_than_a_program_holds(monkeypatch):
+    x = some(5, 300, torch.bfloat16)
+    wanted = quantize(x, How(E4M3, 1, -1))
+    monkeypatch.setattr(groups, "WIDEST", 256)
+    assert_same_result(quantize(x, How(E4M3, 1, -1)), wanted)
+    assert_as_twin(x, How(E4M3, 1, -1))
+
+
+@pytest.mark.parametrize("how", [How(E4M3, *g) for g in GROUPS[:4]] + [How(E5M2, -1, -1, delayed=True)], ids=str)
+def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
+    x = some(140, 130, torch.bfloat16)
+    results = []
+    for processors in (1, 3):
+        for module in (kernel, groups):
+            monkeypatch.setattr(module, "processors", lambda where, processors=processors: processors)
+        ours = slot(1.0)
+        results.append((*(t.float() for t in quantize(x, how, ours)), ours.live_2S, ours.counts_CS))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("rows_cols", GROUPS, ids=str)
+def test_a_given_scale(rows_cols):
+    x = some(130, 140, torch.bfloat16)
+    x[3, 5], x[3, 6] = INF, NAN
+    how = How(FP8[rows_cols[0] == 1], *rows_cols)
+    scale = (torch.rand(how.scale_shape(130, 140)) + 0.001) / MAX[how.dtype]  # so that much of it saturates
+    for view, given_scale in ((x, scale), (x.t().contiguous().t(), torch.tensor(0.01))):
+        q = quantize_given(view, how, given_scale)
+        assert q.is_contiguous()
+        assert_same(q.float(), twin_given(view, how, given_scale).float(), str(how))
+
+
+def test_a_given_scale_of_nothing():
+    assert quantize_given(torch.zeros(0, 5), How(E4M3, 1, -1), torch.ones(0, 1)).shape == (0, 5)

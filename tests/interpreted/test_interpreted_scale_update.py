@@ -1,0 +1,197 @@
+"""The update of every slot in one launch, bit for bit against both its twins: NumPy's memory and torch's operators.
+
+Every comparison is of bits, so that NaN, the sign of zero and entries that are to be left alone count as they are.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from casts import MAX
+from hypothesis import example, given
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+from fp8engine.kernels import scale_update as kernel
+from fp8engine.reference.scale import FP32_MAX, _scale_update_numpy, _scale_update_torch
+
+NAN, INF = float("nan"), float("inf")
+# Around the tiles of 64 rows and 32 slots, and around both at once.
+ROWS = [1, 2, 3, 16, 17, 63, 64, 65, 131]
+SLOTS = [0, 1, 2, 31, 32, 33, 64, 97]
+ODD = torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-126, FP32_MAX, INF, NAN, -INF, -1.0, 1.0, 448.0])
+
+
+class Tables(NamedTuple):
+    """What an update takes: history [H, S], live [2, S], rules [3, S]."""
+
+    history: torch.Tensor
+    live: torch.Tensor
+    rules: torch.Tensor
+
+    def copy(self) -> "Tables":
+        return Tables(*(x.clone() for x in self))
+
+
+def update(tables: Tables) -> None:
+    """The launch.  A quotient that overflows is one of its cases, on which no GPU remarks."""
+    with np.errstate(all="ignore"):
+        kernel.scale_update(*tables)
+
+
+def numbers(shape: tuple[int, int], odd: float, make: torch.Generator) -> torch.Tensor:
+    """Amaxes over nearly all of FP32's range, a share of them odd."""
+    x = torch.exp2(torch.randint(-140, 120, shape, generator=make).float()) * (1 + torch.rand(shape, generator=make))
+    picked = ODD[torch.randint(0, len(ODD), shape, generator=make)]
+    return torch.where(torch.rand(shape, generator=make) < odd, picked, x)
+
+
+def tables_of(rows: int, slots: int, odd: float = 0.0, idle: float = 0.3, seed: int = 0) -> Tables:
+    """Tables with a share of odd numbers and of slots that did not run."""
+    make = torch.Generator().manual_seed(seed)
+    live = numbers((2, slots), odd, make)
+    live[0] = torch.where(torch.rand(slots, generator=make) < idle, -1.0, live[0])
+    numerators = torch.tensor([0.0, 2.0**-30, 3e38, *MAX.values(), 448.0 / 8])
+    rules = torch.stack(
+        [
+            numerators[torch.randint(0, len(numerators), (slots,), generator=make)],
+            torch.randint(0, rows + 3, (slots,), generator=make).float(),  # longer than the table: all of it
+            torch.randint(0, 2, (slots,), generator=make).float(),
+        ]
+    )
+    return Tables(numbers((rows, slots), odd, make), live, rules)
+
+
+def assert_bits(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    differ = torch.nonzero(found.contiguous().view(torch.int32) != wanted.contiguous().view(torch.int32))
+    if len(differ):
+        at = tuple(differ[0].tolist())
+        raise AssertionError(f"{what}: {len(differ)} differ; at {at} {found[at]}, want {wanted[at]}")
+
+
+def assert_as_twins(found: Tables, before: Tables) -> None:
+    numpy, torch_ = before.copy(), before.copy()
+    _scale_update_numpy(*(x.numpy() for x in numpy))
+    _scale_update_torch(*torch_)
+    for name, wanted in {"NumPy": numpy, "torch": torch_}.items():
+        for table in ("history", "live", "rules"):
+            assert_bits(getattr(found, table), getattr(wanted, table), f"{table} by {name}")
+
+
+@given(
+    st.sampled_from(ROWS), st.sampled_from(SLOTS), st.sampled_from([0.0, 0.1, 0.6]), st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 999),
+)  # fmt: skip
+@example(1024, 33, 0.1, 0.3, 0)
+@example(1, 1, 0.6, 0.0, 3)
+@example(65, 97, 0.6, 0.3, 4)
+def test_bit_for_bit(rows, slots, odd, idle, seed):
+    tables = tables_of(rows, slots, odd, idle, seed)
+    before = tables.copy()
+    update(tables)
+    assert_as_twins(tables, before)
+
+
+@given(st.integers(0, 999), st.sampled_from([(3, 5), (16, 40), (70, 33)]))
+def test_tables_of_any_strides(seed, shape):
+    dense = tables_of(*shape, odd=0.2, seed=seed)
+    spread = Tables(*(torch.full((2 * x.shape[0] + 1, 3 * x.shape[1] + 2), 7.0)[1::2, 2::3] for x in dense))
+    turned = Tables(*(x.t().contiguous().t() for x in dense))
+    for tables in (spread, turned):
+        for into, x in zip(tables, dense, strict=True):
+            into.copy_(x)
+        assert shape[0] < 4 or not tables.history.is_contiguous()
+        update(tables)
+        assert_as_twins(tables, dense)
+    assert (spread.history._base[0::2] == 7).all()  # what lies between is not theirs
+    assert (spread.history._base[:, 0::3] == 7).all()
+    assert (spread.live._base[:, 1::3] == 7).all()
+
+
+def test_slots_that_did_not_run_keep_every_bit():
+    junk = torch.randint(-(2**31), 2**31, (71, 40), dtype=torch.int32).view(torch.float32)
+    tables = Tables(junk[:70].clone(), torch.stack([torch.full((40,), -1.0), junk[70]]), torch.full((3, 40), 70.0))
+    tables.live[0, ::3] = 2.0
+    tables.live[0, 1::3] = NAN  # an amax that is no number is not entered either
+    before = tables.copy()
+    update(tables)
+    still = torch.arange(40) % 3 != 0
+    assert_bits(tables.history[:, still], before.history[:, still], "history")
+    assert_bits(tables.live[1, still], before.live[1, still], "factor")
+    assert (tables.live[0] == -1).all()
+    assert_as_twins(tables, before)
+
+
+def test_a_slot_without_a_numerator_has_a_history_and_keeps_its_factor():
+    tables = Tables(
+        torch.zeros(2, 3), torch.tensor([[4.0] * 3, [7.0] * 3]), torch.tensor([[0.0] * 3, [2.0] * 3, [1.0] * 3])
+    )
+    update(tables)
+    assert tables.history.tolist() == [[4.0] * 3, [0.0] * 3]
+    assert tables.live.tolist() == [[-1.0] * 3, [7.0] * 3]
+
+
+@pytest.mark.parametrize("maximum", MAX.values())
+def test_ten_thousand_quotients_in_one_launch_are_correctly_rounded(maximum):
+    slots = 10_000
+    amax = torch.rand(slots, generator=torch.Generator().manual_seed(1)) + 1
+    tables = Tables(torch.zeros(2, slots), torch.stack([amax, torch.zeros(slots)]), torch.full((3, slots), maximum))
+    tables.rules[1], tables.rules[2] = 2.0, torch.arange(slots) % 2
+    update(tables)
+    s = np.float32(maximum) / amax.numpy()
+    s[1::2] = np.ldexp(np.float32(0.5), np.frexp(s[1::2])[1])
+    assert_bits(tables.live[1], torch.from_numpy(s), "factor")
+    assert_bits(tables.history[0], amax, "history")
+
+
+def test_what_overflows_is_the_largest_finite_and_what_is_unknown_zero():
+    amax = torch.tensor([2.0**-149, 2.0**-149, 0.0, INF])
+    rules = torch.tensor([[448.0] * 4, [1.0] * 4, [0.0, 1.0, 0.0, 0.0]])
+    tables = Tables(torch.ones(1, 4), torch.stack([amax, torch.full((4,), 5.0)]), rules)
+    update(tables)
+    assert tables.live[1].tolist() == [FP32_MAX, 2.0**127, 0.0, 0.0]
+
+
+def test_a_window_forgets_step_by_step():
+    steps, window, rows = 80, 65, 70  # longer than a tile, and ends inside one
+    tables = Tables(torch.zeros(rows, 1), torch.zeros(2, 1), torch.tensor([[448.0], [float(window)], [0.0]]))
+    amaxes = [float(1 + (37 * step) % 101) for step in range(steps)]
+    for step, amax in enumerate(amaxes):
+        tables.live[0, 0] = amax
+        update(tables)
+        largest = max(amaxes[max(0, step + 1 - window) : step + 1])
+        assert tables.live[1].item() == (np.float32(448) / np.float32(largest)).item()
+    assert tables.history[:, 0].tolist() == amaxes[: -rows - 1 : -1]
+
+
+def test_all_reads_of_a_tile_come_before_its_barrier_and_all_writes_after(monkeypatch):
+    # Threads of a program run in any order between two barriers, which the interpreter cannot show: so look at what
+    # is read and written between them.  No address may be in both.
+    between: list[tuple[set[int], set[int]]] = [(set(), set())]
+
+    plain_load, plain_store = (getattr(Builder, name) for name in ("create_masked_load", "create_masked_store"))
+
+    def note(pointers, mask, which) -> None:
+        between[-1][which].update(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].tolist())
+
+    def load(self, pointers, mask, *rest):
+        note(pointers, mask, 0)
+        return plain_load(self, pointers, mask, *rest)
+
+    def store(self, pointers, value, mask, *rest):
+        note(pointers, mask, 1)
+        return plain_store(self, pointers, value, mask, *rest)
+
+    def barrier(self):
+        between.append((set(), set()))
+
+    for name, watched in (("masked_load", load), ("masked_store", store), ("barrier", barrier)):
+        monkeypatch.setattr(Builder, f"create_{name}", watched)
+    for rows in (1, 17, 64, 65, 200):
+        between[:] = [(set(), set())]
+        update(tables_of(rows, 32, idle=0.0))
+        assert len(between) == -(-rows // kernel.MOST_ROWS) + 1
+        assert all(not read & written for read, written in between), f"{rows} rows"
+        assert between[0][0]
+        assert between[-1][1]
