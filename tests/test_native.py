@@ -8,8 +8,9 @@ from casts import E4M3, E5M2
 
 import fp8engine as fe
 from fp8engine import device, dispatch, execute, native, ops
+from fp8engine.bench import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
-from fp8engine.reference import Epilogue, How, Operand
+from fp8engine.reference import Epilogue, How, Operand, Slot
 
 CUDA = torch.device("cuda", 0)
 
@@ -219,3 +220,67 @@ def test_bias_of_fe_matmul_has_a_gradient():
     fe.matmul(a, a, bias_N=bias_N, out=fe.FP32).backward(dy_MN)
     assert bias_N.grad is not None
     assert torch.allclose(bias_N.grad, dy_MN.sum(0), rtol=0, atol=6 * 2**-23)
+
+
+def launches(call) -> int:
+    """How many kernels a call starts, on a Hopper card that is not there."""
+    with offline.caught(90) as found:
+        call()
+    return len(found)
+
+
+def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "no_card", lambda where: None)
+    # DESIGN section 9: at most 3 in forward while the weight's FP8 copy is valid, 5 when it is not.
+    def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, weight = meta(512, 256), meta(128, 256)
+    codes = Operand(meta(512, 256, dtype=E4M3), meta(dtype=torch.float32))
+    matmul = launches(lambda: native.matmul(codes, codes, Epilogue()))
+    assert matmul == 1
+    slot = Slot(meta(2, 9, dtype=torch.float32), meta(7, 9, dtype=torch.int64), 3)
+    for how in (How(E4M3, -1, -1), How(E4M3, -1, -1, delayed=True), How(E4M3, 1, -1), How(E4M3, 1, 128)):
+        of_x = launches(lambda how=how: native.cast_transpose(x, how, slot))
+        of_weight = launches(lambda how=how: native.quantize(weight, how, slot))
+        assert of_x + matmul <= 3
+        assert of_x + of_weight + matmul <= 5
+    tables = (
+        meta(16, 10_000, dtype=torch.float32),
+        meta(2, 10_000, dtype=torch.float32),
+        meta(3, 10_000, dtype=torch.float32),
+    )
+    assert launches(lambda: native.scale_update(*tables)) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "ours"),
+    [
+        (How(E4M3, -1, -1), True),
+        (How(E4M3, 1, -1), True),
+        (How(E4M3, -1, 1), True),
+        (How(E4M3, 1, 128), True),
+        (How(E5M2, 32, 32), True),
+        (How(E4M3, 128, -1), False),  # bands of rows
+        (How(E4M3, 1, 100), False),  # no power of two
+        (How(E4M3, 256, 256), False),  # larger than a tile
+    ],
+    ids=str,
+)
+def test_which_groups_our_casts_take(how: How, ours: bool):
+    assert native.castable(torch.zeros(4, 4), how) is ours
+    assert not native.castable(torch.zeros(0, 4), how)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_where_casts_run(capability, card, monkeypatch):
+    where = card(*capability)
+    fp8 = capability >= (8, 9)
+    assert dispatch.choose_casts(where) == ("triton" if fp8 else "reference")
+    with fe.backend("cublas"):  # has no casts of its own
+        assert dispatch.choose_casts(where) == ("triton" if fp8 else "reference")
+    with fe.backend("reference"):
+        assert dispatch.choose_casts(where) == "reference"
+    assert dispatch.choose_casts(torch.device("cpu")) == "reference"
+    monkeypatch.setattr(native, "installed", lambda: None)
+    assert dispatch.choose_casts(where) == "reference"

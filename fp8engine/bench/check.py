@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8engine import native, reference
+from fp8engine import native, ops, reference
 from fp8engine.dispatch import backend
 from fp8engine.formats import E4M3, E5M2, FP16, FP32, Format
 from fp8engine.modules.linear import Linear
-from fp8engine.reference import Epilogue, How, Operand
+from fp8engine.reference import Epilogue, How, Operand, Slot
+from fp8engine.reference.operand import COUNTERS
 
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 SHAPES = (
@@ -38,6 +39,7 @@ MORE_SHAPES = (
     (1024, 50257, 768),
     (2048, 4096, 14336),
 )
+CASTS, MORE_CASTS = ((3, 7), (130, 129)), ((1, 1), (0, 32), (4099, 2053), (8192, 4096), (1024, 20000))
 # Relative error (Frobenius) over random data at K = 4096 of Hopper's fast accumulation, 1.35e-3, and of promotion every
 # 128, 1.3e-4 (mmaemu, a bit-level model of the H100): KERNELS.md, "Oracles".  Twice that is a fault and not a rounding.
 FAST_ERROR, PROMOTED_ERROR = 2.7e-3, 2.6e-4
@@ -55,6 +57,9 @@ def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Calla
         yield f"matmul_fp16 {name}, integers", lambda shape=shape: integers_fp16(where, shape)
         yield f"matmul_block {name}, integers", lambda shape=shape: integers_block(where, shape)
         yield f"epilogue {name}, integers", lambda shape=shape: epilogues(where, shape)
+    for shape in CASTS + (MORE_CASTS if more else ()):
+        yield f"casts {shape[0]}x{shape[1]}, bit for bit", lambda shape=shape: casts(where, shape)
+    yield "scale update, bit for bit", lambda: scale_update(where)
     yield "NaN and Inf reach the output", lambda: not_finite(where)
     yield "matmul_fp8, random data", lambda: accuracy(where, 4096 if more else 256)
     yield "two runs agree bit for bit", lambda: determinism(where)
@@ -142,6 +147,63 @@ def epilogues(where: torch.device, shape: tuple[int, int, int]) -> str | None:
         ours, twins = ([part.tolist() for part in end[4:] if part is not None] for end in ends)
         if ours != twins:
             return f"{format}, {kind}: amax and counts are {ours}, wanted {twins}"
+    return None
+
+
+def casts(where: torch.device, shape: tuple[int, int]) -> str | None:
+    """Codes, scales and tables of every granularity, dtype and way of scaling, with and without what is not finite."""
+    groups = ((-1, -1, False), (-1, -1, True), (1, -1, False), (-1, 1, False), (1, 128, False), (128, 128, False))
+    for dtype, bad in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        x = (torch.randn(shape, device=where) * torch.exp2(torch.randint(-9, 10, shape, device=where))).to(dtype)
+        if bad and x.numel():
+            x.view(-1)[:: max(x.numel() // 3, 1)] = float("inf")
+        for (rows, cols, delayed), format in itertools.product(groups, (E4M3, E5M2)):
+            how = How(format.dtype, rows, cols, format is E4M3, delayed)
+            for predicted in (0.0, 2.0**-6, 2.0**6) if delayed else (0.0,):
+                found = _cast(where, "triton", x, how, predicted)
+                wanted = _cast(where, "reference", x, how, predicted)
+                for name, ours, twins in zip(CAST, found, wanted, strict=True):
+                    if wrong := _differs(ours, twins):
+                        return f"{how} of {dtype}, predicted {predicted}, not finite {bad}, {name}: {wrong}"
+    return None
+
+
+CAST = ("codes", "scales", "codes of the transpose", "scale of the transpose", "live", "counts")
+
+
+def _cast(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: float) -> list[torch.Tensor]:
+    live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
+    slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
+    with backend(name), torch.no_grad():
+        first, turned = ops.cast_transpose(x, how, slot)
+        alone = ops.quantize(x, how, slot)
+    data = torch.cat([each.data.contiguous().view(torch.uint8) for each in (first, alone)])
+    # On a CPU the reference looks for flushed elements on some calls only: rows "sampled" and "underflowed".
+    counts = slot.counts_CS if where.type == "cuda" else slot.counts_CS[[0, 1, 3, 5, 6]]
+    scales = torch.cat([first.scale.reshape(-1), alone.scale.reshape(-1)])
+    return [_one_nan(data, how), scales, _one_nan(turned.data.view(torch.uint8), how), turned.scale, live, counts]
+
+
+def _one_nan(codes: torch.Tensor, how: How) -> torch.Tensor:
+    """NaN has several codes; here one."""
+    return torch.where(codes.view(how.dtype).float().isnan(), 0x7F, codes)
+
+
+def scale_update(where: torch.device) -> str | None:
+    """Windows, live values and factors of 3,000 slots, some of which did not run, against the twin on the host."""
+    history = torch.rand(16, 3000).mul_(torch.randint(0, 2, (16, 3000)))
+    live = torch.stack([torch.where(torch.rand(3000) < 0.3, -1.0, torch.rand(3000) * 500), torch.rand(3000)])
+    rules = torch.stack(
+        [torch.tensor([448.0, 57344.0, 0.0]), torch.tensor([1.0, 5.0, 16.0]), torch.tensor([0.0, 1.0, 1.0])]
+    )
+    rules = rules.repeat(1, 1000)
+    ours = [table.to(where) for table in (history, live, rules)]
+    with backend("triton"):
+        ops.scale_update(*ours)
+    reference.scale_update(history, live, rules)
+    for name, found, wanted in zip(("history", "live"), ours, (history, live), strict=False):
+        if wrong := _differs(found.cpu(), wanted):
+            return f"{name}: {wrong}"
     return None
 
 

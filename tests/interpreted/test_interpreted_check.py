@@ -40,3 +40,27 @@ def test_the_check_of_casts_finds_a_cast_that_hides_infinity(monkeypatch: pytest
     monkeypatch.setattr(native, "matmul_fp16", lambda a, b, end: right(a.nan_to_num(posinf=1e4), b, end))
     for format in (check.E4M3, check.E5M2):
         assert "inf the first" in (check.rounding(CPU, format) or "")
+
+
+WRONG_CASTS = {
+    "a code": lambda q, scale: (q.view(torch.uint8).bitwise_xor(1).view(q.dtype), scale),
+    "a scale, by an ulp": lambda q, scale: (q, scale * (1 + 2.0**-23)),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_CASTS)
+def test_the_check_of_casts_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
+    right = native.quantize
+    monkeypatch.setattr(native, "quantize", lambda x, how, slot=None: WRONG_CASTS[fault](*right(x, how, slot)))
+    assert check.casts(CPU, (3, 7))
+
+
+def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatch):
+    right = native.scale_update
+
+    def late(history_HS, live_2S, rules_3S):
+        right(history_HS, live_2S, rules_3S)
+        live_2S[1, 7] += 1
+
+    monkeypatch.setattr(native, "scale_update", late)
+    assert "live" in (check.scale_update(CPU) or "")
