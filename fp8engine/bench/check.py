@@ -197,7 +197,7 @@ def scale_update(where: torch.device) -> str | None:
         [torch.tensor([448.0, 57344.0, 0.0]), torch.tensor([1.0, 5.0, 16.0]), torch.tensor([0.0, 1.0, 1.0])]
     )
     rules = rules.repeat(1, 1000)
-    ours = [table.to(where) for table in (history, live, rules)]
+    ours = [table.clone().to(where) for table in (history, live, rules)]
     with backend("triton"):
         ops.scale_update(*ours)
     reference.scale_update(history, live, rules)
