@@ -231,6 +231,7 @@ def launches(call) -> int:
 
 def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "no_card", lambda where: None)
+
     # DESIGN section 9: at most 3 in forward while the weight's FP8 copy is valid, 5 when it is not.
     def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
