@@ -73,5 +73,17 @@ class GradientError(Fp8EngineError, RuntimeError):
     """A gradient of a gradient was asked of an FP8 matmul, which rounds and so has none."""
 
 
+class OpListError(Fp8EngineError, ValueError):
+    """Lists of autocast that contradict each other: a function in two of them."""
+
+
+class OptimizerError(Fp8EngineError, RuntimeError):
+    """An optimizer that cannot be wrapped as asked, or whose steps are called out of order."""
+
+
+class LossScaleError(Fp8EngineError, ValueError):
+    """A loss scale of zero, Inf or NaN, or gradients that no loss scaler can unscale."""
+
+
 class EmulationWarning(UserWarning):
     """Said once per converted model: no FP8 Tensor Cores here, so FP8 values are computed with, but not faster."""
