@@ -22,6 +22,9 @@ BUILTIN = {
     errors.VersionError: RuntimeError,
     errors.ParallelError: RuntimeError,
     errors.GradientError: RuntimeError,
+    errors.OpListError: ValueError,
+    errors.OptimizerError: RuntimeError,
+    errors.LossScaleError: ValueError,
 }
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
 PROTOCOL = {"KeyError", "AttributeError"}
