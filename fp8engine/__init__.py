@@ -10,7 +10,7 @@
 1.0
 """
 
-from fp8engine import errors
+from fp8engine import distributed, errors
 from fp8engine.convert import convert
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from fp8engine.modules import Linear
@@ -53,6 +53,7 @@ __all__ = [
     "convert",
     "current",
     "delayed",
+    "distributed",
     "errors",
     "high_precision",
     "inspect",

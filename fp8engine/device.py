@@ -25,6 +25,8 @@ import time
 
 import torch
 
+from fp8engine.errors import BackendError
+
 FP8_CAPABILITY = (8, 9)
 
 
@@ -44,6 +46,19 @@ def name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU" if device.type == "cpu" else device.type
+
+
+def check_one(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise BackendError, with the names of both, unless all the tensors that are there lie where the first one does.
+
+    >>> check_one("matmul", torch.ones(1), bias=torch.ones(1), scale=None)
+    """
+    for what, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise BackendError(
+                f"{operation}: its first tensor is on {first.device} and {what.replace('_', ' ')} on {tensor.device}; "
+                "an operation runs on one device: move one of them"
+            )
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

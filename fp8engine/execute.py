@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine import cublas, native, reference
+from fp8engine import cublas, native, ranks, reference
 from fp8engine.dispatch import asked, choose, choose_casts
 from fp8engine.errors import BackendError
 from fp8engine.reference import Epilogue, How, Operand, Slot
@@ -46,14 +46,14 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[to
     return reference.quantize(x_MK, how, slot)
 
 
-def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, ...]:
-    """(data, scale, data of the transpose, its scale); the last is empty per tensor, where one scale serves both."""
-    if _casts_on_triton(x_MK, how):
-        (data, scale), (turned, scale_turned) = native.cast_transpose(x_MK, how, slot)
-    else:
-        first, second = reference.cast_transpose(x_MK, how, slot)
-        data, scale, turned, scale_turned = *first[:2], *second[:2]
-    return data, scale, turned, scale.new_empty(0) if how.per_tensor else scale_turned
+def cast_transpose(
+    x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """(data, scale, data of the transpose, its scale, sums of columns); empty: what one scale or nobody needs."""
+    found = native.cast_transpose if _casts_on_triton(x_MK, how) else reference.cast_transpose
+    first, second, *rest = found(x_MK, how, slot, sums)
+    nothing = first[1].new_empty(0)
+    return *first[:2], second[0], nothing if how.per_tensor else second[1], rest[0] if sums else first[1].new_empty(0)
 
 
 def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
@@ -63,8 +63,9 @@ def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.T
     return reference.quantize_given(x_MK, how, scale)
 
 
-def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
-    """Enter a step's amaxes, predict the next scales."""
+def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor, name: str = "") -> None:
+    """Enter a step's amaxes, of all the ranks of a process group, and predict the next scales."""
+    ranks.join(live_2S[0], name)
     if choose_casts(history_HS.device) == "triton":
         native.scale_update(history_HS, live_2S, rules_3S)
     else:

@@ -15,12 +15,13 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 
 from fp8engine import device
 from fp8engine.errors import BackendError, VersionError
-from fp8engine.reference import Epilogue, How, Operand, Slot
+from fp8engine.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
 
 OLDEST, TOO_NEW = (3, 6), (3, 10)
 CAPABILITY_16_BITS = (8, 0)
@@ -116,9 +117,14 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
 
 def castable(x_MK: torch.Tensor, how: How) -> bool:
     """Whether our kernels cast x so: groups of a power of two up to 128, or whole rows, columns or tensors."""
+    return x_MK.numel() > 0 and casts_groups(how)
+
+
+def casts_groups(how: How) -> bool:
+    """Whether our kernels find scales of such groups."""
     sizes = {how.rows, how.cols} - {-1}
     whole = -1 in (how.rows, how.cols)
-    return x_MK.numel() > 0 and sizes.issubset(POWERS) and (not whole or sizes <= {1})
+    return sizes.issubset(POWERS) and (not whole or sizes <= {1})
 
 
 def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,10 +139,10 @@ def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.T
         return _kernel("quantize", "quantize_given")(_addressable(x_MK), how, scale)
 
 
-def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None):
-    """((codes, scale), (codes of the transpose, their scale)), from one read of x where that can be."""
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False):
+    """((codes, scale), (codes of the transpose, their scale)), and sums of columns where asked, from one read of x."""
     with _on(x_MK.device):
-        return _kernel("cast_transpose")(_addressable(x_MK), how, slot)
+        return _kernel("cast_transpose")(_addressable(x_MK), how, slot, sums)
 
 
 def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
@@ -149,6 +155,46 @@ def stats(x_MK: torch.Tensor, every: int = 1) -> tuple[torch.Tensor, torch.Tenso
     """The twin of reference.stats, as a tuple."""
     with _on(x_MK.device):
         return _kernel("stats")(x_MK, every)
+
+
+def transpose_codes(q_MK: torch.Tensor) -> torch.Tensor:
+    """FP8 codes [K, M], contiguous, of codes [M, K] in any strides."""
+    with _on(q_MK.device):
+        return _kernel("cast_transpose", "transpose_codes")(q_MK)
+
+
+def norm_unsupported(shape: Sequence[int], norm: Norm, to: Store) -> str | None:
+    """Why our kernels do not store the norm of an x of that shape so, forward or backward, or None when they do."""
+    return _kernel("norm_quantize", "unsupported")(shape, norm, to)
+
+
+def norm_quantize(x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store) -> tuple:
+    """The twin of reference.norm_quantize, as a tuple, where `norm_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("norm_quantize")(x_MK, weight_K, bias_K, norm, to)
+
+
+def norm_quantize_backward(dy_MK: torch.Tensor, x_MK, weight_K, rows: RowStatistics, norm: Norm, to: Store) -> tuple:
+    """The twin of reference.norm_quantize_backward, as a tuple, where `norm_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("norm_quantize", "norm_quantize_backward")(dy_MK, x_MK, weight_K, rows, norm, to)
+
+
+def act_unsupported(shape: Sequence[int], kind: str, to: Store, backward: bool = False) -> str | None:
+    """Why our kernels do not store the activation of an x of that shape so, or None when they do."""
+    return _kernel("act_quantize", "unsupported")(shape, kind, to, backward)
+
+
+def act_quantize(x_MK: torch.Tensor, kind: str, to: Store) -> tuple:
+    """The twin of reference.act_quantize, as a tuple, where `act_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("act_quantize")(x_MK, kind, to)
+
+
+def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store) -> tuple:
+    """The twin of reference.act_quantize_backward, as a tuple, where `act_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("act_quantize", "act_quantize_backward")(dy_MN, x_MK, kind, to)
 
 
 @functools.lru_cache(maxsize=4096)

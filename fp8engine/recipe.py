@@ -141,6 +141,9 @@ class Recipe:
     fast_accumulation: the matmuls that may keep Hopper's ~13-bit partial sums; the others promote to FP32.
     output: format in which a matmul's result leaves the Tensor Core when the layer itself is FP32; BF16 as on
         hardware under autocast (one rounding, relative error up to 2^-8), FP32 for none.  A 16-bit layer uses its own.
+    cache_weights: whether the weight's FP8 copies, one byte an element and orientation, outlive what reads them.
+        "auto": until backward, and across calls where one version is read again (frozen, inference, accumulation);
+        True: as long as the weight stands; False: never.  A compiled graph keeps nothing across calls.
     """
 
     input: Cast
@@ -154,6 +157,7 @@ class Recipe:
     algo: str = "max"
     fast_accumulation: tuple[str, ...] = ("forward", "dgrad")
     output: Format = BF16
+    cache_weights: bool | str = "auto"
     name: str = "custom"
 
     def __post_init__(self):
@@ -173,6 +177,8 @@ class Recipe:
                 raise UnknownName("matmul", matmul, MATMULS)
         if not isinstance(self.output, Format) or self.output.is_fp8:
             raise InvalidRecipe(f"output={self.output!r}: FP8 needs a consumer that reads it; want BF16, FP16 or FP32")
+        if self.cache_weights not in ("auto", True, False):
+            raise UnknownName("cache_weights", self.cache_weights, ["auto", "True", "False"])
         for matmul in MATMULS:
             a, b = self.operands(matmul)
             if a.is_fp8 != b.is_fp8:

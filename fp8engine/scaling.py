@@ -107,6 +107,7 @@ class ScalingState:
         self.layers = list(layers)
         self.delayed = any(recipe.delayed for _, recipe in self.layers)
         self.latest = LatestInput()
+        self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
         self._reset(torch.device(device))
@@ -192,7 +193,7 @@ class ScalingState:
 
     def _update(self) -> None:
         if self.delayed:
-            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S)
+            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks)
         elif self._host is not None and not torch.compiler.is_compiling():
             self._host[0][0] = -1.0
         else:

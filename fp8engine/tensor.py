@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fp8engine import ops, reference
+from fp8engine import device, ops, reference
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.formats import BF16, Format
 from fp8engine.recipe import Cast, Granularity, PerBlock, PerRow, PerTensor
@@ -119,7 +119,7 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
     scale: use this one (x ≈ q * scale; it must have the shape the cast's granularity gives) instead of measuring x:
     what does not fit then saturates.  Rows count over the leading dimensions.
     Raises UnsupportedDtype for a dtype that is not FP32, BF16 or FP16 or a cast that is not to FP8, ShapeError for a
-    scale of another shape.
+    scale of another shape, BackendError for one on another device.
 
     >>> q = quantize(torch.tensor([[1.0, -3.0, 7.0]]), Cast(Format.named("E4M3"), power_of_2=True))
     >>> q.dequantize().tolist(), q.scale.item(), q.data.dtype
@@ -142,7 +142,7 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
                 raise ShapeError(
                     f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}"
                 )
-            operand = ops.quantize_given(flat, how, scale.detach().float().reshape(shape).to(x.device))
+            operand = ops.quantize_given(flat, how, scale.detach().float().reshape(shape))
     scale = operand.scale
     if x.dim() > 2 and how.rows == 1:
         scale = scale.view(*x.shape[:-1], scale.shape[-1])
@@ -153,7 +153,8 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     """a [..., K] @ b[N, K].T + bias[N], of Float8Tensors or ordinary tensors; a result [..., N] in `out`.
 
     Two Float8Tensors multiply in FP8 (on the backend `fe.backend` or the device names), FP32 sums rounded once to
-    `out`; beside an ordinary tensor a Float8Tensor is dequantised.  Raises ShapeError and BackendError (E5M2 by E5M2).
+    `out`; beside an ordinary tensor a Float8Tensor is dequantised.  Raises ShapeError, and BackendError
+    for E5M2 by E5M2 or operands on several devices.
 
     >>> a = quantize(torch.ones(2, 3), Cast(Format.named("E4M3"), power_of_2=True))
     >>> from fp8engine.formats import FP32
@@ -169,6 +170,7 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
         y_MN = ops.matmul(a_MK.operand(), b_NK.operand(), bias_N, out.dtype, "exact")
         return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
     a_MK, b_NK = _plain(a_MK), _plain(b_NK)
+    device.check_one("matmul", a_MK, b=b_NK, bias=bias_N)
     if a_MK.dtype != b_NK.dtype:
         b_NK = b_NK.to(a_MK.dtype)
     y_MN = ops.matmul_fp16(_matrix(a_MK), b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)

@@ -20,17 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.column_sums import column_sums
 from fp8engine.kernels.epilogue import activate
-from fp8engine.kernels.norm_quantize import column_sums
-from fp8engine.kernels.produce import (
-    Target,
-    begin,
-    cannot_store,
-    nothing_seen,
-    programs,
-    publish_seen,
-    put,
-)
+from fp8engine.kernels.produce import GROUP_COLUMNS, Target, begin, cannot_store, end, nothing_seen, programs, put
 
 FUNCTIONS = {
     "relu": "relu",
@@ -45,7 +37,6 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
-GROUP_N = 128  # columns, and for the transposed copy rows, of a group
 WIDEST_ROW = 16384  # a whole row in the registers of one program
 
 
@@ -82,15 +73,18 @@ def read(x, rows, columns, M, N, stride_m, stride_n):
     return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _act_kernel(
-    x, q, q_t, scale, scale_t, amax_M, amax_K, work, live, index, M, N, stride_m, stride_n, stride_live,
+    x, q, q_t, scale, scale_t, amax_M, amax_K, work, live, counts,
+    M, N, stride_m, stride_n, index, stride_live, stride_counts,
     ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    s, todo = begin(work, live, scale, index, stride_live, HOW, OUT, POWER_OF_2, DELAYED, SECOND)
     outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    slot = (work, live, counts, index, stride_live, stride_counts)
+    elements = tl.cast(M, tl.int64) * N
+    s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
     seen = nothing_seen()
     across = tl.cdiv(N, BLOCK_N)
     tiles = tl.where(todo, tl.cdiv(M, BLOCK_M) * across, 0)
@@ -102,26 +96,29 @@ def _act_kernel(
         if IS_GATED:
             y_MN *= read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
         seen = put(
-            y_MN, rows, first, N, M, N, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT
+            y_MN, rows, first, N, M, N, s, outputs, seen,
+            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
         )  # fmt: skip
-    publish_seen(work, seen, SECOND)
+    end(seen, slot, elements, HOW, SECOND, COUNT, RECORD)
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _act_backward_kernel(
-    dy, x, part, q, q_t, scale, scale_t, amax_M, amax_K, work, live, index, M, N,
-    stride_dm, stride_dn, stride_m, stride_n, stride_live,
+    dy, x, part, q, q_t, scale, scale_t, amax_M, amax_K, work, live, counts,
+    M, N, stride_dm, stride_dn, stride_m, stride_n, index, stride_live, stride_counts,
     ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gated: tile n makes columns n of both halves of dx [M, 2 N].  part: sums over each tile's rows."""
-    s, todo = begin(work, live, scale, index, stride_live, HOW, OUT, POWER_OF_2, DELAYED, SECOND)
+    K = 2 * N if IS_GATED else N
     outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    slot = (work, live, counts, index, stride_live, stride_counts)
+    elements = tl.cast(M, tl.int64) * K
+    s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
     seen = nothing_seen()
     across = tl.cdiv(N, BLOCK_N)
     tiles = tl.where(todo, tl.cdiv(M, BLOCK_M) * across, 0)
-    K = 2 * N if IS_GATED else N
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         down = tile // across
         rows = (down * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -135,7 +132,7 @@ def _act_backward_kernel(
                 tl.store(part + down.to(tl.int64) * K + N + columns, tl.sum(dup_MN, 0), mask=columns < N)
             seen = put(
                 dup_MN, rows, first + N, K, M, K, s, outputs, seen,
-                HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT,
+                HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
             )  # fmt: skip
             tl.debug_barrier()  # one half's registers are free before the other's are taken
             dy_MN *= read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
@@ -143,9 +140,10 @@ def _act_backward_kernel(
         if not SECOND:
             tl.store(part + down.to(tl.int64) * K + columns, tl.sum(dx_MN, 0), mask=columns < N)
         seen = put(
-            dx_MN, rows, first, N, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT
+            dx_MN, rows, first, N, M, K, s, outputs, seen,
+            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
         )  # fmt: skip
-    publish_seen(work, seen, SECOND)
+    end(seen, slot, elements, HOW, SECOND, COUNT, RECORD)
 
 
 def unsupported(shape: tuple[int, int], kind: str, to, backward: bool = False) -> str | None:
@@ -154,10 +152,14 @@ def unsupported(shape: tuple[int, int], kind: str, to, backward: bool = False) -
         return f"no activation {kind!r}"
     if kind in GATED and shape[1] % 2:
         return "a gated activation of an odd number of columns"
-    if backward and kind in GATED and to.how is not None and to.how.cols == GROUP_N and shape[1] // 2 % GROUP_N:
-        return f"a group of {GROUP_N} columns that lies across dgate and dup"
-    if to.transposed and to.how is not None and to.how.cols == GROUP_N:
-        return "tiles of 128 x 128 spill: store 16 bits, then quantise both ways"
+    if (
+        backward
+        and kind in GATED
+        and to.how is not None
+        and to.how.cols == GROUP_COLUMNS
+        and shape[1] // 2 % GROUP_COLUMNS
+    ):
+        return f"a group of {GROUP_COLUMNS} columns that lies across dgate and dup"
     return cannot_store(to)
 
 
@@ -177,9 +179,9 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to) -> tuple:
         _act_kernel[(programs(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.warps, x_MK.device),)](
             x_MK,  # input
             *target.pointers,  # outputs
-            target.index, m, n, *x_MK.stride(), target.stride,  # sizes
-            ACTIVATION=FUNCTIONS[kind], IS_GATED=kind in GATED, **target.constants, GROUP=target.group,  # constants
-            SECOND=second, COUNT=target.note, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
+            m, n, *x_MK.stride(), *target.place,  # sizes
+            ACTIVATION=FUNCTIONS[kind], IS_GATED=kind in GATED, **target.constants,  # constants
+            SECOND=second, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
         )  # fmt: skip
     return target.result()
 
@@ -196,16 +198,20 @@ def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to
         _act_backward_kernel[(programs(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.warps, x_MK.device),)](
             dy_MN, x_MK,  # inputs
             part, *target.pointers,  # outputs
-            target.index, m, n, *dy_MN.stride(), *x_MK.stride(), target.stride,  # sizes
-            ACTIVATION=FUNCTIONS[kind], IS_GATED=kind in GATED, **target.constants, GROUP=target.group,  # constants
-            SECOND=second, COUNT=target.note, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
+            m, n, *dy_MN.stride(), *x_MK.stride(), *target.place,  # sizes
+            ACTIVATION=FUNCTIONS[kind], IS_GATED=kind in GATED, **target.constants,  # constants
+            SECOND=second, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
         )  # fmt: skip
     return *target.result(), column_sums(part, torch.float32)
 
 
+def _by_128(to) -> bool:
+    return to.how is not None and to.how.cols == GROUP_COLUMNS
+
+
 def _tile(to) -> Tile:
-    """64 x 128 with 8 warps: 32 elements a thread; 128 rows where they are a group of the transposed copy."""
-    return Tile(32, GROUP_N, 8) if to.how is not None and to.how.cols == GROUP_N else Tile(64, 64, 8)
+    """16 elements a thread."""
+    return Tile(32, GROUP_COLUMNS, 8) if _by_128(to) else Tile(64, 64, 8)
 
 
 def _row_tile(n: int) -> Tile:

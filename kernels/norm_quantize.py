@@ -15,15 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.produce import (
-    Target,
-    begin,
-    cannot_store,
-    nothing_seen,
-    programs,
-    publish_seen,
-    put,
-)
+from fp8engine.kernels.column_sums import column_sums
+from fp8engine.kernels.produce import Target, begin, cannot_store, end, nothing_seen, programs, put
 
 KINDS = ("rms", "layer")
 WIDEST = 16384  # columns that 16 warps hold, 32 FP32 elements a thread
@@ -62,19 +55,24 @@ def gamma(weight, columns, K, stride, ZERO_CENTERED: tl.constexpr):
     return w_K
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _norm_kernel(
-    x, weight, bias, rstd, mean, q, q_t, scale, scale_t, amax_M, amax_K, work, live,
-    index, M, K, eps, stride_m, stride_k, stride_w, stride_b, stride_live,
+    x, weight, bias, rstd, mean, q, q_t, scale, scale_t, amax_M, amax_K, work, live, counts,
+    M, K, eps, stride_m, stride_k, stride_w, stride_b, index, stride_live, stride_counts,
     LAYER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    s, todo = begin(work, live, scale, index, stride_live, HOW, OUT, POWER_OF_2, DELAYED, SECOND)
     outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    slot = (work, live, counts, index, stride_live, stride_counts)
+    elements = tl.cast(M, tl.int64) * K
+    s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
     seen = nothing_seen()
     columns = tl.arange(0, BLOCK_K)
-    for first in range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), tl.num_programs(0) * ROWS):
+    # Addresses computed before the loop take registers; twice as wide rows leave none for computing them inside.
+    HERE: tl.constexpr = BLOCK_K <= 8192
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=HERE):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         y_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
         if LAYER:
@@ -90,28 +88,31 @@ def _norm_kernel(
         if bias is not None:
             y_RK += gamma(bias, columns, K, stride_b, False)[None, :]
         seen = put(
-            y_RK, rows, 0, K, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT
+            y_RK, rows, 0, K, M, K, s, outputs, seen,
+            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
         )  # fmt: skip
-    publish_seen(work, seen, SECOND)
+    end(seen, slot, elements, HOW, SECOND, COUNT, RECORD)
 
 
-@triton.jit(do_not_specialize=["index"])
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _norm_backward_kernel(
-    dy, x, weight, rstd, mean, part_w, part_b, q, q_t, scale, scale_t, amax_M, amax_K, work, live,
-    index, M, K, stride_dm, stride_dk, stride_m, stride_k, stride_w, stride_live,
+    dy, x, weight, rstd, mean, part_w, part_b, q, q_t, scale, scale_t, amax_M, amax_K, work, live, counts,
+    M, K, stride_dm, stride_dk, stride_m, stride_k, stride_w, index, stride_live, stride_counts,
     ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr,
+    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    s, todo = begin(work, live, scale, index, stride_live, HOW, OUT, POWER_OF_2, DELAYED, SECOND)
     outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    slot = (work, live, counts, index, stride_live, stride_counts)
+    elements = tl.cast(M, tl.int64) * K
+    s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
     seen = nothing_seen()
     columns = tl.arange(0, BLOCK_K)
     dw_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
     db_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
     RELOAD: tl.constexpr = BLOCK_K > 8192  # registers for the means or for dx, not for both: the row comes from cache
-    step = tl.num_programs(0) * ROWS
-    for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=RELOAD):
+    step = tl.num_programs(0) * ROWS  # disable_licm: addresses computed before the loop would be spilled
+    for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=True):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         g_RK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk)
         n_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
@@ -141,14 +142,14 @@ def _norm_backward_kernel(
             dx_RK -= offset_R[:, None]
         seen = put(
             dx_RK * rstd_R[:, None], rows, 0, K, M, K, s, outputs, seen,
-            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT,
+            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
         )  # fmt: skip
+    end(seen, slot, elements, HOW, SECOND, COUNT, RECORD)
     at = tl.program_id(0).to(tl.int64) * K + columns
     if part_w is not None:
         tl.store(part_w + at, tl.sum(dw_RK, 0), mask=columns < K)
     if part_b is not None:
         tl.store(part_b + at, tl.sum(db_RK, 0), mask=columns < K)
-    publish_seen(work, seen, SECOND)
 
 
 @triton.jit
@@ -175,27 +176,6 @@ def _norm_sums_kernel(
         tl.store(part_w + at, tl.sum(dw_MK, 0), mask=columns < K)
     if part_b is not None:
         tl.store(part_b + at, tl.sum(db_MK, 0), mask=columns < K)
-
-
-@triton.jit
-def _column_sums_kernel(part_PK, sum_K, P, K, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr):
-    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    sums = tl.zeros((BLOCK_P, BLOCK_K), tl.float32)
-    for first in range(0, P, BLOCK_P):
-        rows = (first + tl.arange(0, BLOCK_P)).to(tl.int64)
-        inside = (rows[:, None] < P) & (columns[None, :] < K)
-        sums += tl.load(part_PK + rows[:, None] * K + columns[None, :], mask=inside, other=0.0)
-    tl.store(sum_K + columns, tl.sum(sums, 0).to(sum_K.dtype.element_ty), mask=columns < K)
-
-
-def column_sums(part_PK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Partial sums of P programs, FP32, added in a fixed order and rounded once."""
-    p, k = part_PK.shape
-    sum_K = torch.empty(k, dtype=dtype, device=part_PK.device)
-    _column_sums_kernel[(triton.cdiv(k, SUM_COLUMNS),)](
-        part_PK, sum_K, p, k, BLOCK_P=SUM_ROWS, BLOCK_K=SUM_COLUMNS, num_warps=4
-    )
-    return sum_K
 
 
 def unsupported(shape: tuple[int, int], norm, to) -> str | None:
@@ -227,9 +207,9 @@ def norm_quantize(
         _norm_kernel[(programs(triton.cdiv(m, rows), warps, x_MK.device),)](
             x_MK, weight_K, bias_K,  # inputs
             rstd_M, mean_M, *target.pointers,  # outputs
-            target.index, m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K), target.stride,  # sizes
+            m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K), *target.place,  # sizes
             LAYER=norm.kind == "layer", ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
-            GROUP=target.group, SECOND=second, COUNT=target.note, ROWS=rows, BLOCK_K=width, num_warps=warps,
+            SECOND=second, ROWS=rows, BLOCK_K=width, num_warps=warps,
         )  # fmt: skip
     return *target.result(), (rstd_M, mean_M)
 
@@ -258,9 +238,9 @@ def norm_quantize_backward(
         _norm_backward_kernel[(count,)](
             dy_MK, x_MK, weight_K, rows.rstd_M, rows.mean_M,  # inputs
             *([None, None] if wide or second else parts), *target.pointers,  # outputs
-            target.index, m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K), target.stride,  # sizes
-            ZERO_CENTERED=norm.zero_centered, **target.constants, GROUP=target.group,  # constants
-            SECOND=second, COUNT=target.note, ROWS=height, BLOCK_K=width, num_warps=warps,
+            m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K), *target.place,  # sizes
+            ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
+            SECOND=second, ROWS=height, BLOCK_K=width, num_warps=warps,
         )  # fmt: skip
     if wide and parts != [None, None]:
         _norm_sums_kernel[(triton.cdiv(k, SUM_COLUMNS), min(STRIPES, triton.cdiv(m, SUM_ROWS)))](

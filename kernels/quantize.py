@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import processors, triton_dtype
 from fp8engine.kernels.quantize_groups import quantize_groups
@@ -61,11 +62,14 @@ def _store(q, q_t, codes, row, column, M, K):
 @triton.jit(do_not_specialize=["index", "stride_live"])
 def _measure_kernel(
     x, live,
-    q, q_t, found,
+    q, q_t, found, sums,
     M, K, stride_m, stride_k, index, stride_live,
     DTYPE: tl.constexpr, PREDICTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """found [4, MOST_PROGRAMS] INT32: bits of amax, saturated, flushed, nonfinite.  PREDICTED: cast, too."""
+    """found [4, MOST_PROGRAMS] INT32: bits of amax, saturated, flushed, nonfinite.  PREDICTED: cast, too.
+
+    sums: None, or FP32 [tiles down, K]: the sums of each tile's columns.
+    """
     amax = 0.0
     saturated = 0
     flushed = 0
@@ -77,6 +81,8 @@ def _measure_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
         row, column = tile // across * BLOCK_M, tl.cast(tile % across, tl.int64) * BLOCK_K
         x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+        if sums is not None:
+            store_column_sums(sums, x_MK, tile // across, column, K)
         size_MK = magnitude(x_MK)
         amax = tl.maximum(amax, peak(size_MK))
         if PREDICTED and s > 0:
@@ -180,21 +186,25 @@ def quantize(x_MK: torch.Tensor, how, slot=None) -> tuple[torch.Tensor, torch.Te
     x_MK: FP32, BF16 or FP16, any strides (`launch.addressable`).  how, slot: the twin's; `how.held` is ignored.
     """
     if how.per_tensor:
-        q_MK, _, scale = quantize_tensor(x_MK, how, slot, False)
+        q_MK, _, scale, _ = quantize_tensor(x_MK, how, slot, False)
         return q_MK, scale
-    q_MK, scale, _, _ = quantize_groups(x_MK, how, slot, False)
+    q_MK, scale, *_ = quantize_groups(x_MK, how, slot, False)
     return q_MK, scale
 
 
 def quantize_tensor(
-    x_MK: torch.Tensor, how, slot, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return (q_MK, q_KM or None, scale) under one scale."""
+    x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Return (q_MK, q_KM or None, scale, sums_K or None) under one scale.
+
+    sums, with `transposed` only: the sums of x's columns, FP32.
+    """
     m, k = x_MK.shape
     q_MK = torch.empty(m, k, dtype=how.dtype, device=x_MK.device)
     q_KM = torch.empty(k, m, dtype=how.dtype, device=x_MK.device) if transposed else None
     if x_MK.numel() == 0:
-        return q_MK, q_KM, torch.ones((), device=x_MK.device)
+        sums_K = torch.zeros(k, dtype=torch.float32, device=x_MK.device) if sums else None
+        return q_MK, q_KM, torch.ones((), dtype=torch.float32, device=x_MK.device), sums_K
     scale = torch.empty((), dtype=torch.float32, device=x_MK.device)
     block_m, block_k, warps = STRIDED
     strides = x_MK.stride()
@@ -203,6 +213,7 @@ def quantize_tensor(
         block_m, block_k, warps = FLAT
     tiles = math.ceil(m / block_m) * math.ceil(k / block_k)
     grid = (min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value),)
+    parts_PK = partial_sums(x_MK, block_m) if sums else None
     found = torch.empty(4, MOST_PROGRAMS.value, dtype=torch.int32, device=x_MK.device)
     predicted = slot is not None and how.delayed
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
@@ -211,7 +222,7 @@ def quantize_tensor(
     constants = {"DTYPE": triton_dtype(how.dtype), "PREDICTED": predicted, "BLOCK_M": block_m, "BLOCK_K": block_k}
     _measure_kernel[grid](
         x_MK, live if predicted else None,  # inputs
-        q_MK, q_KM, found,  # outputs
+        q_MK, q_KM, found, parts_PK,  # outputs
         m, k, *strides, index, stride_live,  # sizes
         **constants, num_warps=warps,  # constants
     )  # fmt: skip
@@ -221,7 +232,7 @@ def quantize_tensor(
         m, k, *strides, index, stride_live, stride_counts,  # sizes
         **constants, POWER_OF_2=how.power_of_2, COUNT=count, RECORD=record, num_warps=warps,  # constants
     )  # fmt: skip
-    return q_MK, q_KM, scale
+    return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
 def quantize_given(x_MK: torch.Tensor, how, scale: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.launch import processors, triton_dtype
 from fp8engine.kernels.scaling import WORK, finish, magnitude, peak, scale_and_round, scale_factor, scale_of
 from fp8engine.kernels.tile import load_tile, store_tile
@@ -106,7 +107,7 @@ def _group(
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _short_kernel(
     x,
-    q, scale, q_t, scale_t, work, live, counts,
+    q, scale, q_t, scale_t, sums, work, live, counts,
     M, K, stride_m, stride_k, index, stride_live, stride_counts,
     DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     COUNT: tl.constexpr, RECORD: tl.constexpr,
@@ -114,6 +115,7 @@ def _short_kernel(
 ):  # fmt: skip
     """Every group inside a tile; q_t: None, or the transpose, by groups of COLS x ROWS.
 
+    sums: None, or, beside q_t, FP32 [tiles down, K]: the sums of each tile's columns.
     PIECE: rows of a tile that are cast at a time, and columns for q_t: more would be spilled, as would be addresses
     computed before the loop (disable_licm).
     """
@@ -138,6 +140,8 @@ def _short_kernel(
             for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
                 first = column + part * PIECE  # read again, from L1
                 x_MK = load_tile(x, row, first, M, K, (stride_m, stride_k), BLOCK_M, PIECE, "pointer").to(tl.float32)
+                if sums is not None:
+                    store_column_sums(sums, x_MK, tile // tiles_across, first, K)
                 _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, False, True)
     if COUNT or RECORD:
         elements = tl.cast(M, tl.int64) * K
@@ -150,14 +154,19 @@ def _short_kernel(
 @triton.jit
 def _line_amax_kernel(
     x,
-    amax_M, amax_K,
+    amax_M, amax_K, sums,
     M, K, stride_m, stride_k,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the amax of each row, each column, or both (None: not wanted), which were zero."""
+    """Bits of the amax of each row, each column, or both (None: not wanted), which were zero.
+
+    sums: None, or FP32 [tiles down, K]: the sums of each tile's columns.
+    """
     across = tl.cdiv(K, BLOCK_K)
     row, column = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
     x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+    if sums is not None:
+        store_column_sums(sums, x_MK, tl.program_id(0) // across, column, K)
     size_MK = magnitude(x_MK)
     if amax_M is not None:
         rows = row + tl.arange(0, BLOCK_M)
@@ -223,17 +232,19 @@ def _line_cast_kernel(
         )  # fmt: skip
 
 
-def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool):
-    """Return (q_MK, scale, q_KM, scale_t), the last two None unless `transposed`.
+def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool = False):
+    """Return (q_MK, scale, q_KM, scale_t, sums_K); None where not `transposed`, not `sums`.
 
     q_KM [K, M] has groups as `how` says of its own rows and columns, taken from x and not from q_MK.
     how: groups of rows x cols, each a power of two up to 128, or per row, or per column.
+    sums, with `transposed` only: the sums of x's columns, FP32.
     """
     (m, k), where = x_MK.shape, x_MK.device
     q_MK, scale = _results(m, k, how, where)
     q_KM, scale_t = _results(k, m, how, where) if transposed else (None, None)
     if x_MK.numel() == 0:
-        return q_MK, scale.fill_(1.0), q_KM, scale_t.fill_(1.0) if scale_t is not None else None
+        ones = scale_t.fill_(1.0) if scale_t is not None else None
+        return q_MK, scale.fill_(1.0), q_KM, ones, torch.zeros(k, dtype=torch.float32, device=where) if sums else None
     by_row = how.cols == -1 or (transposed and how.rows == -1)
     by_column = how.rows == -1 or (transposed and how.cols == -1)
     long = by_column or (by_row and k > WIDEST)
@@ -241,31 +252,34 @@ def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool):
     tiles = math.ceil(m / tile.block_m) * math.ceil(k / tile.block_k)
     programs = min(tiles, processors(where) * WARPS_PER_PROCESSOR // tile.warps)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    parts = [WORK * record, m * (long and by_row), k * (long and by_column)]
-    zeros = torch.zeros(sum(parts), dtype=torch.int32, device=where).split(parts) if any(parts) else [None] * 3
-    work, amax_M, amax_K = (part if size else None for part, size in zip(zeros, parts, strict=True))
+    lengths = [WORK * record, m * (long and by_row), k * (long and by_column)]
+    zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 3
+    work, amax_M, amax_K = (part if size else None for part, size in zip(zeros, lengths, strict=True))
+    parts_PK = partial_sums(x_MK, LINES_AMAX.block_m if long else tile.block_m) if sums else None
     live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)
     counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
-    outputs = q_MK, scale, q_KM, scale_t, work, live, counts
+    results, tables = (q_MK, scale, q_KM, scale_t), (work, live, counts)
     sizes = m, k, *x_MK.stride(), slot.index if slot is not None else 0, stride_live, stride_counts
     constants = {
         "DTYPE": triton_dtype(how.dtype), "POWER_OF_2": how.power_of_2, "COUNT": count, "RECORD": record,
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.warps,
     }  # fmt: skip
-    if not long:
+    if long:
+        top = LINES_AMAX
+        _line_amax_kernel[(math.ceil(m / top.block_m) * math.ceil(k / top.block_k),)](
+            x_MK,  # input
+            amax_M, amax_K, parts_PK,  # outputs
+            m, k, *x_MK.stride(),  # sizes
+            BLOCK_M=top.block_m, BLOCK_K=top.block_k, num_warps=top.warps,  # constants
+        )  # fmt: skip
+        by_amax = x_MK, amax_M, amax_K, *results, *tables, *sizes
+        _line_cast_kernel[(programs,)](*by_amax, BY_ROW=how.cols == -1, **constants)
+    else:
         cols = tile.block_k if how.cols == -1 else how.cols
         piece = max(how.rows, 32) if transposed else tile.block_m
-        _short_kernel[(programs,)](x_MK, *outputs, *sizes, ROWS=how.rows, COLS=cols, PIECE=piece, **constants)
-        return q_MK, scale, q_KM, scale_t
-    top = LINES_AMAX
-    _line_amax_kernel[(math.ceil(m / top.block_m) * math.ceil(k / top.block_k),)](
-        x_MK,  # input
-        amax_M, amax_K,  # outputs
-        m, k, *x_MK.stride(),  # sizes
-        BLOCK_M=top.block_m, BLOCK_K=top.block_k, num_warps=top.warps,  # constants
-    )  # fmt: skip
-    _line_cast_kernel[(programs,)](x_MK, amax_M, amax_K, *outputs, *sizes, BY_ROW=how.cols == -1, **constants)
-    return q_MK, scale, q_KM, scale_t
+        given = x_MK, *results, parts_PK, *tables, *sizes
+        _short_kernel[(programs,)](*given, ROWS=how.rows, COLS=cols, PIECE=piece, **constants)
+    return *results, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
 def _short_tile(how, k: int, transposed: bool) -> Tile:

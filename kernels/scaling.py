@@ -61,6 +61,16 @@ def peak(x):
 
 
 @triton.jit
+def line_scale(amax, scale, lines, SIZE, first, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """Return (largest amax, s) of some lines, whose amaxes are known as bits; tiles that are the first store 1 / s."""
+    inside = lines < SIZE
+    top = tl.load(amax + lines, mask=inside, other=0).to(tl.float32, bitcast=True)
+    s = scale_factor(top, DTYPE, POWER_OF_2)
+    tl.store(scale + lines, scale_of(s), mask=inside & (first == 0))
+    return tl.max(top, 0), s
+
+
+@triton.jit
 def scale_and_round(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
     """Return (FP8 codes of x * s, flushed, nonfinite).  x: FP32 [rows, columns], zero outside of its matrix."""
     y = x * s
@@ -89,6 +99,29 @@ def add_call(counts, index, stride, elements):
     add(counts, index, stride, CALLS, 1)
     add(counts, index, stride, ELEMENTS, elements)
     add(counts, index, stride, SAMPLED, elements)
+
+
+@triton.jit
+def enter(
+    live, counts, index, stride_live, stride_counts, elements, amax, s, saturated, flushed, nonfinite,
+    PREDICTED: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """One call under one scale, entered by the one program that knows all of it.
+
+    flushed: of codes that stay; a recast adds its own.
+    """
+    if COUNT:
+        add_call(counts, index, stride_counts, elements)
+        add(counts, index, stride_counts, SATURATED, saturated)
+        add(counts, index, stride_counts, UNDERFLOWED, flushed)
+        add(counts, index, stride_counts, NONFINITE, nonfinite)
+        if saturated > 0:
+            add(counts, index, stride_counts, RECASTS, 1)
+    clean = nonfinite == 0
+    if RECORD and clean:
+        tl.atomic_max(live + index, amax, sem="relaxed")
+        if not PREDICTED:
+            tl.store(live + tl.cast(stride_live, tl.int64) + index, s)
 
 
 @triton.jit

@@ -151,8 +151,8 @@ def call(name: str, group: str = "tensor", codes: bool = False) -> tuple:
     groups = [*a[2:4], -1, -1, 1]
     arguments = {
         "quantize": (x_MK, str(how)),
-        "cast_transpose": (x_MK, str(How(E4M3, rows, cols, True))),
-        "cast_transpose_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), *slot()[:5]),
+        "cast_transpose": (x_MK, str(How(E4M3, rows, cols, True)), True),
+        "cast_transpose_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), False, *slot()[:5]),
         "quantize_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), *slot()[:5]),
         "quantize_given": (x_MK, str(How(E5M2, rows, cols)), torch.full(how.scale_shape(5, 7), 0.5)),
         "matmul": (a.data, b.data, a.scale, b.scale, torch.randn(3), groups, torch.float16, "exact"),
@@ -246,3 +246,14 @@ def test_the_operator_and_the_direct_call_are_one(group: str):
             assert (a.rows, a.cols, a.power_of_2) == (*GROUPS[group], False)
     assert same(*found)
     assert counted[0].counts_CS[:2, 0].tolist() == [1, 35]
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (24, 1), (6, 24)], ids=str)
+def test_what_an_operator_returns_is_contiguous_and_its_own(shape: tuple[int, int]):
+    x_MK = torch.randn(*shape[::-1]).t()
+    text = str(How(E4M3, -1, -1))
+    data, _ = OPERATORS.quantize(x_MK, text)
+    both = OPERATORS.cast_transpose(x_MK, text, True)
+    assert all(t.is_contiguous() for t in (data, *both))
+    storages = [t.untyped_storage().data_ptr() for t in both if t.numel()]
+    assert len(set(storages)) == len(storages)

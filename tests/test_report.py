@@ -139,13 +139,13 @@ def test_planted_losses_are_counted():
     slot = report.layers[0]["input"]
     # Flushed elements are counted on the first call of 16, of which they remain the share.
     assert (slot["nonfinite"], slot["calls"], slot["sampled"], slot["underflowed"]) == (3, 2, 0.5, 5 / 64)
-    # In all: 128 elements of x, 64 of w (cast once, as it does not change), of which 64 + 64 were looked at.
+    # In all: 128 elements of x and of w (cast twice, then kept), of which 64 + 64 were looked at.
     assert report.totals["nonfinite"] == 3
-    assert report.totals["sampled"] == pytest.approx((64 + 64) / 192)
+    assert report.totals["sampled"] == pytest.approx((64 + 64) / 256)
     assert report.totals["underflowed"] == pytest.approx(5 / (64 + 64))
     text = report.table(width=300)
     assert "3 elements were NaN or Inf and stayed so" in text
-    assert f"from a sample of {128 / 192:.1%} of the elements" in text
+    assert f"from a sample of {128 / 256:.1%} of the elements" in text
     (row,) = [line.split("│") for line in text.splitlines() if "reference" in line]
     assert [cell.strip() for cell in row[8:10]] == ["0.00% / 0.00% / 0.00%", "7.81% / 0.00% / 0.00%"]
 

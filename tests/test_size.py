@@ -14,10 +14,10 @@ FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 # "file::Class.function": why it may take more.  An entry that is no longer needed fails.
 SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
 MORE_PARAMETERS = {
-    "fp8engine/ops.py::_matmul": SCHEMA,
-    "fp8engine/ops.py::_matmul_epilogue": SCHEMA,
-    "fp8engine/ops.py::_matmul_epilogue_fake": SCHEMA,
-    "fp8engine/ops.py::_matmul_fake": SCHEMA,
+    "fp8engine/operators.py::_matmul": SCHEMA,
+    "fp8engine/operators.py::_matmul_epilogue": SCHEMA,
+    "fp8engine/operators.py::_matmul_epilogue_fake": SCHEMA,
+    "fp8engine/operators.py::_matmul_fake": SCHEMA,
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fp8engine import native, ops, reference
+from fp8engine.bench import check_producers
 from fp8engine.dispatch import backend
 from fp8engine.formats import E4M3, E5M2, FP16, FP32, Format
 from fp8engine.modules.linear import Linear
@@ -60,6 +61,7 @@ def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Calla
     for shape in CASTS + (MORE_CASTS if more else ()):
         yield f"casts {shape[0]}x{shape[1]}, bit for bit", lambda shape=shape: casts(where, shape)
     yield "scale update, bit for bit", lambda: scale_update(where)
+    yield from check_producers.checks(where, more)
     yield "NaN and Inf reach the output", lambda: not_finite(where)
     yield "matmul_fp8, random data", lambda: accuracy(where, 4096 if more else 256)
     yield "two runs agree bit for bit", lambda: determinism(where)
@@ -199,7 +201,7 @@ def scale_update(where: torch.device) -> str | None:
     rules = rules.repeat(1, 1000)
     ours = [table.clone().to(where) for table in (history, live, rules)]
     with backend("triton"):
-        ops.scale_update(*ours)
+        ops.scale_update(ours[0], ours[1], ours[2])
     reference.scale_update(history, live, rules)
     for name, found, wanted in zip(("history", "live"), ours, (history, live), strict=False):
         if wrong := _differs(found.cpu(), wanted):

@@ -50,6 +50,8 @@ def cases() -> Iterator[MemoryCase]:
             yield _case(f"quantize {name} {word}", fp8, wide, quantize, x, how, _slot())
         both = wide if name != "128x128" else ()
         yield _case(f"cast_transpose {name}", hopper, both, cast_transpose, _meta(M, K, dtype=BF16), how, _slot())
+        x = _meta(M, K, dtype=BF16)
+        yield _case(f"cast_transpose {name} sums", fp8, both, cast_transpose, x, how, _slot(), True)
     yield _case("quantize column", hopper, (), quantize, _meta(M, K, dtype=BF16), How(E4M3, -1, 1, True), None)
     yield _case(
         "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()

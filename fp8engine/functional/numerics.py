@@ -1,9 +1,7 @@
 """What a layer brings to its matmuls beside its parameters: its recipe's plan, its slots, the operands worth keeping.
 
-Two things are kept in eager code, both checked before they are used again:
-- the weight's operands, while the parameter's version counter, address and a sample of its values stand still
-  (writes through `.data` do not move the counter; on a CPU the sample catches them, elsewhere nothing can for free);
-- the operands of the latest input, so that layers reading one tensor (q, k, v; gate, up) quantise it once.
+Two things are kept in eager code, both checked before they are used again: the weight's operands (weight.py), and
+those of the latest input, so that layers reading one tensor (q, k, v; gate, up) quantise it once.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from fp8engine import device, ops
+from fp8engine.functional.weight import KeptWeight
 from fp8engine.recipe import MATMULS, Cast, PerBlock, Recipe
 from fp8engine.reference import How, Operand, Slot
 from fp8engine.scaling import ROLES, Kept, ScalingState
@@ -39,9 +38,10 @@ class Plan:
             for matmul in MATMULS
         }
         self.forward, self.dgrad, self.wgrad = (pairs[matmul] for matmul in MATMULS)
-        # Whether x (saved for wgrad) and dy are cast once, transpose included.
+        # Whether x (saved for wgrad), dy and the weight are cast once, transpose included.
         self.input_serves_both = serves_both(self.forward[0], self.wgrad[1])
         self.grad_serves_both = serves_both(self.dgrad[0], self.wgrad[0])
+        self.weight_serves_both = serves_both(self.forward[1], self.dgrad[1])
         self.by_block = any(isinstance(cast.granularity, PerBlock) for cast in ready)
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
         self.fp8 = recipe.is_fp8
@@ -49,39 +49,6 @@ class Plan:
 
 
 plan = functools.cache(Plan)
-
-
-class KeptWeight:
-    """Operands of one version of a parameter."""
-
-    def __init__(self):
-        self.where = self.key = None
-        self.sample = torch.empty(0)
-        self.kept: Kept = {}
-
-    def operands(self, weight: torch.Tensor) -> Kept:
-        """What has been made of this version; the caller adds to it, and may hold it until its backward."""
-        where = (weight.data_ptr(), weight.shape)
-        if where != self.where:
-            self.where, self.sample = where, _view_of_a_few(weight)
-        key = (where, weight._version, self.sample.tolist())
-        # Without a sample (CUDA) a version that never moved proves nothing: fully_shard's unsharded weights stay at 0.
-        unproven = weight._version == 0 and not len(self.sample)
-        if key != self.key or unproven:
-            self.key, self.kept = key, {}
-        return self.kept
-
-
-def _view_of_a_few(weight: torch.Tensor) -> torch.Tensor:
-    """Some 8 of a CPU weight's elements, seen without a copy: any optimizer's step moves them.
-
-    Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.
-    """
-    as_stored = weight if weight.is_contiguous() else weight.mT  # a Conv1D's is a transposed view
-    if weight.device.type != "cpu" or not as_stored.is_contiguous() or weight.numel() == 0:
-        return torch.empty(0)
-    bits = as_stored.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).view(-1)
-    return bits[:: max(weight.numel() // 8, 1)]
 
 
 @dataclass
@@ -101,7 +68,7 @@ class Numerics:
 
     def __post_init__(self):
         self.plan = plan(self.recipe)
-        self.weight = KeptWeight()
+        self.weight = KeptWeight(self.recipe.cache_weights)
 
     def __getstate__(self) -> dict:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -114,9 +81,9 @@ class Numerics:
         """The slot of "input", "weight" or "grad_output"; neither record nor count: only its scale is read."""
         return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record, count)
 
-    def kept_of_weight(self, weight: torch.Tensor) -> Kept:
+    def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
         """Operands of this very weight; empty when it has changed since they were made."""
-        return self.weight.operands(weight) if plain(weight) else {}
+        return self.weight.operands(weight, training) if plain(weight) else {}
 
     def kept_of_input(self, x: torch.Tensor) -> Kept:
         """Operands that a layer of this state has just made of this very tensor."""
@@ -155,6 +122,14 @@ def both(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[
     if slot.count and slot.index != made[1].index:
         _count_again(made[1], slot, x_MK.numel())
     return made[0], turned[0]
+
+
+def transpose(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> Operand:
+    """The second of `both` alone, for a backward whose forward has used up the first."""
+    key = (casting.how[None], "turned")
+    if key not in kept:
+        kept[key] = ops.cast_transpose(x_MK, casting.how[None], slot)[1], slot
+    return kept[key][0]
 
 
 def serves_both(first: Casting, second: Casting) -> bool:

@@ -15,7 +15,7 @@
 """
 
 from fp8engine.reference.act_quantize import act_quantize, act_quantize_backward
-from fp8engine.reference.cast_transpose import Store, cast_transpose
+from fp8engine.reference.cast_transpose import Store, cast_transpose, column_sums
 from fp8engine.reference.epilogue import KINDS, Epilogue, finish
 from fp8engine.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
 from fp8engine.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
@@ -38,6 +38,7 @@ __all__ = [
     "act_quantize_backward",
     "as_groups",
     "cast_transpose",
+    "column_sums",
     "decode",
     "finish",
     "from_groups",

@@ -11,8 +11,10 @@ tensor is finite and lets the second pass skip every check.
 
 from __future__ import annotations
 
+import functools
 import math
 
+import numpy
 import torch
 
 from fp8engine.formats import Format
@@ -69,7 +71,7 @@ def _quantize_on_host(x_MK, how: How, slot: Slot | None):
     saturated = 0
     if s == 0.0:
         s = scale_factor_of_float(amax, format.max, how.power_of_2)
-    elif amax * s > format.max * SATURATES:
+    elif amax * s > _most_that_fits(format.max):
         saturated = int(_beyond(x_MK, format.max, s))
         s = scale_factor_of_float(amax, format.max, how.power_of_2)
     q_MK = scale_and_round(x_MK, s, how, finite)
@@ -96,7 +98,7 @@ def _quantize_groups(x_MK, how: How, slot: Slot | None):
         over = (amax * predicted > format.max * SATURATES) & (predicted > 0)
         s = torch.where(over | (predicted == 0), measured, predicted)
     q_MK = scale_and_round(x_MK, s, how, finite)
-    if slot is not None and slot.count:
+    if slot is not None and (slot.count or slot.record):
         _note(x_MK, q_MK, slot, how, (finite, over, amax, s))
     scale = torch.from_numpy(1.0 / s.numpy()) if on_cpu else torch.ones_like(s) / s
     return q_MK, scale.view(how.scale_shape(m, k))
@@ -115,22 +117,37 @@ def _note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
     finite, over, amax, s = found
     bad = 0 if finite else (~torch.isfinite(x_MK)).sum()
     lost, recast = 0, False
-    if over is not None:
+    if over is not None and slot.count:
         lost, recast = _beyond(x_MK, Format.of(how.dtype).max, slot.live_2S[1, slot.index]), over.any()
     if x_MK.device.type == "cpu":
-        _count_on_host(slot, x_MK, q_MK, (int(lost), int(bad), bool(recast)))
+        if slot.count:
+            _count_on_host(slot, x_MK, q_MK, (int(lost), int(bad), bool(recast)))
         if slot.record and not bad:
             _record_on_host(slot, float(amax.numpy().max()), None if how.delayed else float(s.numpy().min()))
         return
-    row = [1, x_MK.numel(), x_MK.numel(), lost, _flushed(x_MK, q_MK), bad, recast]
     counts, live = slot.counts_CS[:, slot.index], slot.live_2S[:, slot.index]
-    for counter, value in zip(counts, row, strict=True):  # nothing copied from the host: a CUDA graph may capture it
-        counter.add_(value)
+    if slot.count:
+        row = [1, x_MK.numel(), x_MK.numel(), lost, _flushed(x_MK, q_MK), bad, recast]
+        # Nothing is copied from the host: a CUDA graph may capture it.
+        for counter, value in zip(counts, row, strict=True):
+            counter.add_(value)
     if slot.record:
         clean = torch.as_tensor(bad == 0, device=live.device)  # a tensor there already
         live[0] = torch.where(clean, torch.maximum(live[0], amax.max()), live[0])
         if not how.delayed:
             live[1] = torch.where(clean, s.min(), live[1])
+
+
+@functools.cache
+def _most_that_fits(maximum: float) -> float:
+    """The largest exact product of two FP32 numbers that, rounded to FP32, is not over MAX * SATURATES in FP32.
+
+    Every backend compares rounded numbers.  The host has the product exactly, in FP64, and rounding keeps the order:
+    what rounds to the limit or below lies below the middle between the limit and its successor, or on it, because the
+    limit is even (14,680,068 ulps for both formats) and a tie goes there.
+    """
+    limit = numpy.float32(maximum * SATURATES)
+    return (float(limit) + float(numpy.nextafter(limit, numpy.float32("inf")))) / 2
 
 
 def _beyond(x_MK, maximum: float, s) -> torch.Tensor:

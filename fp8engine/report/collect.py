@@ -86,6 +86,7 @@ def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
         "rows": rows,
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
+        "kept_why": numerics.weight.why,
         **slots,
         "output": {"format": str(weight_of(module).dtype).removeprefix("torch."), "cast": "none"},
     }
@@ -115,6 +116,7 @@ def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> 
         "rows": None,
         "fp8_share": 0.0,
         "kept_bytes": 0,
+        "kept_why": "",
         **{role: dict(nothing) for role in (*ROLES, "output")},
     }
 

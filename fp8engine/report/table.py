@@ -95,7 +95,9 @@ class Report:
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
         if totals["kept_weight_bytes"]:
-            lines.append(f"quantised weights kept between calls take {totals['kept_weight_bytes'] / 2**20:.1f} MiB")
+            why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
+            size = totals["kept_weight_bytes"] / 2**20
+            lines.append(f"quantised weights kept between calls take {size:.1f} MiB ({why})")
         return lines
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8engine import native
-from fp8engine.bench import check
+from fp8engine.bench import check, check_producers
 
 CPU = torch.device("cpu")
 EVERY = list(check.checks(CPU))
@@ -64,3 +64,35 @@ def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(native, "scale_update", late)
     assert "live" in (check.scale_update(CPU) or "")
+
+
+WRONG_PRODUCERS = {
+    "a code in a row": lambda q: q._replace(data=(q.data.view(torch.uint8) ^ 2).view(q.data.dtype)),
+    "a scale, by 1 in 32": lambda q: q._replace(scale=q.scale * (1 + 2.0**-5)),
+    "rows exchanged": lambda q: q._replace(data=q.data.view(torch.uint8).flip(0).view(q.data.dtype)),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_PRODUCERS)
+@pytest.mark.parametrize("name", ["norm_quantize", "act_quantize"])
+def test_the_checks_of_producers_find_a_fault(name: str, fault: str, monkeypatch: pytest.MonkeyPatch):
+    right = getattr(native, name)
+
+    def wrong(*args):
+        y, *rest = right(*args)
+        return (y if isinstance(y, torch.Tensor) else WRONG_PRODUCERS[fault](y)), *rest
+
+    monkeypatch.setattr(native, name, wrong)
+    one = check_producers.norms if name == "norm_quantize" else check_producers.activations
+    assert "forward: result" in (one(CPU, (5, 256)) or "")
+
+
+def test_the_check_of_sums_finds_a_row_left_out(monkeypatch: pytest.MonkeyPatch):
+    right = native.cast_transpose
+
+    def short(x_MK, how, slot=None, sums=False):
+        *both, sums_K = right(x_MK, how, slot, True)
+        return (*both, sums_K - x_MK[-1].float()) if sums else tuple(both)
+
+    monkeypatch.setattr(native, "cast_transpose", short)
+    assert "times the bound" in (check_producers.column_sums(CPU, (3, 7)) or "")

@@ -82,6 +82,14 @@ def test_values_are_those_of_float64(m, k, norm, dtype, weighted, biased, seed):
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_weight_and_bias_of_any_stride(norm):
+    x, _, _, dy = inputs(5, 70, torch.float32, 8)
+    w, b = (numbers(70, 3, torch.float32, seed)[:, 1] for seed in (9, 10))
+    assert w.stride() == (3,)
+    within_float64(x, w, b, dy, norm)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_wide_rows_and_several_rows_a_program(norm, monkeypatch):
     monkeypatch.setattr(produce, "RESIDENT_WARPS", 1)
     within_float64(*inputs(6, 2100, torch.bfloat16, 5), norm)

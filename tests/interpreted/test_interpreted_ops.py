@@ -32,13 +32,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-# In order: x (with its transpose for wgrad), the weight, y; dy (with its transpose), the weight for dgrad where that
-# wants other groups of it, dx, dw.
-ONCE = ["cast_transpose", "quantize", "matmul_fp8", "cast_transpose", "matmul_fp8", "matmul_fp8"]
+# In order: x with its transpose for wgrad, the weight with its for dgrad, y; dy with its transpose, dx, dw.
+ONCE = ["cast_transpose", "cast_transpose", "matmul_fp8", "cast_transpose", "matmul_fp8", "matmul_fp8"]
 KERNELS = {
     "current": ONCE,
     "delayed": ONCE,
-    "rowwise": [*ONCE[:4], "quantize", *ONCE[4:]],
+    "rowwise": ONCE,
     "rowwise_gw_hp": ["quantize", "quantize", "matmul_fp8", "quantize", "quantize", "matmul_fp8", "matmul_fp16"],
     "blockwise": [name.replace("fp8", "block") for name in ONCE],
     "bf16": ["matmul_fp16"] * 3,

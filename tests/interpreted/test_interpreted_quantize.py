@@ -162,9 +162,9 @@ def test_a_prediction_holds_or_is_replaced_in_the_same_call(source, dtype, amax_
         assert ours.live_2S[:, INDEX].tolist() == [16.0, predicted]
 
 
-@pytest.mark.parametrize(("ulps", "recast"), [(1, 0), (3, 0), (6, 1)])
+@pytest.mark.parametrize(("ulps", "recast"), [(1, 0), (3, 0), (4, 0), (5, 1), (6, 1)])
 def test_a_scale_s_own_rounding_is_not_saturation(ulps, recast):
-    # 28 = 448 / 16, whose ulp times 16 is one ulp of 448: 448 (1 + 2^-22) lies 3.5 of them above 448.
+    # 28 = 448 / 16, whose ulp times 16 is one ulp of 448: 448 (1 + 2^-22) lies 3.5 of them above 448, in FP32 4.
     predicted = 28.0 + ulps * 2.0**-19
     ours = assert_as_twin(torch.tensor([[16.0, 1.0]]), How(E4M3, -1, -1, delayed=True), lambda: slot(predicted))
     assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast

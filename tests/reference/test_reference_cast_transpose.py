@@ -1,15 +1,19 @@
 """Both orientations of a quantised matrix, and the way a producer stores its result."""
 
+import importlib
+
 import pytest
 import torch
 from casts import E4M3, E5M2, assert_same, bits, fp8, plain
 
 from fp8engine.reference import How, Slot, Store, cast_transpose, quantize
-from fp8engine.reference.cast_transpose import store
+from fp8engine.reference.cast_transpose import column_sums, store
 from fp8engine.reference.operand import COUNTERS, Operand
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
 SHAPES = [(1, 1), (5, 3), (131, 127), (256, 130), (1, 300), (300, 1)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF = float("inf")
 
 
 def sample(m: int, k: int) -> torch.Tensor:
@@ -90,7 +94,43 @@ def test_a_prediction_serves_both():
     assert (q_t.data.float() == 8).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", GROUPS)
+def test_sums_come_third_and_change_nothing_else(group):
+    x_MK, how, with_sums, without = sample(37, 140), How(E4M3, *GROUPS[group]), new_slot(), new_slot()
+    *both, sums_K = cast_transpose(x_MK, how, with_sums, sums=True)
+    for found, wanted in zip(both, cast_transpose(x_MK, how, without), strict=True):
+        assert_operand(found, wanted.data, wanted.scale)
+    assert torch.equal(with_sums.counts_CS, without.counts_CS)
+    assert torch.equal(with_sums.live_2S, without.live_2S)
+    assert_same(sums_K, column_sums(x_MK))
+
+
+@pytest.mark.parametrize("piece", [1 << 19, 1, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_columns(dtype, piece, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fp8engine.reference.cast_transpose"), "PIECE", piece)
+    for m, k in [*SHAPES, (0, 5), (5, 0)]:
+        x_MK = sample(m, k).to(dtype)
+        for view in (x_MK, x_MK.t(), x_MK[::2, 1:]):
+            sums_K = column_sums(view)
+            assert (sums_K.dtype, sums_K.shape) == (torch.float32, view.shape[1:])
+            # n numbers in any order: (n - 1) u / (1 - (n - 1) u) of the sum of magnitudes, u = 2^-24 (Higham, 4.2).
+            wide, terms = view.double(), max(len(view) - 1, 0) * 2.0**-24
+            assert ((sums_K - wide.sum(0)).abs() <= terms / (1 - terms) * wide.abs().sum(0)).all()
+        whole = torch.randint(-8, 9, (m, k)).to(dtype)
+        assert column_sums(whole).tolist() == whole.double().sum(0).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_keep_what_is_not_finite(dtype, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fp8engine.reference.cast_transpose"), "PIECE", 8)
+    x_MK = torch.ones(9, 4, dtype=dtype)
+    x_MK[2, 0], x_MK[3, 1], x_MK[4, 2], x_MK[8, 2] = INF, float("nan"), INF, -INF
+    *_, sums_K = cast_transpose(x_MK, How(E4M3, 1, -1), sums=True)
+    assert_same(sums_K, torch.tensor([INF, float("nan"), float("nan"), 9.0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_result_that_is_not_quantised_is_rounded_once(dtype):
     y_MK = torch.randn(5, 7)
     y, y_t = store(y_MK, dtype, Store())

@@ -1,0 +1,5 @@
+"""Several processes: amaxes joined in one all-reduce a step."""
+
+from fp8engine.distributed.amax import reduce_amax
+
+__all__ = ["reduce_amax"]

@@ -1,0 +1,55 @@
+"""One all-reduce a step: the amaxes of all ranks' data, so that every rank predicts the same scales.
+
+    amax[slot] = max over ranks of the amax that each has seen        -1 where none has
+
+Inside DistributedDataParallel's forward it goes over the group of that wrapper.  Elsewhere ranks may hold different
+models, and a collective that only some of them call would wait for ever: there it takes a group that the user names
+(fp8engine/distributed/amax.py).  Only predicted scales depend on it; ranks that scale for themselves compute correctly.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from fp8engine.errors import ParallelError
+
+
+def join(amax_S: torch.Tensor, name: str) -> None:
+    """Replace this rank's amaxes by the largest of all ranks'.  name: of a process group, or "" for that of DDP.
+
+    Raises ParallelError for a group that is gone.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if name:
+            raise ParallelError(
+                f"amaxes are joined over process group {name!r}, which was destroyed: join over another"
+            )
+        return
+    group = _named(name) if name else _of_data_parallel()
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(amax_S, dist.ReduceOp.MAX, group)
+
+
+def _named(name: str) -> dist.ProcessGroup:
+    try:
+        # What torch's functional collectives call.
+        return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))
+    except (RuntimeError, ValueError) as error:
+        raise ParallelError(f"amaxes are joined over process group {name!r}, which is not there: {error}") from error
+
+
+def _of_data_parallel() -> dist.ProcessGroup | None:
+    """The group of the DistributedDataParallel whose forward is running; None outside of one."""
+    wrapper = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if wrapper is None:
+        return None
+    if wrapper._join_config.enable:
+        warnings.warn(
+            "inside join() ranks end at different steps: amaxes are not joined, each rank predicts its own scales",
+            stacklevel=2,
+        )
+        return None
+    return wrapper.process_group

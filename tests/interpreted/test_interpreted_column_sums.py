@@ -1,0 +1,146 @@
+"""The sums of a matrix's columns that a cast takes on its way, and the launch that adds partial sums.
+
+With u = 2^-24, FP32's largest relative rounding error, any order of adding n numbers has an error of at most
+(n - 1) u / (1 - (n - 1) u) times the sum of their magnitudes: a number goes through at most n - 1 additions (Higham,
+Accuracy and Stability of Numerical Algorithms, section 4.2).  A zero beyond the matrix's end adds no error, and what
+has 16 bits is exact in FP32.
+"""
+
+import numpy as np
+import pytest
+import torch
+from casts import E4M3, E5M2, FP8, assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8engine.kernels import cast_transpose as kernel
+from fp8engine.kernels import quantize, quantize_groups
+from fp8engine.kernels.cast_transpose import cast_transpose
+from fp8engine.kernels.column_sums import COLUMNS, ROWS, column_sums
+from fp8engine.reference import How, Slot
+from fp8engine.reference import cast_transpose as twin
+from fp8engine.reference.operand import COUNTERS
+
+SOURCES = [torch.bfloat16, torch.float16, torch.float32]
+GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (64, 128), (2, 4)]
+EVERY = [How(E4M3, *group) for group in GROUPS] + [How(E5M2, -1, -1, delayed=True)]
+SOME = [EVERY[0], EVERY[1], EVERY[3], EVERY[-1]]  # one for each place where sums are taken
+INF, NAN = float("inf"), float("nan")
+
+
+def slot() -> Slot:
+    """A prediction under which some elements saturate: both launches of a predicted cast read x."""
+    return Slot(torch.tensor([[-1.0], [64.0]]), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0)
+
+
+def some(m: int, k: int, source: torch.dtype) -> torch.Tensor:
+    """Values of 12 binary orders of magnitude and both signs, so that sums cancel."""
+    generator = torch.Generator().manual_seed(m * 1000 + k)
+    x = torch.randn(m, k, generator=generator) * 2.0 ** torch.randint(-8, 5, (m, k), generator=generator)
+    return x.to(source)
+
+
+def whole(m: int, k: int, source: torch.dtype) -> torch.Tensor:
+    """Whole numbers up to 8: FP32 sums of fewer than 2^21 of them are exact."""
+    generator = torch.Generator().manual_seed(m * 1000 + k)
+    return torch.randint(-8, 9, (m, k), generator=generator).to(source)
+
+
+def sums_of(x: torch.Tensor, how: How) -> torch.Tensor:
+    """The third result; the first two, and the slot, are what they are without it."""
+    with_sums, without = slot(), slot()
+    with np.errstate(invalid="ignore"):  # Inf - Inf
+        *found, sums_K = cast_transpose(x, how, with_sums, sums=True)
+    for (data, scale), (wanted, wanted_scale) in zip(found, cast_transpose(x, how, without), strict=True):
+        assert_same(data.view(torch.uint8), wanted.view(torch.uint8), str(how))
+        assert torch.equal(scale, wanted_scale)
+    assert torch.equal(with_sums.live_2S, without.live_2S)
+    assert torch.equal(with_sums.counts_CS, without.counts_CS)
+    assert sums_K.shape == x.shape[1:]
+    assert sums_K.dtype == torch.float32
+    return sums_K
+
+
+def assert_within_bound(sums_K: torch.Tensor, x_MK: torch.Tensor) -> None:
+    terms = (x_MK.shape[0] - 1) * 2.0**-24
+    bound = terms / (1 - terms) * x_MK.double().abs().sum(0)
+    assert ((sums_K.double() - x_MK.double().sum(0)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("how", EVERY, ids=str)
+def test_sums_are_those_of_the_source_and_the_codes_do_not_change(how):
+    for m, k, source in ((5, 131, SOURCES[how.rows == 1]), (140, 33, torch.float32)):  # two tiles, across and down
+        x = some(m, k, source)
+        assert_within_bound(sums_of(x, how), x)
+        assert_within_bound(twin(x, how, slot(), sums=True)[2], x)
+
+
+@pytest.mark.parametrize("how", SOME, ids=str)
+@given(m=st.integers(0, 270), k=st.integers(0, 130), source=st.sampled_from(SOURCES))
+@settings(max_examples=3)
+def test_sums_of_whole_numbers_are_exact_in_any_shape(how, m, k, source):
+    x = whole(m, k, source)
+    assert sums_of(x, how).tolist() == x.double().sum(0).tolist()
+
+
+@pytest.mark.parametrize("how", SOME, ids=str)
+def test_any_strides(how):
+    x = whole(140, 60, torch.bfloat16)
+    for view in (x.t(), x[::3, 1::2], x[5:6].expand(130, -1)):
+        assert sums_of(view, how).tolist() == view.double().sum(0).tolist()
+
+
+@pytest.mark.parametrize("how", EVERY, ids=str)
+def test_what_is_not_finite_reaches_its_own_column_alone(how):
+    x = whole(140, 75, torch.bfloat16)
+    wanted = x.double().sum(0)
+    for row, column, value, total in (
+        (3, 5, INF, INF),
+        (139, 6, -INF, -INF),
+        (64, 74, NAN, NAN),
+        (0, 70, INF, NAN),  # with -Inf in another tile
+        (138, 70, -INF, NAN),
+    ):
+        x[row, column], wanted[column] = value, total
+    assert_same(x.double().sum(0), wanted, "torch's own")
+    assert_same(sums_of(x, how).double(), wanted, str(how))
+
+
+@pytest.mark.parametrize("how", SOME, ids=str)
+def test_the_order_of_additions_does_not_depend_on_the_number_of_programs(how, monkeypatch):
+    x, results = some(140, 130, torch.float32), []
+    for processors in (1, 3):
+        for module in (quantize, quantize_groups):
+            monkeypatch.setattr(module, "processors", lambda where, processors=processors: processors)
+        results.append(sums_of(x, how))
+    assert torch.equal(*results)
+
+
+def test_a_row_wider_than_a_program_holds(monkeypatch):
+    monkeypatch.setattr(quantize_groups, "WIDEST", 64)
+    x = whole(140, 150, torch.float16)
+    assert sums_of(x, How(E5M2, 1, -1)).tolist() == x.double().sum(0).tolist()
+
+
+def test_what_was_not_asked_for_is_not_there(monkeypatch):
+    monkeypatch.setattr(quantize, "column_sums", pytest.fail)
+    monkeypatch.setattr(quantize_groups, "column_sums", pytest.fail)
+    for how in EVERY:
+        assert len(cast_transpose(whole(5, 6, torch.bfloat16), how, slot())) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_partial_sums_are_added_in_fp32_and_rounded_once(dtype):
+    for p, k in ((0, 5), (1, 1), (ROWS + 3, COLUMNS + 1), (2 * ROWS, COLUMNS), (5, 0)):
+        part_PK = whole(p, k, torch.float32) * 33.0  # sums that 16 bits do not hold
+        found = column_sums(part_PK, dtype)
+        assert found.dtype == dtype
+        assert found.tolist() == part_PK.double().sum(0).to(dtype).tolist()
+
+
+def test_nothing_at_all():
+    for how in EVERY:
+        for shape in ((0, 5), (5, 0), (0, 0)):
+            for dtype in FP8:
+                *_, sums_K = kernel.cast_transpose(torch.empty(shape), how._replace(dtype=dtype), None, sums=True)
+                assert sums_K.tolist() == [0.0] * shape[1]

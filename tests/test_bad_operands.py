@@ -1,0 +1,75 @@
+"""Operands that do not fit: two devices, scales of another shape.  The error names the tensor; no rows are no error."""
+
+import pytest
+import torch
+
+import fp8engine as fe
+from fp8engine import ops
+from fp8engine.errors import BackendError, ShapeError
+from fp8engine.reference import How
+
+CURRENT = fe.Cast(fe.E4M3)
+HOWS = {"tensor": How(torch.float8_e4m3fn, -1, -1), "row": How(torch.float8_e4m3fn, 1, -1)}
+
+
+def elsewhere(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+@pytest.mark.parametrize("case", ["b", "bias", "plain b", "plain bias"])
+def test_a_matmul_over_two_devices_names_the_tensor(case: str):
+    x = torch.randn(4, 32)
+    a = x if "plain" in case else fe.quantize(x, CURRENT)
+    b = elsewhere(8, 32) if case == "plain b" else torch.randn(8, 32)
+    if "plain" not in case:
+        b = fe.quantize(b, CURRENT)
+        b = b.to("meta") if case == "b" else b
+    bias = elsewhere(8) if "bias" in case else None
+    what = "bias" if "bias" in case else "b"
+    with pytest.raises(BackendError, match=rf"^matmul: its first tensor is on cpu and {what} on meta; .*move one"):
+        fe.matmul(a, b, bias_N=bias)
+
+
+def test_a_scale_on_another_device_is_refused_and_not_fetched():
+    with pytest.raises(BackendError, match=r"^quantize: .* on cpu and scale on meta"):
+        fe.quantize(torch.randn(4, 32), CURRENT, scale=elsewhere())
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+@pytest.mark.parametrize("recipe", ["current", "bf16"])
+def test_a_layer_and_its_input_on_two_devices_name_the_layer(recipe: str, what: str):
+    layer = fe.Linear(32, 8, recipe=recipe)
+    layer.numerics.name = "blocks.3.up"
+    x = torch.randn(4, 32)
+    if what == "input":
+        x = x.to("meta")
+    else:
+        layer = layer.to("meta")
+    with pytest.raises(BackendError, match=r"^blocks\.3\.up: .* on (cpu|meta) and weight on (meta|cpu)"):
+        layer(x)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 2), (1, 4), (5, 1)], ids=str)
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_a_scale_of_another_shape_is_refused_with_the_shape_it_should_have(how: How, shape: tuple[int, ...]):
+    want = r"\[\]" if how.per_tensor else r"\[4, 1\]"
+    with pytest.raises(ShapeError, match=rf"^quantize: scale is .*has {want}"):
+        ops.quantize_given(torch.randn(4, 32), how, torch.ones(shape))
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_one_number_serves_every_group(how: How):
+    x = torch.randn(4, 32)
+    one = ops.quantize_given(x, how, torch.tensor(0.25))
+    assert torch.equal(one.data.float(), ops.quantize_given(x, HOWS["tensor"], torch.tensor(0.25)).data.float())
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 0)], ids=str)
+def test_no_rows_or_no_columns_are_no_error(shape: tuple[int, int], how: How):
+    x = torch.randn(shape)
+    first, turned = ops.cast_transpose(x, how)[:2]
+    assert (first.data.shape, turned.data.shape) == (shape, shape[::-1])
+    assert (first.scale == 1).all()
+    y = ops.matmul(first, ops.quantize(torch.randn(3, shape[1]), how), out=torch.float32)
+    assert y.tolist() == [[0.0] * 3] * shape[0]  # a sum of nothing

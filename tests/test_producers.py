@@ -1,0 +1,266 @@
+"""Norms, activations and statistics as operations: against float64, against their twins, and as torch sees them.
+
+On a CPU an operation is its twin, so the bounds of error are those that the twins' own tests derive; here they show
+that arguments arrive where they belong.  Kernels: tests/interpreted/test_interpreted_producers.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+from casts import E4M3, E5M2, plain
+from reference.test_reference_act import EXACT, GATED
+from reference.test_reference_act import assert_within as assert_act_within
+from reference.test_reference_act import exact as exact_act
+from reference.test_reference_norm import assert_within, exact, reach
+from support import same
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from fp8engine import producers, reference
+from fp8engine.errors import GradientError
+from fp8engine.reference import How, Norm, Operand, Slot, Store
+from fp8engine.reference.cast_transpose import IN_16_BITS
+from fp8engine.reference.operand import COUNTERS
+
+OPERATORS = torch.ops.fp8engine
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NORMS = [Norm("rms"), Norm("rms", 1e-3, True), Norm("layer", 1e-6), Norm("layer", 1e-3, True)]
+HOWS = [
+    How(E4M3, -1, -1),
+    How(E5M2, -1, -1, power_of_2=True, delayed=True),
+    How(E4M3, 1, -1, True),
+    How(E5M2, 1, 128),
+    How(E4M3, 128, 128),
+    How(E4M3, -1, -1, held=torch.bfloat16),
+]
+CALLS = {
+    "norm_quantize": lambda f, x, dy, norm, to: f.norm_quantize(x, vector(x), vector(x, 1), norm, to),
+    "norm_quantize_bare": lambda f, x, dy, norm, to: f.norm_quantize(x, None, None, norm, to),
+    "norm_quantize_backward": lambda f, x, dy, norm, to: f.norm_quantize_backward(
+        dy, x, vector(x).float(), reference.norm_quantize(x, None, None, norm)[2], norm, to
+    ),
+    "norm_quantize_backward_bare": lambda f, x, dy, norm, to: f.norm_quantize_backward(
+        dy, x, None, reference.norm_quantize(x, None, None, norm)[2], norm, to
+    ),
+    "act_quantize": lambda f, x, dy, kind, to: f.act_quantize(x, kind, to),
+    "act_quantize_backward": lambda f, x, dy, kind, to: f.act_quantize_backward(
+        dy[:, : x.shape[1] // 2] if kind in GATED else dy, x, kind, to
+    ),
+}  # each takes producers or reference, whose signatures are the same
+CASES = [(name, which) for name in CALLS for which in (NORMS if "norm" in name else EXACT)]
+
+
+def vector(x: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """A weight or a bias that goes with x."""
+    return (torch.arange(x.shape[1], dtype=torch.float32, device=x.device) % 7 / 4 - offset).to(x.dtype)
+
+
+def inputs(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, dy), rows of very different size."""
+    x_MK = (torch.randn(m, k) + 0.5) * torch.exp2(torch.randint(-8, 6, (m, 1)))
+    return x_MK.to(dtype), torch.randn(m, k).to(dtype)
+
+
+def stores(how: How | None, predicted: float = 0.0) -> list[Store]:
+    """Every way to store under a cast: each with a slot of its own, and without."""
+    if how is None:
+        return [IN_16_BITS]
+    return [Store(how, *rest) for rest in itertools.product((False, True), (None, slot(predicted)))]
+
+
+def slot(predicted: float = 0.0) -> Slot:
+    """Column 1 of 3."""
+    live = torch.tensor([[-1.0] * 3, [predicted] * 3])
+    return Slot(live, torch.zeros(len(COUNTERS), 3, dtype=torch.int64), 1)
+
+
+def fresh(to: Store) -> Store:
+    """The same, with tables of its own."""
+    if to.slot is None:
+        return to
+    return to._replace(slot=to.slot._replace(live_2S=to.slot.live_2S.clone(), counts_CS=to.slot.counts_CS.clone()))
+
+
+def tensors(found) -> list[torch.Tensor]:
+    """The tensors of a result, FP8 codes as bytes so that they compare bit for bit."""
+    leaves = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    return [leaf.view(torch.uint8) if leaf.dtype in (E4M3, E5M2) else leaf for leaf in leaves]
+
+
+def ways(name: str) -> list:
+    """The kinds of a call."""
+    return [which for key, which in CASES if key == name]
+
+
+def layout(found) -> list[tuple]:
+    """What a fake promises; the stride of a dimension of 1 has no meaning."""
+    return [(x.shape, x.dtype, x.is_contiguous()) if isinstance(x, torch.Tensor) else (x,) for x in tree_leaves(found)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_norms_and_their_gradients_are_torchs_in_float64(norm: Norm, dtype: torch.dtype):
+    """Bounds: tests/reference/test_reference_norm.py, with u = 2^-24 and K columns."""
+    (x_MK, dy_MK), k, u = inputs(13, 131, dtype), 131, 2.0**-24
+    weight_K, bias_K = vector(x_MK), vector(x_MK, 1)
+    x, w, b = (t.double().requires_grad_() for t in (x_MK, weight_K, bias_K))
+    wanted = exact(x, w, b, norm)
+    dx, dw, db = torch.autograd.grad(wanted, [x, w, b], dy_MK.double())
+    y, y_t, rows = producers.norm_quantize(x_MK, weight_K, bias_K, norm)
+    assert y_t is None
+    top_M1, gain = reach(x.detach(), norm), (w.detach() + norm.zero_centered).abs()
+    assert_within(plain(y), wanted.detach(), (2 * k + 16) * u * (top_M1 * gain + b.detach().abs()), "y")
+    found = producers.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm)
+    g = dy_MK.double().abs() * gain
+    size = g + top_M1 * (g * top_M1).mean(1, keepdim=True) + g.mean(1, keepdim=True)
+    assert_within(plain(found.dx_MK), dx, 2 * (2 * k + 16) * u * rows.rstd_M.double()[:, None] * size, "dx")
+    sums = (2 * k + 13 + 16) * u
+    assert_within(plain(found.dweight_K), dw, sums * (dy_MK.double().abs() * top_M1).sum(0), "dw")
+    assert (found.dbias_K is None) == (norm.kind == "rms")
+    if found.dbias_K is not None:
+        assert_within(found.dbias_K, db, sums * dy_MK.double().abs().sum(0), "db")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", EXACT)
+def test_activations_and_their_gradients_are_torchs_in_float64(kind: str, dtype: torch.dtype):
+    """Bounds: tests/reference/test_reference_act.py, 16 u |x| and 32 u |dy| (1 + |x|), times what a gate multiplies."""
+    (x_MK, dy), n, u = inputs(13, 62, dtype), 31 if kind in GATED else 62, 2.0**-24
+    dy_MN, leaf = dy[:, :n], x_MK.double().requires_grad_()
+    wanted = exact_act(leaf, kind)
+    (dx,) = torch.autograd.grad(wanted, leaf, dy_MN.double())
+    x, size = x_MK.double().abs(), dy_MN.double().abs() * (1 + x_MK.double().abs()[:, :n])
+    y, y_t = producers.act_quantize(x_MK, kind)
+    assert y_t is None
+    assert_act_within(plain(y), wanted.detach(), 16 * u * (x[:, :n] * x[:, n:] if kind in GATED else x), "y")
+    if kind in GATED:
+        size = torch.cat([size * x[:, n:], dy_MN.double().abs() * x[:, :n]], 1)
+    found = producers.act_quantize_backward(dy_MN, x_MK, kind)
+    assert_act_within(plain(found.dx_MK), dx, 32 * u * size, "dx")
+    assert found.dbias_K.dtype == torch.float32
+    assert_act_within(found.dbias_K, dx.sum(0), u * (13 * dx.abs() + 32 * size).sum(0), "dbias")
+
+
+@pytest.mark.parametrize("group", [(-1, -1), (1, -1), (1, 128)], ids=str)
+def test_fp8_results_are_within_half_a_step_of_float64(group):
+    """E4M3: half a step is 2^-4 of a normal value and 2^-10 of the scale below; FP32's errors are 2^-15 of that."""
+    x_MK, _ = inputs(9, 120)
+    for wanted, (q, q_t) in (
+        (exact(x_MK.double(), None, None, NORMS[0]),
+         producers.norm_quantize(x_MK, None, None, NORMS[0], Store(How(E4M3, *group), True))[:2]),
+        (exact_act(x_MK.double(), "geglu"), producers.act_quantize(x_MK, "geglu", Store(How(E4M3, *group), True))),
+    ):  # fmt: skip
+        for operand, y in ((q, wanted), (q_t, wanted.t())):
+            assert isinstance(operand, Operand)
+            error = (operand.data.double() * operand.scale.double() - y).abs()
+            assert (error <= 1.001 * (2.0**-4 * y.abs() + 2.0**-10 * operand.scale.double())).all()
+
+
+@pytest.mark.parametrize("how", [None, *HOWS], ids=str)
+@pytest.mark.parametrize(("name", "which"), CASES, ids=str)
+def test_it_is_the_twin_bit_for_bit_straight_and_through_the_dispatcher(name: str, which, how: How | None):
+    x, dy = inputs(7, 130)
+    for to, mode in itertools.product(stores(how, 2.0**20), (torch.no_grad(), torch.enable_grad())):
+        own, twins = fresh(to), fresh(to)
+        with mode:
+            found = CALLS[name](producers, x, dy, which, own)
+        wanted = CALLS[name](reference, x, dy, which, twins)
+        assert same(tensors(found), tensors(wanted))
+        assert layout(found) == layout(wanted)
+        if own.slot is not None and twins.slot is not None:
+            assert same(own.slot[:2], twins.slot[:2])
+            assert own.slot.counts_CS[:2].tolist() == [[0, 1, 0], [0, found[0].data.numel(), 0]]
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (1, 10), (6, 2)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_row_major_and_their_own_whatever_xs_strides(name: str, shape: tuple[int, int]):
+    """A kernel writes rows and a fake promises them; the twin follows x, so that a graph would read it wrongly."""
+    for which, how, transposed in itertools.product(ways(name), [None, *HOWS], (False, True)):
+        x, dy = (t.t().contiguous().t() for t in inputs(*shape, torch.float32))
+        to = Store(how, transposed and how is not None)
+        found = CALLS[name](producers, x, dy, which, to)
+        assert same(tensors(found), tensors(CALLS[name](reference, x, dy, which, to)))
+        assert all(t.is_contiguous() for t in tensors(found))
+        results = [t for t in tensors(found) if t.dim()]  # one scale serves both orientations
+        memory = [t.untyped_storage().data_ptr() for t in (x, dy, *results)]
+        assert len(memory) == len(set(memory))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_fakes_have_the_shapes_of_real_results(name: str, dtype: torch.dtype):
+    kinds = {which[0] if isinstance(which, Norm) else which: which for which in ways(name)}.values()
+    for which, how in itertools.product(kinds, [None, *HOWS]):
+        for to in stores(how):
+            wanted = layout(CALLS[name](producers, *inputs(130, 260, dtype), which, fresh(to)))
+            with FakeTensorMode() as mode:
+                x, dy = (mode.from_tensor(torch.empty(130, 260, dtype=dtype)) for _ in "xd")
+                if to.slot is not None:
+                    live, counts = map(mode.from_tensor, to.slot[:2])
+                    to = to._replace(slot=Slot(live, counts, 1))
+                assert layout(CALLS[name](producers, x, dy, which, to)) == wanted
+            if to.slot is None:
+                x, dy = (torch.empty(130, 260, dtype=dtype, device="meta") for _ in "xd")
+                assert layout(CALLS[name](producers, x, dy, which, to)) == wanted
+
+
+def operator(name: str, how: How | None, slotted: bool, m: int = 5) -> tuple:
+    """(operator, arguments)."""
+    x, dy = inputs(m, 8, torch.float32)
+    rows = reference.norm_quantize(x, None, None, NORMS[2])[2]
+    before = {
+        "norm_quantize": (x, vector(x), vector(x, 1), *NORMS[2]),
+        "norm_quantize_backward": (dy, x, vector(x), *rows, *NORMS[2]),
+        "act_quantize": (x, "swiglu"),
+        "act_quantize_backward": (dy[:, :4], x, "swiglu"),
+    }[name]
+    given = (*before, "" if how is None else str(how), how is not None, *(slot()[:5] if slotted else ()))
+    return getattr(OPERATORS, f"{name}_slot" if slotted else name).default, given
+
+
+@pytest.mark.parametrize("how", [None, HOWS[-1], How(E4M3, 1, 4, held=torch.float32)], ids=str)
+@pytest.mark.parametrize("name", [name for name in CALLS if "bare" not in name])
+def test_torchs_own_check_of_pure_operators(name: str, how: How | None):
+    """Schema (nothing written, nothing aliased), fake against real, autograd registration, AOT with dynamic shapes."""
+    for m in (5, 1):  # a row's transpose is a view of it
+        torch.library.opcheck(*operator(name, how, slotted=False, m=m))
+
+
+@pytest.mark.parametrize("slotted", [False, True])
+@pytest.mark.parametrize("name", [name for name in CALLS if "bare" not in name])
+def test_torchs_own_check_of_codes_and_slots(name: str, slotted: bool):
+    """Without test_schema: torch cannot compare FP8; and writing tables is not declared (operators.py, end)."""
+    utils = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(*operator(name, HOWS[0], slotted), test_utils=utils)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (2, 3, 4), (0, 4)], ids=str)
+def test_stats(shape: tuple[int, ...], every: int):
+    x = torch.randn(shape)
+    if x.numel():
+        x.view(-1)[0] = float("inf")
+    torch.library.opcheck(OPERATORS.stats.default, (x, every))
+    with torch.no_grad():
+        straight = producers.stats(x, every)
+    found = producers.stats(x, every)
+    assert same(found, straight)
+    seen = torch.atleast_1d(x)[::every].double()
+    finite = seen[seen.isfinite()]
+    assert found.amax.item() == (finite.abs().max().item() if finite.numel() else 0.0)
+    # Each FP32 square and addition rounds once.
+    torch.testing.assert_close(found.sum_sq.double(), finite.square().sum(), rtol=(x.numel() + 1) * 2.0**-24, atol=0)
+    assert found.histogram.sum() == seen.numel()
+    assert found.histogram[255] == seen.numel() - finite.numel()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_is_refused_and_not_lost(name: str):
+    x, dy = inputs(4, 6, torch.float32)
+    y = tree_leaves(CALLS[name](producers, x.requires_grad_(), dy, ways(name)[0], IN_16_BITS))[0]
+    with pytest.raises(GradientError, match=f"fp8engine::{name.removesuffix('_bare')} has no gradient of its own"):
+        y.sum().backward()
+    with pytest.raises(GradientError, match="stats has no gradient"):
+        producers.stats(x).amax.backward()

@@ -1,0 +1,99 @@
+"""Norms and activations under torch.compile: one graph, the numbers of eager code, a slot's tables written once."""
+
+import pytest
+import torch
+from casts import E4M3, E5M2, fp8, plain
+from support import same
+from test_producers import NORMS, inputs, slot, tensors, vector
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from fp8engine import ops, producers
+from fp8engine.reference import How, RowStatistics, Slot, Store
+
+LAYER = NORMS[3]
+PREDICTED = How(E4M3, -1, -1, delayed=True)
+CURRENT = How(E5M2, -1, -1)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No graph of another test, no count of one."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def step(x, dy, first: Slot, second: Slot) -> tuple:
+    """A norm, an activation and the way back, every result stored in FP8 under a slot; two results nobody reads."""
+    weight, bias = vector(x), vector(x, 1)
+    y, _, rows = producers.norm_quantize(x, weight, bias, LAYER)
+    producers.norm_quantize(x, None, None, NORMS[0], Store(CURRENT))
+    q = producers.act_quantize(plain(y), "swiglu", Store(PREDICTED, True, first))
+    back = producers.act_quantize_backward(dy[:, ::2], plain(y), "swiglu", Store(CURRENT, True, second))
+    grads = producers.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(How(E4M3, 1, 128), True))
+    producers.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(PREDICTED, False, first._replace(index=2)))
+    return q, back, grads, producers.stats(x, 2), rows
+
+
+def test_a_graph_equals_eager_code_and_writes_slots_once():
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    ours, eagers = [slot(64.0), slot()], [slot(64.0), slot()]
+    for rows in (24, 24, 40, 17):  # a third size and a fourth: one graph for all that is not the first
+        x, dy = inputs(rows, 132)
+        with torch.no_grad():
+            found, wanted = compiled(x, dy, *ours), step(x, dy, *eagers)
+        assert same(tensors(found), tensors(wanted))
+        for mine, its in zip(ours, eagers, strict=True):
+            assert same(mine[:2], its[:2])
+    assert ours[0].counts_CS[0].tolist() == [0, 4, 4]  # the last has no reader, and is an effect all the same
+    assert ours[1].counts_CS[0].tolist() == [0, 4, 0]
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_call_without_a_slot_is_pure_and_drops_out_of_a_graph_that_does_not_read_it():
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph.code)
+        return graph.forward
+
+    with torch.no_grad():
+        torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(*inputs(8, 12), slot(64.0), slot())
+    (code,) = graphs
+    assert code.count("fp8engine.norm_quantize.default") == 1
+    assert code.count("fp8engine.norm_quantize_backward_slot") == 1
+
+
+class _Norm(torch.autograd.Function):
+    """What functional code looks like: both directions are operations."""
+
+    @staticmethod
+    def forward(ctx, x, weight, forward: Slot, backward: Slot):
+        q, q_t, rows = producers.norm_quantize(x, weight, None, NORMS[2], Store(PREDICTED, True, forward))
+        ctx.save_for_backward(x, weight, *rows)
+        ctx.slot = backward
+        y, y_t = (ops.decode(fp8(each).data, torch.float32) * fp8(each).scale for each in (q, q_t))
+        return y + y_t.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, *rows = ctx.saved_tensors
+        to = Store(CURRENT, False, ctx.slot)
+        found = producers.norm_quantize_backward(dy, x, weight, RowStatistics(*rows), NORMS[2], to)
+        q = fp8(found.dx_MK)
+        return ops.decode(q.data, x.dtype) * q.scale, found.dweight_K, None, None
+
+
+def test_in_an_autograd_function_forward_and_backward_are_compiled_alike():
+    x, dy = inputs(12, 40, torch.float32)
+    runs = []
+    for call in (_Norm.apply, torch.compile(_Norm.apply, fullgraph=True, backend="aot_eager")):
+        leaf, weight, slots = x.clone().requires_grad_(), vector(x).requires_grad_(), (slot(), slot())
+        for _ in range(2):
+            y = call(leaf, weight, *slots)
+            y.backward(dy)
+        runs.append([y.detach(), leaf.grad, weight.grad, *slots[0][:2], *slots[1][:2]])
+        assert slots[0].counts_CS[0].tolist() == slots[1].counts_CS[0].tolist() == [0, 2, 0]
+    assert same(*runs)

@@ -1,0 +1,210 @@
+"""What norms, activations and statistics refuse and in which words; nothing in, nothing out; which way is taken."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from casts import E4M3, E5M2, fp8
+from reference.test_reference_act import EXACT, GATED
+from reference.test_reference_act import exact as exact_act
+from reference.test_reference_norm import exact
+from test_producers import CALLS, NORMS, inputs, slot, tensors, vector
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8engine as fe
+from fp8engine import native, producers, run_producers
+from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.kernels import act_quantize as act_kernels
+from fp8engine.kernels import norm_quantize as norm_kernels
+from fp8engine.reference import How, Norm, Operand, RowStatistics, Slot, Store
+
+X, DY = inputs(4, 6)
+LAYER, RMS = Norm("layer"), Norm("rms")
+ROWS = RowStatistics(torch.ones(4), torch.zeros(4))
+FP8 = Store(How(E4M3, -1, -1))
+ON_META: Any = {name: tensor.to("meta") for name, tensor in {"x": X, "dy": DY, "weight": vector(X)}.items()}
+
+
+def norm(x=X, weight=None, bias=None, kind=LAYER, to=FP8):
+    return producers.norm_quantize(x, weight, bias, kind, to)
+
+
+def norm_backward(dy=DY, x=X, weight=None, rows=ROWS, kind=LAYER):
+    return producers.norm_quantize_backward(dy, x, weight, rows, kind)
+
+
+REFUSED = {
+    "a short weight": (lambda: norm(weight=torch.ones(5)), ShapeError, r"norm_quantize: weight is \[5\]; want \[6\]"),
+    "a matrix as bias": (lambda: norm(bias=X), ShapeError, r"bias is \[4, 6\]; want \[6\], one for each column"),
+    "a vector": (lambda: norm(X[0]), ShapeError, r"norm_quantize: x is \[6\]; want a matrix"),
+    "three dimensions": (lambda: producers.act_quantize(X[None], "relu"), ShapeError, "flatten its leading dimensions"),
+    "dy of other rows": (lambda: norm_backward(DY[:3]), ShapeError, r"dy is \[3, 6\]; want \[4, 6\], y's"),
+    "dy of other columns": (
+        lambda: producers.act_quantize_backward(DY, X, "swiglu"), ShapeError, r"dy is \[4, 6\]; want \[4, 3\], y's"),
+    "few rows": (
+        lambda: norm_backward(rows=RowStatistics(torch.ones(3), None)), ShapeError, r"rstd is \[3\]; want \[4\]"),
+    "few means": (
+        lambda: norm_backward(rows=ROWS._replace(mean_M=torch.ones(1))), ShapeError, r"mean is \[1\]; want \[4\]"),
+    "no means": (
+        lambda: norm_backward(rows=ROWS._replace(mean_M=None)), ShapeError, "have no mean, and the norm is 'layer'"),
+    "means too many": (lambda: norm_backward(kind=RMS), ShapeError, "rows have a mean, and the norm is 'rms'"),
+    "an odd gate": (lambda: producers.act_quantize(X[:, :5], "geglu"), ShapeError, r"geglu takes \[gate \| up\], an e"),
+    "every 0": (lambda: producers.stats(X, 0), ShapeError, "stats: every is 0"),
+    "float64": (lambda: norm(X.double()), UnsupportedDtype, "x is torch.float64, torch.strided; it takes dense"),
+    "integers": (lambda: producers.act_quantize(X.int(), "relu"), UnsupportedDtype, "act_quantize: x is torch.int32"),
+    "codes": (lambda: producers.stats(X.to(E5M2)), UnsupportedDtype, "stats: x is torch.float8_e5m2"),
+    "sparse": (lambda: norm(X.to_sparse()), UnsupportedDtype, "torch.sparse_coo; it takes dense float32"),
+    "a wide weight": (lambda: norm(weight=vector(X).double()), UnsupportedDtype, "weight is torch.float64"),
+    "an integer dy": (lambda: norm_backward(DY.int()), UnsupportedDtype, "norm_quantize_backward: dy is torch.int32"),
+    "a kind of norm": (lambda: norm(kind=Norm("layr")), UnknownName, "unknown norm 'layr'; did you mean 'layer'"),
+    "a kind of function": (
+        lambda: producers.act_quantize(X, "swigl"), UnknownName, "unknown activation 'swigl'; did you mean 'swiglu'"),
+    "its gradient": (
+        lambda: producers.act_quantize_backward(DY, X, "gelu_tan"), UnknownName, "did you mean 'gelu_tanh'"),
+    "16 bits turned": (lambda: norm(to=Store(None, True)), InvalidRecipe, "a transposed copy is kept in FP8 only"),
+    "x elsewhere": (lambda: norm(ON_META["x"], vector(X)), BackendError, "norm_quantize.* on meta and weight on cpu"),
+    "a weight elsewhere": (lambda: norm(weight=ON_META["weight"]), BackendError, "is on cpu and weight on meta"),
+    "dy elsewhere": (lambda: norm_backward(ON_META["dy"]), BackendError, "is on cpu and dy on meta.* move one"),
+    "rows elsewhere": (
+        lambda: norm_backward(rows=ROWS._replace(rstd_M=ROWS.rstd_M.to("meta"))), BackendError, "cpu and rstd on meta"),
+    "counters elsewhere": (
+        lambda: norm(to=FP8._replace(slot=Slot(slot()[0], slot()[1].to("meta"), 1))),
+        BackendError, "is on cpu and counters of the slot on meta"),
+    "a slot elsewhere": (
+        lambda: norm(to=FP8._replace(slot=Slot(*(t.to("meta") for t in slot()[:2]), index=1))),
+        BackendError, "is on cpu and slot on meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_by_name(what: str, graded: bool):
+    call, error, words = REFUSED[what]
+    with torch.set_grad_enabled(graded), pytest.raises(error, match=words):
+        call()
+
+
+def test_what_is_refused_has_counted_nothing():
+    counted = slot()
+    with pytest.raises(ShapeError):
+        norm(weight=torch.ones(5), to=FP8._replace(slot=counted))
+    assert not counted.counts_CS.any()
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("how", [None, How(E4M3, -1, -1), How(E4M3, 1, -1), How(E4M3, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)], ids=str)
+def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None, graded: bool):
+    x, counted = torch.empty(shape), slot()
+    to = Store(how, how is not None, counted)
+    with torch.set_grad_enabled(graded):
+        for which in NORMS:
+            y, y_t, rows = producers.norm_quantize(x, vector(x), vector(x), which, to)
+            found = producers.norm_quantize_backward(x, x, vector(x), rows, which, to)
+            assert all(each.shape == exact(x, vector(x), vector(x), which).shape for each in codes(y, found.dx_MK))
+            assert all(each.shape == shape[::-1] for each in codes(y_t, found.dx_KM))
+            # torch's gradients of no rows: zeros, [K]
+            assert found.dweight_K is not None
+            assert found.dweight_K.tolist() == [0.0] * shape[1]
+            assert found.dbias_K is None or found.dbias_K.tolist() == [0.0] * shape[1]
+            assert rows.rstd_M.shape == shape[:1]
+        for kind in EXACT:
+            y, y_t = producers.act_quantize(x, kind, to)
+            (q,) = codes(y)
+            assert q.shape == exact_act(x, kind).shape
+            found = producers.act_quantize_backward(torch.empty(q.shape), x, kind, to)
+            assert all(each.shape == shape for each in codes(found.dx_MK))
+            assert found.dbias_K.tolist() == [0.0] * shape[1]
+            assert how is None or all((fp8(each).scale == 1).all() for each in (y, y_t))
+    assert not counted.counts_CS.any()
+
+
+def codes(*results) -> list[torch.Tensor]:
+    """The data of results, those that there are."""
+    return [each.data if isinstance(each, Operand) else each for each in results if each is not None]
+
+
+GROUPS = How(E4M3, 1, 128)
+WAYS = {  # cast -> way of: plain, transposed, gated backward of 2 x 200 columns
+    None: ("kernel", None, "kernel"),
+    How(E4M3, -1, -1): ("kernel", "turned", "kernel"),
+    How(E4M3, -1, -1, delayed=True): ("kernel", "turned", "kernel"),
+    How(E4M3, 1, -1): ("kernel", "fp32", "kernel"),
+    GROUPS: ("kernel", "fp32", "fp32"),
+    How(E4M3, 128, 128): ("fp32", "fp32", "fp32"),
+    How(E4M3, -1, 1): ("fp32", "fp32", "fp32"),
+    How(E4M3, 1, -1, delayed=True): ("twin", "twin", "twin"),
+    How(E4M3, 256, 256): ("twin", "twin", "twin"),
+    How(E4M3, -1, -1, held=torch.bfloat16): ("twin", "twin", "twin"),
+}
+
+
+@pytest.mark.parametrize("how", WAYS, ids=str)
+def test_the_table_of_ways(how: How | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_producers, "choose_casts", lambda where: "triton")
+    plain, turned, uneven = WAYS[how]
+    x = torch.empty(4, 400)
+    for transposed in (False, True) if turned else (False,):
+        to, norms = Store(how, transposed), turned if transposed else plain
+        acts = "kernel" if plain == "kernel" and how != GROUPS else norms  # a tile has rows enough to turn it
+        assert [run_producers.norm_way(x, which, to).name for which in NORMS] == [norms] * 4
+        assert {run_producers.act_way(x, kind, to).name for kind in EXACT} == {acts}
+        assert {run_producers.act_way(x, kind, to, backward=True).name for kind in GATED} == {
+            acts if acts != "kernel" else uneven
+        }
+        found = run_producers.norm_way(x, LAYER, to)
+        assert (found.reason is None) == (found.name == "kernel")
+        assert found.backend == ("reference" if norms == "twin" else "triton")
+        if how and how.held:
+            assert "emulation" in str(found.reason)  # and not that a norm turns no rows, which is no obstacle
+        wide = run_producers.norm_way(torch.empty(1, norm_kernels.WIDEST + 1), RMS, to)
+        assert wide.name == "twin"
+        assert "rows of 16385 columns" in str(wide.reason)
+        assert run_producers.norm_way(torch.empty(1, norm_kernels.WIDEST), RMS, to).name == norms
+        if norms == "twin":
+            with fe.backend("triton"), pytest.raises(BackendError, match=r"'triton' cannot produce.*'reference'\)"):
+                run_producers.act_way(x, "relu", to)
+
+
+def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "_kernel", lambda *names: pytest.fail(f"{names} asked for"))
+    for name in ("cublas", "reference"):
+        with fe.backend(name):
+            for call, which in itertools.product(CALLS, (RMS, "relu")):
+                if ("norm" in call) == isinstance(which, Norm):
+                    assert tensors(CALLS[call](producers, X, DY, which, FP8))
+
+
+def test_the_launchers_know_every_kind():
+    assert {*act_kernels.FUNCTIONS} == {*EXACT}
+    assert {*act_kernels.GATED} == GATED
+
+
+class _Watch(TorchDispatchMode):
+    """Names of our operators that pass the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fp8engine":
+            self.names.append(func.name().removeprefix("fp8engine::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_dispatcher_is_left_out_where_it_adds_nothing_and_only_there(monkeypatch: pytest.MonkeyPatch):
+    def everything() -> None:
+        for name, call in CALLS.items():
+            call(producers, X, DY, RMS if "norm" in name else "relu", FP8._replace(slot=slot()))
+            call(producers, X, DY, RMS if "norm" in name else "relu", Store(None, False, slot()))  # nothing to count
+        producers.stats(X)
+
+    with torch.no_grad(), _Watch() as watch:
+        everything()
+    names = [name.removesuffix("_bare") for name in CALLS]
+    assert watch.names == [*(f"{name}{end}" for name in names for end in ("_slot", "")), "stats"]
+    monkeypatch.setattr(producers, "_call", lambda *rest: pytest.fail("through the dispatcher"))
+    with torch.no_grad():
+        everything()
