@@ -10,7 +10,7 @@
 1.0
 """
 
-from fp8engine import distributed, errors
+from fp8engine import amp, distributed, errors
 from fp8engine.convert import convert
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from fp8engine.modules import Linear
@@ -48,6 +48,7 @@ __all__ = [
     "PerTensor",
     "Recipe",
     "Report",
+    "amp",
     "backend",
     "blockwise",
     "convert",

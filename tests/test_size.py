@@ -14,6 +14,8 @@ FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 # "file::Class.function": why it may take more.  An entry that is no longer needed fails.
 SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
 MORE_PARAMETERS = {
+    "fp8engine/amp/decorate.py::decorate": "a script's one line, as paddle.amp.decorate: each names one decision",
+    "fp8engine/amp/scaler.py::GradScaler.__init__": "torch.amp.GradScaler's own six, and two beside them",
     "fp8engine/operators.py::_matmul": SCHEMA,
     "fp8engine/operators.py::_matmul_epilogue": SCHEMA,
     "fp8engine/operators.py::_matmul_epilogue_fake": SCHEMA,

@@ -58,6 +58,20 @@ class StateView(Mapping[str, SlotView]):
     def __len__(self) -> int:
         return len(self._layers) * len(ROLES)
 
+    def rescale_gradients(self, factor: float) -> None:
+        """The loss scale was multiplied by `factor`: the gradients' histories and predicted scales follow.
+
+        `fe.amp.GradScaler.on_scale_change` takes it: without, the first steps under a larger loss scale saturate and
+        are cast twice.  Raises StateError for a factor that is not positive.
+
+        >>> from fp8engine.amp import GradScaler
+        >>> from fp8engine.modules import Linear
+        >>> layer, scaler = Linear(16, 16, recipe="delayed"), GradScaler("cpu")
+        >>> _ = scaler.on_scale_change(scaling_state(layer).rescale_gradients)
+        """
+        for state in {id(layer.numerics.state): layer.numerics.state for layer in self._layers.values()}.values():
+            state.rescale_gradients(factor)
+
 
 def scaling_state(model: nn.Module) -> StateView:
     """The slots of a model's converted layers: `fe.scaling_state(model)["blocks.0.mlp.up.input"].amax`.

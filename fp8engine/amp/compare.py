@@ -1,0 +1,316 @@
+"""fe.amp.compare: where two precisions part, layer by layer.
+
+The model runs twice on the same inputs, in `high` and in `low`, and each module's output y is compared:
+
+    error = ||y_low - y_high||_2 / ||y_high||_2        SQNR = -20 log10(error) dB        in FP64, over finite elements
+
+A 16-bit `low` runs under autocast, the parameters as they are; any other dtype runs with parameters, buffers and
+inputs cast to it and autocast off.  Errors add up on the way, so the layer to look at is the first whose error passes
+the threshold, or whose output is not finite where the other's is: modules are listed in the order they finish, inner
+ones before the one that holds them.
+
+The model is left as it was.  Buffers are swapped for copies, parameters' data put back, attributes of every module
+restored; torch's and Python's random numbers start from the same state in both runs and end where they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fp8engine.amp.autocast import HALVES, autocast
+from fp8engine.amp.lists import UNCHANGED, OpLists
+from fp8engine.amp.opstats import as_text, precision
+from fp8engine.errors import StateError, UnsupportedDtype
+
+# One rounding errs by up to u = eps / 2; a thousand of them, one after another and random, by sqrt(1000) u = 32 u.
+ROUNDINGS = 32
+
+# CUDA draws a dropout's mask in vectors as wide as the dtype allows: the same seed gives other masks in other dtypes.
+DROPOUTS = ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
+            "feature_dropout", "native_dropout")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One call of one module, in both precisions.
+
+    name: its path; "" is the model.  call: 0 for its first call.  dtypes: of its output, low and high.
+    error: relative, inf where y_high is 0 and y_low not; sqnr_db: the same in decibels; None where nothing compares.
+    nonfinite_low, nonfinite_high: NaN and Inf elements.  note: why nothing could be compared, or "".
+    """
+
+    name: str
+    kind: str
+    call: int
+    dtypes: tuple[str, str]
+    error: float | None = None
+    nonfinite_low: int = 0
+    nonfinite_high: int = 0
+    note: str = ""
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to quantisation noise in dB: inf for equal outputs."""
+        if self.error is None or math.isinf(self.error):
+            return None if self.error is None else -math.inf
+        return math.inf if self.error == 0 else -20 * math.log10(self.error)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every module call of a model in two precisions, in the order of finishing; print it, or take first()."""
+
+    layers: list[LayerError]
+    low: str
+    high: str
+    threshold: float
+
+    def diverges(self, layer: LayerError) -> bool:
+        """Whether the layer's error is over the threshold, or only one precision is finite, or only one ran it."""
+        over = layer.error is not None and layer.error > self.threshold
+        return over or (layer.nonfinite_low > 0) != (layer.nonfinite_high > 0) or bool(layer.note)
+
+    def first(self) -> LayerError | None:
+        """The first layer to finish that diverges; None where none does."""
+        return next((layer for layer in self.layers if self.diverges(layer)), None)
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows (inf as a float)."""
+        first = self.first()
+        return {
+            "low": self.low,
+            "high": self.high,
+            "threshold": self.threshold,
+            "first": None if first is None else first.name,
+            "layers": [
+                {
+                    **asdict(layer),
+                    "dtypes": list(layer.dtypes),
+                    "sqnr_db": layer.sqnr_db,
+                    "diverges": self.diverges(layer),
+                }
+                for layer in self.layers
+            ],
+        }
+
+    def table(self, width: int = 120) -> str:
+        """The layers as text, `width` columns wide; the first divergence below."""
+        from rich.table import Table  # here: importing rich draws from Python's random numbers
+
+        table = Table(title=f"{self.low} against {self.high}, layer by layer", title_justify="left")
+        for heading in ("layer", "kind", "output"):
+            table.add_column(heading, overflow="fold")
+        for heading in ("error", "SQNR dB", f"not finite {self.low} / {self.high}"):
+            table.add_column(heading, justify="right")
+        table.add_column("note", overflow="fold")
+        first = self.first()
+        for layer in self.layers:
+            note = "first to diverge" if layer is first else "diverges" if self.diverges(layer) else ""
+            table.add_row(
+                _called(layer),
+                layer.kind,
+                " / ".join(dict.fromkeys(layer.dtypes)),
+                "-" if layer.error is None else f"{layer.error:.2e}",
+                "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f}",
+                f"{layer.nonfinite_low} / {layer.nonfinite_high}" if layer.nonfinite_low + layer.nonfinite_high else "",
+                ", ".join(filter(None, (note, layer.note))),
+            )
+        found = f"first divergence: {_called(first)} ({first.kind})" if first else "no layer diverges"
+        return as_text(table, [f"{found}; threshold {self.threshold:.2e}"], width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def compare(
+    model: nn.Module,
+    inputs: Any,
+    low: torch.dtype = torch.float16,
+    high: torch.dtype = torch.float32,
+    *,
+    lists: OpLists = UNCHANGED,
+    threshold: float | None = None,
+) -> Comparison:
+    """Run `model` on `inputs` in two precisions and compare every module's output.
+
+    inputs: a tuple of arguments, a dict of keywords, or one argument.  low, high: floating dtypes.
+    lists: for autocast in a 16-bit run.  threshold: relative error from which a layer diverges; by default 32
+    roundings of `low`, 16 eps: 1.6e-2 for FP16, 0.125 for BF16.
+    The model stays in its mode, training or not, without gradients.  Outputs of the high run are kept until the low
+    run has passed: one forward's activations.  An attention kernel's own dropout may draw other numbers on CUDA.
+
+    Raises UnsupportedDtype (low or high is no floating dtype that runs), StateError (CPU and CUDA in one model).
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight.mul_(1e6)
+    >>> compare(model, torch.ones(2, 8)).first().name
+    '0'
+    """
+    for name, dtype in (("low", low), ("high", high)):
+        if dtype not in (*HALVES, torch.float32, torch.float64):
+            raise UnsupportedDtype(f"compare({name}={dtype}): give torch.float16, bfloat16, float32 or float64")
+    reference: dict[tuple[str, int], list[torch.Tensor]] = {}
+    layers: list[LayerError] = []
+
+    def keep(key: tuple[str, int], module: nn.Module, outputs: list[torch.Tensor]) -> None:
+        reference[key] = [output.clone() for output in outputs]  # a clone: a later function may work in place
+
+    def match(key: tuple[str, int], module: nn.Module, outputs: list[torch.Tensor]) -> None:
+        layers.append(_layer(key, module, outputs, reference.pop(key, None)))
+
+    _run(model, inputs, high, (lists, high), keep)
+    _run(model, inputs, low, (lists, high), match)
+    modules = dict(model.named_modules())
+    for (name, call), outputs in reference.items():
+        dtypes = ("-", _precisions(outputs))
+        layers.append(LayerError(name, type(modules[name]).__name__, call, dtypes, note="ran in high only"))
+    limit = ROUNDINGS * torch.finfo(low).eps / 2 if threshold is None else threshold
+    return Comparison(layers, precision(low), precision(high), limit)
+
+
+Seen = Callable[[tuple[str, int], nn.Module, list[torch.Tensor]], None]
+
+
+def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, how: tuple[OpLists, torch.dtype], seen: Seen) -> None:
+    """One forward in `dtype`; `seen` gets (name, call), module and floating outputs of each call as it finishes."""
+    lists, drawn_in = how
+    device_type = _device_type(model, inputs)
+    calls: dict[str, int] = {}
+
+    def hook(name: str) -> Callable:
+        def finished(module: nn.Module, args: Any, output: Any) -> None:
+            call = calls[name] = calls.get(name, -1) + 1
+            seen((name, call), module, _floating(output))
+
+        return finished
+
+    half = dtype in HALVES
+    with _as_it_was(model, None if half else dtype), torch.no_grad():
+        hooks = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+        given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
+        # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
+        # itself; older ones were not tried).
+        casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
+        try:
+            with casting, _DropoutIn(drawn_in if half else dtype):
+                if isinstance(given, dict):
+                    model(**given)
+                else:
+                    model(*(given if isinstance(given, (tuple, list)) else (given,)))
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+
+class _DropoutIn(TorchFunctionMode):
+    """Dropout computed in one dtype and rounded back: the same mask in both runs."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in DROPOUTS or not args:
+            return func(*args, **kwargs)
+        given = args[0]
+        result = func(given.to(self.dtype), *args[1:], **kwargs)
+        return tree_map(lambda value: value.to(given.dtype) if value.dtype == self.dtype else value, result)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """The model with copies of its buffers, in `dtype` if one is given; afterwards everything is as it was."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    owned: list[tuple[dict, dict]] = [
+        (table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)
+    ]
+    volatile = [(module, set(module._non_persistent_buffers_set)) for module in model.modules()]
+    data = [(parameter, parameter.data) for parameter in model.parameters()]
+    devices = {value.device for value in (*model.parameters(), *model.buffers()) if value.device.type == "cuda"}
+    python_random = random.getstate()
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        try:
+            for parameter, values in data:
+                parameter.data = _copy(values, dtype, always=False)
+            copies: dict[int, torch.Tensor] = {}  # by id: a buffer under two names stays one
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = copies.setdefault(id(buffer), _copy(buffer, dtype))
+            yield
+        finally:
+            for parameter, values in data:
+                parameter.data = values
+            for module, before in attributes:
+                vars(module).clear()
+                vars(module).update(before)
+            for table, before in owned:
+                table.clear()
+                table.update(before)
+            for module, names in volatile:
+                module._non_persistent_buffers_set = names
+            random.setstate(python_random)
+
+
+def _copy(value: Any, dtype: torch.dtype | None, always: bool = True) -> Any:
+    """A copy of a tensor, cast to `dtype` if that is given and the tensor is floating."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    target = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+    return value.detach().to(target, copy=always)
+
+
+def _layer(
+    key: tuple[str, int], module: nn.Module, low: list[torch.Tensor], high: list[torch.Tensor] | None
+) -> LayerError:
+    start = (key[0], type(module).__name__, key[1])
+    if high is None:
+        return LayerError(*start, (_precisions(low), "-"), note="ran in low only")
+    dtypes = (_precisions(low), _precisions(high))
+    if [value.shape for value in low] != [value.shape for value in high]:
+        return LayerError(*start, dtypes, note="outputs of other shapes")
+    if not low:
+        return LayerError(*start, dtypes)
+    noise, signal, wild_low, wild_high = 0.0, 0.0, 0, 0
+    for ours, theirs in zip(low, high, strict=True):
+        finite_low, finite_high = ours.isfinite(), theirs.isfinite()
+        both = finite_low & finite_high
+        want = theirs.double()[both]
+        noise += (ours.double()[both] - want).square().sum().item()
+        signal += want.square().sum().item()
+        wild_low += int((~finite_low).sum())
+        wild_high += int((~finite_high).sum())
+    error = math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)
+    return LayerError(*start, dtypes, error, wild_low, wild_high)
+
+
+def _device_type(model: nn.Module, inputs: Any) -> str:
+    tensors = [*model.parameters(), *model.buffers(), *(v for v in tree_leaves(inputs) if isinstance(v, torch.Tensor))]
+    kinds = {tensor.device.type for tensor in tensors}
+    if len(kinds) > 1:
+        raise StateError(f"compare: the model and its inputs lie on {' and '.join(sorted(kinds))}; move them to one")
+    return kinds.pop() if kinds else "cpu"
+
+
+def _floating(values: Any) -> list[torch.Tensor]:
+    return [v.detach() for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
+
+
+def _precisions(values: list[torch.Tensor]) -> str:
+    return "+".join(dict.fromkeys(precision(value.dtype) for value in values)) or "-"
+
+
+def _called(layer: LayerError) -> str:
+    return (layer.name or "(model)") + (f" call {layer.call + 1}" if layer.call else "")

@@ -1,0 +1,341 @@
+"""One line turns a plain FP32 training script into mixed precision.
+
+    model, optimizer = fe.amp.decorate(model, optimizer)        the rest of the script stays as it is
+
+O1: the weights stay FP32, the forward runs under autocast.  O2: the weights are cast too, and stepped through FP32
+masters; norms stay FP32.  In FP16 the loss is scaled (BF16 has FP32's range and needs none).
+
+Why the scaler hides in the two objects that the script has already, and is no third object or `with`: a loop says
+`loss.backward()` and `optimizer.step()` in places of its own, and neither a context manager nor a scaler beside them
+reaches both without editing it.  How the scale enters a plain loss.backward(), and when to write
+optimizer.backward(loss) instead: fp8engine/amp/scaled.py.
+
+Outputs in 16 bits are returned in FP32, so the loss is computed in FP32 and its gradient enters the model in FP32.
+The class of the very module is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.  Copies
+and pickles of a decorated model keep its precision and leave its loss scale behind: that belongs to its optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fp8engine import device as hardware
+from fp8engine.amp.autocast import BF16_CAPABILITY, autocast
+from fp8engine.amp.lists import UNCHANGED, OpLists
+from fp8engine.amp.master import LOW, MasterWeights, Wrapped
+from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
+from fp8engine.amp.scaled import ScaledOptimizer, ScaledOutput, Scaling
+from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import (
+    BackendError,
+    ConversionError,
+    LossScaleError,
+    OptimizerError,
+    UnknownName,
+    UnsupportedDtype,
+)
+
+LEVELS = ("O1", "O2")
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
+Layers = str | type[nn.Module] | nn.Module
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a decorated model runs."""
+
+    level: str
+    dtype: torch.dtype
+    lists: OpLists
+    scaling: Scaling | None
+
+    def inward(self, x: Any) -> Any:
+        """An input as O2's weights take it; FP64 and integers are left."""
+        low = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *LOW)
+        return x.to(self.dtype) if low else x
+
+    def outward(self, y: Any) -> Any:
+        """An output in FP32."""
+        return y.float() if isinstance(y, torch.Tensor) and y.dtype in LOW else y
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler, and with it Triton, here and now
+def scaled(output: Any, scaling: Scaling) -> Any:
+    """The outputs, whose gradients are scaled; apart because a compiled backward could not tell that it ran."""
+
+    def one(y: Any) -> Any:
+        wanted = isinstance(y, torch.Tensor) and y.requires_grad
+        return ScaledOutput.apply(y, scaling) if wanted else y
+
+    return tree_map(one, output)
+
+
+class Decorated:
+    """Mixed into the class of a decorated model; the class it had is the next in line."""
+
+    _fp8engine_amp: Precision
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle and deepcopy look a class up by its name, and this one was made while running
+        kind = type(self)
+        state: Any = self.__getstate__()
+        state = {**state, "_fp8engine_amp": replace(self._fp8engine_amp, scaling=None)}
+        return _rebuild, (kind.__mro__[kind.__mro__.index(Decorated) + 1],), state
+
+
+def _rebuild(kind: type[nn.Module]) -> Any:
+    made = decorated_class(kind)
+    return made.__new__(made)
+
+
+@functools.cache
+def decorated_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` whose forward runs in mixed precision; its signature stays what callers inspect."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        how: Precision = self._fp8engine_amp
+        if how.level == "O2":
+            args, kwargs = tree_map(how.inward, (args, kwargs))
+        with autocast(_device_type(self, args, kwargs), how.dtype, lists=how.lists):
+            output = kind.forward(self, *args, **kwargs)
+        output = tree_map(how.outward, output)
+        return output if how.scaling is None else scaled(output, how.scaling)
+
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
+    return type(kind.__name__, (Decorated, kind), body)
+
+
+def _device_type(model: nn.Module, args: tuple, kwargs: dict) -> str:
+    for p in model.parameters():
+        return p.device.type
+    leaves = tree_leaves((args, kwargs))  # a replica of nn.DataParallel has no parameters
+    return next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+
+
+def decorate(
+    model: Any = None,
+    optimizer: Any = None,
+    level: str = "O1",
+    dtype: torch.dtype = torch.float16,
+    lists: OpLists | None = None,
+    master_weights: bool | None = None,
+    excluded_layers: Layers | Iterable[Layers] | None = None,
+    scaler: bool | torch.amp.GradScaler | None = None,
+) -> Any:
+    """The model and optimizer (or lists of them) in mixed precision; returns what was given, in that shape.
+
+    level: "O1" autocast; "O2" weights cast to `dtype` too, norms kept FP32, floating inputs cast.  dtype: torch.float16
+    or bfloat16.  lists: changes to autocast's lists.  master_weights: None where the optimizer has 16-bit parameters.
+    excluded_layers: types, modules or globs over their names, kept and computed in FP32.
+    scaler: None a GradScaler inside the optimizer for FP16; False none, for scripts that keep their own; True, or a
+    GradScaler of yours.  One scaler for all that is decorated in one call.
+
+    An optimizer alone comes back with `backward(loss)`, to write for `loss.backward()`, and `step()`; the forward then
+    is yours to put under fe.amp.autocast.  With a plain loss.backward() its step() refuses.
+    Wrap for several devices and compile afterwards; compiled, the graph breaks once, where the scale enters.
+
+    Raises ConversionError (no parameters, decorated or wrapped already, layers that are not there), OptimizerError
+    (wrapped already, of another model), UnknownName (level, glob), UnsupportedDtype, BackendError (BF16 on a card
+    without it), LossScaleError (FP16 gradients and no masters); nothing has been changed then.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = decorate(model, optimizer, level="O2")
+    >>> loss = model(torch.ones(2, 4)).square().mean()
+    >>> loss.backward()
+    >>> optimizer.step()
+    >>> loss.dtype, model[0].weight.dtype, model[1].weight.dtype, isinstance(model, nn.Sequential)
+    (torch.float32, torch.float16, torch.float32, True)
+    """
+    if optimizer is None and all(isinstance(one, torch.optim.Optimizer) for one in _listed(model)):
+        model, optimizer = None, model
+    models, optimizers = _listed(model), _listed(optimizer)
+    parameters = _check_models(models) or [p for one in optimizers for p in _parameters(one)]
+    _check_precision(level, dtype, {p.device for p in parameters})
+    excluded = _chosen(models, excluded_layers)
+    norms = [module for one in models for module in one.modules() if level == "O2" and is_norm(module)]
+    cast = _to_cast(models, [*excluded, *norms]) if level == "O2" else {}
+    low = [any(p in cast or p.dtype in LOW for p in _parameters(one)) for one in optimizers]
+    masters = low if master_weights is None else [master_weights] * len(low)
+    _check_optimizers(optimizers, set(parameters), low, masters)
+    scaling = _scaling(scaler, dtype, bool(optimizers), parameters[0].device)
+    scales = scaling is not None and scaling.scaler.is_enabled()
+    if scales and dtype == torch.float16 and any(low) and not all(masters):
+        raise LossScaleError(
+            "16-bit parameters without FP32 masters have gradients that no scaler can unscale:"
+            " leave master_weights out, or say scaler=False"
+        )
+    _pin(norms, excluded, roots=models)
+    originals = {p: _cast(p, dtype) for p in cast}
+    for one in models:
+        for module in one.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+        one._fp8engine_amp = Precision(level, dtype, lists or UNCHANGED, scaling if scales else None)
+        one.__class__ = decorated_class(type(one))
+    wrapped = [
+        MasterWeights(one, originals=originals) if needed else _with_state_cast(one)
+        for one, needed in zip(optimizers, masters, strict=True)
+    ]
+    if scaling is not None:
+        wrapped = [ScaledOptimizer(one, scaling) for one in wrapped]
+    given = [(model, models), (optimizer, wrapped)]
+    made = [done if isinstance(one, (list, tuple)) else done[0] for one, done in given if one is not None]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """torch's norms, and by structure others': "norm" in its name, nothing inside it, every weight one row.
+
+    >>> is_norm(nn.GroupNorm(2, 4)), is_norm(nn.Linear(4, 4))
+    (True, False)
+    """
+    if isinstance(module, NORMS):
+        return True
+    own = list(module.parameters())
+    alone = not any(True for _ in module.children()) and bool(own)
+    return alone and "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in own)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(f"decorate takes torch.optim optimizers, not {type(optimizer).__name__}")
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
+    """Their parameters."""
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise ConversionError(f"decorate takes an nn.Module, not {type(model).__name__}")
+        if next(model.parameters(), None) is None:
+            raise ConversionError(f"{type(model).__name__} has no parameters: nothing to train in mixed precision")
+        for name, module in model.named_modules():
+            where = f"its part {name!r}" if name else f"this {type(model).__name__}"
+            kinds = {kind.__name__ for kind in type(module).__mro__}
+            if found := next((kind for kind in WRAPPERS if kind in kinds), None):
+                raise ConversionError(f"{where} is under {found} already: decorate first, then wrap or compile")
+            if isinstance(module, Decorated):
+                raise ConversionError(f"{where} is decorated already: decorate a model once, as a whole")
+            if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters(recurse=False)):
+                raise ConversionError(f"{where} has no shapes yet (a lazy module): run one forward first")
+        if "forward" in model.__dict__:
+            raise ConversionError(
+                f"the forward of this {type(model).__name__} was replaced on the instance: decorate first"
+            )
+    return [p for model in models for p in model.parameters()]
+
+
+def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device]) -> None:
+    if level not in LEVELS:
+        raise UnknownName("level", level, LEVELS)
+    if dtype not in LOW:
+        raise UnsupportedDtype(f"decorate(dtype={dtype}): mixed precision is in torch.float16 or torch.bfloat16")
+    if not devices:
+        raise ConversionError("decorate() was given neither a model nor an optimizer")
+    for where in devices:
+        if dtype == torch.bfloat16 and where.type == "cuda" and (has := hardware.capability(where)) < BF16_CAPABILITY:
+            raise BackendError(
+                f"decorate(dtype=torch.bfloat16): {hardware.name(where)} (sm_{has[0]}{has[1]}) has no BF16 Tensor"
+                " Cores, which come with sm_80; take dtype=torch.float16, whose loss scaler is built in"
+            )
+
+
+def _check_optimizers(optimizers: list, known: set[nn.Parameter], low: list[bool], masters: list[bool]) -> None:
+    for optimizer, has_low, needed in zip(optimizers, low, masters, strict=True):
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
+            raise OptimizerError(f"this {kind} is wrapped already: decorate the plain optimizer, once")
+        if known.isdisjoint(_parameters(optimizer)):
+            raise OptimizerError(f"this {kind} holds none of the model's parameters: make it from model.parameters()")
+        if needed and not has_low:
+            raise OptimizerError(f"master_weights=True, and this {kind} holds no 16-bit parameters: take level='O2'")
+
+
+def _chosen(models: list[nn.Module], excluded: Layers | Iterable[Layers] | None) -> list[nn.Module]:
+    """The modules to keep in FP32."""
+    wanted = [excluded] if isinstance(excluded, (str, type, nn.Module)) else list(excluded or ())
+    named = {name: module for model in models for name, module in model.named_modules() if name}
+    chosen: list[nn.Module] = []
+    for want in wanted:
+        if isinstance(want, str):
+            found = [module for name, module in named.items() if fnmatchcase(name, want)]
+            if not found:
+                raise UnknownName("layer", want, named)
+        else:
+            found = [m for m in named.values() if m is want or (isinstance(want, type) and isinstance(m, want))]
+            if not found:
+                kind = want.__name__ if isinstance(want, type) else f"this {type(want).__name__}"
+                raise ConversionError(f"excluded_layers: {kind} is not in the model")
+        chosen += [part for module in found for part in _callable(module)]
+    for module in chosen:
+        if "forward" in module.__dict__:
+            raise ConversionError(f"the forward of an excluded {type(module).__name__} was replaced on the instance")
+    return chosen
+
+
+def _callable(module: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(module, CONTAINERS):
+        yield module
+        return
+    for child in module.children():
+        yield from _callable(child)
+
+
+def _to_cast(models: list[nn.Module], kept: list[nn.Module]) -> dict[nn.Parameter, None]:
+    """The parameters that O2 casts: not the kept modules', not even where another module shares them."""
+    pinned = [module for model in models for module in model.modules() if isinstance(module, Fp32Pinned)]
+    stay = {p for module in [*kept, *pinned] for p in module.parameters()}
+    every = (p for model in models for p in model.parameters())
+    return {p: None for p in every if p not in stay and p.dtype in (torch.float32, *LOW)}
+
+
+@torch.no_grad()
+def _cast(p: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Cast in place; returns the values that it had."""
+    original, grad, p.grad = p.data, p.grad, None
+    p.data = original.to(dtype)
+    if grad is not None:
+        p.grad = grad.to(dtype)
+    return original
+
+
+def _pin(norms: list[nn.Module], excluded: list[nn.Module], roots: list[nn.Module]) -> None:
+    for module in norms:
+        if not any(module is root for root in roots):
+            pin_fp32(module, output="input")
+    for module in excluded:
+        pin_fp32(module, output="fp32")
+
+
+def _with_state_cast(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Without masters: state gathered so far takes the parameters' new dtype."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer
+
+
+def _scaling(
+    scaler: bool | torch.amp.GradScaler | None, dtype: torch.dtype, steps: bool, device: torch.device
+) -> Scaling | None:
+    if scaler is False or not steps:
+        if scaler:
+            raise ConversionError("decorate(scaler=): a model alone has no step to unscale in; give the optimizer too")
+        return None
+    if isinstance(scaler, torch.amp.GradScaler):
+        return Scaling(scaler)
+    return Scaling(GradScaler(device, enabled=dtype == torch.float16 or scaler is True))

@@ -1,0 +1,339 @@
+"""FP32 master weights behind FP16 or BF16 parameters, for any optimizer of torch.
+
+    m <- step(m, fp32(g))        p <- round(m), to nearest, ties to even
+
+In FP16 an update below 2^-11 of its weight (BF16: 2^-8) rounds to nothing; on the master it counts.  The model keeps
+its 16-bit parameters p and their 16-bit gradients g; the optimizer knows only the masters m, so its own state, foreach
+and fused kernels, weight decay and clipping are FP32.  FP32 parameters are their own masters.
+
+Memory per 16-bit parameter: 4 bytes for m and 4 for its gradient; with Adam 8 more for its moments, in all 20 with p
+and g (plain FP32 training: 16).  What is saved is in the activations and the matmuls' operands.
+
+The masters are the weights and p their rounding.  Whoever writes p (a checkpoint loaded into the model, an EMA swapped
+in) is followed: a master whose rounding is no longer p takes p's value, the others keep the bits below.
+
+Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.1.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fp8engine.errors import OptimizerError
+
+LOW = (torch.float16, torch.bfloat16)
+MASTERS = "masters"  # key in the state_dict, beside torch's own two
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another: groups, state and defaults are the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner = inner
+        for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            name = f"_optimizer_{moment}_hooks"
+            setattr(self, name, getattr(inner, name))  # one table: the inner optimizer runs them
+        self.__setstate__({})  # torch's tables of hooks; its __init__ would want parameters of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's state, by parameter."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        self.inner.add_param_group(param_group)
+
+
+class Pair:
+    """A 16-bit parameter, its master, and what was copied from one to the other last."""
+
+    def __init__(self, parameter: nn.Parameter, master: nn.Parameter):
+        self.parameter, self.master = parameter, master
+        self.copied: tuple[int, int] | None = None  # which gradient, in which version
+        self.accumulated = False  # a backward pass has added to the gradient since
+        self.overwritten = False  # another hand has written it, when the masters' had been changed too
+        self.rounded = self.now()
+        watching: weakref.ref[Pair] = weakref.ref(self)
+        frozen = not parameter.requires_grad  # torch hooks only what it may differentiate; it may be thawed later
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: _mark(watching))
+        parameter.requires_grad_(not frozen)
+
+    def now(self) -> tuple[int, int]:
+        """Changes whenever the parameter is written; not through `.data` in place, which torch does not count."""
+        return self.parameter._version, self.parameter.data_ptr()
+
+    def new_gradient(self) -> torch.Tensor | None:
+        """The parameter's gradient, if it is not what the master's was made of."""
+        grad = self.parameter.grad
+        if grad is None:
+            self.forget()
+            return None
+        now = (id(grad), grad._version)
+        if not self.accumulated and self.copied == now:
+            return None
+        self.overwritten = self.copied is not None and not self.accumulated
+        self.copied, self.accumulated = now, False
+        return grad
+
+    def forget(self) -> None:
+        """No gradient on the master, and none copied."""
+        self.master.grad, self.copied, self.accumulated, self.overwritten = None, None, False, False
+
+    def follow(self) -> None:
+        """Take the parameter's values where the master's rounding is no longer theirs."""
+        p, m = self.parameter, self.master
+        if p.dtype not in LOW or p.device != m.device or p.shape != m.shape:
+            raise OptimizerError(
+                f"a parameter {tuple(m.shape)} of MasterWeights is {p.dtype} {tuple(p.shape)} on {p.device} now, its"
+                f" master on {m.device}: move and cast the model first, then wrap the optimizer"
+            )
+        m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(torch.float32)))
+        self.rounded = self.now()
+
+
+def _mark(watching: weakref.ref[Pair]) -> None:
+    pair = watching()
+    if pair is not None:
+        pair.accumulated = True
+
+
+class MasterWeights(Wrapped):
+    """An optimizer whose 16-bit parameters are stepped in FP32; itself an optimizer, so schedulers and scalers take it.
+
+    originals: FP32 values to start from instead of the rounded parameters, where the caller still has them.
+
+    `param_groups` hold the masters, with the gradients of the moment: GradScaler unscales those in FP32, and clipping
+    takes them too: `clip_grad_norm_(optimizer.master_parameters(), 1.0)`.  state_dict is the inner optimizer's with
+    the masters added: a resumed run goes on bit for bit, and an optimizer without masters loads it as well.
+
+    Raises OptimizerError: wrapped already, no 16-bit parameters, or a model moved or cast since.
+
+    >>> model = nn.Linear(1, 1, bias=False).half()
+    >>> _ = nn.init.ones_(model.weight)
+    >>> optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=2.0**-13))
+    >>> for _ in range(8):  # each update is a quarter of FP16's step below 1
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(1, 1).half()).sum().backward()
+    ...     optimizer.step()
+    >>> model.weight.item(), model.weight.dtype
+    (0.9990234375, torch.float16)
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, originals: Mapping[nn.Parameter, torch.Tensor] | None = None
+    ):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(f"MasterWeights takes a torch.optim optimizer, not {type(optimizer).__name__}")
+        if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
+            raise OptimizerError(f"this {type(optimizer).__name__} is wrapped already: wrap an optimizer once")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(p.dtype in LOW for p in parameters):
+            found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "no parameters"
+            raise OptimizerError(
+                f"none of the {type(optimizer).__name__}'s {len(parameters)} parameters is FP16 or BF16 ({found}):"
+                " cast the model first, or use the optimizer as it is"
+            )
+        super().__init__(optimizer)
+        self._pairs: dict[nn.Parameter, Pair]
+        self._probe: tuple[torch.Tensor, torch.Tensor] | None
+        state = optimizer.state_dict() if optimizer.state else None
+        for group in optimizer.param_groups:
+            self._put_masters(group, originals or {})
+        if state is not None:
+            optimizer.state.clear()
+            optimizer.load_state_dict(state)  # moments kept so far, now FP32 and under the masters
+        optimizer._has_masters = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _put_masters(self, group: dict[str, Any], originals: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        params = group["params"]
+        for i, p in enumerate(params):
+            if p.dtype in LOW:
+                value = originals[p] if p in originals else p.detach()
+                master = nn.Parameter(value.detach().to(torch.float32), requires_grad=p.requires_grad)
+                self._pairs[p] = Pair(p, master)
+                params[i] = master  # in place: LBFGS keeps this very list
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's groups: masters, whose .grad is the parameter's gradient in FP32."""
+        self._gather()
+        return self.inner.param_groups
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    def master_parameters(self) -> Iterator[nn.Parameter]:
+        """What the optimizer steps, group by group: masters, and FP32 parameters themselves; .grad up to date."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def model_parameters(self) -> Iterator[nn.Parameter]:
+        """The model's own parameters, in the optimizer's order."""
+        of: dict[int, Any] = {id(pair.master): pair.parameter for pair in self._pairs.values()}
+        return (of.get(id(p), p) for group in self.inner.param_groups for p in group["params"])
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Copy gradients that are new to the masters."""
+        new = [(pair, grad) for pair in self._pairs.values() if (grad := pair.new_gradient()) is not None]
+        if any(pair.overwritten for pair, _ in new) and not self._changed():
+            for pair, _ in new:
+                pair.overwritten = False
+        copies, sources = [], []
+        for pair, grad in new:
+            master = pair.master
+            if grad.is_sparse:
+                master.grad = grad.to(torch.float32)
+                continue
+            if master.grad is None or master.grad.is_sparse:
+                master.grad = torch.empty_like(master)
+            copies.append(master.grad)
+            sources.append(grad)
+        if copies:
+            torch._foreach_copy_(copies, sources)
+            smallest = min(copies, key=torch.Tensor.numel)
+            self._probe = smallest, smallest.clone()
+
+    def _changed(self) -> bool:
+        """Whether the masters' gradients are other than copied; by one of them, as unscaling counts no version."""
+        return self._probe is not None and not torch.equal(*self._probe)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Follow parameters that were written since the last step: only a write through `.data` needs this call."""
+        for pair in self._pairs.values():
+            pair.follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for pair in self._pairs.values():
+            if pair.now() != pair.rounded:
+                pair.follow()
+
+    @torch.no_grad()
+    def _scatter(self) -> None:
+        """Round the masters into the parameters."""
+        pairs = self._pairs.values()
+        torch._foreach_copy_([pair.parameter for pair in pairs], [pair.master for pair in pairs])
+        for pair in pairs:
+            pair.rounded = pair.now()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the masters, then round them into the parameters; a closure sees the parameters of each evaluation.
+
+        Raises OptimizerError if a 16-bit gradient was changed after its FP32 copy had been (clipped after unscale_).
+        """
+        self._follow()
+        self._gather()
+        for i, pair in enumerate(self._pairs.values()):
+            if pair.overwritten:
+                raise OptimizerError(
+                    f"the 16-bit gradient of parameter {i} {tuple(pair.master.shape)} was changed after its FP32 copy"
+                    " had been unscaled or clipped: change those of optimizer.master_parameters(), not the model's"
+                )
+
+        def evaluate() -> Any:
+            self._scatter()
+            with torch.enable_grad():
+                loss = cast(Callable[[], Any], closure)()
+            self._gather()
+            return loss
+
+        given = [name for name in ("grad_scale", "found_inf") if name in self.__dict__]  # by GradScaler, for fused ones
+        for name in given:
+            setattr(self.inner, name, getattr(self, name))
+        try:
+            loss = self.inner.step() if closure is None else self.inner.step(evaluate)
+        finally:
+            for name in given:
+                delattr(self.inner, name)
+        self._scatter()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters and of the masters."""
+        for pair in self._pairs.values():
+            pair.forget()
+            if pair.parameter.grad is not None:
+                pair.parameter.grad = None if set_to_none else torch.zeros_like(pair.parameter.grad)
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; 16-bit parameters get masters."""
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        if any((p[1] if isinstance(p, tuple) else p) in self._pairs for p in given):
+            raise OptimizerError("add_param_group: some of these parameters are in another group already")
+        self.inner.add_param_group({**param_group, "params": given})
+        self._put_masters(self.inner.param_groups[-1], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, with {"masters": {index of the parameter: FP32 values}} added."""
+        self._follow()
+        masters = {i: m.detach() for i, m in self._numbered()}
+        return {**self.inner.state_dict(), MASTERS: masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load optimizer state and masters, and round these into the parameters; the order with the model's is free.
+
+        State of an optimizer without masters is taken too, and said: then masters follow the parameters.  Raises
+        OptimizerError if the masters are another model's; nothing is loaded then.
+        """
+        masters = state_dict.get(MASTERS)
+        mine = dict(self._numbered())
+        if masters is not None and {i: m.shape for i, m in masters.items()} != {i: m.shape for i, m in mine.items()}:
+            raise OptimizerError(
+                f"the state holds {len(masters)} masters that are not those of this optimizer's {len(mine)} 16-bit"
+                " parameters (number, order or shapes differ): nothing was loaded"
+            )
+        self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != MASTERS})
+        if masters is None:
+            warnings.warn("the optimizer state holds no FP32 masters: they follow the 16-bit parameters", stacklevel=2)
+            self.refresh()
+            return
+        for i, master in mine.items():
+            master.copy_(masters[i])
+        self._scatter()
+
+    def _numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
+        known = {id(pair.master) for pair in self._pairs.values()}
+        params = (p for group in self.inner.param_groups for p in group["params"])
+        return ((i, p) for i, p in enumerate(params) if id(p) in known)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner, "pairs": [(pair.parameter, pair.master) for pair in self._pairs.values()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        pairs = state.pop("pairs", ())
+        super().__setstate__(state)
+        self._pairs = {parameter: Pair(parameter, master) for parameter, master in pairs}
+        self._probe = None

@@ -1,0 +1,163 @@
+"""fe.amp.op_stats: which operators ran in which precision in a block, and what was cast for it.
+
+A TorchDispatchMode sees each operator below autograd and below autocast, as the device will run it: what autocast
+decided is seen, not guessed; backward too, if it runs in the block.  An operator counts in the dtype of its floating
+result (of its inputs where the result is none, as with a comparison).  Views and allocations compute nothing and are
+left out; casts have a table of their own, and an operator that took a tensor widened in the block counts as upcast.
+
+A function under torch.compile is one call to the mode's eye and is not counted: run the block eagerly.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8engine.formats import BY_DTYPE
+
+# They reserve memory or fill it with one value: no precision is at stake.
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like", "ones",
+               "ones_like", "full", "full_like", "fill_", "zero_", "detach", "scalar_tensor")  # fmt: skip
+CASTS = ("_to_copy", "copy_")
+COPIES = ("_unsafe_view", "clone")  # the values of their input, as a view has them
+SHOWN = ("FP16", "BF16", "FP32")  # columns of the table; others share the last one
+
+
+@dataclass
+class OpStats:
+    """What a block ran.
+
+    ops: operator -> precision ("FP16", "BF16", "FP32", "float64", ...) -> calls.  upcast: operator -> calls that took
+    a tensor widened in the block.  casts: ("FP16", "FP32") -> [calls, elements].
+    """
+
+    ops: dict[str, Counter[str]] = field(default_factory=dict)
+    upcast: Counter[str] = field(default_factory=Counter)
+    casts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+    def total(self, precision: str) -> int:
+        """Calls of operators in a precision."""
+        return sum(counts[precision] for counts in self.ops.values())
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows."""
+        return {
+            "ops": {name: dict(counts) for name, counts in self.ops.items()},
+            "upcast": dict(self.upcast),
+            "casts": [
+                {"from": source, "to": target, "calls": calls, "elements": elements}
+                for (source, target), (calls, elements) in self.casts.items()
+            ],
+        }
+
+    def table(self, width: int = 100) -> str:
+        """Operators, most called first, and casts as text, `width` columns wide."""
+        from rich.table import Table  # here: importing rich draws from Python's random numbers
+
+        table = Table(title="Operators by precision", title_justify="left")
+        table.add_column("operator", overflow="fold")
+        for heading in (*SHOWN, "other", "upcast"):
+            table.add_column(heading, justify="right")
+        for name, counts in sorted(self.ops.items(), key=lambda item: -item[1].total()):
+            numbers = [counts[precision] for precision in SHOWN]
+            other = counts.total() - sum(numbers)
+            table.add_row(name, *[str(number or "") for number in (*numbers, other, self.upcast[name])])
+        totals = [self.total(precision) for precision in SHOWN]
+        other = sum(counts.total() for counts in self.ops.values()) - sum(totals)
+        table.add_section()
+        table.add_row("all", *[str(number or "") for number in (*totals, other, self.upcast.total())])
+        casts = [
+            f"cast {source} -> {target}: {calls} times, {elements} elements"
+            for (source, target), (calls, elements) in sorted(self.casts.items(), key=lambda item: -item[1][1])
+        ]
+        return as_text(table, casts, width)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+@contextmanager
+def op_stats() -> Iterator[OpStats]:
+    """Count the operators that run in the block, by precision.
+
+    >>> x = torch.randn(4, 4)
+    >>> with op_stats() as stats, torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     _ = torch.nn.functional.mse_loss(x @ x, x)
+    >>> stats.to_dict()["ops"]
+    {'mm': {'BF16': 1}, 'mse_loss': {'FP32': 1}}
+    >>> stats.upcast["mse_loss"], stats.casts["FP32", "BF16"]
+    (1, [2, 32])
+    """
+    stats = OpStats()
+    with _Counting(stats):
+        yield stats
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, stats: OpStats):
+        super().__init__()
+        self.stats = stats
+        self.widened = WeakTensorKeyDictionary()  # tensors that a cast in the block made wider
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        inputs = _floating((args, kwargs))
+        if name in CASTS:
+            self._cast(_source(name, inputs), result)
+        elif name in COPIES or _is_view(func):
+            if inputs and inputs[0] in self.widened:
+                self.widened.update(dict.fromkeys(_floating(result)))
+        elif name not in ALLOCATIONS and (counted := _floating(result) or inputs):
+            self.stats.ops.setdefault(name, Counter())[precision(counted[0].dtype)] += 1
+            self.stats.upcast[name] += any(value in self.widened for value in inputs)
+        return result
+
+    def _cast(self, source: torch.Tensor | None, result: torch.Tensor) -> None:
+        if source is None or source.dtype == result.dtype or not result.dtype.is_floating_point:
+            return
+        count = self.stats.casts.setdefault((precision(source.dtype), precision(result.dtype)), [0, 0])
+        count[0] += 1
+        count[1] += result.numel()
+        if result.dtype.itemsize > source.dtype.itemsize:
+            self.widened[result] = None
+
+
+def precision(dtype: torch.dtype) -> str:
+    """A dtype as reports print it: "FP16", or torch's own name for what no format of ours is."""
+    return BY_DTYPE[dtype].name if dtype in BY_DTYPE else str(dtype).removeprefix("torch.")
+
+
+def as_text(table, lines: list[str], width: int) -> str:
+    """A rich table and lines below it as plain text: names are text, [brackets] in them no markup."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
+    console.print(table)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    return out.getvalue()
+
+
+def _is_view(func: torch._ops.OpOverload) -> bool:
+    returns = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returns)
+
+
+def _source(name: str, inputs: list[torch.Tensor]) -> torch.Tensor | None:
+    """What a cast reads: copy_(target, source) has it second; None where that is no floating tensor."""
+    at = 1 if name == "copy_" else 0
+    return inputs[at] if len(inputs) > at else None
+
+
+def _floating(values: object) -> list[torch.Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]

@@ -1,0 +1,176 @@
+"""A module in FP32 while the rest of the model runs in FP16: the cure for a layer that leaves FP16's range.
+
+    forward(x) = back(f(fp32(x); fp32(w)))      autocast off inside
+
+x and w are cast up, which is exact; f is the module's own forward.  `back` cannot always give the dtype that the
+module returned before: an output above 65504, which is why it was pinned, would become Inf there, silently, and to
+look first would make the host wait for the device.  So under autocast the output stays FP32, as it does after torch's
+own FP32 ops (softmax, norms), and later ops cast as they need; without autocast nobody would cast, so the output goes
+back to the dtype of the inputs.  The class of the very module is changed, so hooks, names, parameters, state_dict and
+optimizers see the module they knew; gradients reach FP16 weights through the cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from fp8engine.errors import ConversionError, UnknownName
+
+LOW = (torch.float16, torch.bfloat16)
+OUTPUTS = ("auto", "fp32", "input")
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called, so nothing to pin
+
+
+class Fp32Pinned:
+    """Mixed into the class of a pinned module; the class it had is the next in line."""
+
+    _fp32_output: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, in FP32."""
+        where = _device_type(self, args, kwargs)
+        low = next((x.dtype for x in _tensors((args, kwargs)) if x.dtype in LOW), None)
+        keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and torch.is_autocast_enabled(where))
+        with torch.autocast(where, enabled=False):
+            args, kwargs = tree_map(_up, (args, kwargs))
+            output = self._run(args, kwargs)
+        return output if keep or low is None else tree_map(lambda x: _down(x, low), output)
+
+    def _run(self, args: tuple, kwargs: dict) -> Any:
+        module: Any = self
+        held = (*module.named_parameters(), *module.named_buffers())
+        raised = {name: tensor.float() for name, tensor in held if tensor.dtype in LOW}
+        if not raised:
+            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        lent = {f"module.{name}": tensor for name, tensor in raised.items()}
+        output = functional_call(_Own(module), lent, args, kwargs)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in raised:  # running statistics: written in the copy that was lent
+                    buffer.copy_(raised[name])
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle and deepcopy look a class up by its name, and this one was made while running
+        return _rebuild, (_base(type(self)),), self.__getstate__()
+
+
+class _Own(nn.Module):
+    """Calls a module's forward and none of its hooks, which ran already, while functional_call lends it weights."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
+        return super(Fp32Pinned, module).forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Pin:
+    """What `pin_fp32` returns: `remove()`, or the end of a `with`, gives the module its own precision back."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def remove(self) -> None:
+        """Unpin; a second call, or one after another pin of the module was removed, changes nothing."""
+        if isinstance(self.module, Fp32Pinned):
+            self.module.__class__ = _base(type(self.module))
+            self.module.__dict__.pop("_fp32_output", None)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def pin_fp32(module: nn.Module, *, output: str = "auto") -> Pin:
+    """Run `module`, and all inside it, in FP32 with autocast off; returns a handle whose `remove()` unpins it.
+
+    output: "fp32" leaves what it returns in FP32; "input" casts it back to the FP16 or BF16 of its inputs (a value
+    beyond that range becomes Inf: `find_overflow` names it); "auto" is "fp32" under autocast and "input" without.
+    Inputs and weights in FP16 or BF16 are cast up, others are left.  Pinning a pinned module only sets `output`.
+
+    Raises UnknownName (output), ConversionError (not a module with a forward of its own that can be pinned).
+
+    >>> layer = nn.Linear(4, 4)
+    >>> with torch.no_grad():
+    ...     _ = layer.weight.fill_(200.0)
+    >>> x = torch.full((1, 4), 100.0)
+    >>> with torch.autocast("cpu", torch.float16):
+    ...     before = layer(x).isinf().all().item()
+    ...     pin = pin_fp32(layer)
+    ...     after = layer(x).isfinite().all().item()
+    >>> before, after, layer(x).dtype
+    (True, True, torch.float32)
+    >>> pin.remove()
+    >>> type(layer) is nn.Linear
+    True
+    """
+    if output not in OUTPUTS:
+        raise UnknownName("output of pin_fp32", output, OUTPUTS)
+    module = _target(module)
+    if not isinstance(module, Fp32Pinned):
+        module.__class__ = _pinned_class(type(module))
+    object.__setattr__(module, "_fp32_output", output)
+    return Pin(module)
+
+
+def _target(module: Any) -> Any:
+    module = getattr(module, "_orig_mod", module)  # under torch.compile: the module it compiles
+    if not isinstance(module, nn.Module) or isinstance(module, (*CONTAINERS, torch.jit.ScriptModule)):
+        raise ConversionError(
+            f"pin_fp32 takes a module that has a forward, not {type(module).__name__}: pin the modules in it instead"
+        )
+    if "forward" in module.__dict__:
+        raise ConversionError(
+            f"the forward of this {type(module).__name__} was replaced on the instance (by offloading hooks?), "
+            "so a pin would not be seen: pin it first, then wrap it"
+        )
+    return module
+
+
+def _pinned_class(kind: type) -> type:
+    return type(kind.__name__, (Fp32Pinned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _base(kind: type) -> type:
+    return kind.__mro__[kind.__mro__.index(Fp32Pinned) + 1]
+
+
+def _rebuild(kind: type) -> Any:
+    pinned: Any = _pinned_class(kind)
+    return pinned.__new__(pinned)
+
+
+def _device_type(module: Any, args: tuple, kwargs: dict) -> str:
+    for tensor in (*_tensors((args, kwargs)), *module.parameters()):
+        return tensor.device.type
+    return "cpu"
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _up(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype in LOW else x
+
+
+def _down(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x

@@ -1,0 +1,162 @@
+"""What a tensor holds, in one reduction and without waiting for it: its smallest and its largest value.
+
+    low, high = aminmax(x)      NaN in x makes both NaN
+
+One pass gives all that a hunt for overflow needs: amax = max(|low|, |high|); NaN; +Inf; and -Inf alone, which a mask
+puts there on purpose far more often than an overflow does.  aminmax rather than a norm: on a CPU, torch 2.13 takes
+65 us for 600,000 values against 1,550 us for vector_norm(x, inf) (one core).  On CUDA parameters and gradients are
+read by `_foreach_norm`, one launch for all of them.
+
+Readings stay on their device.  `Transfer` brings many to the host at once, on CUDA into pinned memory behind an event,
+so that whoever started it can ask whether it is there instead of waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Reading:
+    """Smallest and largest value of one tensor: on its device at first, numbers once settled, None if never taken."""
+
+    __slots__ = ("consumers", "dtype", "high", "leaves", "low")
+
+    def __init__(self, low: Any = None, high: Any = None, dtype: torch.dtype | None = None):
+        self.low, self.high, self.dtype = low, high, dtype
+        self.consumers: list[Any] = []  # calls that took the tensor as an input
+        self.leaves = False  # the watched model returned the tensor
+
+    @property
+    def taken(self) -> bool:
+        """Whether there is anything to look at."""
+        return self.low is not None
+
+    @property
+    def amax(self) -> float:
+        """Largest magnitude; NaN where there is a NaN."""
+        return math.nan if self.nan else max(abs(self.low), abs(self.high))
+
+    @property
+    def nan(self) -> bool:
+        """Whether there is a NaN."""
+        return self.taken and (math.isnan(self.low) or math.isnan(self.high))
+
+    @property
+    def inf(self) -> bool:
+        """Whether there is an Inf of either sign."""
+        return self.taken and (math.isinf(self.low) or math.isinf(self.high))
+
+    @property
+    def finite(self) -> bool:
+        """Whether nothing in it is NaN or Inf (or nothing is known)."""
+        return not self.nan and not self.inf
+
+    @property
+    def masked(self) -> bool:
+        """-Inf, and neither NaN nor +Inf: what a mask leaves."""
+        return self.taken and not self.nan and self.low == -math.inf and self.high < math.inf
+
+    @property
+    def bad(self) -> bool:
+        """NaN or +Inf, which no mask leaves."""
+        return not self.finite and not self.masked
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and dicts (a Hugging Face output is a dict), in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from tensors(value)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values to look at: this rank's part, a complex number as two; None for integers and what holds no values."""
+    usual = type(tensor) in PLAIN and tensor.dtype in FLOATS and tensor.device.type in ("cpu", "cuda")
+    if usual and tensor.layout is torch.strided and tensor.numel() and not is_functorch_wrapped_tensor(tensor):
+        return tensor.detach()  # nearly all of them: this runs for every tensor of a step
+    if hasattr(tensor, "to_local"):  # DTensor
+        tensor = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return None if tensor.device.type == "meta" or is_functorch_wrapped_tensor(tensor) else tensor
+
+
+def read(tensor: torch.Tensor) -> Reading:
+    """One reduction; nothing is waited for."""
+    values = readable(tensor)
+    if values is None:
+        return Reading()
+    low, high = torch.aminmax(values)
+    return Reading(low, high, values.dtype)
+
+
+def read_all(held: Sequence[torch.Tensor]) -> list[Reading]:
+    """A reading of each; on CUDA in a few launches for all, which see magnitudes only."""
+    found: list[Reading] = [Reading() for _ in held]
+    together: defaultdict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for index, tensor in enumerate(held):
+        values = readable(tensor)
+        if values is not None and values.is_cuda:
+            together[values.device, values.dtype].append((index, values))
+        elif values is not None:
+            found[index] = Reading(*torch.aminmax(values), values.dtype)
+    for (_, dtype), group in together.items():
+        norms = torch._foreach_norm([values for _, values in group], math.inf)
+        for (index, _), norm in zip(group, norms, strict=True):
+            found[index] = Reading(norm, norm, dtype)
+    return found
+
+
+class Transfer:
+    """Readings on their way to the host."""
+
+    def __init__(self, readings: Sequence[Reading]):
+        groups: defaultdict[Any, list[Reading]] = defaultdict(list)
+        for reading in readings:
+            if isinstance(reading.low, torch.Tensor):
+                groups[reading.low.device, reading.low.dtype].append(reading)
+        self._parts = [(group, *self._start(group)) for group in groups.values()]
+
+    @staticmethod
+    def _start(group: list[Reading]) -> tuple[torch.Tensor, Any]:
+        values = torch.stack([value for reading in group for value in (reading.low, reading.high)])
+        if not values.is_cuda:
+            return values, None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(values.device))
+        return host, arrived
+
+    def ready(self) -> bool:
+        """Whether `finish` would not wait."""
+        return all(arrived is None or arrived.query() for _, _, arrived in self._parts)
+
+    def finish(self) -> None:
+        """Turn the readings into numbers; waits for the device if they are still on their way."""
+        for group, host, arrived in self._parts:
+            if arrived is not None:
+                arrived.synchronize()
+            values = host.tolist()
+            for index, reading in enumerate(group):
+                reading.low, reading.high = values[2 * index], values[2 * index + 1]
+        self._parts = []

@@ -1,0 +1,147 @@
+"""What a watch found as a value: plain dicts, and the table a person reads."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8engine.amp.events import Event
+from fp8engine.amp.verdict import Finding, number
+
+SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
+
+
+@dataclass
+class LayerStats:
+    """One layer's numbers over all passes.
+
+    peak: largest finite magnitude it returned, in dtype.  grad_peak: of the gradients of what it returned, scaled.
+    nonfinite, grad_nonfinite: how many times they held NaN or Inf.  guilty: how many batches named it.
+    """
+
+    name: str
+    kind: str
+    calls: int = 0
+    peak: float = 0.0
+    dtype: torch.dtype | None = None
+    nonfinite: int = 0
+    grad_peak: float = 0.0
+    grad_nonfinite: int = 0
+    guilty: int = 0
+
+    @property
+    def share(self) -> float:
+        """Peak against the largest value of its dtype."""
+        return self.peak / torch.finfo(self.dtype).max if self.dtype else 0.0
+
+    @property
+    def low(self) -> bool:
+        """Whether it returned FP16 or BF16."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+    def see(self, event: Event) -> None:
+        """Enter a settled event of this layer."""
+        reading = event.reading
+        finite = reading.amax if reading.finite else 0.0
+        if event.kind == "output":
+            self.calls += 1
+            self.peak, self.dtype = max(self.peak, finite), reading.dtype
+            self.nonfinite += not reading.finite
+        elif event.kind == "grad_output":
+            self.grad_peak = max(self.grad_peak, finite)
+            self.grad_nonfinite += not reading.finite
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows."""
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype else None
+        return vars(self) | {"dtype": dtype, "share": self.share}
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """findings: first in time first.  layers: one each.  scales: (step, loss scale).  pinned: names.
+
+    hidden: (layer, op, what it made, how many times) for ops that overflowed though no module's output showed it, as
+    1 / Inf = 0 does not; known only of passes watched op by op.
+    """
+
+    findings: list[Finding]
+    layers: list[LayerStats]
+    scales: list[tuple[int, float]]
+    pinned: list[str]
+    passes: int
+    hidden: list[tuple[str, str, str, int]] = field(default_factory=list)
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows."""
+        return {
+            "passes": self.passes,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "layers": [layer.to_dict() for layer in self.layers],
+            "scales": [[step, number(scale)] for step, scale in self.scales],
+            "pinned": self.pinned,
+            "hidden": [dict(zip(("layer", "op", "made", "times"), what, strict=True)) for what in self.hidden],
+        }
+
+    def table(self, width: int = 120) -> str:
+        """The layers worst first, and the findings, as text `width` columns wide."""
+        from rich.console import Console  # here: importing rich draws from Python's random numbers
+        from rich.table import Table
+
+        ran = [layer for layer in self.layers if layer.calls or layer.guilty]
+        worst = sorted(ran, key=lambda x: (-x.guilty, -(x.nonfinite + x.grad_nonfinite), -x.share))
+        table = Table(title=f"Overflow: {self.passes} passes watched", title_justify="left", expand=True)
+        table.add_column("layer", overflow="fold", ratio=1)
+        table.add_column("kind", overflow="fold", max_width=20)
+        for heading in ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict"):
+            table.add_column(heading, no_wrap=True)
+        for layer in worst[:SHOWN]:
+            row = layer.to_dict()
+            table.add_row(
+                layer.name or "(model)",
+                layer.kind,
+                row["dtype"] or "-",
+                f"{layer.peak:.4g}",
+                f"{layer.share:.1%}" if layer.low else "-",
+                str(layer.nonfinite),
+                f"{layer.grad_peak:.4g}",
+                str(layer.grad_nonfinite),
+                self._verdict(layer),
+            )
+        out = io.StringIO()
+        console = Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
+        console.print(table)
+        for line in self._lines(len(worst)):
+            console.print(line, highlight=False, soft_wrap=True)
+        return out.getvalue()
+
+    def _verdict(self, layer: LayerStats) -> str:
+        words = []
+        if layer.guilty:
+            words.append(f"guilty x{layer.guilty}")
+        elif layer.nonfinite or layer.grad_nonfinite:
+            words.append("victim" if self.findings else "mask")
+        if layer.name in self.pinned:
+            words.append("pinned")
+        return ", ".join(words)
+
+    def _lines(self, ran: int) -> list[str]:
+        lines = [f"{ran - SHOWN} more layers, all farther from the end of their range"] if ran > SHOWN else []
+        lines += [f"first: {finding}" if not n else f"then: {finding}" for n, finding in enumerate(self.findings)]
+        if not self.findings:
+            lines.append("no NaN and no Inf")
+        lines += [
+            f"hidden: {op} in {layer!r} made {made} {times} times; no output shows it"
+            for layer, op, made, times in self.hidden[:8]
+        ]
+        if self.scales:
+            kept = [*self.scales[:4], (-1, math.nan), *self.scales[-8:]] if len(self.scales) > 12 else self.scales
+            shown = ["..." if step < 0 else f"{scale:g} (step {step})" for step, scale in kept]
+            lines.append(f"loss scale: {' -> '.join(shown)}")
+        return lines
+
+    def __str__(self) -> str:
+        return self.table()

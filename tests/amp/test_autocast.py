@@ -1,0 +1,307 @@
+"""fe.amp.autocast: torch's where nothing is moved, the lists where something is; gradients, nesting, modules."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_tables import AutocastCPUTestLists, opened
+
+from fp8engine.amp.autocast import autocast
+from fp8engine.amp.lists import OpLists
+from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
+
+TABLE = AutocastCPUTestLists("cpu")
+CASTS = [*TABLE.torch_16, *TABLE.nn_16, *TABLE.torch_fp32, *TABLE.nn_fp32]
+PROMOTES = [*TABLE.torch_need_autocast_promote, *TABLE.torch_expect_builtin_promote]  # with arguments of BF16, of FP16
+CASES = [(dtype, case) for dtype in (torch.bfloat16, torch.float16) for case in CASTS]
+CASES += [(torch.bfloat16, case[:2]) for case in PROMOTES] + [(torch.float16, (case[0], case[2])) for case in PROMOTES]
+HALF = torch.float16
+U = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # one rounding, relative
+
+
+@pytest.mark.parametrize("lists", [OpLists(), OpLists(black=["erfc"])], ids=["unchanged", "another moved"])
+@pytest.mark.parametrize(
+    ("dtype", "case"), CASES, ids=lambda value: value[0] if isinstance(value, tuple) else str(value)
+)
+def test_what_no_list_moves_is_as_under_torch_autocast(dtype: torch.dtype, case: tuple, lists: OpLists):
+    _, function, args, kwargs = opened(case)
+    with torch.autocast("cpu", dtype=dtype):
+        want = function(*args, **kwargs)
+    with autocast("cpu", dtype=dtype, lists=lists):
+        got = function(*args, **kwargs)
+    for ours, theirs in zip(*(v if isinstance(v, tuple) else (v,) for v in (got, want)), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+x = torch.linspace(0.1, 2, 16).view(4, 4)
+SPELLINGS = {
+    "softmax": [
+        lambda: torch.softmax(x, -1),
+        lambda: F.softmax(x, dim=-1),
+        lambda: x.softmax(-1),
+        lambda: torch.special.softmax(x, -1),
+        lambda: nn.Softmax(-1)(x),
+    ],
+    "matmul": [
+        lambda: x @ x,
+        lambda: torch.matmul(x, x),
+        lambda: x.matmul(x),
+        lambda: x.__rmatmul__(x),
+        lambda: torch.linalg.matmul(x, x),
+    ],
+    "pow": [lambda: x**2, lambda: 2**x, lambda: torch.pow(x, 2), lambda: x.pow(2)],
+    "sub": [lambda: x - x, lambda: 1 - x, lambda: torch.sub(x, 1), lambda: torch.subtract(x, 1)],
+    "add": [lambda: x + 1, lambda: 1 + x, lambda: torch.add(x, x)],
+    "mul": [lambda: x * 2, lambda: 2 * x, lambda: torch.multiply(x, x)],
+    "div": [lambda: x / 2, lambda: 2 / x, lambda: torch.true_divide(x, 2)],
+    "layer_norm": [lambda: F.layer_norm(x, (4,)), lambda: nn.LayerNorm(4)(x)],
+    "linear": [lambda: F.linear(x, x), lambda: nn.Linear(4, 4)(x)],
+    "cross_entropy": [lambda: F.cross_entropy(x, x), lambda: nn.CrossEntropyLoss()(x, x.argmax(-1))],
+    "gelu": [lambda: F.gelu(x), lambda: nn.GELU()(x)],
+    "linalg_norm": [lambda: torch.linalg.norm(x)],
+}
+
+
+@pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in SPELLINGS.items() for call in calls])
+def test_one_name_holds_for_all_spellings(name: str, call):
+    dtypes = {}
+    for kind in ("white", "black", "gray"):
+        with autocast("cpu", dtype=HALF, lists=OpLists(**{kind: [name]})):
+            dtypes[kind] = call().dtype
+    assert dtypes == {"white": HALF, "black": torch.float32, "gray": torch.float32}
+
+
+def test_moved_functions_compute_with_cast_inputs():
+    a, b = torch.randn(8, 16), torch.randn(16, 8)
+    with autocast("cpu", dtype=torch.bfloat16, lists=OpLists(white=["softmax"], black=["matmul"], gray=["linear"])):
+        black, white = a.bfloat16() @ b, torch.softmax(a, -1)
+        gray = F.linear(a.bfloat16(), b.t()), F.linear(a.bfloat16(), b.t().bfloat16()), F.linear(a.half(), a.bfloat16())
+    assert torch.equal(black, a.bfloat16().float() @ b)
+    assert torch.equal(white, torch.softmax(a.bfloat16(), -1))
+    assert torch.equal(gray[0], F.linear(a.bfloat16().float(), b.t()))
+    assert torch.equal(gray[1], F.linear(a.bfloat16(), b.t().bfloat16()))
+    assert torch.equal(gray[2], F.linear(a.half().float(), a.bfloat16().float()))  # FP16 and BF16 meet in FP32
+
+
+def test_lists_of_tensors_and_keywords_are_cast_too():
+    with autocast("cpu", dtype=HALF, lists=OpLists(white=["cat"], black=["conv2d"])):
+        assert torch.cat([x, x]).dtype == HALF
+        assert torch.cat(tensors=(x, x.half())).dtype == HALF
+        assert F.conv2d(input=x.half()[None, None], weight=x[None, None]).dtype == torch.float32
+
+
+def test_fp64_integers_and_other_devices_are_left_alone():
+    with autocast("cpu", dtype=HALF, lists=OpLists(white=["add", "softmax"], black=["exp"])):
+        assert (x.double() + 1).dtype == torch.float64
+        assert x.double().exp().dtype == torch.float64
+        assert (torch.arange(3) + 1).dtype == torch.int64
+        assert torch.softmax(torch.empty(4, 4, device="meta"), -1).dtype == torch.float32
+
+
+def test_in_place_and_out_are_left_alone():
+    low, out = x.half(), torch.empty(4, 4, dtype=HALF)
+    with autocast("cpu", dtype=HALF, lists=OpLists(black=["exp", "relu"])):
+        assert low.clone().exp_().dtype == HALF
+        assert torch.exp(low, out=out) is out
+        changed = -low
+        assert F.relu(changed, inplace=True) is changed
+    assert torch.equal(changed, torch.zeros_like(low))
+
+
+def test_a_batch_norm_in_16_bits_keeps_its_running_statistics():
+    norm, inputs = nn.BatchNorm1d(4), torch.randn(64, 4)
+    with autocast("cpu", dtype=torch.bfloat16, lists=OpLists(white=["batch_norm"])):
+        assert norm(inputs).dtype == torch.bfloat16
+    # 0.9 * 0 + 0.1 * mean of the rounded inputs, in FP32: 64 additions
+    want = 0.1 * inputs.bfloat16().double().mean(0)
+    assert norm.running_mean is not None
+    torch.testing.assert_close(norm.running_mean.double(), want, rtol=0, atol=64 * 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_under_changed_lists_against_float64(dtype: torch.dtype):
+    inputs, weight = torch.rand(8, 16, requires_grad=True), torch.rand(16, 16, requires_grad=True)
+    exact = [value.detach().double().requires_grad_() for value in (inputs, weight)]
+    with autocast("cpu", dtype=dtype, lists=OpLists(black=["matmul"], white=["tanh"], gray=["mul"])):
+        hidden = inputs @ weight / 16
+        loss = (torch.tanh(hidden) * inputs).sum()
+    loss.backward()
+    (torch.tanh(exact[0] @ exact[1] / 16) * exact[0]).sum().backward()
+    for ours, theirs in zip((inputs, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert ours.grad.dtype == torch.float32
+        assert theirs.grad is not None
+        # hidden, tanh, its gradient in and out and 1 - tanh^2 (twice) are rounded to 16 bits, six in all, all of
+        # one sign: 6 u of the sum of magnitudes, of which the largest gradient is one; the products are FP32
+        assert (ours.grad - theirs.grad).abs().max() <= 6 * U[dtype] * theirs.grad.abs().max()
+
+
+def test_gradients_of_a_black_product_are_fp32_exact():
+    inputs, weight = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    with autocast("cpu", dtype=torch.bfloat16, lists=OpLists(black=["matmul"])):
+        loss = (inputs @ weight).square().sum()
+    loss.backward()
+    product = (inputs @ weight).detach().double()
+    # K additions in FP32 (sums over 16 or 8 terms), twice: 32 u of the sum of magnitudes
+    want = 2 * product @ weight.detach().double().t()
+    bound = 32 * 2.0**-24 * 2 * product.abs() @ weight.detach().double().t().abs()
+    assert inputs.grad is not None
+    assert ((inputs.grad - want).abs() <= bound + 32 * 2.0**-24 * want.abs().max()).all()
+
+
+def test_inner_lists_win_and_the_rest_is_inherited():
+    with autocast("cpu", dtype=HALF, lists=OpLists(black=["matmul"], white=["softmax"])):
+        with autocast("cpu", dtype=torch.bfloat16, lists=OpLists(white=["matmul"])):
+            assert (x @ x).dtype == torch.bfloat16
+            assert x.softmax(-1).dtype == torch.bfloat16
+        with autocast("cpu"):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.float32
+        assert x.softmax(-1).dtype == HALF
+
+
+@pytest.mark.parametrize("off", [autocast("cpu", enabled=False), torch.autocast("cpu", enabled=False)])
+def test_enabled_false_inside_turns_everything_off(off):
+    with autocast("cpu", dtype=HALF, lists=OpLists(black=["exp"], white=["softmax"])):
+        with off:
+            assert x.softmax(-1).dtype == torch.float32
+            assert (x @ x).dtype == torch.float32
+            assert x.half().exp().dtype == HALF
+        assert x.softmax(-1).dtype == HALF
+
+
+def test_a_device_with_a_number_is_its_type():
+    with autocast("cpu:0", lists=OpLists(black=["exp"])):
+        assert x.half().exp().dtype == torch.float32
+
+
+def test_a_surrounding_torch_autocast_sets_the_dtype():
+    with autocast("cpu", dtype=HALF, lists=OpLists(white=["softmax"])), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert x.softmax(-1).dtype == torch.bfloat16
+
+
+def test_an_object_serves_again_nested_in_itself_and_after_an_error():
+    amp = autocast("cpu", dtype=HALF, lists=OpLists(white=["softmax"]))
+    with amp, amp:
+        assert x.softmax(-1).dtype == HALF
+    with pytest.raises(ZeroDivisionError), amp:
+        _ = 1 / 0
+    assert not torch.is_autocast_enabled("cpu")
+    assert x.softmax(-1).dtype == torch.float32
+    with amp:
+        assert x.softmax(-1).dtype == HALF
+
+
+def test_as_a_decorator_it_enters_anew_in_each_call():
+    @autocast("cpu", dtype=HALF, lists=OpLists(white=["softmax"]))
+    def deep(level: int) -> list[torch.dtype]:
+        """Says what it is."""
+        return [x.softmax(-1).dtype, *(deep(level - 1) if level else [])]
+
+    assert deep(2) == [HALF] * 3
+    assert deep.__doc__ == "Says what it is."
+    assert x.softmax(-1).dtype == torch.float32
+
+
+def test_attention_and_recurrent_modules_by_the_name_of_their_function():
+    attention, layer, lstm = nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2, 8).eval(), nn.LSTM(4, 4)
+    with autocast("cpu", dtype=torch.bfloat16, lists=OpLists(black=["multi_head_attention_forward", "lstm"])):
+        assert attention(x, x, x, need_weights=True)[0].dtype == torch.float32
+        assert lstm(x.bfloat16())[0].dtype == torch.float32
+    hidden = ["multi_head_attention_forward", "linear", "layer_norm"]
+    with torch.no_grad(), autocast("cpu", dtype=torch.bfloat16, lists=OpLists(black=hidden)):
+        # the fused path of TransformerEncoderLayer would hide both; torch does not take it under autocast
+        assert layer(x).dtype == torch.float32
+
+
+def test_what_a_function_hides_is_said_and_its_remedy_works():
+    q = torch.randn(1, 2, 4, 8)
+    lists = OpLists(black=["softmax"])
+    with autocast("cpu", dtype=HALF, lists=lists):
+        with pytest.warns(UserWarning, match="scaled_dot_product_attention computes it inside, where it stays white"):
+            assert F.scaled_dot_product_attention(q, q, q).dtype == HALF
+        with pytest.warns(UserWarning, match="list 'multi_head_attention_forward' as well"):
+            nn.MultiheadAttention(4, 2)(x, x, x)
+        assert F.cross_entropy(x, x).dtype == torch.float32  # black on its own: nothing to say
+    with autocast("cpu", dtype=HALF, lists=OpLists(black=["softmax", "scaled_dot_product_attention"])):
+        assert F.scaled_dot_product_attention(q, q, q).dtype == torch.float32
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A card without a card: tensors that have a device and a dtype, but no values.  Holds its capability."""
+    capability = [(8, 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla")
+    monkeypatch.setattr("fp8engine.device.capability", lambda device: capability[0])
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    return capability
+
+
+def test_on_cuda_the_same_lists_hold(fake_cuda):
+    with FakeTensorMode():
+        a = torch.empty(4, 4, device="cuda")
+        with autocast(lists=OpLists(white=["softmax"], black=["matmul"], gray=["linear"])):
+            assert a.softmax(-1).dtype == HALF
+            assert (a.half() @ a).dtype == torch.float32
+            assert F.linear(a, a.half()).dtype == torch.float32
+            assert torch.mm(a, a).dtype == HALF  # not moved: torch's
+            assert a.half().exp().dtype == torch.float32
+            assert torch.empty(4, 4).softmax(-1).dtype == torch.float32  # a CPU tensor
+
+
+def test_a_banned_function_runs_when_it_is_listed(fake_cuda):
+    with FakeTensorMode():
+        p = torch.empty(4, device="cuda", dtype=HALF)
+        with autocast(), pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(p, p)
+        with autocast(lists=OpLists(black=["binary_cross_entropy"])):
+            assert F.binary_cross_entropy(p, p).dtype == torch.float32
+
+
+def test_a_v100_takes_fp16_and_refuses_bf16_with_the_remedy(fake_cuda):
+    fake_cuda[0] = (7, 0)
+    with FakeTensorMode(), autocast():
+        assert torch.mm(torch.empty(4, 4, device="cuda"), torch.empty(4, 4, device="cuda")).dtype == HALF
+    with pytest.raises(BackendError, match=r"Tesla \(sm_70\) has no BF16.*torch.float16 with fe.amp.GradScaler"):
+        autocast("cuda", dtype=torch.bfloat16)
+    autocast("cuda", dtype=torch.bfloat16, enabled=False)
+    autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_without_a_card_the_cpu_is_taken_and_cuda_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    assert autocast().device_type == "cpu"
+    with pytest.raises(BackendError, match='no CUDA device here; say "cpu"'):
+        autocast("cuda")
+    with autocast("cuda", enabled=False):
+        assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device_type": "cdua"}, UnknownName, "did you mean 'cuda'"),
+        ({"device_type": torch.device("cpu")}, UnknownName, "known: cuda, cpu"),
+        ({"device_type": "cpu", "dtype": torch.float32}, UnsupportedDtype, "say enabled=False"),
+        ({"device_type": "cpu", "dtype": "float16"}, UnsupportedDtype, "torch.float16 or torch.bfloat16"),
+        ({"device_type": "cpu", "lists": ["softmax"]}, OpListError, r"takes fe.amp.OpLists\(white"),
+    ],
+)
+def test_bad_arguments_are_errors_with_the_remedy(arguments: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        autocast(**arguments)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")], ids=repr)
+def test_the_device_may_be_called_device(device):
+    x = torch.randn(2, 2)
+    with autocast(device=device, dtype=torch.float16):
+        assert (x @ x).dtype == torch.float16
+    with pytest.raises(UnknownName, match="beside device_type 'cpu'"):
+        autocast("cuda", device=device)

@@ -1,0 +1,207 @@
+"""Two precisions layer by layer: the planted layer is named, numbers agree with float64, the model is left alone."""
+
+import copy
+import json
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8engine.amp.compare import compare
+from fp8engine.amp.lists import OpLists
+from fp8engine.errors import StateError, UnsupportedDtype
+
+
+class Scale(nn.Module):
+    """x times a number, in x's dtype."""
+
+    def __init__(self, by: float):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * self.by
+
+
+def test_errors_are_those_of_float64():
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), torch.randn(4, 16)
+    found = compare(model, x, low=torch.bfloat16, high=torch.float64)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        low = [model[0](x), model(x)]
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()
+        high = [exact[0](x.double()), exact(x.double())]
+    assert [layer.name for layer in found.layers] == ["0", "1", ""]
+    for layer, ours, theirs in zip(found.layers, (*low, low[1]), (*high, high[1]), strict=True):
+        want = ((ours.double() - theirs).norm() / theirs.norm()).item()
+        # two sums of at most 32 squares in FP64, in another order
+        assert layer.error == pytest.approx(want, rel=64 * 2.0**-53)
+        assert layer.sqnr_db == pytest.approx(-20 * math.log10(want))
+        assert layer.dtypes == ("BF16", "float64")
+    assert found.first() is None
+    assert found.threshold == 16 * 2.0**-7
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_the_layer_that_overflows_is_named(at: int):
+    parts = [nn.Sequential(nn.Linear(4, 4), Scale(1.0)) for _ in range(4)]
+    parts[at][1] = Scale(1e6)
+    model = nn.Sequential(*parts)
+    found = compare(model, torch.ones(2, 4))
+    first = found.first()
+    assert first is not None
+    assert (first.name, first.kind, first.nonfinite_high) == (f"{at}.1", "Scale", 0)
+    assert first.nonfinite_low > 0
+    assert f"first divergence: {at}.1 (Scale)" in str(found)
+
+
+def test_the_layer_that_loses_its_digits_is_named():
+    class Cancel(nn.Module):
+        def forward(self, x):
+            return (x + 2048) - 2048  # in FP16 the step at 2048 is 2
+
+    model = nn.Sequential(nn.Linear(4, 4), Cancel(), Scale(2.0))
+    first = compare(model, torch.rand(8, 4)).first()
+    assert first is not None
+    assert first.name == "1"
+    assert compare(model, torch.rand(8, 4), threshold=10.0).first() is None
+    assert compare(model, torch.rand(8, 4), lists=OpLists(black=["linear"])).first() is None
+
+
+def test_one_element_that_overflows_is_counted_and_left_out_of_the_error():
+    model = nn.Sequential(nn.Identity(), Scale(2.0))
+    x = torch.tensor([[1.0, 2.0, 3.0, 4e4]], dtype=torch.float16)  # 8e4 is over 65504
+    layer = compare(model, x).first()
+    assert layer is not None
+    assert (layer.name, layer.nonfinite_low, layer.nonfinite_high, layer.error) == ("1", 1, 0, 0.0)
+    assert layer.sqnr_db == math.inf
+
+
+def test_a_function_in_place_afterwards_does_not_reach_back():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    found = {layer.name: layer.error for layer in compare(model, torch.randn(4, 8)).layers}
+    assert found["0"] is not None
+    assert found["0"] < 8 * 2.0**-11  # inputs, weights, bias and output rounded once each, sums in FP32
+
+
+class Awkward(nn.Module):
+    """A batch norm, dropouts of every kind, a counter, a buffer bound anew, a lazy buffer, Python's random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.5)
+        self.lstm = nn.LSTM(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x, scale=1.0):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.float().mean(0)
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(8), persistent=False)
+        h = self.linear(self.drop(self.linear(self.norm(x)))) * self.mask * scale
+        x.mul_(0)  # an input worked on in place
+        noise = torch.rand(8) + random.random()
+        return {"out": (self.lstm(F.dropout(h, 0.3))[0] + noise, [h.argmax()]), "extra": None}
+
+
+@pytest.mark.parametrize("high", [torch.float32, torch.float64])
+def test_the_model_the_inputs_and_the_random_numbers_are_left_alone(high: torch.dtype):
+    model, x = Awkward().train(), torch.randn(4, 8)
+    model.linear.eval()
+    model.linear.weight.grad = torch.ones(8, 8)
+    keys, versions = list(vars(model)), [buffer._version for buffer in model.buffers()]
+    objects = [*model.parameters(), *model.buffers()]
+    values = [value.clone() for value in objects]
+    addresses = [value.data_ptr() for value in objects]
+    given, state, python_state = x.clone(), torch.get_rng_state(), random.getstate()
+    found = compare(model, {"x": x, "scale": 0.5}, low=torch.bfloat16, high=high)  # no FP16 LSTM on a CPU
+    assert all(a is b for a, b in zip(objects, [*model.parameters(), *model.buffers()], strict=True))
+    assert all(map(torch.equal, values, objects))
+    assert [value.data_ptr() for value in objects] == addresses
+    assert [buffer._version for buffer in model.buffers()] == versions
+    assert list(vars(model)) == keys
+    assert "mask" not in dict(model.named_buffers())
+    assert model._non_persistent_buffers_set == set()
+    assert (model.calls, model.training, model.linear.training) == (0, True, False)
+    assert torch.equal(model.linear.weight.grad, torch.ones(8, 8))
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(x, given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python_state
+    # the same masks and noise in both: others would make errors of about 1, where some ten roundings make 10 * 2^-8
+    assert [(layer.name, layer.call) for layer in found.layers if layer.name == "linear"] == [
+        ("linear", 0),
+        ("linear", 1),
+    ]
+    assert all(layer.error is not None and layer.error < 0.2 for layer in found.layers)
+
+
+def test_an_error_in_the_model_leaves_it_alone_too():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            self.norm(x)
+            raise ZeroDivisionError
+
+    model = Fails()
+    with pytest.raises(ZeroDivisionError):
+        compare(model, torch.randn(4, 4), high=torch.float64)
+    assert model.norm.running_mean is not None
+    assert torch.equal(model.norm.running_mean, torch.zeros(4))
+    assert model.norm.weight.dtype == torch.float32
+    assert not model._forward_hooks
+
+
+def test_a_half_model_is_compared_with_itself_in_fp32():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).half()
+    found = compare(model, (torch.randn(4, 8, dtype=torch.float16),))
+    assert [layer.dtypes for layer in found.layers] == [("FP16", "FP32")] * 3
+    assert model[0].weight.dtype == torch.float16
+    assert found.first() is None
+
+
+def test_a_layer_that_only_one_precision_runs_diverges():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.high = nn.Identity(), nn.Identity()
+
+        def forward(self, x):
+            y = x @ x
+            return (self.high if y.dtype == torch.float32 else self.low)(y)
+
+    notes = {layer.name: layer.note for layer in compare(Branch(), torch.eye(4)).layers}
+    assert notes == {"low": "ran in low only", "": "", "high": "ran in high only"}
+
+
+def test_a_surrounding_autocast_keeps_its_gradients():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare(model, x, low=torch.bfloat16)
+        model(x).sum().backward()  # a weight cast without gradients and cached would leave none
+    assert model.weight.grad is not None
+
+
+def test_the_table_and_the_dict():
+    model = nn.Sequential(nn.Linear(4, 4), Scale(1e6))
+    found = compare(model, torch.ones(2, 4))
+    text, values = found.table(), found.to_dict()
+    assert "first to diverge" in text
+    assert "(model)" in text
+    assert values["first"] == "1"
+    assert [layer["diverges"] for layer in values["layers"]] == [False, True, True]
+    assert json.loads(json.dumps(values)) == values
+
+
+def test_bad_arguments_are_errors():
+    with pytest.raises(UnsupportedDtype, match=r"low=torch.int8\): give torch.float16"):
+        compare(nn.Identity(), torch.ones(1), low=torch.int8)
+    with pytest.raises(StateError, match="cpu and meta; move them to one"):
+        compare(nn.Linear(4, 4, device="meta"), torch.ones(1, 4))

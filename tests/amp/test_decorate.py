@@ -1,0 +1,335 @@
+"""decorate: after one line a plain script trains in mixed precision, models stay what they were, refusals are clear.
+
+The model that needs a scaler multiplies its output by 2^-24, in FP32: the gradients that enter FP16, (z - w)·2^-29, are
+below half of its smallest number, 2^-24, and vanish; scaled, they are those of the FP32 run.
+"""
+
+import copy
+import functools
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8engine.amp.decorate import decorate
+from fp8engine.amp.lists import OpLists
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import OptimizerError
+
+LEVELS = ["O1", "O2"]
+
+
+class Net(nn.Module):
+    """An MLP with a norm, a tied head and an output that is a dictionary."""
+
+    def __init__(self, faint: float = 1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm = nn.Linear(8, 32), nn.LayerNorm(32)
+        self.blocks = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.up, self.faint = nn.Linear(32, 1), faint
+
+    def forward(self, x: torch.Tensor, *, flag: bool = False) -> dict[str, Any]:
+        """Keep what ran in which dtype."""
+        h = self.norm(self.down(x))
+        for block in self.blocks:
+            h = h + torch.relu(block(h))
+        self.seen = h.dtype
+        return {"y": self.up(h).float() * self.faint, "kept": flag}
+
+
+def net(**given: Any) -> Any:
+    return Net(**given)
+
+
+def sgd(model: Any, lr: float = 0.05) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    return x, x[:, :1] * 0.5 - x[:, 1:2]
+
+
+def train(model: Any, optimizer: Any, steps: int = 60, faint: float = 1.0) -> list[float]:
+    """A plain script; it knows nothing of mixed precision."""
+    x, wanted = data()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x)["y"] - wanted * faint).square().mean() / faint
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item() / faint)
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_line_trains_as_fp32_does(level: str, dtype: torch.dtype):
+    plain = net()
+    reference = train(plain, sgd(plain))
+    model = net()
+    model, optimizer = decorate(model, sgd(model), level=level, dtype=dtype)
+    losses = train(model, optimizer)
+    assert model.seen == dtype
+    # Four matmuls whose operands are rounded by u, relative, and FP16's first two steps, skipped until the scale fits
+    # (a step changes the loss by under 2^-11 of the first at the end): within 4 u of the first loss.
+    u = 2.0**-11 if dtype == torch.float16 else 2.0**-8
+    assert reference[-1] < reference[0] / 20
+    assert abs(losses[-1] - reference[-1]) < 4 * u * reference[0]
+    assert optimizer.scaler.is_enabled() == (dtype == torch.float16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_underflow_train_with_the_scaler_only(level: str):
+    plain, losses = net(), {}
+    reference = train(plain, sgd(plain))
+    for scaler in (True, False):
+        model = net(faint=2.0**-24)
+        model, optimizer = decorate(model, sgd(model, 0.05 * 2.0**24), level=level, scaler=scaler)
+        losses[scaler] = train(model, optimizer, faint=2.0**-24)
+    assert losses[False] == losses[False][:1] * 60, "not one weight has moved"
+    assert losses[True][-1] < losses[True][0] / 20
+    assert abs(losses[True][-1] - reference[-1]) < 4 * 2.0**-11 * reference[0]  # as above
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_scale_enters_once_wherever_it_enters(level: str):
+    """Through the outputs and at the loss alike bit for bit; as without a scale but for what FP16 cuts off there."""
+    x, wanted = data()
+    gradients = []
+    for way in ("no scaler", "outputs", "loss"):
+        model = net()
+        scaler = False if way == "no scaler" else GradScaler("cpu", 64.0)
+        model, optimizer = decorate(model, sgd(model), level=level, scaler=scaler)
+        loss = (model(x)["y"] - wanted).square().mean()
+        if way == "loss":
+            optimizer.backward(loss)
+        else:
+            loss.backward()
+        if scaler:
+            optimizer.unscale_()
+            optimizer.unscale_()  # once is once
+        gradients.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+    for g, *others in zip(*gradients, strict=True):
+        largest = float(g.abs().max())
+        for other in others:
+            # gradients that FP16 held below its smallest normal, 2^-14, are rounded more finely when scaled by 64
+            torch.testing.assert_close(other, g, rtol=2.0**-7, atol=max(largest * 2.0**-8, 2.0**-20))
+    assert all(torch.equal(a, b) for a, b in zip(gradients[1], gradients[2], strict=True))
+
+
+def test_an_optimizer_alone():
+    model = net()
+    optimizer: Any = decorate(sgd(model))
+    assert torch.optim.Optimizer in type(optimizer).__mro__
+    x, wanted = data()
+    first = last = 0.0
+    for step in range(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(x)["y"].float() - wanted).square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        first, last = loss.item() if step == 0 else first, loss.item()
+    assert last < first / 10
+    assert optimizer.scaler.stats.iterations == 40
+    optimizer.zero_grad()
+    (model(x)["y"] - wanted).square().mean().backward()
+    with pytest.raises(OptimizerError, match=r"optimizer.backward\(loss\)"):
+        optimizer.step()
+    assert isinstance(decorate(optimizer=sgd(net().half())).inner, MasterWeights)
+
+
+def test_overflowing_steps_are_skipped_and_told():
+    model = net()
+    model, optimizer = decorate(model, sgd(model), scaler=GradScaler("cpu", 16.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    (model(data()[0])["y"].sum() * torch.inf).backward()
+    optimizer.step()
+    assert optimizer.scaler.step_skipped()
+    assert optimizer.scaler.get_scale() == 8.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_models_stay_what_they_were():
+    plain = net()
+    model, heard = net(), []
+    model.register_forward_hook(lambda *_: heard.append(1))
+    parameters = list(model.parameters())
+    same, _ = decorate(model, sgd(model), level="O2")
+    assert same is model
+    assert isinstance(model, Net)
+    assert type(model).__name__ == "Net"
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    output = model(data()[0], flag=True)
+    assert output["kept"] is True
+    assert output["y"].dtype == torch.float32
+    assert heard == [1]
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert not model.eval()(data()[0])["y"].requires_grad
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_keep_the_precision_and_leave_the_scale(way):
+    model = net()
+    model, _ = decorate(model, sgd(model), level="O2")
+    twin = way(model)
+    x = data()[0]
+    assert torch.equal(twin(x)["y"], model(x)["y"])
+    twin(x)["y"].sum().backward()
+    assert float(twin.up.bias.grad) == 64.0
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: p.dtype for name, p in model.named_parameters() if name.endswith("weight")}
+
+
+def test_o2_keeps_norms_and_their_arithmetic_in_fp32():
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.RMSNorm(6)
+    )
+    seen = []
+    for module in model[1:]:
+        module.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    model, optimizer = decorate(model, sgd(model), level="O2", scaler=GradScaler("cpu", 16.0))
+    running: Any = model[1].running_mean
+    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    assert list(dtypes(model).values()) == [torch.float16] + [torch.float32] * 4
+    assert seen == [torch.float16] * 4, "between the layers it is FP16"
+    assert running.dtype == torch.float32
+    assert running.abs().sum() > 0
+
+
+def test_o2_on_a_transformers_model():
+    from tiny_models import llama  # its norms are of no class of torch's
+
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = decorate(model, optimizer, level="O2", scaler=GradScaler("cpu", 256.0))
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert {dtype for name, dtype in dtypes(model).items() if "norm" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes(model).items() if "norm" not in name} == {torch.float16}
+
+
+def remember(ran: dict[str, Any], name: str, module: nn.Module, args: tuple, y: torch.Tensor) -> None:
+    """A forward hook: the dtype of what a layer returns."""
+    ran[name] = y.dtype
+
+
+@pytest.mark.parametrize("excluded", ["up", nn.LayerNorm, "blocks.*", "blocks"])
+def test_excluded_layers_stay_in_fp32(excluded: Any):
+    for level in LEVELS:
+        model = net()
+        model, optimizer = decorate(
+            model, sgd(model), level=level, excluded_layers=[excluded, model.down], scaler=GradScaler("cpu", 16.0)
+        )
+        ran: dict[str, Any] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(functools.partial(remember, ran, name))
+        model(data()[0])["y"].square().mean().backward()
+        optimizer.step()
+        kept = {
+            "down",
+            *(["up"] if excluded == "up" else []),
+            *(["blocks.0", "blocks.1"] if "bl" in str(excluded) else []),
+        }
+        assert {name for name, dtype in ran.items() if dtype == torch.float32} == kept
+        assert model.down.weight.dtype == torch.float32
+
+
+def test_tied_weights_stay_tied_and_a_kept_owner_wins():
+    model = net()
+    model.blocks[1].weight = model.blocks[0].weight
+    model, _ = decorate(model, sgd(model), level="O2", excluded_layers="blocks.0")
+    assert model.blocks[1].weight is model.blocks[0].weight
+    assert model.blocks[1].weight.dtype == torch.float32
+    model(data()[0])["y"].sum().backward()
+
+
+def test_masters_start_from_the_fp32_weights():
+    model = net()
+    original = model.down.weight.detach().clone()
+    model, optimizer = decorate(model, sgd(model), level="O2")
+    assert torch.equal(optimizer.param_groups[0]["params"][0], original)
+    assert torch.equal(model.down.weight, original.half())
+
+
+def test_resume_of_a_decorated_run_is_exact():
+    def start() -> tuple[Any, Any]:
+        model = net()
+        scaler = GradScaler("cpu", 4096.0, growth_interval=3)
+        return decorate(model, torch.optim.AdamW(model.parameters(), lr=0.01), level="O2", scaler=scaler)
+
+    model, optimizer = start()
+    train(model, optimizer, 5)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    other, resumed = start()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert train(model, optimizer, 5) == train(other, resumed, 5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert optimizer.scaler.state_dict() == resumed.scaler.state_dict()
+
+
+def test_lists_of_models_and_optimizers_share_one_scaler():
+    models = [net(), net()]
+    given = [sgd(model) for model in models]
+    made, optimizers = decorate(models, given, scaler=GradScaler("cpu", 16.0, growth_interval=1))
+    assert made == models
+    x = data()[0]
+    (models[0](x)["y"] + models[1](x)["y"]).square().mean().backward()
+    optimizers[0].step()
+    with pytest.raises(OptimizerError, match="second step"):
+        optimizers[0].step()
+    assert optimizers[0].scaler.get_scale() == 16.0, "the other's gradients still hold this scale"
+    optimizers[1].step()
+    assert optimizers[1].scaler.get_scale() == 32.0
+
+
+def test_clipping_knows_the_scale():
+    model = net()
+    model, optimizer = decorate(model, sgd(model), scaler=GradScaler("cpu", 64.0))
+    x, wanted = data()
+    for ddp_like in (False, True):
+        optimizer.zero_grad()
+        (model(x)["y"] - wanted).square().mean().backward()
+        true = torch.stack([p.grad.norm() / 64 for p in model.parameters()]).norm()
+        if ddp_like:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            with pytest.raises(OptimizerError, match="changed while it held the loss scale"):
+                optimizer.step()
+            return
+        # two sums of squares in another order, 6 parameters: a few roundings
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.5), true, rtol=1e-6, atol=0)
+        clipped = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-5, atol=0)
+        optimizer.step()
+
+
+def test_changed_lists_reach_the_forward():
+    model = net()
+    decorate(model, lists=OpLists(black=["linear"]))
+    heard = []
+    model.down.register_forward_hook(lambda m, args, y: heard.append(y.dtype))
+    model(data()[0])
+    assert heard == [torch.float32]

@@ -1,0 +1,245 @@
+"""decorate: what it refuses, and where it runs: a V100, no Triton, processes, threads, checkpoints, the compiler."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8engine import device
+from fp8engine.amp.decorate import _check_precision, decorate
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.scaled import ScaledOptimizer
+from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import (
+    BackendError,
+    ConversionError,
+    LossScaleError,
+    OptimizerError,
+    UnknownName,
+    UnsupportedDtype,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+class Net(nn.Module):
+    """A linear layer, a norm and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm, self.up = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As plain as it gets."""
+        return self.up(torch.relu(self.norm(self.down(x))))
+
+
+def net() -> Any:
+    return Net()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def generated() -> Iterator[tuple[type[Exception], str, Any]]:
+    """Refusals: error, a word of its message, the call."""
+    yield ConversionError, "no parameters", lambda m: decorate(nn.ReLU())
+    yield ConversionError, "neither", lambda m: decorate()
+    yield ConversionError, "not str", lambda m: decorate("model")
+    yield UnknownName, "did you mean 'O2'", lambda m: decorate(m, sgd(m), level="O3")
+    yield UnsupportedDtype, "float32", lambda m: decorate(m, sgd(m), dtype=torch.float32)
+    yield UnknownName, "did you mean 'down'", lambda m: decorate(m, sgd(m), excluded_layers="dwon")
+    yield ConversionError, "Conv2d is not in", lambda m: decorate(m, sgd(m), excluded_layers=nn.Conv2d)
+    yield ConversionError, "this Linear is not in", lambda m: decorate(m, sgd(m), excluded_layers=nn.Linear(1, 1))
+    yield OptimizerError, "none of the model's", lambda m: decorate(m, sgd(net()))
+    yield OptimizerError, "no 16-bit", lambda m: decorate(m, sgd(m), master_weights=True)
+    yield LossScaleError, "masters", lambda m: decorate(m, sgd(m), level="O2", master_weights=False)
+    yield ConversionError, "first", lambda m: decorate(torch.compile(m), sgd(m))
+    yield ConversionError, "DataParallel", lambda m: decorate(nn.DataParallel(m), sgd(m))
+    yield ConversionError, "lazy", lambda m: decorate(nn.Sequential(m, nn.LazyLinear(4)), sgd(m))
+    yield OptimizerError, "wrapped already", lambda m: decorate(m, decorate(sgd(m)))
+    yield OptimizerError, "wrapped already", lambda m: decorate(m.half(), MasterWeights(sgd(m)))
+    yield OptimizerError, "not Net", lambda m: decorate(m, m)
+    yield ConversionError, "a model alone", lambda m: decorate(m, scaler=True)
+
+
+@pytest.mark.parametrize(("error", "word", "call"), list(generated()))
+def test_refusals_leave_all_as_it_was(error, word, call):
+    model = net()
+    with pytest.raises(error, match=word):
+        call(model)
+    assert type(model) is Net
+    assert {type(module) for module in model.modules()} == {Net, nn.Linear, nn.LayerNorm}
+
+
+def test_decorated_once_and_stepped_by_one_scaler():
+    model = net()
+    model, optimizer = decorate(model, sgd(model))
+    for whole in (model, nn.Sequential(model)):
+        with pytest.raises(ConversionError, match="decorated already"):
+            decorate(whole, sgd(model))
+    for other in (torch.amp.GradScaler("cpu"), GradScaler("cpu")):
+        other.scale(model(torch.ones(2, 8)).sum()).backward()
+        with pytest.raises(OptimizerError, match="holds its own GradScaler"):
+            other.step(optimizer)
+    with pytest.raises(OptimizerError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    assert isinstance(optimizer, ScaledOptimizer)
+
+
+def test_a_v100_is_told_to_take_fp16(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device, "capability", lambda _: (7, 0))
+    monkeypatch.setattr(device, "name", lambda _: "Tesla V100")
+    card = {torch.device("cuda", 0)}
+    with pytest.raises(BackendError, match=r"Tesla V100 \(sm_70\).*torch.float16"):
+        _check_precision("O2", torch.bfloat16, card)
+    _check_precision("O2", torch.float16, card)
+    monkeypatch.setattr(device, "capability", lambda _: (8, 0))
+    _check_precision("O2", torch.bfloat16, card)
+
+
+ALONE = """
+import sys
+import torch
+import fp8engine
+from fp8engine.amp.decorate import decorate
+assert "triton" not in sys.modules, "imported with the package"
+sys.modules["triton"] = None  # whoever imports it now fails; torch's own optimizers ask for it, and do without
+seen = set()
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        seen.update(t.dtype for t in torch.utils._pytree.tree_leaves((args, out)) if isinstance(t, torch.Tensor))
+        return out
+for level in ("O1", "O2"):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+    model, optimizer = decorate(model, torch.optim.AdamW(model.parameters()), level=level)
+    before = model[2].weight.detach().clone()
+    with Watch():
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+    assert not torch.equal(before, model[2].weight)
+    assert optimizer.scaler.stats.skipped < 8
+assert torch.float16 in seen and torch.bfloat16 not in seen, seen
+assert not [name for name in sys.modules if name.startswith("fp8engine.kernels")]
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_outputs_are_fp32_inside_and_outside_of_training(level: str, dtype: torch.dtype):
+    model, heard = net(), []
+    model.up.register_forward_hook(lambda m, args, y: heard.append(y.dtype))
+    decorate(model, level=level, dtype=dtype)
+    assert model(torch.ones(2, 8)).dtype == torch.float32
+    with torch.no_grad():
+        assert model.eval()(torch.ones(2, 8)).dtype == torch.float32
+    assert heard == [dtype] * 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_schedulers_made_before_or_after(level: str):
+    model = net()
+    optimizer = sgd(model)
+    before = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 16.0))
+    after = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    before.step()
+    after.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05 / 4
+
+
+@pytest.mark.slow
+def test_fp16_needs_no_triton_and_no_bf16():
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def rank(number: int, folder: str, level: str) -> None:
+    """One of two processes; rank 1's gradient overflows once, and both must skip."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{level}", rank=number, world_size=2)
+    model, optimizer = decorate(model := net(), sgd(model), level=level, scaler=GradScaler("cpu", 256.0))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    x = torch.randn(4, 16, 8, generator=torch.Generator().manual_seed(7))
+    for step in range(4):
+        optimizer.zero_grad()
+        for half in x[step].chunk(2):  # two backward passes a step
+            loss = (parallel(half.chunk(2)[number]) - 1).square().mean() / 2
+            (loss * (torch.inf if step == 1 and number == 1 else 1.0)).backward()
+        optimizer.clip_grad_norm_(10.0)
+        optimizer.step()
+    torch.save([optimizer.scaler.stats.skipped, *(p.detach() for p in model.parameters())], f"{folder}/{level}{number}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_under_distributed_data_parallel(tmp_path: Path, level: str):
+    code = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import test_decorate_places as t; t.rank"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", f"{code}({n}, {str(tmp_path)!r}, {level!r})"], stderr=subprocess.PIPE)
+        for n in (0, 1)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+    first, second = (torch.load(tmp_path / f"{level}{n}") for n in (0, 1))
+    assert first[0] == second[0] == 1
+    assert all(torch.equal(a, b) for a, b in zip(first[1:], second[1:], strict=True))
+    assert not torch.equal(first[1], net().down.weight.to(first[1].dtype))
+
+
+def test_accumulation_and_checkpointing():
+    x, wanted = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(64, 1)
+    results = []
+    for pieces in (1, 4):
+        model = net()
+        inner = model.down.forward
+        model.down.forward = lambda h, inner=inner: checkpoint(inner, h, use_reentrant=False)
+        model, optimizer = decorate(model, sgd(model), scaler=GradScaler("cpu", 64.0))
+        for part, target in zip(x.chunk(pieces), wanted.chunk(pieces), strict=True):
+            ((model(part) - target).square().mean() / pieces).backward()
+        optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.05 * 2.0**-8)  # lr times FP16's rounding of gradients about 1
+
+
+def test_threads_of_data_parallel_see_their_own_replica():
+    """nn.DataParallel's replicas on a CPU: shallow copies without parameters, run by threads."""
+    model = net()
+    model, _ = decorate(model, sgd(model), scaler=GradScaler("cpu", 16.0))
+    replica = model._replicate_for_data_parallel()
+    replica.down = nn.Linear(8, 32)
+    nn.init.zeros_(replica.down.weight)
+    x = torch.ones(2, 8)
+    assert not torch.equal(replica(x), model(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_under_torch_compile(level: str):
+    model = net()
+    model, optimizer = decorate(model, sgd(model), level=level, scaler=GradScaler("cpu", 64.0))
+    compiled, losses = torch.compile(model, backend="aot_eager"), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (compiled(torch.ones(4, 8)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 3

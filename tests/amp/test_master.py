@@ -1,0 +1,350 @@
+"""MasterWeights: 16-bit parameters trained as FP32 ones are, with any optimizer, checkpointed and resumed bit for bit.
+
+The reference is torch's own optimizer on FP32 weights that are given the same gradients: the masters must equal those
+weights bit for bit, and the parameters their rounding.
+"""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import OptimizerError
+
+LOW = [torch.float16, torch.bfloat16]
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, foreach=False),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+def net(dtype: torch.dtype = torch.float16, seed: int = 0) -> Any:
+    """A 16-bit MLP with an FP32 norm."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(dtype)
+    model[1].float()
+    return model
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def gradients(optimizer: MasterWeights) -> list[torch.Tensor]:
+    return [m.grad for m in optimizer.master_parameters() if m.grad is not None]
+
+
+def bits(*trees: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save([[t.detach().clone() for t in tree] for tree in trees], buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_are_what_fp32_weights_would_be(name: str, dtype: torch.dtype):
+    model = net(dtype)
+    twin = copy.deepcopy(model).float()
+    optimizer, reference = MasterWeights(OPTIMIZERS[name](model.parameters())), OPTIMIZERS[name](twin.parameters())
+    for step in range(6):
+        give_gradients(model, step)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for p, m, q in zip(model.parameters(), optimizer.master_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(m, q)
+            assert torch.equal(p, q.to(p.dtype))
+    assert {t.dtype for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)} <= {
+        torch.float32
+    }
+
+
+def test_small_updates_count_where_fp16_loses_them():
+    """Each is 2^-13, a quarter of FP16's step below 1: rounded to nearest, it is lost."""
+    weights = [nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2)]
+    plain, masters = (torch.optim.SGD([w], lr=2.0**-13) for w in weights)
+    masters = MasterWeights(masters)
+    for _ in range(1024):
+        for w, optimizer in zip(weights, (plain, masters), strict=True):
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+    assert weights[0].tolist() == [1.0] * 4
+    assert weights[1].tolist() == [1 - 1024 * 2.0**-13] * 4
+
+
+def test_fp32_parameters_are_their_own_masters():
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    masters = list(optimizer.master_parameters())
+    assert [m is p for m, p in zip(masters, model.parameters(), strict=True)] == [False] * 2 + [True] * 2 + [False] * 2
+    assert list(optimizer.model_parameters()) == list(model.parameters())
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resume_is_exact(name: str, order: str):
+    model = net()
+    optimizer = MasterWeights(OPTIMIZERS[name](model.parameters()))
+    for step in range(3):
+        give_gradients(model, step)
+        optimizer.step()
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    other = net(seed=1)
+    resumed = MasterWeights(OPTIMIZERS[name](other.parameters()))
+    if order == "model first":
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+    else:
+        resumed.load_state_dict(saved[1])
+        pairs = zip(other.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(p, q) for p, q in pairs if p.dtype in LOW), "parameters follow the masters"
+        other.load_state_dict(saved[0])
+    for step in range(3, 6):
+        for one, stepped in ((model, optimizer), (other, resumed)):
+            give_gradients(one, step)
+            stepped.step()
+    assert bits(model.parameters(), optimizer.master_parameters()) == bits(
+        other.parameters(), resumed.master_parameters()
+    )
+
+
+def test_copies_and_pickles_go_on_alike():
+    model = net()
+    optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=0.01))
+    give_gradients(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    seen = set()
+    for one, stepped in ((model, optimizer), *twins):
+        give_gradients(one, 1)
+        stepped.step()
+        seen.add(bits(one.parameters(), stepped.master_parameters()))
+    assert len(seen) == 1
+
+
+def test_states_of_other_optimizers():
+    model, plain = net(), net()
+    optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=0.01))
+    other = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    give_gradients(plain, 0)
+    other.step()
+    with pytest.warns(UserWarning, match="no FP32 masters"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert [m.dtype for m in moments] == [torch.float32] * 6
+    assert torch.equal(moments[0], other.state[plain[0].weight]["exp_avg"].float())
+    give_gradients(model, 1)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())  # and an optimizer without masters takes ours
+    before = bits(model.parameters(), optimizer.master_parameters())
+    wrong = MasterWeights(torch.optim.AdamW(nn.Linear(3, 3).half().parameters()))
+    with pytest.raises(OptimizerError, match="nothing was loaded"):
+        optimizer.load_state_dict(wrong.state_dict())
+    assert bits(model.parameters(), optimizer.master_parameters()) == before
+
+
+def test_an_optimizer_in_use_keeps_its_state():
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    give_gradients(model, 0)
+    inner.step()
+    momentum = inner.state[model[0].weight]["momentum_buffer"]
+    optimizer = MasterWeights(inner)
+    kept = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept, momentum.float())
+
+
+def test_parameters_written_by_others_are_followed():
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=2.0**-14))
+    give_gradients(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = next(optimizer.master_parameters()).detach().clone()
+    with torch.no_grad():
+        model[0].weight[0] = 3.0
+    optimizer.step()
+    master = next(optimizer.master_parameters())
+    assert master[0].tolist() == [3.0] * 8
+    assert torch.equal(master[1:], kept[1:]), "bits below FP16 stay where the parameter was not written"
+    with torch.no_grad():
+        model[0].weight.data[1] = 5.0  # torch does not count this write
+    optimizer.refresh()
+    optimizer.step()
+    assert model[0].weight[1].tolist() == [5.0] * 8
+
+
+def test_a_model_moved_or_cast_afterwards_is_refused():
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.float()
+    with pytest.raises(OptimizerError, match=r"torch.float32 .* now.*first, then wrap"):
+        optimizer.step()
+
+
+def test_closures_and_lbfgs():
+    """The closure must see each trial point: the loss falls as FP32's own LBFGS makes it fall, to FP16's grid."""
+    data = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    wanted = data @ torch.linspace(-1, 1, 8)
+    model = nn.Linear(8, 1).half()
+    inner = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
+    optimizer = MasterWeights(inner)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (nn.functional.linear(data, model.weight.float(), model.bias.float()).squeeze() - wanted).square().mean()
+        loss.backward()
+        return loss
+
+    first, *_ = [optimizer.step(closure).item() for _ in range(5)]
+    # on the grid: each weight at most 1 is off by 2^-12, each input has unit variance: 8 · 2^-24, and room for its tail
+    assert closure().item() < 64 * 2.0**-24 < first
+
+
+def test_schedulers_groups_and_gradients():
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD([{"params": model[0].parameters()}], lr=0.5))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.25})
+    with pytest.raises(OptimizerError, match="already"):
+        optimizer.add_param_group({"params": model[2].weight})
+    give_gradients(model, 0)
+    before = model[2].bias.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[2].bias, before)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.zero_grad(set_to_none=False)
+    assert [float(p.grad.abs().sum()) for p in model[0].parameters() if p.grad is not None] == [0.0, 0.0]
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in (*model[0].parameters(), *optimizer.master_parameters()))
+
+
+def test_gradients_accumulate_and_are_copied_again(monkeypatch: pytest.MonkeyPatch):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=1.0))
+    for turn in (1, 2, 3):
+        (weight * 2).sum().backward()
+        assert [g.tolist() for g in gradients(optimizer)] == [[2.0 * turn] * 2]
+    monkeypatch.setattr("fp8engine.amp.master.id", lambda _: 0, raising=False)  # the new one at the old one's address
+    for turn in (4, 5):
+        weight.grad = None
+        (weight * turn).sum().backward()
+        assert [g.tolist() for g in gradients(optimizer)] == [[turn] * 2]
+
+
+def test_sparse_gradients():
+    table: Any = nn.Embedding(6, 2, sparse=True).half()
+    optimizer = MasterWeights(torch.optim.SparseAdam(table.parameters(), lr=0.5))
+    before = table.weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        table(torch.tensor([1, 4, 4])).sum().backward()
+        optimizer.step()
+    assert (table.weight != before).any(1).tolist() == [False, True, False, False, True, False]
+
+
+def scaled_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_scaler_of_torch_or_ours(kind: Any, fused: bool):
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10, fused=fused))
+    scaler = kind("cpu", 1024.0)
+    for factor in (2.0**-4, float("inf"), 2.0**-4):  # the gradient itself is above FP16's smallest only when scaled
+        optimizer.zero_grad()
+        scaled_step(scaler, optimizer, (weight.float() * factor).sum())
+    (master,) = optimizer.master_parameters()
+    assert master.tolist() == [1 - 2 * 2.0**-14] * 2
+    assert scaler.get_scale() == 512.0
+
+
+def test_clipping_takes_the_masters():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer, scaler = MasterWeights(torch.optim.SGD([weight], lr=0.5)), GradScaler("cpu", 1024.0)
+    scaler.scale((weight * 2).sum()).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(optimizer.master_parameters(), 2.0)
+    assert norm.item() == 4.0
+    scaler.step(optimizer)
+    scaler.update()
+    # clip_grad_norm_ divides by norm + 1e-6: far below half of FP16's step at 0.5
+    assert weight.tolist() == [0.5] * 4
+    optimizer.zero_grad()
+    scaler.scale((weight * 2).sum()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_([weight], 2.0)
+    with pytest.raises(OptimizerError, match="master_parameters"):
+        scaler.step(optimizer)
+
+
+def test_clipping_the_models_gradients_is_right_without_a_scaler():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MasterWeights(torch.optim.SGD([weight], lr=0.5))
+    (weight * 2).sum().backward()
+    assert optimizer.param_groups[0]["lr"] == 0.5  # reading it copies the gradients; they are copied again
+    nn.utils.clip_grad_norm_([weight], 2.0)
+    optimizer.step()
+    assert weight.tolist() == [0.5] * 4
+
+
+def test_skipped_steps_and_gradients_kept_zero_are_no_mistake():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer, scaler = MasterWeights(torch.optim.SGD([weight], lr=2.0**-10)), GradScaler("cpu", 16.0)
+    for factor in (float("inf"), 1.0, 1.0):
+        if weight.grad is not None:
+            weight.grad.zero_()  # model.zero_grad(set_to_none=False), and the masters are not told
+        assert optimizer.param_groups[0]["lr"] == 2.0**-10
+        scaled_step(scaler, optimizer, (weight * factor).sum())
+    assert weight.tolist() == [1 - 2.0**-9] * 2
+
+
+def test_a_frozen_parameter_may_be_thawed():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16), requires_grad=False)
+    other = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = MasterWeights(torch.optim.SGD([weight, other], lr=0.5))
+    assert not weight.requires_grad
+    weight.requires_grad_()
+    (weight + other).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [0.5] * 2
+
+
+def test_what_cannot_be_wrapped():
+    inner = torch.optim.SGD(net().parameters(), lr=0.1)
+    optimizer = MasterWeights(inner)
+    for wrapped in (optimizer, inner):
+        with pytest.raises(OptimizerError, match="wrapped already"):
+            MasterWeights(wrapped)
+    with pytest.raises(OptimizerError, match=r"none of the SGD's 1 parameters is FP16 or BF16 \(float32\)"):
+        MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    nothing = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    nothing.param_groups.clear()
+    with pytest.raises(OptimizerError, match="no parameters"):
+        MasterWeights(nothing)
+    with pytest.raises(OptimizerError, match="not Sequential"):
+        MasterWeights(net())

@@ -1,0 +1,229 @@
+"""find_overflow where models run in unusual ways: threads, parts called alone, compiled, nested, without gradients."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from overflow_cases import CASES, PART, Case, Net, Part, make, step
+from torch import nn
+
+from fp8engine.amp.events import named_layers
+from fp8engine.amp.opwise import creates
+from fp8engine.amp.overflow import find_overflow
+from fp8engine.amp.readings import Reading
+
+EXP = next(case for case in CASES if case.name == "exp")
+HEALTHY = Case("healthy", Net, None, "")
+
+
+def test_modules_called_in_threads():
+    class Threads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), EXP_PART, nn.Linear(4, 4)])
+
+        def forward(self, x):
+            with ThreadPoolExecutor(3) as pool:
+                return sum(pool.map(lambda part: part(x), self.parts))
+
+    EXP_PART = Part(lambda x: torch.exp(x.half() + 12))
+    for mode in ("counters", "ops"):
+        model = Threads()
+        with find_overflow(model, mode=mode) as watch:
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+        found = watch.first()
+        assert found is not None
+        assert found.layer == "parts.1"
+    with find_overflow(nn.DataParallel(nn.Sequential(EXP_PART))) as watch:
+        watch.model(torch.ones(2, 4))
+    found = watch.first()
+    assert found is not None
+    assert found.layer == "0", "a name as before the wrapper"
+
+
+# Dynamo asks any tensor that is no leaf for its gradient, and hides torch's warning unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_module_compiled_in_place_counts_as_one_until_a_pass_is_watched_op_by_op():
+    _, net = make(EXP, "nothing")
+    torch._dynamo.reset()
+    net.blocks[1].compile(backend="aot_eager")
+    compiled = net.blocks[1]._compiled_call_impl
+    with find_overflow(net) as watch:
+        step(net, EXP)
+        found = watch.first()
+        assert found is not None
+        assert (found.layer, found.op) == ("blocks.1", None)
+        step(net, EXP)
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.op, found.step) == (PART, "exp", 0)
+    assert net.blocks[1]._compiled_call_impl is compiled
+
+
+def test_the_model_inside_torch_compile_given_instead_of_what_is_called_is_said():
+    called, net = make(EXP, "compile")
+    watch = find_overflow(net)
+    with pytest.warns(UserWarning, match="give it the object that is called, torch.compile's result"), watch:
+        step(called, EXP)
+
+
+def test_a_watch_compiles_nothing_again():
+    called, _ = make(HEALTHY, "compile")
+    step(called, HEALTHY)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        with find_overflow(called) as watch:
+            step(called, HEALTHY)
+        step(called, HEALTHY)
+    assert watch.first() is None
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_parts_called_by_themselves(mode: str):
+    """A step calls encoder and decoder, never the model around them."""
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "decoder": nn.Sequential(Part(lambda x: x.half() / 0))})
+    with find_overflow(model, mode=mode) as watch:
+        for _ in range(3):
+            model["decoder"](model["encoder"](torch.ones(2, 4))).sum().backward()
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.op, found.step) == ("decoder.0", "div", 1), "the second pass, counted from 0"
+
+
+def test_a_gradient_found_where_several_passes_share_a_backward():
+    model = nn.Sequential(nn.Linear(4, 4), Part(lambda x: torch.sqrt(x * 0)), nn.Linear(4, 4))
+    with find_overflow(model) as watch:
+        for _ in range(3):
+            (model(torch.ones(2, 4)) + model(torch.ones(2, 4))).sum().backward()
+            model.zero_grad()
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.operand, found.op) == ("1", "grad_input", "SqrtBackward0")
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+def test_watches_nest(mode: str):
+    model, _ = make(EXP, "nothing")
+    with find_overflow(model, mode=mode) as outer, find_overflow(model.blocks[1], mode="ops") as inner:
+        step(model, EXP)
+        step(model, EXP)
+    for watch, layer in ((outer, PART), (inner, "part")):
+        found = watch.first()
+        assert found is not None
+        assert (found.layer, found.op) == (layer, "exp")
+
+
+@pytest.mark.parametrize("mode", ["counters", "ops"])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: str, without):
+    model, _ = make(EXP, "nothing")
+    with find_overflow(model, mode=mode) as watch, without(), torch.autocast("cpu", torch.float16):
+        model(torch.randn(4, 8))
+        model(torch.randn(4, 8))
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.op, found.step) == (PART, "exp", 0)
+
+
+def test_functional_transforms_pass():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+    parameters = dict(model.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x,)).sum()
+
+    with find_overflow(model) as watch:
+        per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.randn(5, 4))
+    assert per_sample["0.weight"].shape == (5, 4, 4)
+    assert watch.first() is None
+
+
+def test_a_watch_can_run_again_and_a_buffer_gone_bad_is_named_as_a_weight():
+    model, net = make(HEALTHY, "compile")
+    net.register_buffer("mean", torch.ones(2))
+    net.register_buffer("mask", torch.full((2,), -torch.inf))
+    watch = find_overflow(model, mode="ops")
+    for _ in range(2):
+        with watch:
+            step(model, HEALTHY)
+        assert watch.first() is None
+    net.mean = torch.full((2,), torch.inf)
+    with watch:
+        step(model, HEALTHY)
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.operand, found.parameter, found.step) == ("", "weight", "mean", 2)
+    assert watch.report().passes == 3
+
+
+def test_names_are_those_of_the_model_before_it_was_wrapped():
+    inner = nn.ModuleDict({"module": nn.Sequential(nn.Linear(2, 2))})
+    part: Any = torch.compile(inner)
+    model = torch.compile(nn.DataParallel(nn.Sequential(part)))
+    names = [name for name, _ in named_layers(model)]  # pyright: ignore[reportArgumentType]
+    assert names == ["", "", "", "0", "0", "0.module", "0.module.0"], "a part that is called `module` keeps its name"
+    assert [name for name, _ in named_layers(inner)] == ["", "module", "module.0"]
+
+
+def test_a_compiled_model_stays_compiled_after_a_pass_watched_op_by_op():
+    """Under a dispatch mode Dynamo would skip the frame for good, and fullgraph=True would fail from then on."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    model = Net()
+    called = torch.compile(model, backend=backend, fullgraph=True)
+    with find_overflow(called, mode="ops") as watch:  # pyright: ignore[reportArgumentType]
+        step(called, HEALTHY)  # pyright: ignore[reportArgumentType]
+    assert not graphs, "eager in the block"
+    step(called, HEALTHY)  # pyright: ignore[reportArgumentType]
+    assert len(graphs) == 1
+    assert watch.first() is None
+
+
+def reading(low: float, high: float) -> Reading:
+    return Reading(low, high, torch.float16)
+
+
+NAN, INF, FINITE, MASK = reading(math.nan, math.nan), reading(0, math.inf), reading(-1, 1), reading(-math.inf, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "after", "made"),
+    [
+        ([FINITE], False, FINITE, None),
+        ([FINITE], False, NAN, "NaN"),
+        ([FINITE], False, INF, "Inf"),
+        ([FINITE], False, MASK, "-Inf"),
+        ([FINITE, INF], False, NAN, "NaN"),
+        ([FINITE, MASK], False, NAN, "NaN"),
+        ([FINITE, NAN], False, NAN, None),
+        ([INF], False, INF, None),
+        ([MASK], False, MASK, None),
+        ([NAN], False, INF, None),
+        ([FINITE], True, INF, None),
+        ([FINITE], True, NAN, "NaN"),
+        ([], False, INF, "Inf"),
+    ],
+)
+def test_what_an_op_creates(before, asked, after, made):
+    assert creates(before, asked, after) == made
+
+
+def test_what_memory_held_before_it_was_written_does_not_matter():
+    """With deterministic algorithms torch fills new memory with NaN, which copy_ overwrites."""
+    model = nn.Sequential(Part(lambda x: torch.empty_like(x, dtype=torch.float16).copy_(x * 1e6)))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with find_overflow(model, mode="ops") as watch:
+            model(torch.ones(2, 2))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.op) == ("0", "copy_")

@@ -1,0 +1,223 @@
+"""fe.amp.pin_fp32: a module in FP32 inside an FP16 model, and as it was once unpinned."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8engine.amp.pin import pin_fp32
+from fp8engine.errors import ConversionError, UnknownName
+
+
+class Net(nn.Module):
+    """Layers of several kinds: a matmul, an RNN whose weights are held twice, a norm with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.rnn, self.norm = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.rnn(self.fc(x))[0][:, -1]))
+
+
+class Seen(nn.Module):
+    """Notes the dtypes it is called with and whether autocast is on; returns what it was told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.seen: list = []
+
+    def forward(self, x, nested=None, *, flag=None):
+        inner = [t.dtype for t in nested["a"]] if nested else None
+        self.seen.append((x.dtype, inner, flag, torch.is_autocast_enabled("cpu"), self.weight.dtype))
+        return {"y": x * self.weight, "index": torch.arange(2), "rest": [x.double(), None, "text"]}
+
+
+def autocast(dtype: torch.dtype = torch.float16) -> torch.autocast:
+    return torch.autocast("cpu", dtype)
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_forward_runs_in_fp32_with_autocast_off(low: torch.dtype):
+    module, hooks = Seen().to(low), []
+    module.register_forward_hook(lambda *_: hooks.append("called"))
+    pin_fp32(module)
+    with autocast(low):
+        output = module(torch.ones(2, dtype=low), {"a": (torch.ones(2, dtype=low), torch.arange(2))}, flag="kept")
+        assert torch.is_autocast_enabled("cpu"), "on again afterwards"
+    assert module.seen == [(torch.float32, [torch.float32, torch.int64], "kept", False, torch.float32)]
+    assert hooks == ["called"], "once, though the weights are lent"
+    assert module.weight.dtype is low
+    assert (output["y"].dtype, output["index"].dtype) == (torch.float32, torch.int64)
+    assert output["rest"][0].dtype is torch.float64
+    assert output["rest"][1:] == [None, "text"]
+
+
+@pytest.mark.parametrize(
+    ("output", "under_autocast", "given", "expected"),
+    [
+        ("auto", True, torch.float16, torch.float32),
+        ("auto", False, torch.float16, torch.float16),
+        ("auto", False, torch.float32, torch.float32),
+        ("fp32", False, torch.float16, torch.float32),
+        ("input", True, torch.float16, torch.float16),
+        ("input", True, torch.bfloat16, torch.bfloat16),
+        ("input", True, torch.float32, torch.float32),
+    ],
+)
+def test_dtype_of_the_output(output: str, under_autocast: bool, given: torch.dtype, expected: torch.dtype):
+    module = Seen().to(given)
+    pin_fp32(module, output=output)
+    with torch.autocast("cpu", torch.float16, enabled=under_autocast):
+        assert module(torch.ones(2, dtype=given))["y"].dtype is expected
+
+
+def test_beyond_fp16_stays_finite_unless_it_is_cast_back():
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, 200.0)
+    x = torch.full((1, 4), 100.0)
+    with autocast():
+        assert layer(x).isinf().all()
+        pin_fp32(layer)
+        torch.testing.assert_close(layer(x), torch.full((1, 4), 80000.0) + layer.bias)
+        pin_fp32(layer, output="input")
+        assert layer(x.half()).isinf().all(), "asked for, and find_overflow names it"
+        assert layer(x).isfinite().all()
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_values_and_gradients_are_those_of_fp32(low: torch.dtype):
+    """Weights in FP16: outputs as those of the same weights in FP32, gradients the same rounded to FP16 once."""
+    model, x = Net().to(low), torch.randn(16, 3, 8).to(low)
+    wide, pinned = copy.deepcopy(model).float(), copy.deepcopy(model)
+    pin_fp32(pinned, output="fp32")
+    y, z = wide(x.float()), pinned(x)
+    assert torch.equal(y, z)
+    y.square().sum().backward()
+    z.square().sum().backward()
+    for p, q in zip(wide.parameters(), pinned.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad.to(low), q.grad)
+
+
+def test_state_dict_parameters_hooks_and_class_are_the_very_ones():
+    model: Any = Net()
+    before, keys = [*model.parameters(), *model.buffers()], list(model.state_dict())
+    called = []
+    model.fc.register_forward_hook(lambda *_: called.append("hook"))
+    pin = pin_fp32(model.fc)
+    assert isinstance(model.fc, nn.Linear)
+    assert repr(model.fc) == "Linear(in_features=8, out_features=8, bias=True)"
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+    model(torch.randn(2, 3, 8))
+    assert called == ["hook"], "once"
+    pin.remove()
+    assert type(model.fc) is nn.Linear
+    assert "_fp32_output" not in model.fc.__dict__
+    pin.remove()
+
+
+def test_pinning_twice_is_pinning_once_and_any_handle_unpins():
+    layer = nn.Linear(2, 2)
+    first, second = pin_fp32(layer), pin_fp32(layer, output="fp32")
+    assert sum(kind.__name__ == "Fp32Pinned" for kind in type(layer).__mro__) == 1
+    assert layer._fp32_output == "fp32"
+    second.remove()
+    assert type(layer) is nn.Linear
+    first.remove()
+    with pin_fp32(layer):
+        assert type(layer) is not nn.Linear
+    assert type(layer) is nn.Linear
+
+
+def test_a_buffer_written_in_forward_stays_written():
+    """Running statistics in FP32, as every recipe keeps them, are updated in place."""
+    plain, pinned = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    pin_fp32(pinned)
+    x = torch.randn(8, 4)
+    plain(x)
+    pinned(x)
+    assert torch.equal(plain.running_mean, pinned.running_mean)  # pyright: ignore[reportArgumentType]
+    assert pinned.num_batches_tracked == 1
+
+
+def test_fp16_statistics_written_in_forward_stay_written_too():
+    module = nn.BatchNorm1d(4).half()
+    pin_fp32(module)
+    module(torch.randn(8, 4).half() + 5)
+    assert module.running_mean.dtype is torch.float16  # pyright: ignore[reportOptionalMemberAccess]
+    assert (module.running_mean > 0.3).all(), "momentum 0.1 of a mean of 5"  # pyright: ignore[reportOptionalOperand]
+
+
+# Dynamo asks any tensor that is no leaf for its gradient, and hides torch's warning unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("low", [False, True])
+def test_compiled_before_or_after(low: bool):
+    for pin_first in (True, False):
+        torch._dynamo.reset()
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        model = model.half() if low else model
+        x = torch.randn(4, 8).to(model[0].weight.dtype)
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        with torch.autocast("cpu", torch.float16, enabled=not low):
+            if not pin_first:
+                compiled(x)
+            pin_fp32(model[0])
+            pin_fp32(model[2])
+            eager = model(x)
+            assert eager.dtype is (torch.float16 if low else torch.float32)
+            torch.testing.assert_close(compiled(x), eager, rtol=2**-9, atol=2**-9)  # two roundings of FP16, 2^-11 each
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing(reentrant: bool):
+    model, x = Net(), torch.randn(4, 3, 8)
+    model.norm.eval()
+    pin_fp32(model.rnn)
+    pin_fp32(model.head)
+    gradients = []
+    for again in (False, True):
+        model.zero_grad()
+        with autocast():
+            y = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant) if again else model(x)
+        y.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])  # pyright: ignore[reportOptionalMemberAccess]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_copies_and_files_stay_pinned():
+    model = Net()
+    pin_fp32(model.rnn, output="input")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert type(other.rnn) is not nn.GRU
+        assert isinstance(other.rnn, nn.GRU)
+        assert other.rnn._fp32_output == "input"
+        assert torch.equal(other(torch.ones(2, 3, 8)), model(torch.ones(2, 3, 8)))
+        pin_fp32(other.rnn).remove()
+        assert type(other.rnn) is nn.GRU
+    assert type(model.rnn) is not nn.GRU
+
+
+def test_bad_input():
+    with pytest.raises(UnknownName, match="unknown output of pin_fp32 'fp23'; did you mean 'fp32'"):
+        pin_fp32(nn.Linear(2, 2), output="fp23")
+    for wrong in (torch.ones(2), nn.ModuleList([nn.Linear(2, 2)])):
+        with pytest.raises(ConversionError, match=f"not {type(wrong).__name__}: pin the modules in it instead"):
+            pin_fp32(wrong)  # pyright: ignore[reportArgumentType]
+    patched: Any = nn.Linear(2, 2)
+    patched.forward = lambda x: x
+    with pytest.raises(ConversionError, match="forward of this Linear was replaced on the instance"):
+        pin_fp32(patched)

@@ -1,0 +1,350 @@
+"""GradScaler: step by step what torch's does, Paddle's rules beside it, exact resume, and clear refusals.
+
+Inf and NaN are put into gradients by a loss that multiplies them in.  torch's own scaler is the reference for torch's
+rules; `paddle_table` below, written from Paddle's update_loss_scaling, for Paddle's.
+"""
+
+import copy
+import math
+import pickle
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8engine as fe
+from fp8engine.amp.scaler import GradScaler, ScaleRules
+from fp8engine.errors import OptimizerError
+from fp8engine.scaling import ScalingState
+
+BAD = (math.inf, -math.inf, math.nan)
+
+
+class Waiting:
+    """A flag as a GPU would deliver it: not there until someone waits, or until `lag` looks have been taken."""
+
+    def __init__(self, found: torch.Tensor, lag: int):
+        self.found, self.looks = found.clone(), lag
+
+    def ready(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def read(self) -> bool:
+        return bool(self.found.numpy())
+
+
+class OnDevice(GradScaler):
+    """The path of a fused optimizer on a GPU, on a CPU: no flag can be read at once."""
+
+    lag = 2
+
+    def _at_hand(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        result = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        self._skips.pop(id(optimizer))
+        return result
+
+    def _sent(self, found: torch.Tensor) -> Any:
+        return Waiting(found, self.lag)
+
+
+class Run:
+    """One parameter under one scaler."""
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        self.scaler: Any = scaler
+        self.weight = nn.Parameter(torch.ones(2))
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD([self.weight], lr=2.0**-8)
+
+    def step(self, value: float = 1.0) -> None:
+        """One iteration; the gradient is `value`."""
+        self.weight.grad = self.scaler.scale(torch.full((2,), value))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def seen(self) -> tuple:
+        state = self.scaler.state_dict()
+        return state["scale"], state["_growth_tracker"], self.weight.tolist()
+
+
+def values(rng: random.Random, length: int) -> list[float]:
+    share = rng.choice([0.0, 0.1, 0.5, 0.9])
+    return [rng.choice(BAD) if rng.random() < share else rng.uniform(-4, 4) for _ in range(length)]
+
+
+def parameters(rng: random.Random) -> dict[str, Any]:
+    return {
+        "init_scale": rng.choice([1.0, 3.0, 65536.0, 2.0**126, rng.uniform(0.1, 1e6)]),
+        "growth_factor": rng.choice([2.0, 1.5, rng.uniform(1.001, 8)]),
+        "backoff_factor": rng.choice([0.5, 0.1, rng.uniform(0.05, 0.999)]),
+        "growth_interval": rng.randint(1, 6),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequences"),
+    [(GradScaler, 50), pytest.param(GradScaler, 1000, marks=pytest.mark.slow), (OnDevice, 100)],
+)
+def test_as_torch_over_random_sequences(kind: type[GradScaler], sequences: int):
+    """At most 24 iterations each: 1·0.05^24 is still above the floor of 2^-126 where torch's way would part."""
+    rng = random.Random(kind.__name__)
+    for _ in range(sequences):
+        given = parameters(rng)
+        if rng.random() < 0.5:
+            given["backoff_factor"] = max(given["backoff_factor"], 0.3)
+        ours, theirs = Run(kind("cpu", **given)), Run(torch.amp.GradScaler("cpu", **given))
+        ours.scaler.rules = ScaleRules(collapse_after=0)
+        for value in values(rng, rng.randint(1, 24)):
+            ours.step(value)
+            theirs.step(value)
+            # bit for bit: both round the same double product to FP32
+            assert ours.scaler._scale.item() == theirs.scaler.get_scale() == ours.scaler.get_scale(), given
+        assert str(ours.seen()) == str(theirs.seen())
+
+
+def paddle_table(scale, good, bad, found, n):
+    """Paddle's table for incr 2.0 every 3 steps, decr 0.8 every n: FP32 arithmetic in NumPy."""
+    scale = np.float32(scale)
+    if found:
+        good, bad = 0, bad + 1
+        if bad == n:
+            lower = scale * np.float32(0.8)
+            return (np.float32(1) if lower < 1 else lower), 0, 0
+        return scale, good, bad
+    good, bad = good + 1, 0
+    if good == 3:
+        with np.errstate(over="ignore"):
+            higher = scale * np.float32(2)
+        return (higher if np.isfinite(higher) else scale), 0, 0
+    return scale, good, bad
+
+
+@pytest.mark.parametrize("kind", [GradScaler, OnDevice])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_paddles_rule_table(kind: type[GradScaler], n: int):
+    # 0.8 rounded to FP32 first, as Paddle's kernel takes it as a float
+    rules = ScaleRules(floor=1.0, collapse_after=0)
+    for seed in range(60):
+        rng = random.Random(seed)
+        start = rng.choice([2048.0, 1.5, 2.0**127])
+        options: dict[str, Any] = {"growth_interval": 3, "backoff_factor": float(np.float32(0.8))}
+        run = Run(kind("cpu", start, decrease_every_n=n, rules=rules, **options))
+        wanted = (np.float32(start), 0, 0)
+        for _ in range(40):
+            value = rng.choice(BAD) if rng.random() < 0.6 else 1.0
+            wanted = paddle_table(*wanted, not math.isfinite(value), n)
+            run.step(value)
+            assert run.scaler.get_scale() == run.scaler._scale.item() == wanted[0]
+            assert run.scaler._growth_tracker.item() == wanted[1]
+            assert (run.scaler._get_growth_tracker(), run.scaler.state_dict()["fp8engine"]["bad"]) == wanted[1:]
+
+
+@pytest.mark.parametrize(
+    ("rules", "values", "scales"),
+    [
+        ({"floor": 4.0}, [math.inf] * 3, [8, 4, 4]),
+        ({"ceiling": 24.0}, [1.0] * 3, [24, 24, 24]),
+        ({"decrease_every_n": 2}, [math.inf, 1.0, math.inf, math.inf], [16, 32, 32, 16]),
+    ],
+)
+def test_floor_ceiling_and_patience(rules, values, scales):
+    for kind in (GradScaler, OnDevice):
+        run, seen = Run(kind("cpu", 16.0, growth_interval=1, rules=ScaleRules(**rules))), []
+        for value in values:
+            run.step(value)
+            seen.append(run.scaler.get_scale())
+        assert seen == scales
+
+
+def test_the_scale_never_reaches_zero_where_torchs_does():
+    given: Any = {"init_scale": 2.0**-120, "backoff_factor": 2.0**-10}
+    ours, theirs = Run(GradScaler("cpu", **given)), Run(torch.amp.GradScaler("cpu", **given))
+    for value in [math.inf] * 4 + [1.0]:
+        ours.step(value)
+        theirs.step(value)
+    assert theirs.scaler.get_scale() == 0
+    assert ours.scaler.get_scale() == 2.0**-126
+    assert theirs.weight.isnan().all(), "0·Inf after the check: torch's scaler steps with NaN"
+    assert ours.weight.tolist() == [1 - 2.0**-8] * 2
+
+
+@pytest.mark.parametrize("kind", [GradScaler, OnDevice])
+def test_resume_in_mid_sequence_is_exact(kind: type[GradScaler]):
+    rng = random.Random(5)
+    for _ in range(50):
+        rules = ScaleRules(decrease_every_n=rng.randint(1, 3), floor=2.0, collapse_after=0)
+        given = {**parameters(rng), "init_scale": 512.0}
+        first = Run(kind("cpu", rules=rules, **given))
+        for value in values(rng, rng.randint(0, 12)):
+            first.step(value)
+        ways = [copy.deepcopy(first.scaler), pickle.loads(pickle.dumps(first.scaler)), kind("cpu")]
+        ways[2].load_state_dict(pickle.loads(pickle.dumps(first.scaler.state_dict())))
+        late = kind("cpu")
+        late.scale(torch.ones(()))
+        late.load_state_dict(first.scaler.state_dict())
+        rest = values(rng, 12)
+        seen = []
+        for scaler in (first.scaler, *ways, late):
+            scaler.rules = ScaleRules(**{**scaler.rules.__dict__, "collapse_after": 0})
+            run = Run(scaler)
+            scales = []
+            for value in rest:
+                run.step(value)
+                scales.append(run.seen())
+            seen.append(str((scales, scaler.stats)))
+        assert set(seen) == {seen[0]}
+
+
+def test_state_dicts_go_both_ways():
+    ours, theirs = Run(GradScaler("cpu", growth_interval=3)), Run(torch.amp.GradScaler("cpu", 7.0))
+    for value in (1.0, math.inf, 1.0, 1.0):
+        ours.step(value)
+    theirs.scaler.load_state_dict(ours.scaler.state_dict())
+    back = GradScaler("cpu")
+    back.load_state_dict(theirs.scaler.state_dict())
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+        assert ours.scaler.state_dict()[name] == theirs.scaler.state_dict()[name] == back.state_dict()[name]
+    assert isinstance(ours.scaler, torch.amp.GradScaler)
+    assert GradScaler("cpu", enabled=False).state_dict() == {}
+
+
+@pytest.mark.parametrize("kind", [GradScaler, OnDevice])
+def test_what_was_skipped_is_told_and_counted(kind: type[GradScaler]):
+    run, told = Run(kind("cpu", 16.0, growth_interval=2)), []
+    for value in (1.0, 1.0, math.nan, math.inf, 1.0):
+        run.step(value)
+        told.append(run.scaler.step_skipped())
+        assert run.scaler.step_skipped(run.optimizer) == told[-1]
+    assert told == [False, False, True, True, False]
+    stats = run.scaler.stats
+    assert (stats.iterations, stats.skipped, stats.skipped_in_a_row, stats.falls_in_a_row) == (5, 2, 0, 0)
+    assert stats.history == ((2, 32.0), (3, 16.0), (4, 8.0))
+    with pytest.raises(OptimizerError, match="no step"):
+        run.scaler.step_skipped(torch.optim.SGD([run.weight]))
+
+
+def test_each_optimizer_is_skipped_for_itself_and_the_scale_falls_for_all():
+    scaler, runs = GradScaler("cpu", 16.0), [Run(torch.amp.GradScaler("cpu")) for _ in range(2)]
+    for run, value in zip(runs, (1.0, math.inf), strict=True):
+        scaler.scale((run.weight * value).sum()).backward()
+    for run in runs:
+        scaler.step(run.optimizer)
+    scaler.update()
+    assert [scaler.step_skipped(run.optimizer) for run in runs] == [False, True]
+    assert scaler.step_skipped()
+    assert scaler.get_scale() == 8.0
+    assert runs[0].weight[0] != 1
+    assert runs[1].weight[0] == 1
+
+
+@pytest.mark.parametrize("kind", [GradScaler, OnDevice])
+def test_hooks_hear_each_change_and_join_fp8_histories(kind: type[GradScaler]):
+    state = ScalingState([("layer", fe.delayed())])
+    state.history_HS += 8.0
+    run, factors = Run(kind("cpu", 16.0, growth_interval=2)), []
+    run.scaler.on_scale_change(state.rescale_gradients)
+    handle = run.scaler.on_scale_change(factors.append)
+    for value in (1.0, 1.0, math.inf, math.inf, 1.0):
+        run.step(value)
+    assert factors == [2.0, 0.5, 0.5]
+    assert state.history_HS[0].tolist() == [8.0, 8.0, 4.0], "the gradient's past amaxes, and no other's"
+    run.scaler.update(64.0)
+    assert factors[-1] == 8.0
+    handle.remove()
+    run.scaler.update(32.0)
+    assert len(factors) == 4
+
+
+def test_collapse_is_said_once_per_collapse():
+    run = Run(GradScaler("cpu", rules=ScaleRules(collapse_after=3, floor=2.0**14)))
+    run.step(math.inf)  # 2^15, 2^14, and at the floor it would have fallen
+    run.step(math.inf)
+    with pytest.warns(UserWarning, match=r"fell 3 times in a row, to 16384.*find_overflow"):
+        run.step(math.inf)
+    run.step(math.inf)
+    heard = []
+    run = Run(GradScaler("cpu", rules=ScaleRules(collapse_after=2, on_collapse=heard.append)))
+    for value in (math.inf, 1.0, math.inf, math.inf, math.inf, 1.0, math.nan, math.nan):
+        run.step(value)
+    assert heard == [run.scaler] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet = Run(GradScaler("cpu", rules=ScaleRules(collapse_after=0)))
+        for _ in range(20):
+            quiet.step(math.inf)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_more_waiting_than_torch(fused: bool):
+    counts = []
+    for kind in (torch.amp.GradScaler, OnDevice if fused else GradScaler):
+        run = Run(kind("cpu", 16.0, growth_interval=2))
+        run.optimizer = torch.optim.SGD([run.weight], lr=0.1, fused=fused)
+        with Reads() as reads:
+            for value in (1.0, 1.0, math.inf, 1.0):
+                run.step(value)
+        counts.append(reads.count)
+    assert counts == ([0, 0] if fused else [4, 4])
+
+
+def test_fused_optimizers_are_handed_the_scale():
+    outcomes = []
+    for kind in (torch.amp.GradScaler, GradScaler, OnDevice):
+        run = Run(kind("cpu", 16.0))
+        run.optimizer = torch.optim.Adam([run.weight], lr=0.25, fused=True)
+        for value in (1.0, math.inf, 2.0):
+            run.step(value)
+        outcomes.append(str(run.seen()))
+    assert set(outcomes) == {outcomes[0]}
+    assert run.scaler.stats.skipped == 1
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer, scaler = torch.optim.SGD(table.parameters(), lr=1.0), GradScaler("cpu", 16.0)
+    before = table.weight.detach().clone()
+    scaler.scale(table(torch.tensor([1, 1])).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(table.weight[1], before[1] - 2)
+
+
+def test_a_scale_written_by_another_hand_is_seen():
+    for kind in (GradScaler, OnDevice):
+        run = Run(kind("cpu", 16.0))
+        run.step()
+        run.scaler._scale.fill_(128.0)
+        run.step(math.inf)
+        assert run.scaler.get_scale() == 64.0
+        run.scaler._scale = torch.tensor(32.0)
+        assert run.scaler.get_scale() == 32.0
+
+
+def test_unscaled_but_not_stepped_still_moves_the_scale():
+    for kind in (torch.amp.GradScaler, GradScaler, OnDevice):
+        run = Run(kind("cpu", 16.0))
+        run.step()  # what is remembered of this step must not answer for the next
+        run.weight.grad = run.scaler.scale(torch.full((2,), math.inf))
+        run.scaler.unscale_(run.optimizer)
+        run.scaler.update()
+        assert run.scaler.get_scale() == 8.0
