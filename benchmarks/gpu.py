@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  after the path, which makes a bare checkout importable
 
 from fp8engine import device  # noqa: E402
-from fp8engine.bench import cases, casts, check, check_card, linear, run  # noqa: E402
+from fp8engine.bench import cases, casts, check, check_card, linear, run, steps  # noqa: E402
 
 SHARE_OF_BENCH = 0.55  # of the time, kept for the benchmark: the checks stop before
 
@@ -106,11 +106,12 @@ def _layers(where: torch.device, folder: Path, machine: dict, end: float) -> Non
     for what, shapes, measured, line in (
         ("quantize", casts.SHAPES["cuda"], casts.casts, casts.line),
         ("linear", linear.SHAPES["cuda"], linear.linear, linear.line),
+        ("block", steps.CASES["cuda"], steps.steps, steps.line),
     ):
         rows = []
         for shape in shapes:
             if time.perf_counter() > stop:
-                print(f"out of time: {what} {tuple(shape)} and what comes after it not measured")
+                print(f"out of time: {what} {tuple(map(str, shape))} and what comes after it not measured")
                 break
             found = measured([shape], where)
             rows += found["rows"]

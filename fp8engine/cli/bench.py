@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
-from fp8engine.bench import cases, casts, linear, run
+from fp8engine.bench import cases, casts, linear, run, steps
 from fp8engine.bench.tune import OPERATIONS, difference, dump, tune, write
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
@@ -71,6 +71,30 @@ def linear_layer(
     where = _where(device)
     asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
     _give(linear.linear(asked, where), linear.line, out, as_json)
+
+
+@bench.command("block")
+def block(
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """A decoder block's forward and backward under every recipe, checked, then timed beside BF16's; bytes saved."""
+    where = _where(device)
+    _give(steps.steps(steps.CASES[where.type], where), steps.line, out, as_json)
+
+
+@bench.command("model")
+def model(
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
+    where = _where(device)
+    _give(steps.steps(steps.MODELS[where.type], where), steps.line, out, as_json)
 
 
 @bench.command("tune")

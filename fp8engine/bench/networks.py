@@ -1,0 +1,149 @@
+"""Networks to measure, in plain torch, so that a bare checkout has them: a decoder block; models built of it.
+
+block   x + attention(norm(x)), then x + mlp(norm(x)); RMSNorm, rotary positions, grouped queries, SwiGLU as in Llama
+llama   tokens -> blocks, causal -> logits        bert   tokens -> blocks with LayerNorm and GELU -> logits
+vit     patches of images -> such blocks -> logits of classes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fp8engine.functional.attention import Scores, attention, rotate
+
+
+class Size(NamedTuple):
+    """hidden, intermediate: columns.  heads, of_keys: of queries and keys.  layers, vocabulary: of a model."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    of_keys: int
+    layers: int = 1
+    vocabulary: int = 256
+
+    def __str__(self) -> str:
+        return f"h{self.hidden} f{self.intermediate} {self.heads}/{self.of_keys} heads {self.layers} layers"
+
+
+class Attention(nn.Module):
+    """Projections named as transformers' Llama names them."""
+
+    def __init__(self, size: Size, theta: float | None, causal: bool):
+        super().__init__()
+        self.width, self.theta, self.scores = size.hidden // size.heads, theta, Scores(causal)
+        self.q_proj = nn.Linear(size.hidden, size.hidden, bias=False)
+        self.k_proj = nn.Linear(size.hidden, size.of_keys * self.width, bias=False)
+        self.v_proj = nn.Linear(size.hidden, size.of_keys * self.width, bias=False)
+        self.o_proj = nn.Linear(size.hidden, size.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, T, hidden]."""
+        heads = [p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = heads
+        if self.theta is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            q, k = rotate(q, positions, self.theta), rotate(k, positions, self.theta)
+        return self.o_proj(attention(q, k, v, scores=self.scores).transpose(1, 2).flatten(-2))
+
+
+class Gated(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(size.hidden, size.intermediate, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(size.intermediate, size.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Plain(nn.Module):
+    """GELU."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.up, self.down = nn.Linear(size.hidden, size.intermediate), nn.Linear(size.intermediate, size.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden]."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm; llama: RMSNorm, rotary positions, causal, SwiGLU; otherwise LayerNorm, all to all, GELU."""
+
+    def __init__(self, size: Size, llama: bool = True):
+        super().__init__()
+        norm = nn.RMSNorm if llama else nn.LayerNorm
+        self.input_layernorm, self.post_attention_layernorm = norm(size.hidden), norm(size.hidden)
+        self.self_attn = Attention(size, 1e4 if llama else None, llama)
+        self.mlp = Gated(size) if llama else Plain(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, T, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """Tokens, or patches where `patch` is their size in pixels, to logits."""
+
+    def __init__(self, size: Size, llama: bool, patch: int | None = None):
+        super().__init__()
+        if patch is None:
+            self.embed: nn.Module = nn.Embedding(size.vocabulary, size.hidden)
+        else:
+            self.embed = nn.Conv2d(3, size.hidden, patch, stride=patch)
+        self.blocks = nn.ModuleList(Block(size, llama) for _ in range(size.layers))
+        self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(size.hidden)
+        self.lm_head = nn.Linear(size.hidden, size.vocabulary, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Tokens [batch, T] -> [batch, T, vocabulary]; images [batch, 3, H, W] -> [batch, patches, vocabulary]."""
+        x = self.embed(inputs)
+        if x.dim() == 4:
+            x = x.flatten(2).mT
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.norm(x))
+
+
+class Network(NamedTuple):
+    """make: () -> module in FP32 on the CPU.  inputs: (tokens, sequence, device, seed) -> its argument."""
+
+    make: Callable[[Size], nn.Module]
+    inputs: Callable[[Size, int, int, torch.Generator], torch.Tensor]
+
+
+def _activations(size: Size, tokens: int, sequence: int, random: torch.Generator) -> torch.Tensor:
+    shape = (max(tokens // sequence, 1), sequence, size.hidden)
+    return torch.randn(shape, generator=random, device=random.device)
+
+
+def _tokens(size: Size, tokens: int, sequence: int, random: torch.Generator) -> torch.Tensor:
+    shape = (max(tokens // sequence, 1), sequence)
+    return torch.randint(size.vocabulary, shape, generator=random, device=random.device)
+
+
+PATCH = 4
+
+
+def _images(size: Size, tokens: int, sequence: int, random: torch.Generator) -> torch.Tensor:
+    side = PATCH * max(round(sequence**0.5), 1)
+    return torch.randn(max(tokens // sequence, 1), 3, side, side, generator=random, device=random.device)
+
+
+NETWORKS = {
+    "block": Network(Block, _activations),
+    "llama": Network(lambda size: Model(size, True), _tokens),
+    "bert": Network(lambda size: Model(size, False), _tokens),
+    "vit": Network(lambda size: Model(size, False, PATCH), _images),
+}

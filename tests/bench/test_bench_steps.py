@@ -1,0 +1,105 @@
+"""Blocks and models measured: what is checked, what is saved, and that a wrong variant gets no time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8engine.bench import networks, steps
+from fp8engine.bench.timing import WallClock
+
+CPU = torch.device("cpu")
+SMALL = networks.Size(32, 64, 4, 2, 1, 48)
+
+
+def measured(ways: dict, name: str = "block") -> dict[str, dict]:
+    found = steps.steps([(name, SMALL, 16, 8)], CPU, ways, WallClock(), turns=2)
+    return {row["name"]: row for row in found["rows"]}
+
+
+def test_every_variant_of_a_block_is_right_and_has_its_ratio():
+    rows = measured(steps.variants(CPU, compiled=False))
+    assert set(rows) == {"bf16", "fp16 autocast", *(f"fp8engine {recipe}" for recipe in steps.RECIPES)}
+    assert all(row["correct"] for row in rows.values())
+    base = rows["bf16"]["seconds"]
+    for row in rows.values():
+        assert row["over_bf16"] == pytest.approx(base / row["seconds"])
+        assert row["tokens_per_s"] == pytest.approx(16 / row["seconds"])
+        assert row["target"] is None, "a target belongs to a card"
+    assert rows["fp8engine current"]["activations"] < rows["bf16"]["activations"]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+def test_models_run(name: str):
+    ways = {key: way for key, way in steps.variants(CPU, False).items() if key in ("bf16", "fp8engine current")}
+    rows = measured(ways, name)
+    assert all(row["correct"] for row in rows.values()), rows
+    assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
+
+
+class Halved(nn.Module):
+    """The right gradient's direction, and half the output."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return self.network(x) / 2
+
+
+def shifted(network: Any) -> nn.Module:
+    """The right output, and a gradient that is not."""
+    network.self_attn.q_proj.weight.register_hook(lambda grad: grad.roll(1, 0))
+    return network
+
+
+@pytest.mark.parametrize("fault", [Halved, shifted], ids=lambda fault: fault.__name__)
+def test_a_wrong_variant_has_no_time(fault):
+    rows = measured({"bf16": steps.Variant(steps._bf16), "broken": steps.Variant(fault)})
+    assert rows["bf16"]["correct"] is True
+    assert rows["broken"]["correct"] is False
+    assert "seconds" not in rows["broken"]
+    assert "WRONG" in steps.line(rows["broken"])
+
+
+def test_what_cannot_run_says_why():
+    def refuse(network):
+        raise RuntimeError("no such card\nand more")
+
+    rows = measured({"bf16": steps.Variant(steps._bf16), "other": steps.Variant(refuse)})
+    assert rows["other"]["why"] == "RuntimeError: no such card"
+    assert "cannot run" in steps.line(rows["other"])
+
+
+def test_bytes_saved_are_counted_once_and_without_parameters():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return (x @ self.weight) * (x @ self.weight) + x.exp()
+
+    network, x = Twice(), torch.randn(4, 8, requires_grad=True)
+    # x for two products (one storage), both products, exp's result: four of 4 x 8 FP32.
+    assert steps._saved(network, lambda: network(x)) == 4 * 4 * 8 * 4
+
+
+def test_the_plain_block_is_llamas():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6,
+        num_hidden_layers=1, vocab_size=8, attn_implementation="sdpa",
+    )  # fmt: skip
+    theirs = llama.LlamaDecoderLayer(config, 0)
+    ours = networks.Block(SMALL)
+    for norm in (ours.input_layernorm, ours.post_attention_layernorm):
+        norm.eps = 1e-6
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 8, 32)
+    rope = llama.LlamaRotaryEmbedding(config)(x, torch.arange(8)[None])
+    wanted = theirs(x, position_embeddings=rope, attention_mask=torch.full((8, 8), -torch.inf).triu(1)[None, None])
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    assert torch.allclose(ours(x), wanted, rtol=0, atol=1e-5)  # FP32, sums of up to 64 terms, three matmuls deep
