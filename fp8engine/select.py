@@ -1,8 +1,9 @@
 """Which layers of a model a conversion touches, with what recipe, and why it leaves the others alone.
 
 A layer is left alone because the user said so (skip, or an override to a 16-bit recipe), because it is an output head
-(its error goes straight into the loss; an override that names it wins), or because swapping it would change what it
-does: a subclass with code of its own, a parametrised or already quantised weight, experts in one 3-D parameter.
+or a router (their errors go straight into the loss, or send tokens elsewhere; an override that names one wins), or
+because swapping it would change what it does: a subclass with code of its own, a parametrised or already quantised
+weight, experts in one 3-D parameter.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ import torch
 from torch import nn
 
 from fp8engine.errors import UnknownName
+from fp8engine.modules.grouped import GroupedLinear
 from fp8engine.modules.linear import Float8Module
 from fp8engine.recipe import Recipe, resolve
 
 Skip = Callable[[str, nn.Module], bool]
 HEADS = ("lm_head", "head", "heads", "classifier", "score", "output_projection", "embed_out", "proj_out", "qa_outputs")
+HEADS += ("classification_head", "seq_relationship", "sop_classifier", "visual_projection", "text_projection")
+ROUTERS = ("router", "shared_expert_gate")  # and a `gate` beside `experts`; a gated MLP has a `gate` too
 ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
 EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
+CHOSEN = ("top_k", "num_experts_per_tok")  # what a mixture of experts calls the number that a token passes
+ROUTER = (
+    "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,12 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module, (module.out_features, module.in_features)
+        elif isinstance(module, GroupedLinear):
+            yield name, module, module.shape
         elif is_conv1d(module) or _is_float8_conv1d(module):
             yield name, module, (weight_of(module).shape[1], weight_of(module).shape[0])
+        elif _has_router_weight(module):
+            yield name, module, tuple(weight_of(module).shape)
         elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
             inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
             if not any(inner):  # an adapter's shell is not one
@@ -65,6 +77,18 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
             for key, parameter in module.named_parameters(recurse=False):
                 if key in EXPERTS and parameter.dim() == 3:
                     yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
+
+
+def experts_run(model: nn.Module) -> dict[int, int]:
+    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if nothing says so."""
+    found = {}
+    for parent in model.modules():
+        for child in parent.children():
+            stacked = [p for key, p in child.named_parameters(recurse=False) if key in EXPERTS and p.dim() == 3]
+            if stacked:
+                said = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
+                found[id(child)] = next((k for k in said if isinstance(k, int)), len(stacked[0]))
+    return found
 
 
 def decide(
@@ -85,7 +109,7 @@ def decide(
     for pattern in chosen:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
             raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
-    heads = _heads(model)
+    heads, routers = _heads(model), _routers(model)
     decisions = []
     for name, module, shape in layers:
         override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
@@ -94,7 +118,7 @@ def decide(
         if skip is not None:
             left = "skip() returned True" if skip(name, module) else None
         elif override is None:
-            left = _default_skip(name, module, heads)
+            left = ROUTER if id(module) in routers else _default_skip(name, module, heads)
         if left is None and not wanted.is_fp8 and _same_dtype(module, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"
         obstacle = None if left else _obstacle(module)
@@ -105,12 +129,18 @@ def decide(
 
 
 def _heads(model: nn.Module) -> set[int]:
-    """ids of modules that are a model's output head: HF says so, or the weight is tied to an embedding."""
+    """ids of modules that are a model's output head.
+
+    HF says so, the weight is tied to an embedding, or it is the last layer of a module with a head's name.
+    """
     found = set()
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in HEADS and not isinstance(module, nn.ModuleList):
+            inner = [m for part, m in module.named_modules() if isinstance(m, nn.Linear) and not _in_adapter(part)]
+            found |= {id(m) for m in inner[-1:]}
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
-                found.add(id(get()))
+                found.add(id(_adapted(get())))
             except (AttributeError, NotImplementedError):
                 continue
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -118,11 +148,35 @@ def _heads(model: nn.Module) -> set[int]:
     return found
 
 
+def _routers(model: nn.Module) -> set[int]:
+    """ids of modules that choose experts, or weigh a shared one."""
+    found = set()
+    for parent in model.modules():
+        for key, child in parent.named_children():
+            if key in ROUTERS or (key == "gate" and hasattr(parent, "experts")) or _has_router_weight(child):
+                found.add(id(_adapted(child)))
+    return found
+
+
+def _adapted(module: nn.Module) -> nn.Module:
+    """The layer under peft's adapter, or the layer itself."""
+    return getattr(module, "base_layer", module)
+
+
+def _in_adapter(name: str) -> bool:
+    return any(part in ADAPTERS for part in name.split("."))
+
+
+def _has_router_weight(module: nn.Module) -> bool:
+    """Whether this is one of transformers' routers, which multiply by a weight of their own."""
+    weight = module._parameters.get("weight")
+    return "Router" in type(module).__name__ and weight is not None and weight.dim() == 2
+
+
 def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
-    parts = name.split(".")
-    if id(module) in heads or parts[-1] in HEADS:
+    if id(module) in heads:
         return "output head: its error goes straight into the loss (name it in overrides to convert it)"
-    if any(part in ADAPTERS for part in parts):
+    if _in_adapter(name):
         return "adapter: too small to gain from FP8 (name it in overrides to convert it)"
     return None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,14 @@ NOTHING = (None, None)
 def graphs_run_on(where: torch.device) -> str | None:
     """A backend of the kind that a compiled graph, which chooses when it runs, will choose there; None: any."""
     return "cublas" if where.type == "cuda" else None
+
+
+class Gradient(NamedTuple):
+    """dy as the matmuls read it: for dgrad, transposed for wgrad, and the sums of its columns before it was rounded."""
+
+    q: Either | None = None
+    q_t: Either | None = None
+    db_N: torch.Tensor | None = None
 
 
 class Call:
@@ -69,14 +78,24 @@ class Call:
             return a, a if serves else None
         return a, operand(x_MK, to_save, kept, numerics.slot("input", False, count=False))
 
-    def store(self) -> Store | None:
-        """How a producer stores what this layer reads, so that nothing is cast again; None: in 16 bits, to be cast."""
+    def cast_again(self, x_MK: torch.Tensor, kept: Kept) -> Either:
+        """What wgrad reads, of an x made a second time: under the scale it had, and counted no more."""
+        plan, slot = self.numerics.plan, self.numerics.slot("input", False, count=False)
+        if self.turned_input:
+            return transpose(x_MK, plan.forward[0], kept, slot)
+        return operand(x_MK, plan.wgrad[1], kept, slot)
+
+    def store(self, again: bool = False) -> Store | None:
+        """How a producer stores what this layer reads, so that nothing is cast again; None: in 16 bits, to be cast.
+
+        again: it is made a second time, under the scale it had, and counted no more.
+        """
         plan = self.numerics.plan
         if not (plan.forward[0].fp8 and (plan.input_serves_both or not self.needs_w)):
             return None
         how = plan.forward[0].how[None]
         turned = self.turned_input or (self.needs_w and plan.wgrad[1] is not plan.forward[0])
-        return Store(how, turned, self.numerics.slot("input", self.record))
+        return Store(how, turned, self.numerics.slot("input", self.record and not again, count=not again))
 
     def stored(self, q: Operand, q_t: Operand | None) -> tuple[Operand, Operand | None]:
         """(X for forward, what wgrad will read) of what a producer stored as `store` said."""
@@ -116,10 +135,26 @@ class Call:
         """The backward's context: it runs where its forward was asked to."""
         return contextlib.nullcontext() if self.asked is None else inherited(self.asked)
 
-    def backward(self, dy_MN: torch.Tensor, saved: tuple, weight: tuple, dtype: torch.dtype) -> tuple:
+    def store_grad(self) -> Store | None:
+        """How a producer stores this layer's dy, so that nothing is cast again; None: in 16 bits, to be cast."""
+        first, again = self.numerics.plan.dgrad[0], self.numerics.plan.wgrad[0]
+        if not first.fp8:
+            return None
+        if self.needs_x and self.needs_w:
+            serves, turned = self.numerics.plan.grad_serves_both, self.turned_grad or again is not first
+        else:  # wgrad alone reads, and its slot counts, the cast along 0
+            serves, turned = self.needs_x or (self.needs_w and again is first), False
+        return Store(first.how[None], turned, self.numerics.slot("grad_output", record=True)) if serves else None
+
+    def stored_grad(self, q: Operand, q_t: Operand | None, db_N: torch.Tensor) -> Gradient:
+        """What a producer stored as `store_grad` said, and the sums of its columns."""
+        return Gradient(q, q_t or (q.t() if self.needs_w else None), db_N)
+
+    def backward(self, dy: torch.Tensor | Gradient, saved: tuple, weight: tuple, dtype: torch.dtype) -> tuple:
         """(dx [M, K] in `dtype`, dw, db), None for what is not needed.
 
-        saved: what `to_save` gave.  weight: the parameter, then what `forward` gave beside y.
+        dy: [M, N], or what `stored_grad` gave.  saved: what `to_save` gave.  weight: the parameter, then what `forward`
+        gave beside y.
         """
         numerics, compiling = self.numerics, torch.compiler.is_compiling()
         if not compiling:
@@ -130,29 +165,34 @@ class Call:
                     f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
                     'for create_graph=True leave this layer in 16 bits (overrides={"name": "bf16"})'
                 )
-        hold, made, slot = holding(dy_MN, self.backend), {}, numerics.slot("grad_output", record=True)
-        dx_MK = dw_NK = db_N = turned = None
-        first, again = numerics.plan.dgrad[0], numerics.plan.wgrad[0]
+        made, again = {}, numerics.plan.wgrad[0]
+        dx_MK = dw_NK = db_N = None
+        a, turned, db_N = self._cast_gradient(dy, made) if isinstance(dy, torch.Tensor) else dy
         if self.needs_x:
-            if self.turned_grad and self.needs_b:
-                a, turned, db_N = ops.cast_transpose(dy_MN, first.how[None], slot, sums=True)
-            elif self.turned_grad:
-                a, turned = ops.cast_transpose(dy_MN, first.how[None], slot)
-            else:
-                a = operand(dy_MN, first, made, slot, hold)
             dx_MK = self._multiply(a, self._weight_for_dgrad(*weight), None, dtype, "dgrad")
-            slot = numerics.slot("grad_output", False, count=False)
         if self.needs_w:
-            a = operand(dy_MN, again, made, slot, hold).t() if turned is None else turned
+            if turned is None and isinstance(dy, torch.Tensor):
+                slot = numerics.slot("grad_output", not self.needs_x, count=not self.needs_x)
+                turned = operand(dy, again, made, slot, holding(dy, self.backend)).t()
             data, scale = saved
             b = data if self.groups is None else Operand(data, scale, *self.groups)
-            dw_NK = self._multiply(a, b if self.turned_input else b.t(), None, weight[0].dtype, "wgrad")
-        if self.needs_b:
-            if db_N is None:
-                db_N = dy_MN.sum(0, dtype=torch.float32) if compiling else column_sums(dy_MN)
-            if db_N.dtype != self.bias_dtype:
-                db_N = db_N.to(self.bias_dtype)
-        return dx_MK, dw_NK, db_N
+            dw_NK = self._multiply(turned, b if self.turned_input else b.t(), None, weight[0].dtype, "wgrad")
+        if not self.needs_b:
+            return dx_MK, dw_NK, None
+        if db_N is None and isinstance(dy, torch.Tensor):
+            db_N = dy.sum(0, dtype=torch.float32) if compiling else column_sums(dy)
+        return dx_MK, dw_NK, db_N if db_N is None or db_N.dtype == self.bias_dtype else db_N.to(self.bias_dtype)
+
+    def _cast_gradient(self, dy_MN: torch.Tensor, made: Kept) -> Gradient:
+        """dy for dgrad, with what the same pass gives."""
+        if not self.needs_x:
+            return Gradient()
+        first, slot = self.numerics.plan.dgrad[0], self.numerics.slot("grad_output", record=True)
+        if self.turned_grad and self.needs_b:
+            return Gradient(*ops.cast_transpose(dy_MN, first.how[None], slot, sums=True))
+        if self.turned_grad:
+            return Gradient(*ops.cast_transpose(dy_MN, first.how[None], slot))
+        return Gradient(operand(dy_MN, first, made, slot, holding(dy_MN, self.backend)))
 
     def _weight_for_dgrad(self, weight_NK: torch.Tensor, codes, scale) -> Either:
         """The weight's transpose [K, N]: from forward where it waits, else cast now."""

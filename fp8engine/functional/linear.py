@@ -25,28 +25,39 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     Raises ShapeError (with nn.Linear's words), UnsupportedDtype and BackendError (several devices), naming the layer.
     """
     check(x, weight_NK, bias_N, numerics.name)
-    out = x.dtype
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        out = torch.get_autocast_dtype(x.device.type)
-    elif weight_NK.dtype != x.dtype:
-        raise UnsupportedDtype(
-            f"{numerics.name}: input is {x.dtype} and weight is {weight_NK.dtype}; "
-            "cast one of them, or run under autocast"
-        )
-    compiling = torch.compiler.is_compiling()
+    out = dtype_of_result(x, weight_NK, numerics.name)
     if not numerics.plan.fp8:
         return _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
+    record = enter(x, weight_NK, numerics)
+    return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
+
+
+def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torch.dtype:
+    """x's dtype, or autocast's where that is on; without it x and weight must agree."""
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    if weight_NK.dtype != x.dtype:
+        raise UnsupportedDtype(
+            f"{name}: input is {x.dtype} and weight is {weight_NK.dtype}; cast one of them, or run under autocast"
+        )
+    return x.dtype
+
+
+def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> bool:
+    """A layer's FP8 forward begins: its state and its record hear of it.  Returns whether amaxes enter the history."""
+    compiling = torch.compiler.is_compiling()
     if not compiling:
         numerics.state.enter()
         numerics.ran = ops.choose(x.device, numerics.plan.by_block, (x.numel() // max(x.shape[-1], 1), len(weight_NK)))
     elif numerics.alone:
         numerics.state.begin_step()
-    record = torch.is_grad_enabled() or (not compiling and in_backward())
-    return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
+    return torch.is_grad_enabled() or (not compiling and in_backward())
 
 
-def check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, name: str) -> None:
-    """Raise for an input that no recipe takes."""
+def check(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, name: str, columns: int | None = None
+) -> None:
+    """Raise for an input that no recipe takes.  columns: of what the layer reads, where that is made of x."""
     if x.dtype not in FLOATS or x.layout != torch.strided:
         raise UnsupportedDtype(
             f"{name}: input is {x.dtype}, {x.layout}; FP8 casts take dense float32, bfloat16 or float16: "
@@ -54,12 +65,12 @@ def check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None,
         )
     if weight_NK.dtype not in FLOATS:
         raise UnsupportedDtype(f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16")
-    if x.dim() == 0 or x.shape[-1] != weight_NK.shape[1]:
+    read = x.shape[-1] if columns is None and x.dim() else columns
+    if x.dim() == 0 or read != weight_NK.shape[1]:
         rows = x.numel() // max(x.shape[-1], 1) if x.dim() else 1
-        cols = x.shape[-1] if x.dim() else 0
         raise ShapeError(
             f"{name}: mat1 and mat2 shapes cannot be multiplied "
-            f"({rows}x{cols} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
+            f"({rows}x{read or 0} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
         )
     device.check_one(name, x, weight=weight_NK, bias=bias_N)
 
@@ -68,7 +79,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
         call = Call(numerics, x, bias_N, ctx.needs_input_grad[:3], record)
-        a, saved = call.cast_input(_matrix(x), numerics.kept_of_input(x))
+        a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
         y_MN, turned = call.forward(a, weight_NK, bias_N, out)
         ctx.save_for_backward(*call.to_save(saved), weight_NK, *turned)
         ctx.call, ctx.x_like = call, (x.shape, x.dtype)
@@ -80,11 +91,11 @@ class _Linear(torch.autograd.Function):
         data, scale, weight_NK, *turned = ctx.saved_tensors
         shape, dtype = ctx.x_like
         with ctx.call.as_asked():
-            dx_MK, dw_NK, db_N = ctx.call.backward(_matrix(dy), (data, scale), (weight_NK, *turned), dtype)
+            dx_MK, dw_NK, db_N = ctx.call.backward(matrix(dy), (data, scale), (weight_NK, *turned), dtype)
         return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, None, None, None
 
 
-def _matrix(x: torch.Tensor) -> torch.Tensor:
+def matrix(x: torch.Tensor) -> torch.Tensor:
     """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -96,7 +107,7 @@ def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) 
         dtype.itemsize == 2
         and ops.choose_16_bits(x.device, (x.numel() // max(x.shape[-1], 1), len(weight_NK))) != "torch"
     ):
-        y_MN = ops.matmul_fp16(_matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
+        y_MN = ops.matmul_fp16(matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
         return y_MN.view(*x.shape[:-1], len(weight_NK)).to(out)
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

@@ -2,7 +2,7 @@
 
 A layer's weight in the FP8 share is its matmul FLOPs: rows seen x N x K, times the share of its three matmuls in FP8.
 Rows seen are counted where the input is cast; a layer left alone counts none, and is taken to have seen as many as
-the median converted one.
+the median converted one.  Of experts in one 3-D parameter a row passes as many as its router chooses.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from fp8engine.modules.linear import Float8Module
 from fp8engine.report.state import plain_name
 from fp8engine.report.table import Report
 from fp8engine.scaling import ROLES
-from fp8engine.select import linear_layers, weight_of
+from fp8engine.select import experts_run, linear_layers, weight_of
 
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
+REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
 
 
 def inspect(model: nn.Module) -> Report:
@@ -39,16 +40,22 @@ def inspect(model: nn.Module) -> Report:
     >>> report.totals["fp8_flops_share"]
     0.8
     """
-    reasons = _reasons(model)
+    reasons, run = _reasons(model), experts_run(model)
     layers = []
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
         if isinstance(module, Float8Module):
             layers.append(_converted(name, module, shape))
         else:
-            reason = reasons.get(name, "not converted" if reasons else "not converted: call fe.convert")
-            layers.append(_left(name, module, shape, reason))
-    return Report(layers, _totals(layers))
+            layers.append(_left(name, module, shape, _why_left(name, reasons)))
+            if len(shape) == 3:
+                layers[-1]["experts"] = [run.get(id(module), shape[0]), shape[0]]
+    totals = _totals(layers)
+    for layer in layers:
+        if layer["experts"]:
+            used, of = layer["experts"]
+            layer["reason"] += f"; {used} of {of} a token, {layer['flops_share']:.1%} of the model's linear FLOPs"
+    return Report(layers, totals)
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:
@@ -57,8 +64,16 @@ def _reasons(model: nn.Module) -> dict[str, str]:
         record = getattr(module, RECORD, None)
         if isinstance(record, Record):
             root = plain_name(model, name)
-            found |= {f"{root}.{layer}" if root else layer: why for layer, why in record.reasons.items()}
+            known = {layer: REPLACED for state in record.states for layer, _ in state.layers} | record.reasons
+            found |= {f"{root}.{layer}" if root else layer: why for layer, why in known.items()}
     return found
+
+
+def _why_left(name: str, reasons: dict[str, str]) -> str:
+    if not reasons:
+        return "not converted: call fe.convert"
+    before_peft = name.removesuffix(".base_layer")
+    return reasons.get(name) or reasons.get(before_peft) or "not converted: added after fe.convert (an adapter?)"
 
 
 def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
@@ -85,6 +100,7 @@ def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
         "ran": ran or not recipe.is_fp8,
         "rows": rows,
         "fp8_share": recipe.fp8_share if ran else 0.0,
+        "experts": None,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         "kept_why": numerics.weight.why,
         **slots,
@@ -115,6 +131,7 @@ def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> 
         "ran": True,
         "rows": None,
         "fp8_share": 0.0,
+        "experts": None,
         "kept_bytes": 0,
         "kept_why": "",
         **{role: dict(nothing) for role in (*ROLES, "output")},
@@ -127,9 +144,12 @@ def _totals(layers: list[dict]) -> dict:
     flops = fp8 = 0.0
     for layer in layers:
         rows = typical if layer["rows"] is None or not layer["ran"] else layer["rows"] or typical
-        work = 2.0 * rows * math.prod(layer["shape"])
-        flops += work
-        fp8 += work * layer["fp8_share"]
+        matrices = layer["experts"][0] if layer["experts"] else 1
+        layer["flops_share"] = 2.0 * rows * matrices * math.prod(layer["shape"][-2:])
+        flops += layer["flops_share"]
+        fp8 += layer["flops_share"] * layer["fp8_share"]
+    for layer in layers:
+        layer["flops_share"] /= flops or 1.0
     converted = [layer for layer in layers if layer["recipe"] != "none"]
     slots = [layer[role] for layer in converted for role in ROLES if layer[role].get("elements")]
     elements = sum(slot["elements"] for slot in slots)

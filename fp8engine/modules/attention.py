@@ -1,0 +1,102 @@
+"""fe.Attention: multi-head and grouped-query attention whose four projections follow a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8engine.errors import ShapeError
+from fp8engine.functional.attention import Cache, Scores, attention, rotate
+from fp8engine.functional.norm_linear import norm_linear
+from fp8engine.functional.parts import Layer, Memory, NormOf
+from fp8engine.modules.linear import Linear
+from fp8engine.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the width is divided, and what queries see.
+
+    count: heads of queries.  of_keys: heads of keys and values (None: as many).  width: of a head (None: hidden size /
+    count).  theta: base of rotary positions, None for none.  causal, dropout: of the softmax.
+    """
+
+    count: int
+    of_keys: int | None = None
+    width: int | None = None
+    theta: float | None = None
+    causal: bool = False
+    dropout: float = 0.0
+
+
+class Attention(nn.Module):
+    """Self-attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits.
+
+    hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
+    projections.  recipe: a Recipe or its name.  The three that read the input share one quantised copy of it.
+    Raises ShapeError for a width that heads do not divide.
+
+    >>> layer = Attention(32, Heads(4, of_keys=2, theta=1e4, causal=True), bias=False, recipe="current")
+    >>> layer(torch.randn(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+    >>> sorted(dict(layer.named_parameters()))
+    ['k_proj.weight', 'o_proj.weight', 'q_proj.weight', 'v_proj.weight']
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads | int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.heads = heads = Heads(heads) if isinstance(heads, int) else heads
+        of_keys = heads.of_keys or heads.count
+        if heads.count % of_keys or (heads.width is None and hidden_size % heads.count):
+            raise ShapeError(
+                f"Attention: {hidden_size} columns, {heads.count} heads, {of_keys} of keys: heads divide the columns "
+                "(or have a width of their own), and the heads of keys divide the heads"
+            )
+        self.width = heads.width or hidden_size // heads.count
+        common = {"recipe": recipe, "device": device, "dtype": dtype}
+        self.q_proj = Linear(hidden_size, heads.count * self.width, bias, **common)
+        self.k_proj = Linear(hidden_size, of_keys * self.width, bias, **common)
+        self.v_proj = Linear(hidden_size, of_keys * self.width, bias, **common)
+        self.o_proj = Linear(heads.count * self.width, hidden_size, bias, **common)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """x [batch, T, hidden] -> [batch, T, hidden].
+
+        mask: as functional.attention.attention.  positions: of rotary, [T] or [batch, T]; None: counted on from the
+        cache.  cache: keys and values of earlier calls; this call's are appended.
+        """
+        return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
+
+    def of_norm(self, x: torch.Tensor, norm: NormOf, memory: Memory, *seen) -> torch.Tensor:
+        """`forward` of norm(x), which is written once, in FP8.  seen: mask, positions, cache."""
+        layers = [Layer(p.weight, p.bias, p.numerics) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        return self.o_proj(self._mix(norm_linear(x, norm, layers, memory), *seen))
+
+    def _mix(self, projected: tuple, mask=None, positions=None, cache: Cache | None = None) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in projected)
+        if self.heads.theta is not None:
+            if positions is None:
+                start = 0 if cache is None else len(cache)
+                positions = torch.arange(start, start + q.shape[2], device=q.device)
+            q, k = (rotate(part, positions, self.heads.theta) for part in (q, k))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        scores = Scores(self.heads.causal, self.heads.dropout if self.training else 0.0)
+        return attention(q, k, v, mask, scores).transpose(1, 2).flatten(-2)

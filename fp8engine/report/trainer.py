@@ -1,0 +1,81 @@
+"""transformers' Trainer: a model's scaling state beside each of its checkpoints.
+
+A converted model trains, evaluates and saves under Trainer as it is.  What a checkpoint of Trainer lacks is what the
+state_dict lacks on purpose: the windows of delayed scaling.  Without them a resumed run casts its first steps with
+current scaling instead; with them it is the uninterrupted one, bit for bit.
+
+Imported only by who wants it, because it needs transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import TrainerCallback
+
+from fp8engine.errors import StateError
+from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict
+
+FILE = "scaling_state.pt"
+
+
+class ScalingStateCallback(TrainerCallback):
+    """Writes `scaling_state.pt` into each checkpoint of Trainer, and reads it back when a run is resumed from one.
+
+    resume_from: the checkpoint's folder; None: `output_dir/checkpoint-STEP`, where Trainer puts them; False: start
+    with fresh scales.  Raises StateError when the file is missing, cut short, or another model's: nothing is loaded.
+
+    >>> from transformers import Trainer, TrainingArguments, LlamaConfig, LlamaForCausalLM
+    >>> import tempfile, warnings
+    >>> from fp8engine.convert import convert
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     model = convert(LlamaForCausalLM(config), "delayed")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     arguments = TrainingArguments(folder, max_steps=8, save_steps=4, report_to="none")
+    ...     trainer = Trainer(model, arguments, callbacks=[ScalingStateCallback()])
+    """
+
+    def __init__(self, resume_from: str | os.PathLike | Literal[False] | None = None):
+        self.resume_from: str | os.PathLike | Literal[False] | None = resume_from
+
+    def on_save(self, args, state, control, model=None, **_):
+        """Trainer has written a checkpoint: the state goes beside it, whole or not at all."""
+        if not state.is_world_process_zero or model is None:
+            return
+        path = _folder(args, state) / FILE
+        part = path.with_suffix(".part")
+        try:
+            with open(part, "wb") as file:
+                torch.save(scaling_state_dict(model), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        """Trainer has read a checkpoint, or starts at step 0."""
+        if state.global_step == 0 or self.resume_from is False or model is None:
+            return
+        path = (Path(self.resume_from) if self.resume_from else _folder(args, state)) / FILE
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise StateError(
+                f"resumed at step {state.global_step}, but {path} is not there: ScalingStateCallback(resume_from=...) "
+                "names the checkpoint's folder; resume_from=False starts with fresh scales"
+            ) from error
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise StateError(f"{path} cannot be read ({type(error).__name__}): cut short or damaged") from error
+        load_scaling_state_dict(model, saved)
+
+
+def _folder(args, state) -> Path:
+    """Where Trainer keeps the checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,0 +1,53 @@
+"""torch.compile of converted transformers: one graph, eager's results, no new graph for another batch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import FP8_RECIPES, converted, same, tables
+from torch._dynamo.utils import counters
+
+pytest.importorskip("transformers")
+from hf.families import FAMILIES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No graph of another test, no count of one."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def train(model: Any, call: Any, batches: list[dict]) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        loss = call(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(("name", "recipe"), [*(("llama", recipe) for recipe in FP8_RECIPES), ("bert", "delayed")])
+def test_a_whole_model_is_one_graph_for_every_batch(name: str, recipe: str):
+    eager = converted(FAMILIES[name].build(attn_implementation="eager", num_hidden_layers=1), recipe)
+    compiled = copy.deepcopy(eager)
+    batches = [FAMILIES[name].batch(rows) for rows in (2, 3, 5, 4, 7)]
+    call = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    losses = train(compiled, call, batches[:2])
+    warm = counters["stats"]["unique_graphs"]
+    losses += train(compiled, call, batches[2:])
+    assert counters["stats"]["unique_graphs"] == warm, "the first size, then one graph for all others"
+    assert same(losses, train(eager, eager, batches))
+    assert same(list(compiled.parameters()), list(eager.parameters()))
+    assert same(tables(compiled)[:2], tables(eager)[:2])

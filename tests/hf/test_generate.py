@@ -1,0 +1,91 @@
+"""generate() of converted models: with its cache and without, greedy, sampled and by beams.
+
+A scale per row (rowwise, blockwise) is a token's own: the cache changes nothing but the order of FP32 sums.  A scale
+per tensor comes from all the tokens of one forward, and with a cache that is one token: another rounding of the same
+values, so both are as near to fp32 as tests/hf/test_families.py says, and to each other within twice that noise.
+"""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from support import converted, same, sqnr, tables
+
+pytest.importorskip("transformers")
+from hf.families import FAMILIES, Family
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+language_models = pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES.values() if family.generates],
+    ids=[name for name, family in FAMILIES.items() if family.generates],
+)
+NEW = 5
+
+
+def prompt(family: Family) -> dict[str, torch.Tensor]:
+    batch = family.batch(rows=2)
+    return {key: batch[key] for key in ("input_ids", "input_features") if key in batch}
+
+
+def generate(model: Any, start: dict, **options: Any) -> Any:
+    return model.generate(**start, max_new_tokens=NEW, min_new_tokens=NEW, **{"do_sample": False, **options})
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "current", "delayed"])
+@language_models
+def test_the_cache_changes_no_more_than_its_rounding(family: Family, recipe: str):
+    model = converted(family.build_smooth(), recipe)
+    if recipe == "delayed":
+        model(**family.batch()).loss.backward()
+    start = prompt(family)
+    found = generate(model, start, output_logits=True, return_dict_in_generate=True)
+    cached = torch.stack(found.logits, 1)
+    with torch.no_grad():
+        if family.kind == "causal":
+            whole = model(input_ids=found.sequences).logits[:, -NEW - 1 : -1]
+        else:
+            whole = model(**start, decoder_input_ids=found.sequences).logits[:, -NEW - 1 : -1]
+    assert cached.shape == whole.shape
+    if recipe == "rowwise":
+        # FP32 sums in another order, and a value at a rounding boundary that falls to the other side.
+        assert sqnr(whole, cached) > 40
+        uncached = generate(model, start, use_cache=False)
+        assert torch.equal(uncached, found.sequences[:, -uncached.shape[1] :])  # Whisper leaves out the first token
+    else:
+        assert sqnr(whole, cached) > 28 - 10 * math.log10(2 * family.depth) - 3
+
+
+@language_models
+def test_sampling_repeats_with_its_seed_and_records_nothing(family: Family):
+    model, start = converted(family.build(), "current"), prompt(family)
+    before = tables(model)[:2]
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(generate(model, start, do_sample=True, temperature=1.0))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    assert generate(model, start, num_beams=2).shape == runs[0].shape
+    # Scales are written (they are this call's), amaxes are not: generating is no training step.
+    assert same(tables(model)[:1], before[:1])
+    assert torch.equal(tables(model)[1][0], before[1][0])
+
+
+def test_generating_between_training_steps_changes_no_step():
+    family = FAMILIES["llama"]
+    one = converted(family.build(), "delayed")
+    other = copy.deepcopy(one)
+    batches, start = [family.batch() for _ in range(3)], prompt(family)
+    for model in (one, other):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if model is other:
+                generate(model, start)
+    assert same(list(one.parameters()), list(other.parameters()))
+    assert same(tables(one)[:1], tables(other)[:1])

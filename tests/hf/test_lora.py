@@ -1,0 +1,79 @@
+"""peft's LoRA on more families than tests/test_convert_lora.py has: before or after convert, trained, saved, merged."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import converted, same
+from torch import nn
+
+import fp8engine as fe
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+from hf.families import FAMILIES  # noqa: E402 - needs transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+NAMES = ["mistral", "phi3", "opt", "bert", "vit", "t5", "qwen2_moe"]
+ORDERS = ["convert first", "adapters first"]
+
+
+def adapted(model: nn.Module, kind: str) -> Any:
+    torch.manual_seed(7)
+    task = {"causal": "CAUSAL_LM", "sequences": "SEQ_2_SEQ_LM"}.get(kind)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type=task, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def build(name: str, order: str) -> Any:
+    torch.manual_seed(3)
+    model, kind = FAMILIES[name].build(), FAMILIES[name].kind
+    if order == "convert first":
+        return adapted(converted(model), kind).eval()
+    return converted(adapted(model, kind)).eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_orders_compute_and_train_the_same(name: str):
+    runs, batches = [], [FAMILIES[name].batch() for _ in range(2)]
+    for order in ORDERS:
+        model = build(name, order)
+        frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in trained)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same([p for p in model.parameters() if not p.requires_grad], frozen)
+        rows = fe.inspect(model).layers
+        adapters = [row for row in rows if ".lora_" in row["name"]]
+        assert adapters
+        assert {row["recipe"] for row in adapters} == {"none"}
+        bases = [row for row in rows if row["name"].endswith("base_layer") and "output head" not in row["reason"]]
+        assert {row["recipe"] for row in bases if "router" not in row["reason"]} == {"current"}
+        assert all(row["weight"]["calls"] == 1 for row in bases if row["ran"] and row["recipe"] == "current"), "kept"
+        runs.append([loss.detach(), *trained])
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_an_adapter_is_saved_loaded_and_merged(name: str, order: str, tmp_path: Path):
+    model, batch = build(name, order), FAMILIES[name].batch()
+    with torch.no_grad():
+        want = model(**batch).logits
+        model.save_pretrained(tmp_path)
+        torch.manual_seed(3)
+        loaded = peft.PeftModel.from_pretrained(converted(FAMILIES[name].build()), tmp_path).eval()
+        assert torch.equal(loaded(**batch).logits, want)
+        merged = model.merge_and_unload()
+        found = merged(**batch).logits
+        plain = FAMILIES[name].build()
+        plain.load_state_dict(merged.state_dict(), strict=True)
+        exact = plain(**batch).logits
+    assert {row["recipe"] for row in fe.inspect(merged).layers} == {"current", "none"}
+    assert (found - exact).norm() < 0.2 * exact.norm(), "FP8 noise of two blocks"

@@ -1,0 +1,130 @@
+"""Checkpoints of transformers, both ways, and what people do to a model around them: resize, copy, pickle, place."""
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support import converted, same, tables
+
+import fp8engine as fe
+from fp8engine.report.collect import REPLACED
+
+pytest.importorskip("transformers")
+from hf.families import FAMILIES, VOCABULARY, Family
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+language_models = pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES.values() if family.generates],
+    ids=[name for name, family in FAMILIES.items() if family.generates],
+)
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    """What the checkpoint's one file holds: name -> (dtype, shape)."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {key: (file.get_slice(key).get_dtype(), *file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def output(model: Any, batch: dict) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(**batch)
+    return found.logits_per_text if "logits_per_text" in found else found.logits
+
+
+@every_family
+def test_a_converted_model_saves_what_the_plain_one_saves(family: Family, tmp_path: Path):
+    plain = family.build()
+    model = converted(copy.deepcopy(plain), "delayed")
+    batch = family.batch()
+    model(**batch).loss.backward()
+    want = output(plain, batch)  # transformers also notes in its config what a classifier was trained as
+    model.save_pretrained(tmp_path / "converted")
+    plain.save_pretrained(tmp_path / "plain")
+    assert contents(tmp_path / "converted") == contents(tmp_path / "plain")
+    one, other = (tmp_path / folder / "config.json" for folder in ("converted", "plain"))
+    assert one.read_text() == other.read_text()
+    loaded = type(plain).from_pretrained(tmp_path / "converted").eval()
+    assert not any(hasattr(module, "numerics") for module in loaded.modules())
+    assert same(list(loaded.state_dict().values()), list(plain.state_dict().values()))
+    assert torch.equal(output(loaded, batch), want)
+
+
+@every_family
+def test_a_plain_checkpoint_loads_and_converts(family: Family, tmp_path: Path):
+    """From the file and then converted, or converted and then from the file: the same bits out."""
+    plain = family.build()
+    plain.save_pretrained(tmp_path)
+    batch = family.batch()
+    want = output(converted(copy.deepcopy(plain)), batch)
+    loaded = converted(type(plain).from_pretrained(tmp_path, device_map="cpu").eval())
+    assert torch.equal(output(loaded, batch), want)
+    other = converted(family.build())
+    other.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(output(other, batch), want)
+
+
+@language_models
+def test_resize_token_embeddings(family: Family):
+    plain = family.build()
+    tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+    model = converted(plain)
+    ran = [row["name"] for row in fe.inspect(model).layers if row["recipe"] == "current"]
+    model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+    model.tie_weights()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert len(head.weight) == len(embedding.weight) == VOCABULARY + 8
+    assert (head.weight is embedding.weight) is tied
+    assert output(model, family.batch()).shape[-1] == VOCABULARY + 8
+    rows = {row["name"]: row for row in fe.inspect(model).layers}
+    assert [name for name, row in rows.items() if row["recipe"] == "current" and row["ran"]] == ran
+    (row,) = [row for row in rows.values() if row["shape"][0] == VOCABULARY + 8]
+    assert row["reason"].startswith("output head")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_head_asked_into_fp8_and_then_resized(name: str):
+    """An untied head is a new nn.Linear after that, and the report says so; a tied one only changes its weight."""
+    model = converted(FAMILIES[name].build(), overrides={"lm_head": "rowwise"})
+    model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+    output(model, FAMILIES[name].batch())
+    row = {row["name"]: row for row in fe.inspect(model).layers}["lm_head"]
+    if name == "llama":
+        assert (row["recipe"], row["reason"]) == ("none", REPLACED)
+    else:
+        assert (row["recipe"], row["ran"], row["shape"]) == ("rowwise", True, [VOCABULARY + 8, 32])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "qwen2_moe"])
+def test_deepcopy_and_torch_save_of_the_whole_model(name: str):
+    family = FAMILIES[name]
+    model = converted(family.build(), "delayed")
+    model(**family.batch()).loss.backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    batch, was = family.batch(), tables(model)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert same(tables(other)[:2], was[:2])
+        assert torch.equal(output(other, batch), output(model, batch))
+        assert other.get_output_embeddings() is not model.get_output_embeddings()
+        before = tables(model)[1].clone()
+        other(**batch).loss.backward()
+        assert torch.equal(tables(model)[1], before), "the copy writes its own tables"
+
+
+def test_meta_models_convert_and_are_filled_later():
+    """from_config under torch.device("meta"), converted, then given memory and weights."""
+    plain = FAMILIES["llama"].build()
+    with torch.device("meta"):
+        model = converted(type(plain)(plain.config))
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict(), strict=True)
+    model.model.rotary_emb = copy.deepcopy(plain.model.rotary_emb)  # a buffer that no state_dict holds
+    batch = FAMILIES["llama"].batch()
+    assert torch.equal(output(model.eval(), batch), output(converted(plain), batch))

@@ -1,0 +1,209 @@
+"""Trainer, Accelerate and Lightning as people use them: stopped after two steps and resumed, the run is the same."""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import converted, same, tables
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import fp8engine as fe
+
+pytest.importorskip("transformers")
+from hf.families import FAMILIES, VOCABULARY
+from transformers import Trainer, TrainingArguments
+
+from fp8engine.report.trainer import FILE, ScalingStateCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+STEPS, STOP = 4, 2
+
+
+class Lines(Dataset):
+    """Eight lines of random tokens, each its own labels."""
+
+    def __init__(self):
+        self.ids = torch.randint(3, VOCABULARY, (2 * STEPS, 8), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def llama(recipe: str = "delayed") -> Any:
+    torch.manual_seed(0)
+    return converted(FAMILIES["llama"].build(), recipe)
+
+
+def everything(model: Any) -> list[torch.Tensor]:
+    """Parameters, histories, scales and counters."""
+    return [*(p.detach().clone() for p in model.parameters()), *tables(model)]
+
+
+def trainer(model: Any, folder: Path, callback: Any = None, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        save_steps=STOP,
+        learning_rate=1e-2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=1,
+        **{"max_steps": STEPS, **options},
+    )
+    return Trainer(model, arguments, train_dataset=Lines(), callbacks=[callback] if callback else [])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
+    straight = llama(recipe)
+    trainer(straight, tmp_path / "a", ScalingStateCallback()).train()
+    checkpoint = tmp_path / "a" / f"checkpoint-{STOP}"
+    assert (checkpoint / FILE).exists()
+    assert not list(checkpoint.glob("*.part"))
+    plain = FAMILIES["llama"].build()
+    saved = type(plain).from_pretrained(checkpoint)
+    assert list(saved.state_dict()) == list(plain.state_dict())
+    resumed = llama(recipe)
+    trainer(resumed, tmp_path / "a", ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
+    assert same(everything(resumed), everything(straight))
+
+
+def test_without_the_callback_delayed_scaling_starts_anew(tmp_path: Path):
+    """What the callback is for: the weights come back, the windows do not."""
+    straight, resumed = llama(), llama()
+    trainer(straight, tmp_path).train()
+    trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STOP}"))
+    assert not same(tables(resumed)[:1], tables(straight)[:1])
+
+
+def test_a_checkpoint_elsewhere_or_fresh_scales(tmp_path: Path):
+    first = llama()
+    trainer(first, tmp_path / "a", ScalingStateCallback()).train()
+    checkpoint = str(tmp_path / "a" / f"checkpoint-{STOP}")
+    with pytest.raises(fe.errors.StateError, match=r"resumed at step 2, but .*names the checkpoint's folder"):
+        trainer(llama(), tmp_path / "b", ScalingStateCallback()).train(resume_from_checkpoint=checkpoint)
+    moved = llama()
+    trainer(moved, tmp_path / "c", ScalingStateCallback(checkpoint)).train(resume_from_checkpoint=checkpoint)
+    assert same(everything(moved), everything(first))
+    fresh = llama()
+    trainer(fresh, tmp_path / "d", ScalingStateCallback(False)).train(resume_from_checkpoint=checkpoint)
+    assert not same(tables(fresh)[:1], tables(first)[:1])
+
+
+def test_a_damaged_file_loads_nothing(tmp_path: Path):
+    trainer(llama(), tmp_path, ScalingStateCallback(), max_steps=STOP).train()
+    checkpoint = tmp_path / f"checkpoint-{STOP}"
+    whole = (checkpoint / FILE).read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"not a file of torch"):
+        (checkpoint / FILE).write_bytes(damaged)
+        model = llama()
+        before = tables(model)
+        with pytest.raises(fe.errors.StateError, match="cut short or damaged"):
+            trainer(model, tmp_path, ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
+        assert same(tables(model), before)
+    torch.save(fe.scaling_state_dict(converted(FAMILIES["gpt2"].build(), "delayed")), checkpoint / FILE)
+    with pytest.raises(fe.errors.StateError, match="another model"):
+        trainer(llama(), tmp_path, ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "options", [{"bf16": True}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}]
+)
+def test_trainer_options_train(options: dict, tmp_path: Path):
+    model = llama()
+    before = [p.detach().clone() for p in model.parameters()]
+    result = trainer(model, tmp_path, save_strategy="no", max_steps=STOP, **options).train()
+    assert 0 < result.training_loss < 10
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    history_HS = tables(model)[0]
+    assert ((history_HS[:, 0::3] > 0).sum(0) >= 1).all(), "each layer's input entered the window between two steps"
+    assert fe.inspect(model).totals["never_ran"] == 0
+
+
+class Scaling:
+    """What `accelerator.register_for_checkpointing` takes: docs/huggingface.md has it."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def state_dict(self) -> dict:
+        return fe.scaling_state_dict(self.model)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        fe.load_scaling_state_dict(self.model, state_dict)
+
+
+def test_accelerate_resumes_exactly(tmp_path: Path):
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(model: Any, steps: range, save: bool = False, load: bool = False) -> list[torch.Tensor]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        inner = model
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.register_for_checkpointing(Scaling(inner))
+        if load:
+            accelerator.load_state(str(tmp_path))
+        for batch in itertools.islice(DataLoader(Lines(), 2), steps.start, steps.stop):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if save:
+            accelerator.save_state(str(tmp_path))
+        return everything(inner)
+
+    straight = run(llama(), range(STEPS))
+    run(llama(), range(STOP), save=True)
+    assert same(run(llama(), range(STOP, STEPS), load=True), straight)
+
+
+def test_lightning_resumes_exactly(tmp_path: Path):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = llama()
+
+        def training_step(self, batch, index):
+            return self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["scaling_state"] = fe.scaling_state_dict(self.model)
+
+        def on_load_checkpoint(self, checkpoint):
+            fe.load_scaling_state_dict(self.model, checkpoint["scaling_state"])
+
+    def run(epochs: int, path: Path | None = None) -> tuple[Any, Any]:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+        module, runner = Module(), lightning.Trainer(max_epochs=epochs, **quiet)
+        # Two steps an epoch: Lightning resumes exactly between epochs, but not inside one with a plain DataLoader.
+        lines = Subset(Lines(), range(2 * STOP))
+        runner.fit(module, DataLoader(lines, 2), ckpt_path=path, weights_only=True if path else None)
+        return module, runner
+
+    straight, _ = run(2)
+    _, runner = run(1)
+    runner.save_checkpoint(tmp_path / "stopped.ckpt")
+    resumed, _ = run(2, tmp_path / "stopped.ckpt")
+    assert same(everything(resumed.model), everything(straight.model))
+
+
+def test_a_copy_of_a_converted_model_trains_like_it(tmp_path: Path):
+    """Trainer's model_init and hyperparameter searches copy models."""
+    model = llama()
+    twin = copy.deepcopy(model)
+    for one, folder in ((model, "a"), (twin, "b")):
+        trainer(one, tmp_path / folder, save_strategy="no", max_steps=STOP).train()
+    assert same(everything(model), everything(twin))

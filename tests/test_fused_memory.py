@@ -1,0 +1,145 @@
+"""What fused layers keep for backward, measured with saved-tensor hooks, is what their docstrings say; and where."""
+
+import pytest
+import torch
+from fused import MEMORIES, NORMS, Model, like
+from support import FP8_RECIPES
+from torch import nn
+
+from fp8engine.functional import Memory
+from fp8engine.reference.act_quantize import ACTIVATIONS
+
+M, K, F = 256, 384, 256
+RMS, LAYER = NORMS[0], NORMS[2]
+
+
+def saved(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors that a forward keeps for its backward, parameters left out; once for each time they are kept."""
+    kept = []
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.data_ptr() not in own:
+            kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return kept
+
+
+def size(model: nn.Module, dtype=torch.bfloat16, needs=True) -> int:
+    return sum(t.nbytes for t in saved(model, torch.randn(M, K, dtype=dtype, requires_grad=needs)))
+
+
+def operand(recipe: str, features: int) -> int:
+    """Bytes of [M, features] as wgrad reads it, scales along M."""
+    scales = {"current": 1, "delayed": 1, "rowwise": features, "blockwise": M // 128 * features}
+    if recipe == "rowwise_gw_hp":
+        return 2 * M * features
+    return M * features + 4 * scales[recipe]
+
+
+def elementwise(features: int, dtype, memory: Memory) -> int:
+    """Bytes of the input of a norm or an activation."""
+    return M * features + 4 * M if memory.store == "fp8" else M * features * dtype.itemsize
+
+
+def rows(norm) -> int:
+    return 4 * M * (2 if norm.kind == "layer" else 1)
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("norm", [RMS, LAYER], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_norm_and_three_layers(recipe, dtype, norm, memory):
+    model = Model(recipe, norm, [(K, 64), (K, 64), (K, 32)], dtype)
+    want = elementwise(K, dtype, memory) + rows(norm)
+    copies = 3 if recipe == "rowwise_gw_hp" and dtype == torch.float32 else 1  # in BF16, by each layer for itself
+    want += 0 if memory.recompute_norm else copies * operand(recipe, K)
+    assert size(like(model, model.call, memory), dtype) == want
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_norm_and_an_mlp(recipe, kind, memory):
+    dtype, wide = torch.bfloat16, F * (1 + ACTIVATIONS[kind].gated)
+    model = Model(recipe, RMS, [(K, wide), (F, K)], dtype, kind=kind)
+    want = elementwise(K, dtype, memory) + rows(RMS) + elementwise(wide, dtype, memory)
+    want += 0 if memory.recompute_norm else operand(recipe, K)
+    want += 0 if memory.recompute_activation else operand(recipe, F)
+    assert size(like(model, model.call, memory)) == want
+
+
+def test_the_options_apart():
+    model = Model("current", RMS, [(K, 2 * F), (F, K)], torch.bfloat16, kind="swiglu")
+    full, norm, act = (
+        size(like(model, model.call, memory)) for memory in (Memory(), Memory(True), Memory(recompute_activation=True))
+    )
+    assert full - norm == M * K + 4
+    assert full - act == M * F + 4
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+def test_frozen_weights_keep_no_operand(memory):
+    model = Model("current", RMS, [(K, 2 * F), (F, K)], torch.bfloat16, kind="swiglu")
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    want = elementwise(K, torch.bfloat16, memory) + rows(RMS) + elementwise(2 * F, torch.bfloat16, memory)
+    assert size(like(model, model.call, memory)) == want
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+def test_where_nothing_before_takes_a_gradient_the_operand_alone_is_kept(memory):
+    """x would be kept for nothing but the recompute, at twice the bytes."""
+    model = Model("current", RMS, [(K, 64)], torch.bfloat16)
+    model.gamma.requires_grad_(False)
+    assert size(like(model, model.call, memory), needs=False) == M * K + 4
+    mlp = Model("current", RMS, [(K, F), (F, K)], torch.bfloat16, kind="gelu")
+    for p in (mlp.gamma, *mlp.layers[0].parameters()):
+        p.requires_grad_(False)
+    assert size(like(mlp, mlp.call, memory), needs=False) == M * F + 4
+
+
+def test_without_gradients_nothing_is_kept():
+    model = Model("current", RMS, [(K, F), (F, K)], torch.bfloat16, kind="gelu")
+    with torch.no_grad():
+        assert saved(model, torch.randn(M, K, dtype=torch.bfloat16)) == []
+
+
+def test_a_graph_that_is_held_after_backward_holds_no_operand():
+    """A user keeps losses in a list: what forward made must go with backward."""
+    import gc
+
+    model = Model("current", RMS, [(K, F), (F, K)], torch.bfloat16, kind="gelu")
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    (y,) = model(x)
+    y.sum().backward()
+    gc.collect()
+    alive = [
+        t
+        for t in gc.get_objects()
+        if type(t) is torch.Tensor and t.dtype == torch.float8_e4m3fn and set(t.shape) <= {M, K, F}
+    ]
+    assert y.grad_fn is not None
+    assert alive == []
+
+
+def against_bf16(memory: Memory) -> float:
+    """How much less a SwiGLU MLP keeps than the same in BF16, sizes as Llama's: F = 3.5 K."""
+    k, f = 128, 448
+    model = Model("current", RMS, [(k, 2 * f), (f, k)], torch.bfloat16, kind="swiglu", bias=False)
+    x = torch.randn(M, k, dtype=torch.bfloat16, requires_grad=True)
+    ours = sum(t.nbytes for t in saved(like(model, model.call, memory), x))
+    # Plain PyTorch keeps x, the norm's result, gate and up, silu(gate), and the product.
+    plain = 2 * M * (2 * k + 4 * f)
+    return plain / ours
+
+
+def test_the_share_of_bf16():
+    """Of 2 (2 K + 4 F) bytes a row: 3 K + 5 F, 2 K + 4 F with both recomputed, K + 2 F with their inputs in FP8 too."""
+    assert against_bf16(Memory()) > 1.55
+    assert against_bf16(Memory(True, True)) > 1.95
+    assert against_bf16(Memory(True, True, "fp8")) > 3.9

@@ -1,0 +1,164 @@
+"""LayerNormLinear and LayerNormMLP: ordinary children, names as users expect, one state, copies and moves."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from fused import assert_same_tables
+from support import FP8_RECIPES, converted, numerics_of, sqnr, state_of
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.errors import UnknownName
+from fp8engine.modules.layernorm_linear import LayerNormLinear, make_norm, norm_of
+from fp8engine.modules.layernorm_mlp import LayerNormMLP
+from fp8engine.reference import Norm
+from fp8engine.reference.act_quantize import ACTIVATIONS
+
+K, F = 32, 48
+
+
+def plain_norm(norm: str) -> nn.Module:
+    return nn.LayerNorm(K, eps=1e-3) if norm == "layer" else nn.RMSNorm(K, eps=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
+def test_state_dicts_of_plain_pytorch_load_and_compute_the_same(recipe, norm):
+    plain = nn.ModuleDict({"norm": plain_norm(norm), "linear": nn.Linear(K, 16)})
+    ours = LayerNormLinear(K, 16, recipe=recipe, norm=norm, eps=1e-3)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(24, K)
+    assert sqnr(plain["linear"](plain["norm"](x)), ours(x)) > 27.5
+    plain.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_mlp_is_its_children(activation):
+    ours = LayerNormMLP(K, F, activation, recipe="current", norm="rms", eps=1e-3)
+    gated = ACTIVATIONS[activation].gated
+    first = "gate_up" if gated else "up"
+    assert list(ours.state_dict()) == ["norm.weight", f"{first}.weight", f"{first}.bias", "down.weight", "down.bias"]
+    assert [name for name, m in ours.named_modules() if isinstance(m, nn.Linear)] == [first, "down"]
+    x = torch.randn(2, 12, K)
+    y = getattr(ours, first)(ours.norm(x))
+    a = ACTIVATIONS[activation]
+    gate, up = y.chunk(2, -1) if gated else (y, 1.0)
+    apart = ours.down(a.forward(gate) * up)
+    # Norm and activation in FP32 both ways; a last bit of FP32 may move a code.
+    assert sqnr(apart, ours(x)) > 35
+
+
+def test_parameters_start_as_plain_pytorchs_do():
+    torch.manual_seed(0)
+    plain = [nn.Linear(K, F), nn.Linear(F, K)]
+    torch.manual_seed(0)
+    ours = LayerNormMLP(K, F, recipe="current")
+    assert torch.equal(plain[0].weight, ours.get_parameter("up.weight"))
+    assert torch.equal(plain[1].weight, ours.down.weight)
+    assert torch.equal(ours.norm.weight, torch.ones(K))
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_zero_centred_norm_starts_at_zero_and_is_the_same_norm(norm):
+    ours = LayerNormLinear(K, 16, recipe="current", norm=norm, zero_centered=True)
+    plain = LayerNormLinear(K, 16, recipe="current", norm=norm)
+    plain.linear.load_state_dict(ours.linear.state_dict())
+    assert torch.equal(ours.norm.weight, torch.zeros(K))
+    x = torch.randn(6, K)
+    assert torch.equal(ours(x), plain(x))
+    assert torch.equal(ours.norm(x), plain.norm(x)), "its module computes it too"
+
+
+def test_one_state_and_slots_by_name():
+    mlp = LayerNormMLP(K, F, "swiglu", recipe="delayed")
+    state = state_of(mlp)
+    assert [name for name, _ in state.layers] == ["gate_up", "down"]
+    first = numerics_of(mlp.get_submodule("gate_up"))
+    assert (first.alone, mlp.down.numerics.alone) == (True, False)
+    for _ in range(3):
+        mlp(torch.randn(6, K)).sum().backward()
+        with torch.no_grad():
+            for p in mlp.parameters():
+                p.mul_(1.01)
+    view = fe.scaling_state(mlp)
+    assert list(view) == [
+        f"{name}.{role}" for name in ("gate_up", "down") for role in ("input", "weight", "grad_output")
+    ]
+    assert all(int(slot.calls) == 3 and (slot.history[:2] > 0).all() for slot in view.values())
+
+
+def test_the_report_and_convert_see_ordinary_layers():
+    model = nn.Sequential(LayerNormMLP(K, F, "swiglu", recipe="current"), nn.Linear(K, 8))
+    report = converted(model, "rowwise") and fe.inspect(model)
+    assert [(row["name"], row["recipe"]) for row in report.layers] == [
+        ("0.gate_up", "current"),
+        ("0.down", "current"),
+        ("1", "rowwise"),
+    ]
+    model(torch.randn(6, K))
+    assert [row["backend"] for row in fe.inspect(model).layers] == ["reference"] * 3
+
+
+def test_a_copy_trains_apart_and_a_saved_state_goes_on():
+    mlp = LayerNormMLP(K, F, "gelu", recipe="delayed", recompute=True)
+    x = torch.randn(6, K)
+    mlp(x).sum().backward()
+    other = copy.deepcopy(mlp)
+    buffer = io.BytesIO()
+    torch.save((mlp.state_dict(), fe.scaling_state_dict(mlp)), buffer)
+    buffer.seek(0)
+    weights, scales = torch.load(buffer)
+    third = LayerNormMLP(K, F, "gelu", recipe="delayed", recompute=True)
+    third.load_state_dict(weights)
+    fe.load_scaling_state_dict(third, scales)
+    for each in (mlp, other, third):
+        each(x * 3).sum().backward()
+    assert_same_tables(mlp, other)
+    assert_same_tables(mlp, third)
+    assert state_of(mlp) is not state_of(other)
+
+
+def test_dtype_and_device():
+    mlp = LayerNormMLP(K, F, "swiglu", recipe="current", dtype=torch.bfloat16)
+    assert {p.dtype for p in mlp.parameters()} == {torch.bfloat16}
+    assert mlp(torch.randn(6, K).bfloat16()).dtype == torch.bfloat16
+    on_meta = LayerNormMLP(K, F, "swiglu", recipe="current", device="meta")
+    assert on_meta(torch.empty(6, K, device="meta")).shape == (6, K)
+    real = on_meta.to_empty(device="cpu")
+    assert state_of(real).device.type == "cpu"
+    assert LayerNormLinear(K, 16, False, recipe="current").linear.bias is None
+
+
+@pytest.mark.parametrize(
+    ("recompute", "memory"),
+    [(False, (False, False)), (True, (True, True)), ("norm", (True, False)), ("activation", (False, True))],
+)
+def test_what_is_recomputed(recompute, memory):
+    assert LayerNormMLP(K, F, recipe="current", recompute=recompute, store="fp8").memory == (*memory, "fp8")
+    assert LayerNormLinear(K, F, recipe="current", recompute=True).memory.recompute_norm
+
+
+def test_unknown_names_offer_near_ones():
+    cases: dict[str, Any] = {
+        "did you mean 'gelu'": {"activation": "gelo"},
+        "unknown norm 'batch'": {"norm": "batch"},
+        "did you mean 'activation'": {"recompute": "activations"},
+        "did you mean 'fp8'": {"store": "FP8"},
+    }
+    for words, options in cases.items():
+        with pytest.raises(UnknownName, match=words):
+            LayerNormMLP(K, F, **{"recipe": "current", **options})
+    with pytest.raises(UnknownName, match="unknown store"):
+        LayerNormLinear(K, F, recipe="current", store="bf8")
+    with pytest.raises(UnknownName, match="did you mean 'current'"):
+        LayerNormMLP(K, F, recipe="curent")
+
+
+def test_norms_as_other_code_makes_them():
+    assert norm_of(nn.RMSNorm(4)).norm.eps == torch.finfo(torch.float32).eps, "torch's default"
+    assert norm_of(nn.LayerNorm(4, bias=False)).bias_K is None
+    assert norm_of(nn.LayerNorm(4, elementwise_affine=False))[1:] == (None, None)
+    assert norm_of(make_norm(4, Norm("layer", 1e-3, True))).norm == Norm("layer", 1e-3, True)

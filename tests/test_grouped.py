@@ -1,0 +1,293 @@
+"""fe.GroupedLinear: each expert's rows times its own weight, whichever way the rows are counted and stored."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from experts import SIZES, linears, run, uneven
+from support import DTYPES, FP8_RECIPES, UNIT, numerics_of, same, sqnr, tables
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.functional.grouped import grouped_linear
+from fp8engine.modules.grouped import GroupedLinear
+from fp8engine.recipe import resolve
+
+EACH_BY_ITSELF = ["rowwise", "blockwise"]  # no scale is shared between experts
+
+
+def layer_of(recipe: str, k: int = 32, n: int = 48, **options) -> Any:
+    """Four experts.  Any: their bias is there."""
+    return GroupedLinear(len(SIZES), k, n, recipe=recipe, **options)
+
+
+# All below the size from which an emulated matmul would hold its operands in another dtype (device.SMALL), so that
+# both sides sum alike.  130 rows and 9, 150 columns: blocks of 128 begin anew at each expert, and end with it.
+@pytest.mark.parametrize(("n", "sizes"), [(100, SIZES), (150, [5, 0, 100, 39])], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("recipe", EACH_BY_ITSELF)
+def test_equals_a_linear_for_each_expert_bit_for_bit(recipe: str, bias: bool, dtype, n: int, sizes: list[int]):
+    layer = uneven(layer_of(recipe, 40, n, bias=bias, dtype=dtype))
+    ran = run(layer, sizes, dtype)
+    want = linears(layer, ran, sizes)
+    assert torch.equal(ran.y, want["y"])
+    assert torch.equal(ran.x.grad, want["dx"])
+    assert torch.equal(ran.dw, want["dw"])
+    assert not bias or torch.equal(ran.db, want["db"])
+    assert not ran.dw[1].any()
+
+
+def test_the_16_bit_weight_gradient_equals_that_of_linears():
+    # By torch's grouped matmul (32, 48: rows of 16 bytes), and without it (36).
+    for k in (32, 36):
+        layer = uneven(layer_of("rowwise_gw_hp", k))
+        ran = run(layer, SIZES)
+        want = linears(layer, ran, SIZES)
+        assert torch.equal(ran.y, want["y"])
+        assert torch.equal(ran.dw, want["dw"])
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_one_expert_is_a_linear(recipe: str):
+    layer = GroupedLinear(1, 32, 48, recipe=recipe)
+    ran = run(layer, [24])
+    want = linears(layer, ran, [24])
+    for found, name in zip((ran.y, ran.x.grad, ran.dw, ran.db), want, strict=True):
+        assert torch.equal(found, want[name])
+    assert [fe.scaling_state(layer)[role].elements for role in ("input", "weight")] == [24 * 32, 32 * 48]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "loss", "within"), [(0, 0, 0.05), (-8, 0, 0.05), (-10, 0.02, 0.05), (-12, 0.7, 0.3), (-14, 8.4, 1.0)]
+)
+def test_what_a_shared_scale_costs_a_smaller_expert(ratio: int, loss: float, within: float):
+    """The table of modules/grouped.py: nothing, until the smaller expert's values are near E4M3's smallest normal."""
+    layers = {recipe: GroupedLinear(2, 512, 256, bias=False, recipe=recipe) for recipe in ("current", "rowwise")}
+    x, w = torch.randn(256, 512), torch.randn(2, 256, 512)
+    w[1] *= 2.0**ratio
+    found = {}
+    for recipe, layer in layers.items():
+        with torch.no_grad():
+            layer.weight.copy_(w)
+        found[recipe] = sqnr(x[128:].double() @ w[1].double().T, layer(x, [128, 128])[128:])
+    # Of its own: 28.5 dB, that of two E4M3 operands (tests/test_linear.py).
+    assert abs(found["rowwise"] - 28.5) < 0.2
+    assert abs(28.5 - found["current"] - loss) < within + 0.1
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16", "fp16", "fp32"])
+def test_sizes_are_ints_or_a_tensor(recipe: str):
+    layer, x = layer_of(recipe), torch.randn(144, 32)
+    want = layer(x, SIZES)
+    for given in (tuple(SIZES), torch.tensor(SIZES), torch.tensor(SIZES, dtype=torch.int32)):
+        assert torch.equal(layer(x, given), want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 50), (0, 8), (16, 16)], ids=str)
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16", "fp32"])
+def test_any_number_of_rows_and_columns(recipe: str, shape):
+    k, n = shape
+    for sizes in ([0, 0, 0, 0], [0, 0, 3, 0], [1, 1, 1, 1]):
+        ran = run(layer_of(recipe, k, n), sizes)
+        assert ran.y.shape == (sum(sizes), n)
+        assert ran.x.grad.shape == (sum(sizes), k)
+        assert torch.isfinite(ran.y).all()
+        for e, size in enumerate(sizes):
+            assert ran.dw[e].any() == bool(size and k)
+            assert ran.db[e].any() == bool(size)
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16", "fp16"])
+def test_a_weight_stored_the_other_way_round(recipe: str):
+    layer = layer_of(recipe)
+    other = GroupedLinear.of(
+        nn.Parameter(layer.weight.detach().mT.contiguous()), layer.bias, recipe=recipe, turned=True
+    )
+    assert other.shape == layer.shape == (4, 48, 32)
+    x = torch.randn(144, 32)
+    torch.manual_seed(1)
+    one = run(layer, SIZES, x=x.clone())
+    layer.bias.grad = None
+    torch.manual_seed(1)
+    two = run(other, SIZES, x=x.clone())
+    for found, want in ((two.y, one.y), (two.x.grad, one.x.grad), (two.dw.mT, one.dw)):
+        if resolve(recipe).is_fp8:
+            assert torch.equal(found, want)
+        else:  # the same products summed in another order, each side rounded once to 16 bits: two units of the largest
+            assert (found - want).abs().max() <= 2 * UNIT[resolve(recipe).input.format.dtype] * want.abs().max()
+    report = fe.inspect(other).layers[0]
+    assert (report["kind"], report["shape"]) == ("GroupedLinear", [4, 48, 32])
+
+
+def test_of_holds_the_parameters_it_is_given():
+    weight, bias = nn.Parameter(torch.randn(2, 8, 16)), nn.Parameter(torch.randn(2, 8))
+    layer = GroupedLinear.of(weight, bias, recipe="current")
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert list(GroupedLinear.of(weight, recipe="current").state_dict()) == ["weight"]
+
+
+# F.linear rounds sums and bias once (u |y|), the grouped matmul before the bias too (u |y - b|); sums of 32 products.
+def test_bf16_by_the_grouped_matmul_and_without_it():
+    layer, x = layer_of("bf16"), torch.randn(144, 32, requires_grad=True)
+    y = layer(x, SIZES)
+    u = UNIT[torch.bfloat16]
+    for e, (x_e, y_e) in enumerate(zip(x.bfloat16().split(SIZES), y.split(SIZES), strict=True)):
+        w, b = layer.weight[e].bfloat16().double(), layer.bias[e].bfloat16().double()
+        product = x_e.double() @ w.T
+        slack = 1.01 * (u * product.abs() + u * (product + b).abs() + 2.0**-19 * x_e.double().abs() @ w.abs().T)
+        assert ((y_e - product - b).abs() <= slack).all()
+
+
+def test_gradients_of_the_grouped_matmul_of_a_sum():
+    # A sum's gradient is one number, expanded: torch's grouped matmul refuses its strides.
+    layer, x = layer_of("bf16", bias=False, dtype=torch.bfloat16), torch.ones(144, 32, dtype=torch.bfloat16)
+    layer(x, SIZES).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.tensor(SIZES)[:, None, None].expand(4, 48, 32).bfloat16())
+
+
+def test_a_bias_gradient_of_many_rows_is_summed_in_fp32():
+    # Ones summed in BF16 stop at 2^8; 600 is a number of BF16.
+    layer = layer_of("bf16")
+    layer(torch.randn(600, 32), [0, 600, 0, 0]).sum().backward()
+    assert layer.bias.grad[:, 0].tolist() == [0, 600, 0, 0]
+
+
+def test_16_bit_recipes_have_second_gradients():
+    layer, x = layer_of("bf16"), torch.randn(144, 32, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x, SIZES).square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.any()
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
+def test_autocast_decides_the_dtype(recipe: str):
+    layer, x = layer_of(recipe), torch.randn(144, 32)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            y = layer(x, SIZES)
+        assert y.dtype == dtype
+        # Two recipes' roundings of the same sums, to BF16 (2^-8) and to `dtype`, on either side.
+        assert torch.allclose(y.float(), layer(x, SIZES), rtol=2.0**-6, atol=2.0**-6)
+
+
+BAD = [
+    ([5, 0, 130], r"sizes has shape \[3\]; want one number of rows for each of 4 experts", fe.errors.ShapeError),
+    ([5, 0, 130, 8], r"sum to 143, and the input has 144 rows", fe.errors.ShapeError),
+    ([5, -1, 131, 9], r"at least 0", fe.errors.ShapeError),
+    ([5.0, 0, 130, 9], r"numbers of rows are ints", fe.errors.UnsupportedDtype),
+    (torch.tensor([SIZES]), r"sizes has shape \[1, 4\]", fe.errors.ShapeError),
+    (torch.tensor([5, 0, 130, 8]), r"sum to 143", fe.errors.ShapeError),
+    (torch.tensor([5, -1, 131, 9]), r"at least 0", fe.errors.ShapeError),
+    (torch.tensor([5.0, 0, 130, 9]), r"sizes is torch.float32", fe.errors.UnsupportedDtype),
+    (torch.empty(4, dtype=torch.int64, device="meta"), r"on cpu and sizes on meta", fe.errors.BackendError),
+]
+
+
+@pytest.mark.parametrize(("sizes", "message", "error"), BAD, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize("recipe", ["current", "bf16"])
+def test_sizes_that_do_not_fit_are_named(recipe: str, sizes, message: str, error):
+    layer = layer_of(recipe)
+    layer.numerics.name = "layers.3.experts.up"
+    with pytest.raises(error, match=rf"^layers\.3\.experts\.up: .*{message}"):
+        layer(torch.randn(144, 32), sizes)
+
+
+def test_inputs_that_do_not_fit_are_named():
+    layer = layer_of("current")
+    layer.numerics.name = "experts"
+    for x, error, message in (
+        (torch.randn(4, 36, 32), fe.errors.ShapeError, r"\[4, 36, 32\]; want \[T, 32\]"),
+        (torch.randn(144, 31), fe.errors.ShapeError, r"144x31 and 32x48"),
+        (torch.randn(144, 32).double(), fe.errors.UnsupportedDtype, "float64"),
+        (torch.randn(144, 32).bfloat16(), fe.errors.UnsupportedDtype, "bfloat16 and weight is torch.float32"),
+        (torch.randn(144, 32, device="meta"), fe.errors.BackendError, "weight on cpu"),
+    ):
+        with pytest.raises(error, match=rf"^experts: .*{message}"):
+            layer(x, SIZES)
+
+
+def test_parameters_that_do_not_fit():
+    with pytest.raises(fe.errors.ShapeError, match=r"weight is \[0, 4, 8\]"):
+        GroupedLinear(0, 8, 4, recipe="current")
+    with pytest.raises(fe.errors.ShapeError, match=r"weight is \[4, 8\]"):
+        GroupedLinear.of(nn.Parameter(torch.ones(4, 8)), recipe="current")
+    with pytest.raises(fe.errors.ShapeError, match=r"bias is \[2, 8\]; want \[E, N\] = \[2, 4\]"):
+        GroupedLinear.of(nn.Parameter(torch.ones(2, 4, 8)), nn.Parameter(torch.ones(2, 8)), recipe="current")
+    with pytest.raises(fe.errors.UnknownName, match="rowwise"):
+        GroupedLinear(2, 8, 4, recipe="rowise")
+
+
+def test_experts_begin_as_linears_do():
+    layer = GroupedLinear(8, 256, 64, recipe="current")
+    assert 0.95 / 16 < layer.weight.detach().abs().max() <= 1 / 16
+    # The mean square of a uniform number within 1 / sqrt(K) is 1 / 3 K.
+    assert layer.weight.detach().square().mean().item() == pytest.approx(1 / (3 * 256), rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_the_report_counts_rows_once(recipe: str):
+    """A row meets one of the four experts: T x N x K products, and not four times as many."""
+    experts, plain = layer_of(recipe), nn.Linear(32, 48)
+    model = nn.ModuleDict({"experts": experts, "plain": plain})
+    run(experts, SIZES)
+    plain(torch.randn(144, 32))
+    report = fe.inspect(model)
+    row = next(row for row in report.layers if row["name"] == "experts")
+    assert (row["kind"], row["shape"], row["rows"], row["recipe"]) == ("GroupedLinear", [4, 48, 32], 144, recipe)
+    assert (row["backend"], row["emulated"], row["ran"]) == ("reference", True, True)
+    assert report.totals["fp8_flops_share"] == pytest.approx(resolve(recipe).fp8_share / 2)
+    slots = fe.scaling_state(model)
+    assert int(slots["experts.weight"].elements) == 4 * 48 * 32
+    assert int(slots["experts.grad_output"].elements) == 144 * 48
+    assert slots["experts.weight"].amax == experts.weight.detach().abs().max()
+
+
+def test_copies_and_pickles():
+    layer, x = layer_of("delayed"), torch.randn(144, 32)
+    want = layer(x, SIZES)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x, SIZES), want)
+        assert numerics_of(other).state is not numerics_of(layer).state
+    assert layer.bfloat16()(x.bfloat16(), SIZES).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
+def test_shapes_propagate_on_meta(recipe: str):
+    with torch.device("meta"):
+        layer = layer_of(recipe)
+        for sizes in (SIZES, torch.tensor(SIZES)):
+            assert layer(torch.empty(144, 32), sizes).shape == (144, 48)
+
+
+# torch 2.13's Dynamo looks at .grad of what comes back from the break, which is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "bf16"])
+def test_a_compiled_graph_breaks_here_and_computes_the_same(recipe: str):
+    torch._dynamo.reset()
+    eager, compiled = (uneven(layer_of(recipe)) for _ in range(2))
+    compiled.load_state_dict(eager.state_dict())
+    call = torch.compile(lambda x, sizes: compiled(x * 2, sizes).square(), backend="aot_eager")
+    for sizes in (SIZES, [50, 50, 44, 0]):
+        x = torch.randn(144, 32)
+        results = []
+        for layer, function in ((eager, lambda x, s: eager(x * 2, s).square()), (compiled, call)):
+            layer.zero_grad()
+            y = function(x, torch.tensor(sizes))
+            y.sum().backward()
+            results.append([y.detach(), layer.weight.grad, *(tables(layer) if recipe != "bf16" else [])])
+        assert same(*results)
+    with pytest.raises(Exception, match="should not be traced"):
+        torch.compile(compiled, fullgraph=True, backend="aot_eager")(torch.randn(144, 32), SIZES)
+
+
+def test_the_functional_takes_parameters_of_anyone():
+    layer = layer_of("rowwise", bias=False)
+    weight = nn.Parameter(layer.weight.detach().clone())
+    x = torch.randn(144, 32)
+    assert torch.equal(grouped_linear(x, weight, None, SIZES, layer.numerics), layer(x, SIZES))

@@ -1,0 +1,341 @@
+"""fe.GroupedLinear against experts in NumPy (tests/experts.py), what it keeps for backward, and torch's grouped matmul.
+
+Tolerances: those of tests/test_linear.py, for each expert's sums.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from experts import SIZES, linears, run, uneven, wanted
+from support import DTYPES, FP8_RECIPES, UNIT, assert_within, same, tables
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8engine as fe
+from fp8engine import cublas, ops
+from fp8engine.functional import grouped, groups
+from fp8engine.functional.groups import Groups
+from fp8engine.modules.grouped import GroupedLinear
+from fp8engine.recipe import Recipe, resolve
+
+E4M3_ROWS, E4M3 = fe.Cast(fe.E4M3, fe.PerRow()), fe.Cast(fe.E4M3)
+SQUARE = fe.Cast(fe.E4M3, fe.PerBlock(32, 32), power_of_2=True)
+CUSTOM = {
+    "tensor_e4m3": fe.Recipe(name="tensor_e4m3", input=E4M3, weight=E4M3, grad_output=E4M3),
+    "rows_of_any_scale": fe.Recipe(name="rows", input=E4M3_ROWS, weight=E4M3_ROWS, grad_output=E4M3_ROWS),
+    # Blocks that span rows of activations too: they begin anew at each expert in all three matmuls.
+    "squares": fe.Recipe(name="squares", input=SQUARE, weight=SQUARE, grad_output=SQUARE),
+}
+RECIPES = [*FP8_RECIPES, *CUSTOM]
+
+
+def recipe_of(name: str) -> Recipe:
+    return CUSTOM.get(name) or resolve(name)
+
+
+def layer_of(name: str, k: int = 32, n: int = 48, **options) -> GroupedLinear:
+    return uneven(GroupedLinear(len(SIZES), k, n, recipe=recipe_of(name), **options))
+
+
+def bound(value, product, absolute, sums: int, dtype, rounds: bool) -> np.ndarray:
+    """tests/test_linear.py's: BF16 products, FP32 sums, one rounding to dtype, scales; 1.01: errors of errors."""
+    tiny = torch.finfo(dtype).smallest_normal * UNIT[dtype]
+    rounding = rounds * 2.0**-8 * np.abs(product) + (UNIT[dtype] + 2.0**-22) * np.abs(value)
+    return 1.01 * (rounding + sums * 2.0**-24 * absolute + tiny)
+
+
+def check(recipe: Recipe, layer: Any, dtype, sizes=SIZES) -> None:
+    ran, rounds = run(layer, sizes, dtype), recipe.output != fe.FP32
+    _, n, k = layer.shape
+    for e, want in enumerate(wanted(recipe, layer, ran.x, ran.dy, sizes)):
+        y, dx = ran.y.split(sizes)[e], ran.x.grad.split(sizes)[e]
+        bias = layer.bias[e].detach().double().numpy()
+        assert_within(y, want.y, bound(want.y, want.y - bias, want.y_abs, k, dtype, rounds), f"y of {e}")
+        assert_within(dx, want.dx, bound(want.dx, want.dx, want.dx_abs, n, dtype, rounds), f"dx of {e}")
+        slack = bound(want.dw, want.dw, want.dw_abs, sizes[e], dtype, rounds)
+        assert_within(ran.dw[e], want.dw, slack, f"dw of {e}")
+        db_abs = ran.dy.split(sizes)[e].double().abs().sum(0).numpy()
+        assert_within(ran.db[e], want.db, bound(want.db, want.db, db_abs, sizes[e], dtype, False), f"db of {e}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_forward_and_gradients_are_the_products_of_the_cast_operands(name: str, dtype):
+    check(recipe_of(name), layer_of(name, 50, 33, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_wide_experts(name: str):
+    check(recipe_of(name), layer_of(name, 130, 257), torch.float32)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_output_in_fp32_rounds_nothing_but_the_operands(name: str):
+    asked = dataclasses.replace(recipe_of(name), output=fe.FP32)
+    if asked.fp8_share < 1:  # a 16-bit matmul keeps its 16-bit result
+        asked = dataclasses.replace(asked, input_for_wgrad=None, grad_output_for_wgrad=None)
+    check(asked, uneven(GroupedLinear(4, 32, 48, recipe=asked)), torch.float32)
+
+
+@pytest.mark.parametrize("sizes", [[128, 0, 256, 128], [144, 0, 0, 0], [0, 0, 0, 1]], ids=str)
+@pytest.mark.parametrize("name", ["blockwise", "squares", "rowwise", "rowwise_gw_hp", "current"])
+def test_groups_of_whole_blocks_and_of_nothing(name: str, sizes: list[int]):
+    check(recipe_of(name), layer_of(name, 128, 256), torch.float32, sizes)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "current"])
+def test_what_is_not_finite_stays_with_its_expert(recipe: str, bad: float):
+    x = torch.randn(144, 32)
+    x[2, 5] = bad
+    ran = run(layer_of(recipe), SIZES, x=x)
+    assert not torch.isfinite(ran.y[2]).any()
+    assert torch.isfinite(ran.y[[row for row in range(144) if row != 2]]).all()
+    assert not torch.isfinite(ran.dw[0, :, 5]).any()
+    assert torch.isfinite(ran.dw[1:]).all()
+    assert int(fe.scaling_state(ran.layer)["input"].nonfinite) == 1
+
+
+def kept(layer: nn.Module, x: torch.Tensor, sizes) -> list[torch.Tensor]:
+    """Tensors that a forward keeps for its backward, the parameters left out."""
+    found, own = [], {p.data_ptr() for p in layer.parameters()}
+    pack = lambda t: found.append(t) or t if t.data_ptr() not in own else t  # noqa: E731 - one line
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x, sizes)
+    return found
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_byte_an_element_is_saved(recipe: str, turned: bool):
+    weight = nn.Parameter(torch.randn(4, 128, 64) if turned else torch.randn(4, 64, 128))
+    layer, sizes, k = GroupedLinear.of(weight, recipe=recipe, turned=turned), [130, 0, 100, 26], 128
+    size = sum(t.nbytes for t in kept(layer, torch.randn(256, k, requires_grad=True), sizes))
+    # Of x reduced along its rows: per column of each expert; per 128 rows of each expert.
+    scales = {"current": 1, "delayed": 1, "rowwise": 4 * k, "blockwise": (2 + 0 + 1 + 1) * k}
+    assert size == (2 * 256 * k if recipe == "rowwise_gw_hp" else 256 * k + 4 * scales[recipe])
+    layer.requires_grad_(False)
+    assert kept(layer, torch.randn(256, k, requires_grad=True), sizes) == []
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_backward_needs_only_what_is_asked(recipe: str):
+    full = layer_of(recipe)
+    ran = run(full, SIZES)
+    for wanted_by in ("x", "weight"):
+        layer = layer_of(recipe)
+        layer.load_state_dict(full.state_dict())
+        layer.requires_grad_(wanted_by == "weight")
+        x = ran.x.detach().clone().requires_grad_(wanted_by == "x")
+        layer(x, SIZES).backward(ran.dy)
+        found, want = (x.grad, ran.x.grad) if wanted_by == "x" else (layer.weight.grad, ran.dw)
+        assert found is not None
+        assert torch.equal(found, want)
+        assert (x.grad is None) == (wanted_by == "weight")
+        assert (layer.weight.grad is None) == (wanted_by == "x")
+
+
+def train(layer: GroupedLinear, call, root: bool = False) -> list[torch.Tensor]:
+    """Losses of a few steps whose inputs grow, so that delayed scaling has something to get wrong; rows move about.
+
+    root: the model's root begins a step, as in a converted model; else the layer does.
+    """
+    generator = torch.Generator().manual_seed(1)
+    optimizer, losses = torch.optim.SGD(layer.parameters(), lr=0.1), []
+    for step in range(5):
+        x = torch.randn(144, 32, generator=generator) * 1.5**step
+        sizes = torch.tensor(SIZES).roll(step)
+        if root:
+            layer.numerics.state.begin_step()
+        loss = call(x.requires_grad_(), sizes).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_checkpointing_changes_nothing(recipe: str, reentrant: bool):
+    plain = layer_of(recipe)
+    other = layer_of(recipe)
+    other.load_state_dict(plain.state_dict())
+    losses = train(other, lambda x, sizes: checkpoint(other, x, sizes, use_reentrant=reentrant), root=True)
+    assert same(train(plain, plain, root=True), losses)
+    assert same(list(plain.parameters()), list(other.parameters()))
+    assert same(tables(plain)[:2], tables(other)[:2])
+
+
+def test_delayed_scaling_predicts_and_casts_again_what_saturates():
+    layer = layer_of("delayed")
+    train(layer, layer)
+    slots = fe.scaling_state(layer)
+    assert (slots["input"].history[:4] > 0).all()
+    assert int(slots["input"].recasts) == 4, "each step's input was larger than any before"
+    assert int(slots["weight"].calls) == 5, "one cast a step for all the experts"
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_forward_without_gradients_is_counted_and_not_recorded(recipe: str):
+    layer = layer_of(recipe)
+    with torch.no_grad():
+        layer(torch.randn(144, 32), SIZES)
+    history, live, counts = tables(layer)
+    assert not history.any()
+    assert (live[0] == -1).all()
+    assert counts[1].tolist() == [144 * 32, 4 * 48 * 32, 0]
+    run(layer, SIZES)
+    _, live, counts = tables(layer)
+    assert (live[0] > 0).all()
+    # The weight's copy for an inference is not a step's: cast again, or its amax would be missing.
+    assert counts[1].tolist() == [2 * 144 * 32, 2 * 4 * 48 * 32, 144 * 48]
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_weight_that_stands_still_is_cast_once(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    layer, x, casts = layer_of(recipe), torch.randn(144, 32), []
+    quantize = ops.quantize
+    monkeypatch.setattr(ops, "quantize", lambda x, *rest: casts.append(x.shape) or quantize(x, *rest))
+    with torch.no_grad():
+        layer(x, SIZES)
+        before = len(casts)
+        want = layer(x.clone(), SIZES)
+        assert casts[before:] == [(144, 32)]
+        layer.weight.mul_(2)
+        assert not torch.equal(layer(x.clone(), SIZES), want)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_gradient_of_the_gradient_and_a_changed_weight_are_refused(recipe: str):
+    layer, x = layer_of(recipe), torch.randn(144, 32, requires_grad=True)
+    layer.numerics.name = "experts.up"
+    with pytest.raises(fe.errors.GradientError, match=r"^experts\.up: .*create_graph=True"):
+        torch.autograd.grad(layer(x, SIZES).square().sum(), x, create_graph=True)
+    y = layer(x, SIZES)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+class OnCard(Groups):
+    """Rows counted by a tensor on a card, which nobody may wait for."""
+
+    def __init__(self, sizes: Any, x_TK, experts, name):
+        self.rows, self.experts, self.where, self.name, self.counts = len(x_TK), experts, x_TK.device, name, sizes
+
+    @property
+    def sizes(self) -> list[int]:
+        raise AssertionError("waited for the card")
+
+
+def scaled_grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+    """torch's on a card, in plain torch: its own checks of layout, then each group."""
+    on_meta = [t.to("meta") for t in (a, b, scale_a, scale_b)]
+    shape = torch.ops.aten._scaled_grouped_mm(
+        *on_meta, offs=offs.to("meta"), out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    ).shape
+    assert offs.dtype == torch.int32
+    y, start = torch.full(shape, math.nan), 0
+    for e, end in enumerate(offs.tolist()):
+        y[start:end] = a[start:end].float() @ b[e].float() * scale_a[start:end, None] * scale_b[e]
+        start = end
+    return y.to(out_dtype)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list:
+    """torch's grouped matmul of FP8 as a card has it; the calls of it."""
+    calls = []
+    monkeypatch.setattr(grouped, "has_scaled_grouped", lambda where: True)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *a, **k: calls.append(k) or scaled_grouped_mm(*a, **k))
+    return calls
+
+
+def as_on_a_card(layer: GroupedLinear, sizes, x: torch.Tensor):
+    with fe.backend("cublas"):
+        return run(layer, sizes, x=x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["tensor_e4m3", "rows_of_any_scale", "rowwise", "rowwise_gw_hp"])
+def test_forward_and_dgrad_by_torchs_grouped_matmul(name: str, bias: bool, card: list):
+    layer = layer_of(name, bias=bias)
+    ran = as_on_a_card(layer, SIZES, torch.randn(144, 32))
+    assert [call["use_fast_accum"] for call in card] == [True, True], "forward and dgrad"
+    for e, want in enumerate(wanted(recipe_of(name), layer, ran.x, ran.dy, SIZES)):
+        y, dx = ran.y.split(SIZES)[e], ran.x.grad.split(SIZES)[e]
+        product = want.y - (layer.bias[e].detach().double().numpy() if layer.bias is not None else 0)
+        assert_within(y, want.y, bound(want.y, product, want.y_abs, 32, torch.float32, True), "y")
+        assert_within(dx, want.dx, bound(want.dx, want.dx, want.dx_abs, 48, torch.float32, True), "dx")
+    assert fe.inspect(layer).layers[0]["backend"] == "cublas"
+
+
+@pytest.mark.parametrize("name", ["current", "blockwise", "squares"])
+def test_what_torchs_grouped_matmul_does_not_take_goes_expert_by_expert(name: str, card: list):
+    with fe.backend("cublas" if name == "current" else "reference"):
+        check(recipe_of(name), layer_of(name), torch.float32)
+    assert len(card) == (name == "current"), "E5M2 gradients, scales along K: its forward only"
+
+
+@pytest.mark.parametrize("shape", [(24, 48), (32, 40)], ids=str)
+def test_unaligned_experts_go_one_by_one(shape, card: list):
+    layer = layer_of("rowwise", *shape)
+    ran = as_on_a_card(layer, SIZES, torch.randn(144, shape[0]))
+    assert card == []
+    with fe.backend("cublas"):
+        assert torch.equal(ran.y, linears(layer, ran, SIZES)["y"])
+
+
+@pytest.mark.parametrize("name", ["rowwise_gw_hp", "bf16"])
+def test_a_step_does_not_wait_for_the_card(name: str, card: list, monkeypatch: pytest.MonkeyPatch):
+    layer = layer_of(name, bias=name == "bf16")
+    x = torch.randn(144, 32)
+    torch.manual_seed(1)
+    want = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
+    layer.zero_grad()
+    monkeypatch.setattr(grouped, "Groups", OnCard)
+    torch.manual_seed(1)
+    found = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
+    assert torch.equal(found.y, want.y)
+    assert torch.equal(found.x.grad, want.x.grad)
+    assert torch.equal(found.dw, want.dw)
+    for wrong in ([5, 0, 130, 8], [5, -1, 131, 9]):
+        with fe.backend("cublas"), pytest.raises(RuntimeError, match="are negative, or do not sum to 144 rows"):
+            layer(x, torch.tensor(wrong))
+
+
+def test_a_backward_runs_where_its_forward_was_asked_to(monkeypatch: pytest.MonkeyPatch):
+    ran, matmul = [], cublas.matmul
+    monkeypatch.setattr(cublas, "matmul", lambda *args, **more: ran.append(1) or matmul(*args, **more))
+    layer, x = layer_of("rowwise"), torch.randn(144, 32, requires_grad=True)
+    with fe.backend("cublas"):
+        y = layer(x, SIZES)
+    assert len(ran) == 3, "one of the four experts has no rows"
+    y.sum().backward()
+    assert len(ran) == 9
+
+
+def test_inference_per_tensor_does_not_wait_for_the_card(card: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grouped, "Groups", OnCard)
+    for recipe in ("current", "delayed", "rowwise"):
+        with torch.no_grad(), fe.backend("cublas"):
+            layer_of(recipe)(torch.randn(144, 32), torch.tensor(SIZES))
+    assert len(card) == 3
+
+
+def test_a_card_without_it_says_why():
+    cpu, codes = torch.device("cpu"), torch.zeros(32, 32).to(torch.float8_e4m3fn)
+    assert not groups.has_scaled_grouped(cpu)
+    one = torch.ones(())
+    operand = lambda data=codes, scale=one, rows=-1: groups.Operand(data, scale, rows, -1)  # noqa: E731 - for brevity
+    assert groups.ungroupable(operand(), operand(), 2) is None
+    assert "E4M3" in str(groups.ungroupable(operand(codes.view(torch.float8_e5m2)), operand(), 2))
+    assert "per row" in str(groups.ungroupable(operand(scale=torch.ones(1, 1), rows=32), operand(), 2))
+    assert "multiples of 16" in str(groups.ungroupable(operand(), operand(), 4))
+    assert "no rows" in str(groups.ungroupable(operand(codes[:0]), operand(), 2))

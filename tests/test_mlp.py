@@ -1,0 +1,270 @@
+"""norm_mlp: norm, layer, activation and layer, against the same in pieces, bit for bit, and against float64.
+
+In FP32 nothing is rounded between the pieces, so that fused and apart are one computation, as in test_norm_linear.py.
+"""
+
+import math
+
+import pytest
+import torch
+from casts import plain
+from fused import (
+    EXACT,
+    MEMORIES,
+    NORMS,
+    Model,
+    apart,
+    assert_equal,
+    assert_same_tables,
+    batches,
+    in_float64,
+    like,
+    step,
+    train,
+)
+from support import FP8_RECIPES, sqnr, tables
+
+import fp8engine as fe
+from fp8engine import ops, reference
+from fp8engine.errors import ShapeError, UnknownName
+from fp8engine.functional import Memory
+from fp8engine.functional.numerics import plan
+from fp8engine.recipe import resolve
+from fp8engine.reference.act_quantize import ACTIVATIONS
+
+K, F = 48, 40
+ROWS = (24, 24, 40)
+PLAIN_RECIPES = ["current", "delayed", "rowwise", "blockwise"]
+
+
+def shapes(kind: str, two: bool = False, k: int = K, f: int = F) -> list[tuple[int, int]]:
+    """(in, out) of the layers; two: gate and up are a layer each."""
+    if two:
+        return [(k, f), (k, f), (f, k)]
+    return [(k, f * (1 + ACTIVATIONS[kind].gated)), (f, k)]
+
+
+@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_in_fp32_it_is_its_pieces_bit_for_bit(recipe, kind, memory):
+    model = Model(recipe, NORMS[2], shapes(kind), kind=kind)
+    one, other = like(model, model.call, memory), like(model, apart)
+    for x, dys in batches(ROWS, K, (K,)):
+        assert_equal(train(one, x, dys), train(other, x, dys))
+        assert_same_tables(one, other)
+
+
+@pytest.mark.parametrize("norm", [None, *NORMS], ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_with_any_norm_or_none(recipe, norm):
+    model = Model(recipe, norm, shapes("swiglu"), kind="swiglu", bias=False)
+    one, other = like(model, model.call, Memory(True, True)), like(model, apart)
+    for x, dys in batches(ROWS, K, (K,)):
+        assert_equal(train(one, x, dys), train(other, x, dys))
+        assert_same_tables(one, other)
+
+
+@pytest.mark.parametrize("norm", [None, NORMS[0]], ids=str)
+@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_gate_and_up_as_two_layers(recipe, memory, norm):
+    model = Model(recipe, norm, shapes("geglu", two=True), kind="geglu")
+    one, other = like(model, model.call, memory), like(model, apart)
+    for x, dys in batches(ROWS, K, (K,)):
+        assert_equal(train(one, x, dys), train(other, x, dys))
+        assert_same_tables(one, other)
+
+
+@pytest.mark.parametrize("recipe", PLAIN_RECIPES)
+def test_in_bf16_gradients_of_the_first_layer_are_rounded_once_by_hand(recipe):
+    """From y and da in BF16: dy in FP32, straight to FP8 in both orientations; db its sums before rounding."""
+    model = Model(recipe, None, shapes("swiglu"), torch.bfloat16, kind="swiglu")
+    up, down = model.layers
+    ((x, (dz,)),) = batches((24,), K, (K,), torch.bfloat16)
+    found = step(model, x, [dz])
+    ready, out = plan(resolve(recipe)), torch.bfloat16
+
+    (x_q, x_t), (w1, w1_t) = (
+        ops.cast_transpose(v.detach(), c.how[None]) for v, c in zip((x, up.weight), ready.forward, strict=True)
+    )
+    w2, w2_t = ops.cast_transpose(down.weight.detach(), ready.forward[1].how[None])
+    forward, dgrad, wgrad = (ready.precision[name] for name in ("forward", "dgrad", "wgrad"))
+    y = ops.matmul(x_q, w1, up.bias.detach(), out, forward)
+    a_q, a_t = ops.cast_transpose(plain(reference.act_quantize(y.float(), "swiglu")[0]), ready.forward[0].how[None])
+    assert torch.equal(found["y0"], ops.matmul(a_q, w2, down.bias.detach(), out, forward))
+    dz_q, dz_t = ops.cast_transpose(dz, ready.dgrad[0].how[None])
+    assert torch.equal(found["layers.1.weight"], ops.matmul(dz_t, a_t, None, out, wgrad))
+    da = ops.matmul(dz_q, w2_t, None, out, dgrad)
+    dy = plain(reference.act_quantize_backward(da, y.float(), "swiglu").dx_MK)
+    dy_q, dy_t = ops.cast_transpose(dy, ready.dgrad[0].how[None])
+    assert torch.equal(found["layers.0.weight"], ops.matmul(dy_t, x_t, None, out, wgrad))
+    assert torch.equal(found["dx"], ops.matmul(dy_q, w1_t, None, out, dgrad))
+    assert torch.equal(found["layers.0.bias"], dy.sum(0).to(out))
+
+
+# As in test_norm_linear.py: E4M3 carries noise of 31.5 dB, E5M2 6 dB more.  y has that of two operands.  An activation
+# passes y's noise on: the ratio of noise to signal grows by the mean square of f'(y) over that of f(y) / rms(y), which
+# for values of size 1 lies between 1 (relu) and 2 (gelu, silu near 0); a gate adds the other factor's.  So bounds:
+# what each result reads, with the activation's noise as if doubled for each of its inputs.
+E4M3, E5M2 = 10**-3.15, 10**-2.55
+
+
+def worst(recipe: str, kind: str, memory: Memory) -> dict[str, float]:
+    """The most noise, relative to the signal, in power."""
+    grad = E5M2 if resolve(recipe).grad_output.format == fe.E5M2 else E4M3
+    kept = E4M3 if memory.store == "fp8" else 0.0
+    inputs = 2 * (1 + ACTIVATIONS[kind].gated)
+    act = inputs * 2 * E4M3  # noise of f(y), of y with two operands' noise
+    dy = (grad + E4M3) + inputs * (2 * E4M3 + kept)  # noise of dz @ w, then of f'(y)
+    if kind == "relu":  # y's sign flips in sqrt(noise) / pi of the elements, and half of them pass a gradient
+        dy += 2 / math.pi * math.sqrt(2 * E4M3)
+    again = inputs * kept if memory.recompute_activation else 0.0
+    x_again = kept if memory.recompute_norm else 0.0
+    first = dy + grad + E4M3
+    return {
+        "y0": act + 2 * E4M3,
+        "layers.1.weight": act + again + E4M3 + grad,
+        "layers.0.weight": first + x_again,
+        "layers.0.bias": dy,
+        "dx": first,
+        "gamma": first + kept,
+        "beta": first,
+    }
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_gradients_against_float64(recipe, kind, memory):
+    model = Model(recipe, NORMS[3], shapes(kind, k=192, f=128), kind=kind)
+    ((x, dys),) = batches((96,), 192, (192,))
+    with torch.no_grad():  # y of size 1, as in a trained model
+        for layer in model.layers:
+            layer.weight.mul_(math.sqrt(3))
+    found = step(like(model, model.call, memory), x, dys)
+    wanted = step(like(model, in_float64).double(), x.double(), [dy.double() for dy in dys])
+    assert found.keys() == wanted.keys()
+    for name, noise in worst(recipe, kind, memory).items():
+        # 0.5 dB for the spread of sums over few elements
+        assert sqnr(wanted[name], found[name]) > -10 * math.log10(noise) - 0.5, name
+    assert sqnr(wanted["layers.1.bias"], found["layers.1.bias"]) > 100
+
+
+@pytest.mark.parametrize("memory", [MEMORIES[2], MEMORIES[3]], ids=str)
+def test_storing_in_fp8_costs_backward_what_e4m3_costs_and_forward_nothing(memory):
+    model = Model("current", NORMS[0], shapes("swiglu"), kind="swiglu")
+    ((x, dys),) = batches((24,), K, (K,))
+    before, stored = step(model, x, dys), step(like(model, model.call, memory), x, dys)
+    same = ["y0", "layers.1.bias"] + ([] if memory.recompute_activation else ["layers.1.weight"])
+    assert all(torch.equal(before[name], stored[name]) for name in same)
+    for name in before.keys() - set(same):
+        # gate and up in E4M3 are 31.5 dB each, and so is a norm's input; what differs a little rounds anew, so that
+        # either carries E5M2's and E4M3's noise of its own: 2 E5M2 + 6 E4M3.
+        assert -10 * math.log10(2 * E5M2 + 6 * E4M3) < sqnr(before[name], stored[name]) < 60, name
+
+
+@pytest.mark.parametrize(
+    "pair", [("current", "bf16"), ("bf16", "current"), ("bf16", "bf16"), ("rowwise_gw_hp", "fp32")]
+)
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("norm", [None, NORMS[2]], ids=str)
+def test_a_layer_without_fp8_runs_as_apart(pair, two, norm):
+    """The pieces are the same functions, but for the norm's and the activation's, torch's own here."""
+    model = Model("current", norm, shapes("swiglu", two), kind="swiglu")
+    for i, layer in enumerate(model.layers):
+        layer.numerics.recipe = resolve(pair[i == len(model.layers) - 1])
+        layer.numerics.__post_init__()
+    ((x, dys),) = batches((24,), K, (K,))
+    found = step(model, x, dys)
+    wanted = step(like(model, in_float64).double(), x.double(), [dy.double() for dy in dys])
+    for name in wanted:
+        assert sqnr(wanted[name], found[name]) > 20, name
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp32"])
+def test_recipes_without_fp8_have_second_gradients(recipe):
+    model = Model(recipe, NORMS[0], shapes("gelu"), kind="gelu")
+    x = torch.randn(6, K, requires_grad=True)
+    (dx,) = torch.autograd.grad(model(x)[0].square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    assert x.grad is not None
+
+
+FROZEN = {
+    "first weight": [0],
+    "first layer": [0, 1],
+    "second weight": [2],
+    "weights": [0, 2],
+    "x and norm": ["x", "gamma", "beta"],
+    "all but the second layer": ["x", "gamma", "beta", 0, 1],
+    "all but the first bias": ["x", "gamma", "beta", 0, 2, 3],
+    "all but the first weight": ["x", "gamma", "beta", 1, 2, 3],
+    "all but x": ["gamma", "beta", 0, 1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_what_takes_no_gradient_gets_none_and_changes_no_other(recipe, memory, frozen):
+    model = Model(recipe, NORMS[2], shapes("silu"), kind="silu")
+    ((x, dys),) = batches((24,), K, (K,))
+    parameters = list(model.layers.parameters())
+    for which in FROZEN[frozen]:
+        (parameters[which] if isinstance(which, int) else x if which == "x" else getattr(model, which)).requires_grad_(
+            False
+        )
+    one, other = like(model, model.call, memory), like(model, apart)
+    assert_equal(step(one, x, dys), step(other, x, dys))
+    assert_same_tables(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_evaluation_between_steps_changes_nothing(recipe):
+    model = Model(recipe, NORMS[2], shapes("swiglu"), kind="swiglu")
+    alone, watched = like(model, model.call), like(model, model.call)
+    for x, dys in batches(ROWS, K, (K,)):
+        wanted = train(alone, x, dys)
+        before = tables(watched)[:2]
+        with torch.no_grad():
+            watched(x * 1000)
+        assert all(torch.equal(a, b) for a, b in zip(before, tables(watched)[:2], strict=True))
+        assert_equal(train(watched, x, dys), wanted)
+
+
+def test_the_report_says_where_both_ran():
+    model = Model("current", NORMS[2], shapes("swiglu"), kind="swiglu")
+    model(torch.randn(2, 3, K))
+    assert [(row["backend"], row["rows"]) for row in fe.inspect(model).layers] == [("reference", 6)] * 2
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_counted():
+    def refused(error, words, sizes, kind):
+        model = Model("current", None, sizes, kind="relu")
+        model.kind = kind
+        with pytest.raises(error, match=words):
+            model(torch.randn(4, K))
+        assert tables(model)[2].sum() == 0
+
+    refused(UnknownName, "did you mean 'swiglu'", [(K, F), (F, K)], "swigluu")
+    refused(
+        ShapeError,
+        r"^layers\.0: swiglu takes \[gate \| up\], an even number of rows; .* 41",
+        [(K, 41), (F, K)],
+        "swiglu",
+    )
+    refused(ShapeError, r"^layers\.0 and layers\.1: layers of 40 and 40 rows under 'relu'", shapes("", True), "relu")
+    refused(ShapeError, "of equal size", [(K, F), (K, 24), (F, K)], "swiglu")
+    refused(
+        ShapeError,
+        r"^layers\.1: mat1 and mat2 shapes cannot be multiplied \(4x40 and 24x48\)",
+        [(K, F), (24, K)],
+        "relu",
+    )
+    refused(ShapeError, r"^layers\.1: .*\(4x20 and 40x48\)", [(K, F), (F, K)], "swiglu")
+    refused(ShapeError, r"^layers\.0: .*\(4x48 and 32x40\)", [(32, F), (F, K)], "relu")
+    model = Model("current", None, shapes("relu"), kind="relu")
+    model.memory = Memory(store="fp4")
+    with pytest.raises(UnknownName, match="did you mean 'fp8'"):
+        model(torch.randn(4, K))

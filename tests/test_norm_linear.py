@@ -1,0 +1,290 @@
+"""norm_linear: a norm and the layers that read it, against the same in pieces, bit for bit, and against float64.
+
+In FP32 nothing is rounded between the pieces, so that fused and apart are one computation: results, gradients, scales
+and counters agree in every bit.  In BF16 the norm apart is rounded to 16 bits first; `NormInFP32` leaves that out.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from fused import (
+    EXACT,
+    MEMORIES,
+    NORMS,
+    Model,
+    apart,
+    assert_equal,
+    assert_same_tables,
+    batches,
+    in_float64,
+    like,
+    step,
+    train,
+)
+from support import FP8_RECIPES, sqnr, tables
+
+import fp8engine as fe
+from fp8engine import ops
+from fp8engine.functional import Memory, linear
+from fp8engine.functional.parts import keep, kept
+from fp8engine.recipe import resolve
+
+LAYER = NORMS[2]
+ROWS = (24, 24, 40, 24)
+
+
+@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_in_fp32_it_is_norm_and_layers_apart_bit_for_bit(recipe, norm, memory):
+    """Two layers: FP32 sums of two gradients do not depend on their order."""
+    model = Model(recipe, norm, [(48, 40), (48, 16)])
+    one, other = like(model, model.call, memory), like(model, apart)
+    for x, dys in batches(ROWS, 48, (40, 16)):
+        assert_equal(train(one, x, dys), train(other, x, dys))
+        assert_same_tables(one, other)
+
+
+@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("recipe", [name for name in FP8_RECIPES if name != "rowwise_gw_hp"])
+def test_in_bf16_the_norm_is_rounded_once(recipe, memory):
+    model = Model(recipe, LAYER, [(160, 24)], torch.bfloat16)
+    one, other = like(model, model.call, memory), like(model, apart)
+    for x, dys in batches(ROWS, 160, (24,), torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # an FP32 norm beside BF16 weights, for the layers apart
+            wanted = train(other, x, dys)
+        assert_equal(train(one, x, dys), wanted)
+        assert_same_tables(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_a_rounding_less_than_layers_apart_in_16_bits(recipe):
+    """BF16 is 5 bits finer than E4M3: 2^-8 at most moves a value by less than a code, and few values by one."""
+    model = Model(recipe, LAYER, [(160, 24)], torch.bfloat16)
+    ((x, _),) = batches((64,), 160, (24,), torch.bfloat16)
+    norm = torch.nn.functional.layer_norm(x, (160,), model.gamma, model.beta, LAYER.eps)
+    (layer,) = model.layers
+    (y,) = model(x)
+    # A code in 32 moves by a step of 2^-3 at most, about 1 in 16 of the noise: 28.5 dB + 12 between the two.
+    assert 32 < sqnr(y, layer(norm)) < math.inf
+
+
+# As derived in test_linear.py: an operand in E4M3 carries noise of 31.5 dB, in E5M2 6 dB less, and noises add.  The
+# norm's backward is linear in dn and takes the same part of signal and noise.  x kept in FP8 is E4M3's 31.5 dB more
+# wherever x is read: in dgamma, and in dw where the norm is computed again from it; in dx x is a small part.
+E4M3, E5M2 = 10**-3.15, 10**-2.55
+
+
+def expected(recipe: str, memory: Memory) -> dict[str, float]:
+    """The noise, relative to the signal, in power."""
+    grad = E5M2 if resolve(recipe).grad_output.format == fe.E5M2 else E4M3
+    x = E4M3 if memory.store == "fp8" else 0.0
+    dw = grad + E4M3 + (x if memory.recompute_norm else 0.0)
+    if recipe == "rowwise_gw_hp":
+        dw = x if memory.recompute_norm else 0.0
+    dn = grad + E4M3
+    return {"y0": 2 * E4M3, "dx": dn, "gamma": dn + x, "beta": dn, "layers.0.weight": dw}
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_gradients_against_float64(recipe, norm, memory):
+    model = like(Model(recipe, norm, [(256, 192)]), Model(recipe, norm, [(256, 192)]).call, memory)
+    ((x, dys),) = batches((128,), 256, (192,))
+    found = step(model, x, dys)
+    wanted = step(like(model, in_float64).double(), x.double(), [dy.double() for dy in dys])
+    assert found.keys() == wanted.keys()
+    for name, noise in expected(recipe, memory).items():
+        if name not in wanted:
+            continue
+        measured = sqnr(wanted[name], found[name])
+        if noise == 0:
+            assert measured > 48, f"{name}: {measured:.2f} dB; 16 bits"
+        else:  # 1.2 dB: the sums of a column have few elements
+            assert abs(measured + 10 * math.log10(noise)) < 1.2, f"{name}: {measured:.2f} dB"
+    assert sqnr(wanted["layers.0.bias"], found["layers.0.bias"]) > 100
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_three_layers_count_one_input_three_times(recipe):
+    model = Model(recipe, LAYER, [(48, 16)] * 3)
+    one, other = like(model, model.call), like(model, apart)
+    for x, dys in batches(ROWS, 48, (16,) * 3):
+        found, wanted = train(one, x, dys), train(other, x, dys)
+        assert_equal(found, wanted, ("dx", "gamma", "beta"))
+        for name in ("dx", "gamma", "beta"):  # a sum of three in another order: two roundings of 2^-24 of their sizes
+            assert sqnr(wanted[name], found[name]) > 120
+        assert_same_tables(one, other)
+    counts = tables(one)[2][:, 0::3]
+    assert torch.equal(counts[0], torch.full((3,), 4))
+    assert torch.equal(counts[1], torch.full((3,), sum(ROWS) * 48))
+
+
+def test_one_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch):
+    ran = []
+    real = ops.cast_transpose, ops.quantize
+    monkeypatch.setattr(ops, "quantize", lambda x, *rest: ran.append(tuple(x.shape)) or real[1](x, *rest))
+    model = Model("current", LAYER, [(48, 16), (48, 16), (48, 8)])
+    model(torch.randn(6, 48))
+    assert ran == [(16, 48), (16, 48), (8, 48)], "weights alone are cast"
+
+
+def test_layers_whose_casts_differ_read_16_bits():
+    """Each casts for itself, as apart; and so does a layer that keeps a scaling state of its own."""
+    model = Model("current", LAYER, [(48, 16)] * 2)
+    row = resolve("rowwise")
+    model.layers[1].numerics = replace(model.layers[1].numerics, recipe=row)
+    other = like(model, apart)
+    for x, dys in batches(ROWS, 48, (16, 16)):
+        assert_equal(train(model, x, dys), train(other, x, dys))
+        assert_same_tables(model.layers[0], other.layers[0])
+    strangers = Model("delayed", LAYER, [(48, 16)] * 2)
+    strangers.layers[1] = fe.Linear(48, 16, recipe="delayed")
+    other = like(strangers, apart)
+    for x, dys in batches(ROWS, 48, (16, 16)):
+        assert_equal(train(strangers, x, dys), train(other, x, dys))
+        for i in range(2):
+            assert_same_tables(strangers.layers[i], other.layers[i])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+def test_recipes_without_fp8_read_torchs_norm(name):
+    model = Model(name, LAYER, [(48, 16)])
+    x = torch.randn(6, 48, requires_grad=True)
+    (y,) = model(x)
+    n = torch.nn.functional.layer_norm(x, (48,), model.gamma, model.beta, LAYER.eps)
+    assert torch.equal(y, model.layers[0](n))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_norms_without_fp8_are_float64s(norm):
+    """FP32 through and through: sums of 48 products, and a norm's few roundings: 2^-24 * 100 of values of size 1."""
+    model = Model("fp32", norm, [(48, 16)])
+    ((x, dys),) = batches((6,), 48, (16,))
+    found = step(model, x, dys)
+    wanted = step(like(model, in_float64).double(), x.double(), [dy.double() for dy in dys])
+    for key in wanted:
+        assert sqnr(wanted[key], found[key]) > 20 * math.log10(2**24 / 100)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_evaluation_between_steps_changes_nothing(recipe):
+    model = Model(recipe, LAYER, [(48, 16)] * 2)
+    plain, watched = like(model, model.call), like(model, model.call)
+    for x, dys in batches(ROWS, 48, (16, 16)):
+        wanted = train(plain, x, dys)
+        before = tables(watched)[:2]
+        with torch.no_grad():
+            watched(x * 1000)
+        with torch.inference_mode():
+            watched(x.detach() * 1000)
+        assert all(torch.equal(a, b) for a, b in zip(before, tables(watched)[:2], strict=True))
+        assert_equal(train(watched, x, dys), wanted)
+
+
+def test_a_predicted_scale_that_is_too_small_is_recast():
+    model = Model("delayed", LAYER, [(48, 16)])
+    ((x, dys),) = batches((24,), 48, (16,))
+    step(model, x, dys)
+    with torch.no_grad():
+        model.gamma.mul_(64)
+    (y,) = model(x)
+    slot = fe.scaling_state(model)["layers.0.input"]
+    assert int(slot.recasts) == 1
+    assert int(slot.saturated) > 0
+    assert sqnr(in_float64(like(model, in_float64).double(), x.double())[0], y) > 27
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_result_that_nobody_reads_leaves_its_layer_alone(recipe):
+    model = Model(recipe, LAYER, [(48, 16)] * 2)
+    x = torch.randn(6, 48, requires_grad=True)
+    y, _ = model(x)
+    y.sum().backward()
+    assert model.layers[1].weight.grad is None
+    assert int(fe.scaling_state(model)["layers.1.grad_output"].calls) == 0
+    assert x.grad is not None
+
+
+FROZEN = {
+    "weight": lambda model, x: model.layers[0].weight,
+    "x": lambda model, x: x,
+    "gamma": lambda model, x: model.gamma,
+    "norm": lambda model, x: (model.gamma, model.beta),
+    "all but weight": lambda model, x: (x, model.gamma, model.beta, model.layers[0].bias),
+    "all but beta": lambda model, x: (x, model.gamma, *model.layers[0].parameters()),
+    "all but x": lambda model, x: tuple(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("memory", EXACT, ids=str)
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "rowwise_gw_hp"])
+def test_what_takes_no_gradient_gets_none_and_changes_no_other(recipe, memory, frozen):
+    model = Model(recipe, LAYER, [(48, 16)])
+    ((x, dys),) = batches((6,), 48, (16,))
+    found = FROZEN[frozen](model, x)
+    for each in found if isinstance(found, tuple) else (found,):
+        each.requires_grad_(False)
+    assert_equal(step(like(model, model.call, memory), x, dys), step(like(model, apart), x, dys))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_one_of_two_layers_is_frozen(recipe, frozen):
+    """The store is the one that the other's wgrad reads."""
+    model = Model(recipe, LAYER, [(48, 16)] * 2)
+    model.layers[frozen].weight.requires_grad_(False)
+    with torch.no_grad():  # columns so unequal that scales per row, not along what wgrad sums, would flush some to zero
+        model.gamma.mul_(torch.exp2(-torch.arange(48.0) / 2))
+        model.beta.zero_()
+    one, other = like(model, model.call), like(model, apart)
+    for x, dys in batches((24, 40), 48, (16, 16)):
+        found, wanted = train(one, x, dys), train(other, x, dys)
+        assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_kept_in_fp8_is_its_codes_times_its_scale(dtype):
+    """A row of 1e4 has codes up to 448 under 2^5; one of 1e-6 scales that FP16 does not have."""
+    x = (torch.randn(3, 48) * torch.tensor([[1e4], [1.0], [1e-6]])).to(dtype)
+    data, scale = keep(x, Memory(store="fp8"))
+    assert scale is not None
+    wanted = (data.double() * scale.double()).to(dtype)
+    assert torch.equal(kept(data, scale, dtype), wanted)
+    assert (wanted - x).double().norm() < 10 ** (-31 / 20) * x.double().norm()
+
+
+def test_an_rms_norm_with_a_beta():
+    model = Model("current", NORMS[0], [(48, 16)])
+    model.beta = torch.nn.Parameter(torch.randn(48))
+    ((x, dys),) = batches((6,), 48, (16,))
+    found = step(model, x, dys)
+    n = reference_dn(model, x, dys)
+    assert torch.equal(found["beta"], n.sum(0))
+
+
+def reference_dn(model: Model, x, dys):
+    """The gradient of the norm's result, by a layer apart."""
+    rms = torch.nn.functional.rms_norm(x.detach(), (48,), model.gamma, model.which.eps) + model.beta
+    n = rms.detach().requires_grad_()
+    layer = model.layers[0]
+    linear(n, layer.weight, layer.bias, layer.numerics).backward(dys[0])
+    assert n.grad is not None
+    return n.grad
+
+
+def test_the_report_says_where_it_ran():
+    model = Model("current", LAYER, [(48, 16), (48, 8)])
+    assert [row["backend"] for row in fe.inspect(model).layers] == ["none", "none"]
+    model(torch.randn(6, 48))
+    report = fe.inspect(model)
+    assert [row["backend"] for row in report.layers] == ["reference", "reference"]
+    assert [row["rows"] for row in report.layers] == [6, 6]
+    assert report.totals["fp8_flops_share"] == 1.0
