@@ -70,7 +70,7 @@ class ParallelError(Fp8EngineError, RuntimeError):
 
 
 class GradientError(Fp8EngineError, RuntimeError):
-    """A gradient of a gradient was asked of an FP8 matmul, which rounds and so has none."""
+    """A gradient that is not there: of an FP8 matmul's gradient, or of an operation whose caller differentiates it."""
 
 
 class OpListError(Fp8EngineError, ValueError):

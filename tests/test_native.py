@@ -246,6 +246,8 @@ def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
         of_weight = launches(lambda how=how: native.cast_transpose(weight, how, slot))
         assert of_x + matmul <= 3
         assert of_x + of_weight + matmul <= 5
+        of_dy = launches(lambda how=how: native.cast_transpose(x, how, slot, True))
+        assert of_dy == of_x + 1  # the sums of tiles are added up
     tables = (
         meta(16, 10_000, dtype=torch.float32),
         meta(2, 10_000, dtype=torch.float32),
