@@ -10,10 +10,10 @@
 1.0
 """
 
-from fp8engine import amp, distributed, errors
+from fp8engine import amp, distributed, errors, hf
 from fp8engine.convert import convert
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from fp8engine.modules import Linear
+from fp8engine.modules import Attention, GroupedLinear, Heads, LayerNormLinear, LayerNormMLP, Linear
 from fp8engine.ops import backend
 from fp8engine.recipe import (
     Cast,
@@ -39,9 +39,14 @@ __all__ = [
     "E5M2",
     "FP16",
     "FP32",
+    "Attention",
     "Cast",
     "Float8Tensor",
     "Format",
+    "GroupedLinear",
+    "Heads",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "PerBlock",
     "PerRow",
@@ -56,6 +61,7 @@ __all__ = [
     "delayed",
     "distributed",
     "errors",
+    "hf",
     "high_precision",
     "inspect",
     "load_scaling_state_dict",

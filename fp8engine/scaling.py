@@ -121,8 +121,8 @@ class ScalingState:
             for cast, recipe in casts
         ]
         self.rules_3S = torch.tensor(rules, dtype=torch.float32, device=device).reshape(-1, 3).t().contiguous()
-        self.history_HS = torch.zeros(depth, len(casts), device=device)
-        self.live_2S = torch.zeros(2, len(casts), device=device)
+        self.history_HS = torch.zeros(depth, len(casts), dtype=torch.float32, device=device)
+        self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
         self._see_on_host()

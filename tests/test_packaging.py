@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = ("triton", "transformers", "peft", "matplotlib", "tensorboard", "torchao", "fp8engine.kernels")
+OPTIONAL = ("triton", "transformers", "peft", "matplotlib", "tensorboard", "torchao", "sklearn", "fp8engine.kernels")
 
 # The state of a process that a library could change by being imported; printed before and after.
 SNAPSHOT = """

@@ -1,4 +1,4 @@
-"""`fp8engine bench gemm | quantize | linear | tune`: how fast it is here, checked first; which kernels are fastest."""
+"""`fp8engine bench gemm | quantize | linear | amp | tune`: how fast it is here, checked first; the fastest kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
-from fp8engine.bench import cases, casts, linear, run, steps
+from fp8engine.bench import amp, cases, casts, linear, run, steps
 from fp8engine.bench.tune import OPERATIONS, difference, dump, tune, write
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
@@ -71,6 +71,19 @@ def linear_layer(
     where = _where(device)
     asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
     _give(linear.linear(asked, where), linear.line, out, as_json)
+
+
+@bench.command("amp")
+def mixed_precision(
+    quick: Annotated[bool, typer.Option("--quick", help="One seed, two epochs; accuracy is not judged.")] = False,
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train the digits in FP32 and in FP16 with autocast, a scaler, master weights; alone, DataParallel, DDP."""
+    result = amp.amp(_where(device), quick, note=lambda text: typer.echo(text, err=True))
+    _give(result, amp.line, out, as_json)
 
 
 @bench.command("block")
@@ -147,6 +160,8 @@ def _give(result: dict, line: Callable[[dict], str], out: Path | None, as_json: 
         return
     about = result["machine"]
     typer.echo(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}")
+    for text in result.get("head", ()):
+        typer.echo(text)
     for row in result["rows"]:
         typer.echo(line(row))
 

@@ -26,7 +26,8 @@ NOT_TUNED = (
     "'fp8engine bench tune --write' measures them"
 )
 NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}
-OPTIONAL = {"transformers": "hf", "matplotlib": "report"}  # package -> the extra that brings it
+# package -> the extra that brings it
+OPTIONAL = {"transformers": "hf", "matplotlib": "report", "scikit-learn": "examples"}
 FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
 
 

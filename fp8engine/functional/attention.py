@@ -9,6 +9,7 @@ of GPT-NeoX and Llama; Ainslie et al. 2023 (arXiv 2305.13245), grouped queries.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -88,14 +89,15 @@ def attention(
     heads, t, s = q.shape[1], q.shape[2], k.shape[2]
     if heads % k.shape[1]:
         raise ShapeError(f"attention: {heads} heads of queries do not share {k.shape[1]} of keys evenly")
-    grouped = heads != k.shape[1]
+    softmax = functools.partial(
+        F.scaled_dot_product_attention, dropout_p=scores.dropout, enable_gqa=heads != k.shape[1]
+    )
     if mask is None:
         if not scores.causal or t == 1:
-            return _sdpa(q, k, v, None, False, scores.dropout, grouped)
+            return softmax(q, k, v)
         if t == s:
-            return _sdpa(q, k, v, None, True, scores.dropout, grouped)
-    seen = _full_mask(mask, q, s, scores.causal)
-    return _sdpa(q, k, v, seen, False, scores.dropout, grouped)
+            return softmax(q, k, v, is_causal=True)
+    return softmax(q, k, v, attn_mask=_full_mask(mask, q, s, scores.causal))
 
 
 def _full_mask(mask: torch.Tensor | None, q: torch.Tensor, s: int, causal: bool) -> torch.Tensor:
@@ -113,9 +115,3 @@ def _full_mask(mask: torch.Tensor | None, q: torch.Tensor, s: int, causal: bool)
     if mask.dtype == torch.bool:
         return mask & earlier
     return mask.to(q.dtype).masked_fill(~earlier, float("-inf")) if causal else mask.to(q.dtype)
-
-
-def _sdpa(q, k, v, mask, causal: bool, dropout: float, grouped: bool) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
-    )

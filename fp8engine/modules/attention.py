@@ -10,9 +10,10 @@ from torch import nn
 from fp8engine.errors import ShapeError
 from fp8engine.functional.attention import Cache, Scores, attention, rotate
 from fp8engine.functional.norm_linear import norm_linear
-from fp8engine.functional.parts import Layer, Memory, NormOf
+from fp8engine.functional.parts import Memory, NormOf
+from fp8engine.modules.layernorm_linear import layer_of, share_state
 from fp8engine.modules.linear import Linear
-from fp8engine.recipe import Recipe
+from fp8engine.recipe import Recipe, resolve
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, of_keys * self.width, bias, **common)
         self.v_proj = Linear(hidden_size, of_keys * self.width, bias, **common)
         self.o_proj = Linear(heads.count * self.width, hidden_size, bias, **common)
+        share_state([(name, getattr(self, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")], resolve(recipe))
 
     def forward(
         self,
@@ -86,7 +88,7 @@ class Attention(nn.Module):
 
     def of_norm(self, x: torch.Tensor, norm: NormOf, memory: Memory, *seen) -> torch.Tensor:
         """`forward` of norm(x), which is written once, in FP8.  seen: mask, positions, cache."""
-        layers = [Layer(p.weight, p.bias, p.numerics) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        layers = [layer_of(p) for p in (self.q_proj, self.k_proj, self.v_proj)]
         return self.o_proj(self._mix(norm_linear(x, norm, layers, memory), *seen))
 
     def _mix(self, projected: tuple, mask=None, positions=None, cache: Cache | None = None) -> torch.Tensor:

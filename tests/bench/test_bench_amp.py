@@ -1,0 +1,209 @@
+"""`fp8engine bench amp`: what is trained, what is judged, what is shown; and the committed result."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp8engine.bench import amp, digits
+from fp8engine.bench.amp import LAUNCHERS, VARIANTS, Cell, Part
+from fp8engine.cli import app
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def outcome(accuracy: float = 97.0, seconds: float = 1.0, **other: Any) -> dict[str, Any]:
+    found = {"accuracy": accuracy, "seconds": [seconds] * 4, "steps": 40, "loss": 0.1, "skipped": 0}
+    return {**found, "loss_scale": 1.0, "ranks_apart": 0.0, **other}
+
+
+def test_every_variant_under_every_launcher_takes_its_turn():
+    asked = amp.cells(1, [0, 1])
+    assert len(asked) == len(set(asked)) == 2 * 4 * (2 * 3 + 1)
+    healthy = {(cell.launcher, cell.model, cell.variant) for cell in asked if cell.weight == 1.0}
+    assert healthy == {(one, model, way) for one in LAUNCHERS for model in ("cnn", "vit") for way in VARIANTS}
+    for start in range(0, len(asked), 4):
+        assert tuple(cell.variant for cell in asked[start : start + 4]) == VARIANTS
+    assert [cell.seed for cell in asked] == sorted(cell.seed for cell in asked)
+
+
+def test_the_digits_are_split_and_shared_out_without_a_loss():
+    learned, held_out = digits.load()
+    assert (len(learned.labels), len(held_out.labels)) == (1280, 517)
+    assert learned.images.shape[1:] == (1, 8, 8)
+    assert (learned.images.min(), learned.images.max()) == (-1.0, 1.0)
+    assert set(held_out.labels.tolist()) == set(range(10))
+    marked = digits.Digits(learned.images, torch.arange(1280))  # labels that tell which digit it is
+    whole = marked.batches(32, seed=3)
+    assert sorted(torch.cat([batch.labels for batch in whole]).tolist()) == list(range(1280))
+    shares = [marked.batches(32, 3, slice(rank, None, 2)) for rank in range(2)]
+    for batch, mine, yours in zip(whole, *shares, strict=True):
+        assert len(mine.labels) == len(yours.labels) == 16
+        assert {*mine.labels.tolist(), *yours.labels.tolist()} == set(batch.labels.tolist())
+    assert torch.equal(marked.batches(32, 3)[0].labels, whole[0].labels)
+    assert not torch.equal(marked.batches(32, 4)[0].labels, whole[0].labels)
+
+
+def test_accuracy_counts_without_dropout_and_puts_it_back():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.Dropout(0.9))
+    some = digits.Digits(torch.randn(100, 1, 8, 8), torch.zeros(100, dtype=torch.long))
+    right = (model[:2](some.images).argmax(-1) == 0).double().mean().item()
+    assert digits.accuracy(model, some) == pytest.approx(right, abs=1e-6)
+    assert model.training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["cnn", "vit"])
+def test_training_for_real(model: str):
+    state = torch.random.get_rng_state()
+    found = {variant: amp.train(Cell("single", model, variant, 0, epochs=2), Part(CPU)) for variant in VARIANTS}
+    assert torch.equal(torch.random.get_rng_state(), state), "the caller's random numbers are its own"
+    assert len({one["loss"] for one in found.values()}) > 1, "FP16 rounds"
+    for variant, one in found.items():
+        assert one["accuracy"] > 75, variant  # chance is 10; 85 was seen
+        assert len(one["seconds"]) == 2
+        assert one["steps"] == 40
+        assert (one["loss_scale"] > 1) == (variant in ("scaler", "o2"))
+
+
+@pytest.mark.slow
+def test_the_faint_model_learns_with_a_scaler_only():
+    found = {
+        variant: amp.train(Cell("single", "cnn", variant, 0, epochs=2, weight=amp.FAINT), Part(CPU))
+        for variant in ("autocast", "scaler")
+    }
+    assert found["autocast"]["accuracy"] < amp.LOST
+    assert found["scaler"]["accuracy"] > 75
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does():
+    """The same batches, shared out: DDP's mean of two halves' means is the whole's, but for the order of the sums."""
+    asked = [Cell("ddp", "vit", variant, 0, epochs=1) for variant in ("fp32", "o2")]
+    together = amp._processes(asked, CPU)
+    for cell, found in zip(asked, together, strict=True):
+        alone = amp.train(Cell("single", "vit", cell.variant, 0, epochs=1), Part(CPU))
+        assert found["ranks_apart"] == 0.0
+        assert found["loss"] != alone["loss"], "the loss of half a batch"
+        # No dropout in it; 40 steps of Adam let rounding grow to a few of the 517 digits.
+        assert abs(found["accuracy"] - alone["accuracy"]) < 3.0
+
+
+def test_rows_join_seeds_and_judge_against_fp32_of_the_same_launcher():
+    found = {}
+    for seed, (plain, scaled) in enumerate([(97.0, 96.5), (96.0, 95.0), (98.0, 97.4)]):
+        found[Cell("single", "cnn", "fp32", seed)] = outcome(plain, 1.0)
+        found[Cell("single", "cnn", "autocast", seed)] = outcome(plain - 1.1, 2.0)
+        found[Cell("single", "cnn", "scaler", seed)] = outcome(scaled, 2.0 + seed, skipped=seed, loss_scale=2.0**15)
+        found[Cell("ddp", "cnn", "fp32", seed)] = outcome(90.0)
+        found[Cell("ddp", "cnn", "autocast", seed)] = outcome(90.4)
+        found[Cell("ddp", "cnn", "o2", seed)] = outcome(90.0 + 1.1)
+        found[Cell("ddp", "cnn", "scaler", seed)] = outcome(90.0, ranks_apart=1e-3 * (seed == 1))
+    rows = {(row["launcher"], row["variant"]): row for row in amp.rows(found)}
+    right = rows["single", "scaler"]
+    assert right["correct"] is True
+    assert right["accuracy"] == pytest.approx((96.5 + 95.0 + 97.4) / 3)
+    assert right["points"] == -0.7
+    assert right["over_fp32"] == pytest.approx(1 / 3)  # 1 s over the median of 2, 3 and 4 s
+    assert right["step_seconds"] == pytest.approx(3.0 / 40)
+    assert right["skipped"] == [0, 1, 2]
+    assert rows["ddp", "autocast"]["points"] == 0.4
+    assert rows["ddp", "autocast"]["correct"] is True
+    for key, why in {
+        ("single", "autocast"): "over 1 point",
+        ("ddp", "o2"): "over 1 point",
+        ("ddp", "scaler"): "weights differ by 1.0e-03",
+    }.items():
+        assert rows[key]["correct"] is False, key
+        assert rows[key]["over_fp32"] is None, key
+        assert why in rows[key]["why"]
+        assert "WRONG" in amp.line(rows[key])
+    assert all(row["correct"] is None for row in amp.rows(found, judged=False))
+
+
+@pytest.mark.parametrize(("without", "correct"), [(12.0, True), (96.0, False)])
+def test_the_faint_model_must_fail_without_a_scaler(without: float, correct: bool):
+    weight = amp.FAINT
+    found = {
+        Cell("single", "cnn", "fp32", 0, weight=weight): outcome(97.0),
+        Cell("single", "cnn", "autocast", 0, weight=weight): outcome(without),
+        Cell("single", "cnn", "scaler", 0, weight=weight): outcome(12.0),
+    }
+    _, alone, scaled = amp.rows(found)
+    assert alone["correct"] is correct
+    assert ("underflows, as it must" in amp.line(alone)) == correct
+    assert scaled["correct"] is False, "the scaler must cure it"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """Training replaced: the cells asked for, in order."""
+    asked: list[Cell] = []
+
+    def train(cell: Cell, part: Part) -> dict[str, Any]:
+        asked.append(cell)
+        return outcome(12.0 if cell.weight != 1.0 and cell.variant == "autocast" else 97.0)
+
+    monkeypatch.setattr(amp, "train", train)
+    monkeypatch.setattr(amp, "_processes", lambda cells, where: [train(cell, Part(where)) for cell in cells])
+    return asked
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["bench", "amp", "--device", "cpu", *map(str, arguments)])
+
+
+def test_the_command_prints_one_table(trained: list[Cell]):
+    result = call()
+    assert result.exit_code == 0, result.output
+    assert len(trained) == 84
+    assert {cell.epochs for cell in trained} == {8}
+    table = result.stdout.splitlines()
+    assert table.count(amp.HEADING) == 1
+    body = table[table.index(amp.HEADING) + 1 :]
+    groups = [" ".join(line.split()[:2]) for line in body[::4]]
+    assert groups == ["single cnn", "single vit", "single cnn", "dp cnn", "dp vit", "ddp cnn", "ddp vit"]
+    assert len(body) == 28
+    assert "the times say nothing of a GPU" in result.stdout
+    assert "nn.DataParallel calls the module itself" in result.stdout
+    assert "WRONG" not in result.stdout
+    assert "84/84: ddp, 2 processes" in result.stderr
+
+
+def test_json_and_quick(trained: list[Cell], tmp_path: Path):
+    out = tmp_path / "amp.json"
+    result = call("--quick", "--json", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert len(trained) == 28
+    printed = json.loads(result.stdout)
+    assert printed == json.loads(out.read_text())
+    assert {row["correct"] for row in printed["rows"]} == {None}
+    assert any("too few steps" in text for text in printed["head"])
+
+
+def test_what_it_refuses(trained: list[Cell], monkeypatch: pytest.MonkeyPatch):
+    result = CliRunner().invoke(app, ["bench", "amp", "--device", "meta"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no amp benchmark on meta" in result.stderr
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = call()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "fp8engine[examples]" in result.stderr
+    assert trained == []
+
+
+def test_the_committed_result_reaches_the_target():
+    latest = max(RESULTS.glob("cpu-*/*-amp.json"))
+    rows = json.loads(latest.read_text())["rows"]
+    assert {(row["launcher"], row["variant"]) for row in rows} == {(one, way) for one in LAUNCHERS for way in VARIANTS}
+    for row in rows:
+        assert row["correct"] is True, row
+        assert len(row["accuracies"]) == 3
+        if row["why"] != "underflows, as it must":
+            assert abs(row["points"]) <= 1.0
