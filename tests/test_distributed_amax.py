@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
+from fp8engine.bench.amp import leave
 
 RANKS = 2
 STEPS = 3
@@ -61,7 +62,7 @@ def work(rank: int, folder: str) -> None:
     runs = [("ddp", "delayed"), ("compiled", "delayed"), ("asked", "delayed"), ("alone", "delayed"), ("ddp", "current")]
     found = {run: train(*run, rank) for run in [*runs, ("join", "delayed")]}
     torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

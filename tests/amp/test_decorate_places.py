@@ -16,6 +16,7 @@ from fp8engine.amp.decorate import _check_precision, decorate
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
+from fp8engine.bench.amp import leave
 from fp8engine.errors import (
     BackendError,
     ConversionError,
@@ -183,7 +184,7 @@ def rank(number: int, folder: str, level: str) -> None:
         optimizer.clip_grad_norm_(10.0)
         optimizer.step()
     torch.save([optimizer.scaler.stats.skipped, *(p.detach() for p in model.parameters())], f"{folder}/{level}{number}")
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.slow
