@@ -147,7 +147,7 @@ def _act_backward_kernel(
 
 
 def unsupported(shape: tuple[int, int], kind: str, to, backward: bool = False) -> str | None:
-    """Why the kernels do not do it (the caller stores 16 bits and quantises these), or None.  shape: of x."""
+    """Why the kernels do not do it (the caller stores FP32 and quantises it), or None.  shape: of x."""
     if kind not in FUNCTIONS:
         return f"no activation {kind!r}"
     if kind in GATED and shape[1] % 2:

@@ -7,7 +7,7 @@ A program takes whole rows, one after another: a row is read once and stays in r
 element of BF16: forward 2 read and 1 written, backward 4 read and 2 written (1 in FP8), 2 or 4 more read where one
 scale of the whole tensor has to be measured first.  dw and db are summed over a program's rows in registers, then over
 programs in a fixed order; rows over 4,096 leave no registers for that: a kernel of its own reads dy and x again (4).
-No transposed copy: a program never holds two rows at a time; transpose the codes, or quantise 16 bits both ways.
+No transposed copy: a program never holds two rows at a time; transpose the codes, or quantise FP32 both ways.
 Twin: fp8engine/reference/norm_quantize.py, which names the papers.
 """
 
@@ -179,13 +179,13 @@ def _norm_sums_kernel(
 
 
 def unsupported(shape: tuple[int, int], norm, to) -> str | None:
-    """Why the kernels do not do it (the caller stores 16 bits and quantises these), or None.  shape: of x."""
+    """Why the kernels do not do it (the caller stores FP32 and quantises it), or None.  shape: of x."""
     if norm.kind not in KINDS:
         return f"no norm {norm.kind!r}"
     if shape[1] > WIDEST:
         return f"rows of {shape[1]} columns; a program holds {WIDEST}"
     if to.transposed:
-        return "a program of a norm never holds two rows: transpose its codes, or quantise 16 bits both ways"
+        return "a program of a norm never holds two rows: transpose its codes, or quantise FP32 both ways"
     return cannot_store(to)
 
 

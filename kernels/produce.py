@@ -271,9 +271,9 @@ def cannot_store(to) -> str | None:
     if how.held is not None:
         return "values held on the FP8 grid in 16 bits are an emulation's"
     if (how.rows, how.cols) not in ((-1, -1), (1, -1), (1, GROUP_COLUMNS)):
-        return f"scales per {how.rows} x {how.cols} block: store 16 bits, then quantise"
+        return f"scales per {how.rows} x {how.cols} block: store FP32, then quantise"
     if to.transposed and how.cols == GROUP_COLUMNS:
-        return "tiles of 128 x 128, groups both ways, spill: store 16 bits, then quantise both ways"
+        return "tiles of 128 x 128, groups both ways, spill: store FP32, then quantise both ways"
     return "a predicted scale is one per tensor" if how.delayed and not how.per_tensor else None
 
 

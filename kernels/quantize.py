@@ -29,12 +29,9 @@ from fp8engine.kernels.launch import processors, triton_dtype
 from fp8engine.kernels.quantize_groups import quantize_groups
 from fp8engine.kernels.rounding import largest
 from fp8engine.kernels.scaling import (
-    NONFINITE,
-    RECASTS,
-    SATURATED,
     UNDERFLOWED,
     add,
-    add_call,
+    enter,
     magnitude,
     peak,
     scale_and_round,
@@ -128,20 +125,12 @@ def _cast_kernel(
     if tl.program_id(0) == 0:
         tl.store(scale, scale_of(s))
         if COUNT or RECORD:
+            flushed = tl.where(cast, 0, tl.sum(_partial(found, 2).to(tl.int64), 0))
             nonfinite = tl.sum(_partial(found, 3).to(tl.int64), 0)
-            if COUNT:
-                add_call(counts, index, stride_counts, tl.cast(M, tl.int64) * K)
-                add(counts, index, stride_counts, SATURATED, saturated)
-                add(counts, index, stride_counts, NONFINITE, nonfinite)
-                if saturated > 0:
-                    add(counts, index, stride_counts, RECASTS, 1)
-                if cast == 0:
-                    add(counts, index, stride_counts, UNDERFLOWED, tl.sum(_partial(found, 2).to(tl.int64), 0))
-            clean = nonfinite == 0
-            if RECORD and clean:
-                tl.atomic_max(live + index, amax, sem="relaxed")
-                if not PREDICTED:
-                    tl.store(live + tl.cast(stride_live, tl.int64) + index, s)
+            enter(
+                live, counts, index, stride_live, stride_counts, tl.cast(M, tl.int64) * K, amax, s,
+                saturated, flushed, nonfinite, PREDICTED, COUNT, RECORD,
+            )  # fmt: skip
     if cast:
         flushed = 0
         across = tl.cdiv(K, BLOCK_K)

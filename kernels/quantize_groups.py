@@ -22,7 +22,16 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.launch import processors, triton_dtype
-from fp8engine.kernels.scaling import WORK, finish, magnitude, peak, scale_and_round, scale_factor, scale_of
+from fp8engine.kernels.scaling import (
+    WORK,
+    finish,
+    line_scale,
+    magnitude,
+    peak,
+    scale_and_round,
+    scale_factor,
+    scale_of,
+)
 from fp8engine.kernels.tile import load_tile, store_tile
 
 WIDEST = 16384  # columns of a row that 16 warps hold in registers, 32 a thread
@@ -176,16 +185,6 @@ def _line_amax_kernel(
         tl.atomic_max(amax_K + columns, tl.max(size_MK, 0).to(tl.int32, bitcast=True), mask=columns < K, sem="relaxed")
 
 
-@triton.jit
-def _line_scale(amax, scale, lines, SIZE, first, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """Return (amax, s) of some lines; the programs whose tiles are the first of them store the scale."""
-    inside = lines < SIZE
-    top = tl.load(amax + lines, mask=inside, other=0).to(tl.float32, bitcast=True)
-    s = scale_factor(top, DTYPE, POWER_OF_2)
-    tl.store(scale + lines, scale_of(s), mask=inside & (first == 0))
-    return tl.max(top, 0), s
-
-
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _line_cast_kernel(
     x, amax_M, amax_K,
@@ -205,11 +204,11 @@ def _line_cast_kernel(
         rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_K)
         x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
         if BY_ROW:
-            top, s_M = _line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
+            top, s_M = line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
             least = tl.minimum(least, tl.min(tl.where(rows < M, s_M, float("inf")), 0))
             codes_MK, lost, bad = scale_and_round(x_MK, s_M[:, None], DTYPE, COUNT or RECORD)
         else:
-            top, s_K = _line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
+            top, s_K = line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
             least = tl.minimum(least, tl.min(tl.where(columns < K, s_K, float("inf")), 0))
             codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
         flushed += lost
@@ -218,10 +217,10 @@ def _line_cast_kernel(
         store_tile(q, codes_MK, row, column, M, K, False)
         if q_t is not None:
             if BY_ROW:
-                _, t_K = _line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
+                _, t_K = line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
                 codes_MK, _, _ = scale_and_round(x_MK, t_K[None, :], DTYPE, False)
             else:
-                _, t_M = _line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
+                _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
                 codes_MK, _, _ = scale_and_round(x_MK, t_M[:, None], DTYPE, False)
             store_tile(q_t, codes_MK.T, column, row, K, M, False)
     if COUNT or RECORD:

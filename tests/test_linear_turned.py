@@ -185,3 +185,12 @@ def test_the_transpose_is_cast_along_its_own_rows(group):
         assert torch.equal(turned.scale, other.scale)
         assert turned.data.is_contiguous()
         assert turned[2:] == other[2:]
+
+
+def test_without_gradients_nothing_is_cast_for_a_backward(casts):
+    layer, x = fe.Linear(48, 33, recipe="rowwise"), torch.randn(20, 48, requires_grad=True)
+    for name in ("cublas", "reference"):
+        casts.clear()
+        with torch.no_grad(), fe.backend(name):
+            layer(x * 1)
+        assert [(how, shape) for how, shape in casts if shape == (20, 48)] == [("quantize", (20, 48))]

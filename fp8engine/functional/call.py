@@ -23,7 +23,7 @@ from fp8engine import ops
 from fp8engine.dispatch import asked, inherited
 from fp8engine.errors import GradientError
 from fp8engine.functional.numerics import Numerics, both, holding, operand, plain, transpose
-from fp8engine.reference import Operand, Store, column_sums
+from fp8engine.reference import Operand, column_sums
 from fp8engine.scaling import Kept
 
 ON_CODES = ("triton", "cublas")  # backends that multiply FP8 codes, both operands lying along what is summed
@@ -68,23 +68,6 @@ class Call:
         if serves or not self.needs_w:
             return a, a if serves else None
         return a, operand(x_MK, to_save, kept, numerics.slot("input", False, count=False))
-
-    def store(self) -> Store | None:
-        """How a producer stores what this layer reads, so that nothing is cast again; None: in 16 bits, to be cast."""
-        plan = self.numerics.plan
-        if not (plan.forward[0].fp8 and (plan.input_serves_both or not self.needs_w)):
-            return None
-        how = plan.forward[0].how[None]
-        turned = self.turned_input or (self.needs_w and plan.wgrad[1] is not plan.forward[0])
-        return Store(how, turned, self.numerics.slot("input", self.record))
-
-    def stored(self, q: Operand, q_t: Operand | None) -> tuple[Operand, Operand | None]:
-        """(X for forward, what wgrad will read) of what a producer stored as `store` said."""
-        if not self.needs_w:
-            return q, None
-        if q_t is None:
-            return q, q
-        return q, q_t if self.turned_input else q_t.t()
 
     def forward(self, a: Either, weight_NK: torch.Tensor, bias_N, out: torch.dtype) -> tuple[torch.Tensor, tuple]:
         """(y, the weight's transpose as (codes, scale) where a graph saves it; else it waits here)."""

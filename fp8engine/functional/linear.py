@@ -67,7 +67,9 @@ def check(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None,
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
-        call = Call(numerics, x, bias_N, ctx.needs_input_grad[:3], record)
+        # Without gradients torch still says that a parameter needs one: nothing is cast or kept for a backward then.
+        needs = ctx.needs_input_grad[:3] if record else (False, False, False)
+        call = Call(numerics, x, bias_N, needs, record)
         a, saved = call.cast_input(_matrix(x), numerics.kept_of_input(x))
         y_MN, turned = call.forward(a, weight_NK, bias_N, out)
         ctx.save_for_backward(*call.to_save(saved), weight_NK, *turned)

@@ -4,6 +4,7 @@ A process of their own, because Triton decides at the decoration of a kernel whe
 before the interpreter has proved itself on every FP8 code and every 16-bit value.
 """
 
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from interpreted import faithful
 from support import UNIT
 
+MAP_NORESERVE = 0x4000  # of Linux, where Triton runs; mmap names it from Python 3.13 on
 GUARD = 1 << 18  # bytes after a result: more rows than a tile has beyond a matrix of 512 16-bit columns
 
 
@@ -74,3 +76,21 @@ def assert_within_bound() -> Callable[..., None]:
         assert (error <= bound).all(), f"{what}: {(~(worst <= 0)).sum()} of {error.numel()} beyond the bound"
 
     return check
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Two programs of a producer (norm, activation), with several tiles each."""
+    from fp8engine.kernels import produce  # not before `pytest_configure`
+
+    monkeypatch.setattr(produce, "processors", lambda where: 2)
+    monkeypatch.setattr(produce, "RESIDENT_WARPS", 1)
+
+
+@pytest.fixture
+def far():
+    """Matrices of BF16 in 8 GiB of addresses, of which only what is written takes memory."""
+    memory = mmap.mmap(-1, 1 << 33, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)  # freed with its last view
+    return lambda m, k, strides, first=0: torch.frombuffer(memory, dtype=torch.bfloat16)[first:].as_strided(
+        (m, k), strides
+    )

@@ -2,12 +2,15 @@
 
 Left alone (Triton 3.6 to 3.9) it is wrong without a word where FP8 and BF16 are concerned: a cast to FP8 rounds ties
 away, loses carries and wraps on overflow; FP32 to BF16 truncates; an FP8 NaN is read as 480; a BF16 dot multiplies
-bit patterns.  Two replacements put that right, a third lets it run under any NumPy, a fourth is stricter than a GPU:
+bit patterns.  Two replacements put that right, a third lets it run under any NumPy, a fourth is stricter than a GPU,
+a fifth saves time:
 
     casts    nearest-even; to FP8 saturating with NaN kept, as PTX's cvt.rn.satfinite does; from FP8 and BF16 exact
     dot      operands as FP32 values, in which a product of two FP8, BF16 or FP16 values is exact; sums in FP32
     bounds   a loop's bound is an array of one element, which NumPy deprecates as an integer, and refuses from 2.4 on
     memory   a read or a write beside the tensors of the launch is an error: on a GPU it is one only now and then
+    calls    a function that a kernel calls finds the language as its launch has changed it, and is not searched for
+             what is left to change
 
 torch does the rounding, after a clamp: what its own casts make of an overflow depends on its version.  `wrong` holds
 all of it against NumPy and ml_dtypes, and conftest.py asks it before any test may speak about a kernel.
@@ -31,6 +34,7 @@ INTEGERS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 _triton_convert = interpreter._convert_float
 _triton_patch = interpreter._patch_lang_tensor
+_triton_language = interpreter._patch_lang
 _triton_arguments = interpreter.GridExecutor._init_args_hst
 _triton_load = interpreter.InterpreterBuilder.create_masked_load
 _triton_store = interpreter.InterpreterBuilder.create_masked_store
@@ -69,6 +73,13 @@ def patch_tensor(tensor, *scope) -> None:
     tensor.__index__ = lambda self: self.handle.data.item()
 
 
+def patch_language(fn):
+    """Triton's own changes to the language, made by a launch, which takes them back, and by every call inside of it."""
+    if tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load):  # functions of Triton's own use tl.core
+        return _triton_language(fn)
+    return interpreter._LangPatchScope()
+
+
 def remember(self, args, kwargs):
     """GridExecutor._init_args_hst, noting where the tensors of the launch lie."""
     tensors = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
@@ -102,6 +113,7 @@ def install() -> None:
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter._patch_lang = patch_language
     interpreter.GridExecutor._init_args_hst = remember
     interpreter.InterpreterBuilder.create_masked_load = load
     interpreter.InterpreterBuilder.create_masked_store = store

@@ -3,9 +3,13 @@
 Two things are held apart.  What is computed cannot agree with torch to the last bit, so the FP32 result is compared in
 float64, u = 2^-24:
 
-    f       |error| <= 16 u |x|: f(x) = x g(x), g in [0, 1] with an error of a few u (test_interpreted_epilogue.py)
-    f'      |error| <= 16 u (1 + |x| v): 1 - g has the absolute error of g, and is multiplied by x and by v, the slope
-            of the sigmoid's argument: 1, or of gelu_tanh 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
+    f       |error| <= 8 u |x|: f(x) = x g(x), g in [0, 1].  g = 1 / (1 + exp -z) is off by u for the exp (4 u of it,
+            times g (1 - g) <= 1 / 4), u each for sum and quotient, and 5 roundings of z, of which at most 0.23 u each
+            is left (|z| g (1 - g)); the product adds u.  erf has 4 u, halved; found are at most 3 u
+    f'      |error| <= 8 u (1 + |x| v): 1 - g has the absolute error of g, and is multiplied by x and by v, the slope
+            of the sigmoid's argument: 1, or of gelu_tanh 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2).  gelu: x phi(x) has
+            x^2 u and 4 u of exp, of what is below 1 / 4
+            So 2^-20 of a term shows: a factor forgotten, and 0.0447 for 0.044715
     dbias   (M + 2) u sum_m |dx|, for each addition rounds, and the errors of dx
 
 How it is stored is exact: codes, scales and slots are those that the twin's `store` makes of the FP32 result.
@@ -17,13 +21,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from casts import E4M3, E5M2, FP8, assert_same
+from casts import E4M3, E5M2, FP8, MAX, assert_same, factor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import UNIT
 
 from fp8engine.kernels import act_quantize as kernel
-from fp8engine.kernels import produce
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward, unsupported
 from fp8engine.reference import How
 from fp8engine.reference import act_quantize as twin_of_forward
@@ -44,7 +47,7 @@ WAYS = [
     (E5M2, (-1, -1), False, False, 1e6),
     (E4M3, (-1, -1), False, False, 3e-3),
     (E4M3, (1, -1), True, False, 0.0),
-    (E5M2, (1, -1), False, True, None),
+    (E5M2, (1, -1), True, True, None),
     (E4M3, (1, -1), False, True, 0.0),
     (E4M3, (1, 128), True, False, 0.0),
     (E5M2, (1, 128), False, True, None),
@@ -113,11 +116,11 @@ def exact(x_MK: torch.Tensor, kind: str, dy_MN: torch.Tensor | None = None) -> t
     }[plain]
     y = f(gate) * up
     if dy_MN is None:
-        return y.detach(), (16 * U * gate * up).abs().detach()
+        return y.detach(), (8 * U * gate * up).abs().detach()
     dy = dy_MN.double()
     (dx,) = torch.autograd.grad(y, x, dy)
-    steep = 16 * U * (dy * up).abs() * (1 + gate.abs() * slope(gate, plain))
-    bounds = [steep, 16 * U * (dy * gate).abs()] if kind in kernel.GATED else [steep]
+    steep = 8 * U * (dy * up).abs() * (1 + gate.abs() * slope(gate, plain))
+    bounds = [steep, 8 * U * (dy * gate).abs()] if kind in kernel.GATED else [steep]
     return dx, torch.cat(bounds, 1).detach()
 
 
@@ -130,15 +133,20 @@ def within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) -> No
     assert (error <= bound + 2.0**-149).all(), (error - bound).max()
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Programs with several tiles each."""
-    monkeypatch.setattr(produce, "RESIDENT_WARPS", 1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_float64(kind):
+    """Each term of each formula in FP32; in 16 bits dbias, which is summed before they round."""
+    values_are_those_of_float64(70, 65, kind, torch.float32, True, 3)
+    values_are_those_of_float64(33, 70, kind, torch.bfloat16, False, 4)
 
 
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99))
-def test_values_are_those_of_float64(m, n, kind, dtype, strided, seed):
+def test_values_of_any_shape_are_those_of_float64(m, n, kind, dtype, strided, seed):
+    values_are_those_of_float64(m, n, kind, dtype, strided, seed)
+
+
+def values_are_those_of_float64(m, n, kind, dtype, strided, seed):
     k = 2 * n if kind in kernel.GATED else n
     x, dy = numbers(m, k, dtype, seed, strided), numbers(m, n, dtype, seed + 1, not strided)
     y, y_t = act_quantize(x, kind, Store())
@@ -155,7 +163,7 @@ def test_values_are_those_of_float64(m, n, kind, dtype, strided, seed):
 
 
 @pytest.mark.parametrize("form", WAYS, ids=str)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from(DTYPES), st.integers(0, 99))
 def test_it_is_stored_as_the_twin_stores_its_values(form, m, n, kind, dtype, seed):
     k = 2 * n if kind in kernel.GATED else n
@@ -175,20 +183,14 @@ def test_it_is_stored_as_the_twin_stores_its_values(form, m, n, kind, dtype, see
 
 @pytest.mark.parametrize("form", WAYS, ids=str)
 def test_groups_of_128_and_several_tiles_a_program(form, few_programs):
-    x, dy = numbers(200, 512, torch.bfloat16, 3), numbers(200, 256, torch.bfloat16, 4)
-    for backward in (False, True):
-        to = way(*form)
-        if unsupported(x.shape, "swiglu", to, backward) is None:
-            run = (lambda x, to: act_quantize_backward(dy.to(x.dtype), x, "swiglu", to)) if backward else (
-                lambda x, to: act_quantize(x, "swiglu", to))  # fmt: skip
-            assert_stored(run(x, to)[:2], run(x.float(), Store())[0], to, way(*form))
-            again = way(*form)
-            one, two = run(x, way(*form)), run(x, again)
-            assert all(
-                torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8))
-                for a, b in zip(one[:1], two[:1], strict=True)
-            )
-            assert not backward or torch.equal(one[2], two[2])
+    n = 256 if form[1] == (1, 128) else 128
+    x, dy = numbers(66, 2 * n, torch.bfloat16, 3), numbers(66, n, torch.bfloat16, 4)
+    to, again = way(*form), way(*form)
+    if unsupported(x.shape, "swiglu", to) is None:
+        assert_stored(act_quantize(x, "swiglu", to), act_quantize(x.float(), "swiglu", Store())[0], to, way(*form))
+    if unsupported(x.shape, "swiglu", again, backward=True) is None:
+        dx, _, _ = act_quantize_backward(dy.float(), x.float(), "swiglu", Store())
+        assert_stored(act_quantize_backward(dy, x, "swiglu", again)[:2], dx, again, way(*form))
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
@@ -212,6 +214,47 @@ def test_extreme_amaxes(form, value):
     to = way(*form)
     if unsupported(x.shape, "relu", to) is None:
         assert_stored(act_quantize(x, "relu", to), x, to, way(*form))
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize(
+    ("amax", "of", "over", "recast"),
+    [
+        (7.0, 7.0, False, False),
+        (1.745873, 1.745873, True, False),
+        (7.0 * (1 + 2.0**-22), 7.0, True, False),
+        (7.01, 7.0, True, True),
+    ],
+)
+def test_a_prediction_holds_up_to_its_own_rounding(dtype, amax, of, over, recast):
+    """s = MAX / of, rounded, may take an amax over MAX, as that of 1.745873 does; by 2^-22 of it is not saturation."""
+    s = factor(np.float32(of), MAX[dtype])
+    assert (np.float32(amax) * s > MAX[dtype]) == over
+    x = torch.tensor([[amax, 1.0, 0.0], [amax, -2.0, 1e-9]])
+    to, fresh = (way(dtype, (-1, -1), False, False, float(s)) for _ in range(2))
+    assert_stored(act_quantize(x, "relu", to), torch.relu(x), to, fresh)
+    counts = dict(zip(COUNTERS, to.slot.counts_CS[:, 1].tolist(), strict=True))
+    assert (counts["saturated"], counts["recasts"]) == (2 * recast, recast)
+
+
+def test_relu_passes_the_gradient_of_nan_and_none_at_zero():
+    x, dy = torch.tensor([[math.nan, 0.0, -0.0, -1.0, 2.0, math.inf]]).requires_grad_(), torch.full((1, 6), 3.0)
+    (wanted,) = torch.autograd.grad(torch.relu(x), x, dy)
+    assert wanted.tolist() == [[3, 0, 0, 0, 3, 3]]
+    assert torch.equal(act_quantize_backward(dy, x.detach(), "relu", Store())[0], wanted)
+
+
+def test_rows_and_columns_lie_beyond_2_gib(far):
+    for strides in ((1 << 30, 1), (1, 1 << 30)):
+        x = far(3, 4, strides)
+        x.copy_(numbers(3, 4, torch.bfloat16, 6))
+        assert torch.equal(act_quantize(x, "swiglu", Store())[0], act_quantize(x.clone(), "swiglu", Store())[0])
+        dy = far(3, 4, strides, 8)
+        dy.copy_(numbers(3, 4, torch.bfloat16, 7))
+        found = act_quantize_backward(dy, x, "silu", Store())
+        near = act_quantize_backward(dy.clone(), x.clone(), "silu", Store())
+        assert torch.equal(found[0], near[0])
+        assert torch.equal(found[2], near[2])
 
 
 def test_relu_agrees_with_the_twin_outright():
