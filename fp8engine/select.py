@@ -142,7 +142,7 @@ def _heads(model: nn.Module) -> set[int]:
             try:
                 found.add(id(_adapted(get())))
             except (AttributeError, NotImplementedError):
-                continue
+                continue  # models without a head say so thus, in transformers and outside: nothing to leave alone
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
     return found

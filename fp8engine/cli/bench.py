@@ -20,6 +20,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure the matmuls on this mach
 app.add_typer(bench, name="bench")
 
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")]
 LISTS = f"{', '.join(cases.LISTS)} or M,N,K; several joined by semicolons."
 
 
@@ -27,7 +28,7 @@ LISTS = f"{', '.join(cases.LISTS)} or M,N,K; several joined by semicolons."
 def gemm(
     shapes: Annotated[str | None, typer.Option(help=LISTS, show_default="llm on a card, small on a CPU")] = None,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -47,7 +48,7 @@ def gemm(
 def quantize(
     shapes: Annotated[str | None, typer.Option(help="M,K; several joined by semicolons.", show_default="a few")] = None,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -63,7 +64,7 @@ def linear_layer(
         str | None, typer.Option(help="M,N,K; several joined by semicolons.", show_default="a few")
     ] = None,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -77,7 +78,7 @@ def linear_layer(
 def mixed_precision(
     quick: Annotated[bool, typer.Option("--quick", help="One seed, two epochs; accuracy is not judged.")] = False,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
