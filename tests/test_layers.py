@@ -33,6 +33,7 @@ HOUSE = (
     ("L7", "modules/"),
     ("L8", "select.py"),
     ("L8", "convert.py"),
+    ("L9", "export/"),
     ("L9", "hf.py", "distributed/", "report/", "bench/"),
     ("L10", "demo/"),
     ("L11", "__init__.py"),

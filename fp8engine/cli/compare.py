@@ -1,0 +1,108 @@
+"""`fp8engine compare`: a model on real text, in its own precision and under FP8 recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from fp8engine.cli.pretrained import load_pretrained
+from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.demo import files
+from fp8engine.demo.config import DemoError
+from fp8engine.demo.data import read
+from fp8engine.recipe import RECIPES, resolve
+from fp8engine.report import compare_show
+from fp8engine.report.compare import Comparison, compare_recipes
+from fp8engine.report.compare_text import Tokens, batches, pieces
+
+
+@app.command("compare")
+def command(
+    target: Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default="current"),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to read.", show_default="Python's own manual")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER|bytes", help="Of the model.", show_default="in the model's folder")
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Paragraphs (or lines) of the text to read.")] = 64,
+    length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,
+    device: Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where JSON and picture go.")] = Path("report"),
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare a model with itself under FP8: loss, top-1 agreement, embeddings, SQNR of each linear layer."""
+    recipes = [resolve(name) for name in dict.fromkeys(recipe or ["current"])]
+    chosen = pieces(_text(text), texts)
+    files.check_writable(out)
+    model, tokens, notes = load_pretrained(target, tokenizer)
+    _move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ids, cut = _ids(chosen, tokens, length)
+    if cut:
+        notes.append(f"{cut} of {len(ids)} texts were cut to {length} tokens")
+    found = compare_recipes(model, batches(model, ids, tokens), recipes)
+    content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
+    content |= compare_show.to_dict(found)
+    written = _write(out, found, content)
+    if as_json:
+        print_json(content | {"files": [str(path) for path in written]})
+    else:
+        _tell(found, notes, written)
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        manual = read(None, 1)
+        return bytes(torch.cat([manual.train, manual.validation]).tolist()).decode()
+    try:
+        found = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DemoError(f"cannot read --text {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
+    if not found.strip():
+        raise DemoError(f"--text {path} is empty: want a text of paragraphs or lines")
+    return found
+
+
+def _move(model: torch.nn.Module, where: str) -> None:
+    try:
+        model.to(where)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:  # no such device; a torch without CUDA
+        raise DemoError(f"device {where!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _ids(texts: list[str], tokens: Tokens, length: int) -> tuple[list[list[int]], int]:
+    """(token ids, how many texts were longer than `length`)."""
+    ids = [tokens.encode(text) for text in texts]
+    return [one[:length] for one in ids], sum(len(one) > length for one in ids)
+
+
+def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
+    written = [out / "compare.json"]
+    files.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
+    if (image := compare_show.picture(found)) is not None:
+        written.append(out / "compare.png")
+        files.write(written[1], image)
+    return written
+
+
+def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
+    screen = console()
+    screen.print(compare_show.table(found))
+    for result in found.results:
+        screen.print(compare_show.layer_table(result))
+    for note in notes:
+        screen.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+    if len(written) == 1:
+        screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
+    screen.print(f"written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)

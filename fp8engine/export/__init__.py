@@ -1,0 +1,20 @@
+"""FP8 checkpoints: `export` writes them, `load` reads them, `Fp8EngineConfig` casts 16-bit ones while they load."""
+
+from typing import TYPE_CHECKING, Any
+
+from fp8engine.export.read import load
+from fp8engine.export.write import ExportReport, export
+
+if TYPE_CHECKING:
+    from fp8engine.export.quantizer import Fp8EngineConfig
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Fp8EngineConfig":  # here: it needs transformers, and registers itself there
+        from fp8engine.export.quantizer import Fp8EngineConfig
+
+        return Fp8EngineConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["ExportReport", "Fp8EngineConfig", "export", "load"]

@@ -1,0 +1,265 @@
+"""transformers' hook: `from_pretrained(path, quantization_config=Fp8EngineConfig(...))` loads weights into FP8.
+
+Plain 16-bit weights are cast one by one as they are read from disk, so the 16-bit model never exists in memory; FP8
+checkpoints (ours, "fp8", "compressed-tensors") keep their codes and scales bit for bit.  What a file holds is checked
+against the config before anything is built (headers.py), what was loaded afterwards.
+
+Importing this file registers "fp8engine" with transformers, as its documentation asks of a quantisation method.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from fp8engine.convert import RECORD, Record
+from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
+from fp8engine.export import headers
+from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, to_config
+from fp8engine.modules.serving import Served, ServedLinear, attach, trouble
+from fp8engine.recipe import Recipe, resolve
+from fp8engine.select import decide, is_conv1d, weight_of
+
+if int(transformers.__version__.split(".")[0]) < 5:  # the loader that quantises weight by weight came with 5.0
+    raise VersionError(
+        f"transformers {transformers.__version__} is installed; Fp8EngineConfig needs transformers>=5: "
+        "pip install 'transformers>=5'"
+    )
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+
+class Fp8EngineConfig(QuantizationConfigMixin):
+    """How transformers loads a model into FP8 for inference.
+
+    recipe: a Recipe or its name; its weight cast is what is stored (E4M3, one byte a weight), its input cast what
+    activations go through when they come.  modules_to_not_convert: names or globs of layers that stay in 16 bits,
+    beside those that fe.convert would leave (heads, tied weights).  The rest is what config.json says of its files.
+    Raises UnknownName and ConversionError for a recipe that cannot be served.
+
+    >>> Fp8EngineConfig("blockwise").to_dict()["scale_name"]
+    'weight_scale_inv'
+    """
+
+    quant_method: Any
+
+    def __init__(
+        self,
+        recipe: str | Recipe | dict = "current",
+        modules_to_not_convert: Iterable[str] | None = None,
+        activation_scheme: str = "dynamic",
+        scale_name: str | None = None,
+        quant_method: str = OURS,
+    ):
+        if quant_method != OURS:
+            raise UnknownName("quant_method of Fp8EngineConfig", quant_method, [OURS])
+        if isinstance(recipe, dict):
+            recipe = Recipe.from_json(json.dumps(recipe))
+        stored = choose(resolve(recipe), OURS, activation_scheme)
+        self.quant_method, self.recipe = OURS, stored.recipe
+        self.modules_to_not_convert = list(modules_to_not_convert or [])
+        self.activation_scheme = activation_scheme
+        self.scale_name = scale_name or stored.scale_name
+
+    @staticmethod
+    def of(stored: Stored) -> Fp8EngineConfig:
+        """The config under which this engine reads what another layout has stored."""
+        return Fp8EngineConfig(stored.recipe, stored.left, SCHEMES[stored.static], stored.scale_name)
+
+    def stored(self) -> Stored:
+        """What a checkpoint under this config holds."""
+        left = tuple(self.modules_to_not_convert)
+        return Stored(OURS, self.recipe, self.scale_name, self.activation_scheme == "static", left)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json keeps it."""
+        return to_config(self.stored())
+
+
+class Quantize(ConversionOps):
+    """A weight as it comes from disk, as codes and scale."""
+
+    def convert(self, input_dict: dict, *, model: nn.Module, **_) -> dict[str, torch.Tensor]:
+        made = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            module, _ = get_module_from_name(model, name)
+            if tuple(weight.shape) != tuple(module.weight.shape) or not bool(torch.isfinite(weight).all()):
+                raise StateError(f"{name}: {list(weight.shape)} with NaN or Inf, or not {list(module.weight.shape)}")
+            codes, scale = module.quantize_(weight if isinstance(module, nn.Linear) else weight.t())
+            made |= {name: codes, f"{name.removesuffix('weight')}{module.scale_name}": scale}
+        return made
+
+
+class Fp8EngineQuantizer(HfQuantizer):
+    """Swaps a model's linear layers for served ones before its weights are read, and checks them afterwards."""
+
+    quantization_config: Fp8EngineConfig
+
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise BackendError("device_map puts layers on disk; FP8 codes are not offloaded there: use cpu or a device")
+        if not self.pre_quantized and self.quantization_config.activation_scheme == "static":
+            raise ConversionError(
+                "activation_scheme='static' needs input scales, which 16-bit checkpoints do not hold: export a "
+                "calibrated model with fe.hf.export(activations='static'), or use 'dynamic'"
+            )
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        if not checkpoint_files:
+            raise ConversionError("Fp8EngineConfig loads from safetensors files; use fe.hf.export on a model in memory")
+        heads = headers.read(checkpoint_files)
+        name_in_file = _names_in_file(model, heads)
+        if self.pre_quantized:
+            layers, left = _stored_layers(model, heads, name_in_file, self.quantization_config.stored())
+        else:
+            layers, left = self._chosen_layers(model, heads, name_in_file)
+        self.left = left
+        for name, module in layers:
+            served = self._served(module)
+            if self.pre_quantized:
+                _fit_scales(served, name_in_file[f"{name}.weight"].removesuffix("weight"), heads)
+            model.set_submodule(name, served, strict=True)
+        self.quantization_config.modules_to_not_convert = list(left)
+
+    def _chosen_layers(self, model, heads, name_in_file) -> tuple[list, dict[str, str]]:
+        """(layers to cast, others -> why) of a model whose files hold 16- or 32-bit weights."""
+        if found := [name for name, head in heads.items() if head.dtype == headers.FP8]:
+            raise StateError(f"{found[0]} is FP8 already, and config.json has no quantization_config to read it by")
+        decisions = decide(model, self.quantization_config.recipe)
+        names = [decision.name for decision in decisions]
+        for pattern in self.quantization_config.modules_to_not_convert:
+            if not fnmatch.filter(names, pattern):
+                raise UnknownName("modules_to_not_convert pattern (no linear layer matches it)", pattern, names)
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+        layers, left = [], {}
+        for decision in decisions:
+            name, why = decision.name, None if decision.recipe else decision.reason
+            if any(fnmatch.fnmatchcase(name, p) for p in self.quantization_config.modules_to_not_convert):
+                why = "modules_to_not_convert"
+            elif f"{name}.weight" in tied:
+                why = why or "its weight is shared with another module, which reads it in 16 bits"
+            elif high and not should_convert_module(name, high):
+                why = why or "transformers keeps it in FP32 (_keep_in_fp32_modules)"
+            elif f"{name}.weight" not in name_in_file:
+                why = why or "its weight is not in the checkpoint"
+            if why is None:
+                layers.append((name, decision.module))
+            else:
+                left[name] = why
+        if not layers:
+            why = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:4])
+            raise ConversionError(f"nothing to load into FP8 in {type(model).__name__}: {why or 'no linear layers'}")
+        return layers, left
+
+    def _served(self, module: nn.Module) -> Served:
+        recipe, static = self.quantization_config.recipe, self.quantization_config.activation_scheme == "static"
+        if isinstance(module, nn.Linear):
+            n, k, bias = module.out_features, module.in_features, module.bias is not None
+            made: Served = ServedLinear(k, n, bias, recipe=recipe, static=static, device="meta")
+        else:
+            from fp8engine.modules.serving_conv1d import ServedConv1D
+
+            k, n = weight_of(module).shape
+            made = ServedConv1D(n, k, recipe=recipe, static=static, device="meta")
+        made.rename_scale(self.quantization_config.scale_name)
+        return made
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return not self.pre_quantized and isinstance(module, Served) and name == "weight"
+
+    def get_quantize_ops(self) -> Quantize:
+        return Quantize()
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Served)]
+        for name, layer in layers:
+            if why := trouble(layer):
+                raise StateError(f"{name}: {why}: the checkpoint is damaged")
+            layer.lay_out()
+        setattr(model, RECORD, Record(dict(self.left), attach(layers)))
+        return model
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+register_quantization_config(OURS)(Fp8EngineConfig)
+register_quantizer(OURS)(Fp8EngineQuantizer)
+
+
+def _names_in_file(model, heads: dict[str, headers.Header]) -> dict[str, str]:
+    """A parameter's name in the model -> in the file, as transformers' loader renames."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    parameters = model.state_dict()
+    found = {}
+    for name in heads:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+        if renamed not in parameters and name in parameters:
+            renamed = name
+        found[renamed] = name
+    return found
+
+
+def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> None:
+    """A scale that is one number may be stored with a dimension or without."""
+    for name in served.scales:
+        head, want = heads[key + name], tuple(getattr(served, name).shape)
+        if head.shape == () and want == (1,):
+            served.without_dimension(name)
+        elif head.shape != want:
+            raise StateError(f"{key}{name} in {head.file.name} is {list(head.shape)}; this layer has {list(want)}")
+
+
+def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -> tuple[list, dict[str, str]]:
+    """(layers whose weights the files hold as FP8, others -> why).  Raises StateError where the config contradicts."""
+    fp8 = set(headers.fp8_layers(heads, stored))
+    layers, left, used = [], {}, set()
+    for name, module in model.named_modules():
+        if not (type(module) is nn.Linear or is_conv1d(module)):
+            continue
+        key = name_in_file.get(f"{name}.weight", "").removesuffix(".weight")
+        if key not in fp8:
+            names = {name, key} - {""}
+            if key and all(should_convert_module(one, list(stored.left)) for one in names):
+                head = heads[f"{key}.weight"]
+                raise StateError(
+                    f"{key}.weight in {head.file.name} is {head.dtype} without a scale, and config.json does not list "
+                    "it among the modules that are not FP8"
+                )
+            left[name] = "in 16 bits in the checkpoint" if key else "its weight is not in the checkpoint"
+            continue
+        shape = heads[f"{key}.weight"].shape
+        if shape != tuple(module.weight.shape):
+            raise StateError(f"{key}.weight is {list(shape)}; {name} of this config has {list(module.weight.shape)}")
+        layers.append((name, module))
+        used.add(key)
+    known = {key.removesuffix(".weight") for parameter, key in name_in_file.items() if parameter in model.state_dict()}
+    if lost := sorted((fp8 & known) - used):
+        raise StateError(f"{lost[0]}.weight is FP8, and is no linear layer of {type(model).__name__}")
+    if not layers:
+        raise StateError(f"no FP8 weight of the files belongs to a layer of {type(model).__name__}: another model's?")
+    return layers, left

@@ -1,0 +1,175 @@
+"""A comparison as a table for a person, as plain values for JSON, and as a picture.
+
+JSON knows no Inf and no NaN: an SQNR that is no number is null, and `note` says why ("equal", "not finite", "not
+comparable": never called, or by the two runs on different rows).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from fp8engine.report.compare import Comparison, LayerResult, RecipeResult
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHOWN = 8  # layers in the table of a person, the worst first
+# Okabe-Ito, told apart by colour-blind readers; in the order of the recipes asked for.
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#7f8c9b", "#1b1b1b")
+FAINT = "#d9dde2"
+
+
+def to_dict(comparison: Comparison) -> dict:
+    """Everything, in types that JSON knows.
+
+    >>> to_dict(Comparison("Model", "float32", math.nan, 1, 2, []))["loss"] is None
+    True
+    """
+    results = []
+    for result in comparison.results:
+        worst = result.worst()
+        plain = {key: _plain(value) for key, value in asdict(result).items() if key != "layers"}
+        change = None
+        if result.loss is not None and comparison.loss:
+            change = _plain(100 * (result.loss / comparison.loss - 1))
+        plain |= {"loss_change_percent": change, "worst_layer": None if worst is None else worst.name}
+        results.append(plain | {"layers": [_layer(layer) for layer in result.layers]})
+    head = {key: _plain(value) for key, value in vars(comparison).items() if key != "results"}
+    return head | {"results": results}
+
+
+def table(comparison: Comparison) -> Table:
+    """One line a recipe."""
+    from rich.table import Table  # here: importing rich draws from Python's random numbers
+
+    title = f"{comparison.model} in {comparison.dtype}, {comparison.texts} texts, {comparison.tokens} tokens"
+    shown = Table(title=title, title_justify="left")
+    rows = [["precision", "loss", "change", "top-1 agrees", "cosine, mean", "least", "output SQNR dB", "FP8"]]
+    rows.append([comparison.dtype, _number(comparison.loss, ".4f"), *["-"] * 6])
+    for result, plain in zip(comparison.results, to_dict(comparison)["results"], strict=True):
+        rows.append(
+            [
+                result.recipe + " (emulated)" * result.emulated,
+                _number(result.loss, ".4f"),
+                _number(plain["loss_change_percent"], "+.2f", " %"),
+                _number(result.top1, ".2%"),
+                _number(result.cosine, ".5f"),
+                _number(result.least_cosine, ".5f"),
+                decibels(result.sqnr_db),
+                f"{result.fp8_flops_share:.0%}",
+            ]
+        )
+    columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]  # what this model has
+    for heading, *_ in columns:
+        shown.add_column(heading, justify="left" if heading == "precision" else "right")
+    for row in list(zip(*columns, strict=True))[1:]:
+        shown.add_row(*row)
+    return shown
+
+
+def layer_table(result: RecipeResult) -> Table:
+    """The layers of the lowest own SQNR."""
+    from rich.table import Table
+
+    called = [layer for layer in result.layers if layer.recipe != "none" and layer.own_sqnr_db is not None]
+    worst = sorted(called, key=lambda layer: -math.inf if _odd(layer.own_sqnr_db) else layer.own_sqnr_db or 0.0)
+    title = f"{result.recipe}: the worst {min(SHOWN, len(worst))} of {len(called)} converted layers, SQNR in dB"
+    shown = Table(title=title, title_justify="left")
+    for heading in ("layer", "shape", "of its own", "in the model"):
+        shown.add_column(heading, justify="left" if heading == "layer" else "right", overflow="fold")
+    for layer in worst[:SHOWN]:
+        shape = "x".join(map(str, layer.shape))
+        shown.add_row(layer.name, shape, decibels(layer.own_sqnr_db), decibels(layer.sqnr_db))
+    return shown
+
+
+def decibels(value: float | None) -> str:
+    """An SQNR as a person reads it.
+
+    >>> decibels(31.42), decibels(math.inf), decibels(math.nan), decibels(None)
+    ('31.4', 'equal', 'not finite', 'not comparable')
+    """
+    return _note(value) or f"{value:.1f}"
+
+
+def picture(comparison: Comparison) -> bytes | None:
+    """A PNG of each layer's SQNR under every recipe; None where matplotlib is not installed."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    names = [layer.name for layer in comparison.results[0].layers]
+    with matplotlib.rc_context({"font.size": 9, "axes.edgecolor": FAINT}):
+        figure = Figure(figsize=(max(7.0, min(24.0, 2 + 0.22 * len(names))), 6.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 1, sharex=True)
+        for panel, key in zip(panels, ("own_sqnr_db", "sqnr_db"), strict=True):
+            for index, result in enumerate(comparison.results):
+                colour = COLOURS[index % len(COLOURS)]
+                values = [_finite(getattr(layer, key)) for layer in result.layers]
+                panel.plot(range(len(names)), values, "o-", color=colour, linewidth=1, markersize=4)
+                panel.plot([], [], color=colour, linewidth=2.6, label=_legend(comparison, result))
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(color=FAINT, linewidth=0.6)
+            panel.set_ylabel("SQNR, dB")
+        panels[0].set_title("each linear layer on its own: same input, other casts", loc="left", fontsize=10)
+        panels[1].set_title("in the model: errors of earlier layers arrive with the input", loc="left", fontsize=10)
+        panels[0].legend(frameon=False, ncols=2)
+        step = -(-len(names) // 60)  # more names than that lie on one another
+        panels[1].set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
+        title = f"{comparison.model} in {comparison.dtype} against itself under FP8, {comparison.tokens} tokens"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        memory = io.BytesIO()
+        figure.savefig(memory, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    return memory.getvalue()
+
+
+def _legend(comparison: Comparison, result: RecipeResult) -> str:
+    parts = [result.recipe]
+    if result.loss is not None and comparison.loss is not None:
+        parts.append(f"loss {result.loss:.4f} ({comparison.loss:.4f})")
+    if result.top1 is not None:
+        parts.append(f"top-1 {result.top1:.1%}")
+    if result.cosine is not None:
+        parts.append(f"cosine {result.cosine:.4f}")
+    return ", ".join(parts)
+
+
+def _layer(layer: LayerResult) -> dict:
+    notes = {
+        "own_sqnr_db": _note(layer.own_sqnr_db) if layer.recipe != "none" else "",
+        "sqnr_db": _note(layer.sqnr_db),
+    }
+    plain = {key: _plain(value) for key, value in asdict(layer).items()}
+    note = "; ".join(f"{key}: {why}" for key, why in notes.items() if why)
+    return plain | {"shape": list(layer.shape), "note": note}
+
+
+def _note(value: float | None) -> str:
+    if value is None:
+        return "not comparable"
+    if math.isnan(value):
+        return "not finite"
+    return "" if math.isfinite(value) else "equal" if value > 0 else "noise without a signal"
+
+
+def _odd(value: float | None) -> bool:
+    return value is not None and math.isnan(value)
+
+
+def _finite(value: float | None) -> float:
+    """matplotlib leaves a gap at NaN."""
+    return value if value is not None and math.isfinite(value) else math.nan
+
+
+def _plain(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"

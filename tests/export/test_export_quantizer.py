@@ -1,0 +1,199 @@
+"""Fp8EngineConfig under transformers' own from_pretrained: 16-bit weights straight into FP8, and everything around."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import fp8engine as fe
+from fp8engine.errors import BackendError, ConversionError, GradientError, StateError, UnknownName
+from fp8engine.export import Fp8EngineConfig, export, load
+from fp8engine.modules.serving import Served
+from fp8engine.recipe import resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
+Auto: Any = transformers.AutoModelForCausalLM
+
+
+@pytest.fixture
+def saved(tmp_path: Path):
+    """A tiny BF16 model and its plain folder."""
+
+    def make(model: Any = None) -> tuple[Any, Path]:
+        model = (tiny_models.llama() if model is None else model).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / "plain")
+        # Read back: model.to(bfloat16) has rounded rotary frequencies too, which from_pretrained keeps in FP32.
+        return type(model).from_pretrained(tmp_path / "plain", dtype=torch.bfloat16), tmp_path / "plain"
+
+    return make
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plain_weights_become_fp8(saved, ids, recipe):
+    model, folder = saved()
+    back = Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig(recipe), dtype=torch.bfloat16)
+    layers = {name: m for name, m in back.named_modules() if isinstance(m, Served)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        want = fe.quantize(model.get_submodule(name).weight.detach(), cast(recipe))
+        assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(layer.scale, want.scale.reshape(layer.scale.shape))
+        assert not layer.weight.requires_grad
+    fe.convert(model, recipe)
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+    generated = back.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, model.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+def cast(recipe: str) -> fe.Cast:
+    weight = resolve(recipe).weight
+    return fe.Cast(weight.format, weight.granularity, power_of_2=weight.power_of_2)
+
+
+def test_half_the_memory(saved):
+    size: dict = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    model, folder = saved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, num_attention_heads=4)))
+    back = Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig("current"), dtype=torch.bfloat16)
+    linear = sum(m.weight.numel() for m in back.modules() if isinstance(m, Served))
+    layers = sum(isinstance(m, Served) for m in back.modules())
+    # A byte less for each weight; four more, of the scale, for each layer.
+    assert model.get_memory_footprint() - back.get_memory_footprint() == linear - 4 * layers
+    assert back.get_memory_footprint() < 0.55 * model.get_memory_footprint()
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise"])
+def test_save_pretrained_keeps_every_bit(saved, tmp_path: Path, ids, recipe):
+    _, folder = saved()
+    first = Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig(recipe), dtype=torch.bfloat16)
+    first.save_pretrained(tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "fp8engine"
+    assert config["modules_to_not_convert"] == ["lm_head"]
+    for back in (Auto.from_pretrained(tmp_path / "again"), load(tmp_path / "again")):
+        assert set(back.state_dict()) == set(first.state_dict())
+        for name, tensor in first.state_dict().items():
+            other = back.state_dict()[name]
+            assert other.dtype == tensor.dtype, name
+            assert torch.equal(other.float(), tensor.float()), name
+        with torch.no_grad():
+            assert torch.equal(back(ids).logits, first(ids).logits)
+
+
+def test_a_foreign_layout_saved_again(tmp_path: Path, ids):
+    export(tiny_models.llama(), tmp_path / "out", "blockwise", layout="compressed-tensors")
+    first = load(tmp_path / "out")
+    first.save_pretrained(tmp_path / "again")
+    assert "model.layers.0.mlp.up_proj.weight_scale" in load_file(tmp_path / "again" / "model.safetensors")
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "again")(ids).logits, first(ids).logits)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "albert", "mixtral"])
+def test_families(saved, ids, family):
+    model, folder = saved(getattr(tiny_models, family)())
+    kind = type(model)
+    back = kind.from_pretrained(folder, quantization_config=Fp8EngineConfig("rowwise"), dtype=torch.bfloat16)
+    fe.convert(model, "rowwise")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+    left = {row["name"]: row["reason"] for row in fe.inspect(back).layers if row["recipe"] == "none"}
+    assert left
+    assert all("not converted" not in reason for reason in left.values())
+
+
+def test_what_is_left_and_why(saved):
+    _, folder = saved()
+    config = Fp8EngineConfig("current", ["*.down_proj"])
+    back = Auto.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+    rows = {row["name"]: row for row in fe.inspect(back).layers}
+    assert rows["model.layers.0.mlp.down_proj"]["reason"] == "modules_to_not_convert"
+    assert "head" in rows["lm_head"]["reason"]
+    assert rows["model.layers.0.mlp.up_proj"]["kind"] == "ServedLinear"
+    assert back.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    with pytest.raises(UnknownName, match=r"did you mean 'model\.layers\.0\.mlp\.down_proj'"):
+        Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig("current", ["model.layers.0.mlp.down_prj"]))
+    with pytest.raises(ConversionError, match="nothing to load into FP8"):
+        Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig("current", ["*"]))
+
+
+def test_weights_that_are_not_in_the_files_are_no_fp8(saved, tmp_path: Path):
+    _, folder = saved()
+    held = load_file(folder / "model.safetensors")
+    del held["model.layers.0.mlp.up_proj.weight"]
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    back = Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig())
+    rows = {row["name"]: row["reason"] for row in fe.inspect(back).layers}
+    assert rows["model.layers.0.mlp.up_proj"] == "its weight is not in the checkpoint"
+
+
+def test_configs_that_cannot_be():
+    with pytest.raises(UnknownName, match="did you mean 'blockwise'"):
+        Fp8EngineConfig("blokwise")
+    with pytest.raises(ConversionError, match="name an FP8 recipe"):
+        Fp8EngineConfig("bf16")
+    with pytest.raises(UnknownName, match="did you mean 'dynamic'"):
+        Fp8EngineConfig("current", activation_scheme="dynamik")
+    with pytest.raises(UnknownName, match="quant_method of Fp8EngineConfig"):
+        Fp8EngineConfig("current", quant_method="fp8")
+    again: Any = Fp8EngineConfig.from_dict(Fp8EngineConfig(fe.blockwise(64), ["a"]).to_dict())
+    assert (again.recipe, again.modules_to_not_convert) == (fe.blockwise(64), ["a"])
+
+
+def test_places_and_files_that_cannot_be(saved, tmp_path: Path):
+    model, folder = saved()
+    with pytest.raises(BackendError, match="on disk"):
+        Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig(), device_map={"": "disk"})
+    static = Fp8EngineConfig(activation_scheme="static")
+    with pytest.raises(ConversionError, match="needs input scales"):
+        Auto.from_pretrained(folder, quantization_config=static)
+    with pytest.raises(ConversionError, match="loads from safetensors files"):
+        type(model).from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), quantization_config=Fp8EngineConfig()
+        )
+    held = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(
+        held | {name: held[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(StateError, match=f"{name} is FP8 already, and config.json has no quantization_config"):
+        Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig())
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(StateError, match="read from safetensors files"):
+        Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(saved, value):
+    model: Any = tiny_models.llama()
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = value
+    _, folder = saved(model)
+    with pytest.raises(
+        (StateError, RuntimeError)
+    ):  # transformers gathers what goes wrong with a weight, and raises its own
+        Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig())
+
+
+def test_inference_only(saved, ids):
+    _, folder = saved()
+    model = Auto.from_pretrained(folder, quantization_config=Fp8EngineConfig(), dtype=torch.bfloat16)
+    with pytest.raises(GradientError, match=r"model\.layers\.1\.mlp\.down_proj: its weight is FP8 codes"):
+        model(ids, labels=ids).loss.backward()
+    with pytest.raises(ValueError, match=r"fine-tun|train"):
+        transformers.Trainer(model, transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[]))
+    with pytest.raises(ConversionError, match="converted already"):
+        fe.convert(model)
+
+
+def test_importing_the_library_registers_nothing():
+    code = "import sys, fp8engine, fp8engine.export; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

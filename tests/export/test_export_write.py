@@ -1,0 +1,280 @@
+"""What an export holds: codes and scales as fe.quantize makes them, names and config as other programs read them."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import fp8engine as fe
+from fp8engine.errors import ConversionError, StateError, UnknownName
+from fp8engine.export import export, load
+from fp8engine.modules.serving import Served
+from fp8engine.recipe import resolve
+from fp8engine.select import is_conv1d
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+
+RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
+COMBINATIONS = [(recipe, "fp8engine") for recipe in RECIPES]
+COMBINATIONS += [(recipe, "compressed-tensors") for recipe in RECIPES]
+COMBINATIONS += [("current", "fp8"), ("blockwise", "fp8")]
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(("recipe", "layout"), COMBINATIONS)
+def test_codes_and_scales_are_those_of_a_cast(exported, ids, recipe, layout):
+    model: Any = tiny_models.llama().eval()
+    folder = exported(recipe, model, layout=layout)
+    held, back = load_file(folder / "model.safetensors"), load(folder)
+    assert back.training is False
+    scale = "weight_scale_inv" if recipe == "blockwise" and layout != "compressed-tensors" else "weight_scale"
+    cast = resolve(recipe).weight
+    layers = {name: module for name, module in back.named_modules() if isinstance(module, Served)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        want = fe.quantize(
+            model.get_submodule(name).weight.detach(),
+            fe.Cast(cast.format, cast.granularity, power_of_2=cast.power_of_2),
+        )
+        for codes, scales in ((held[f"{name}.weight"], held[f"{name}.{scale}"]), (layer.weight, layer.scale)):
+            assert codes.dtype == torch.float8_e4m3fn
+            assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8))
+            assert scales.dtype == torch.float32
+            assert scales.tolist() == want.scale.reshape(scales.shape).tolist()
+    fe.convert(model, recipe)
+    with torch.no_grad():  # delayed: its first forward has no window yet, and measures, as serving does
+        assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+def test_what_is_left_is_there_as_it_was(exported):
+    model: Any = tiny_models.llama().to(torch.bfloat16)
+    held = load_file(exported("current", model) / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        fp8 = held[name].dtype == torch.float8_e4m3fn
+        assert fp8 == (name.endswith("proj.weight")), name
+        assert fp8 or (held[name].dtype == tensor.dtype and torch.equal(held[name], tensor))
+
+
+def test_the_report_adds_up(tmp_path: Path):
+    model: Any = tiny_models.llama(tie_word_embeddings=True).to(torch.bfloat16)
+    report = export(model, tmp_path / "out", "blockwise")
+    assert report.bytes_before == sum(p.nbytes for p in model.parameters())  # parameters() gives a tie once
+    assert report.bytes_after == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert report.files == sorted(os.listdir(tmp_path / "out"))
+    assert (report.layout, report.recipe, len(report.layers)) == ("fp8", "blockwise", 14)
+    assert report.layers[0] == {"name": Q, "shape": [32, 32], "bytes_before": 2048, "bytes_after": 1024 + 4}
+    left = {row["name"]: row["reason"] for row in report.left}
+    assert "head" in left["lm_head"]
+    assert "looked up" in left["model.embed_tokens"]
+    assert json.loads(json.dumps(report.to_dict()))["recipe"] == "blockwise"
+    assert "14 layers in FP8" in str(report)
+
+
+def test_block_config_is_what_transformers_and_vllm_name(exported):
+    config = json.loads((exported("blockwise") / "config.json").read_text())["quantization_config"]
+    assert config.pop("fp8engine")["recipe"]["name"] == "blockwise"
+    assert config == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+        "ignored_layers": ["lm_head"],
+    }
+    theirs: Any = transformers.FineGrainedFP8Config.from_dict(config)
+    assert theirs.modules_to_not_convert == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategies"),
+    [("current", ("tensor", "tensor")), ("rowwise", ("channel", "token")), ("blockwise", ("block", "group"))],
+)
+def test_compressed_config_names_its_strategies(exported, recipe, strategies):
+    folder = exported(recipe, layout="compressed-tensors")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert (config["quant_method"], config["format"], config["ignore"]) == (
+        "compressed-tensors",
+        "float-quantized",
+        ["lm_head"],
+    )
+    assert group["targets"] == ["Linear"]
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == strategies
+    assert group["weights"]["dynamic"] is False
+    assert group["input_activations"]["dynamic"] is True
+    assert group["weights"].get("block_structure") == ([128, 128] if recipe == "blockwise" else None)
+
+
+def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """codes * scale, in FP32: what a reader must find (a product of FP32 numbers, rounded once by both)."""
+    n, k = codes.shape
+    if scale.numel() > 1 and scale.shape != (n, 1):
+        scale = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    return codes.float() * scale
+
+
+def whole_blocks() -> Any:
+    """Layers of several whole blocks."""
+    size: dict = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0)
+    model: Any = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # blocks of very different scales
+        model.model.layers[0].mlp.gate_proj.weight[128:256] *= 100
+        model.model.layers[0].mlp.gate_proj.weight[:, 128:] /= 30
+    return model
+
+
+def test_transformers_reads_blocks(tmp_path: Path):
+    """Its own FineGrainedFP8 loader, which dequantises without a card: the weights it makes are ours to the bit."""
+    model = whole_blocks()
+    export(model, tmp_path / "out", "blockwise")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    compare(theirs, tmp_path / "out", "weight_scale_inv", 7)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise"])
+def test_compressed_tensors_reads_all(exported, ids, recipe):
+    pytest.importorskip("compressed_tensors")
+    folder = exported(recipe, whole_blocks(), layout="compressed-tensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs(ids)  # decompresses
+    compare(theirs.state_dict(), folder, "weight_scale", 7)
+
+
+def compare(theirs: dict, folder: Path, scale: str, layers: int) -> None:
+    held = load_file(folder / "model.safetensors")
+    names = [name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert len(names) == layers
+    for name in names:
+        want = dequantised(held[name], held[name.removesuffix("weight") + scale])
+        assert torch.equal(theirs[name].float(), want), name
+
+
+def test_conv1d_keeps_its_storage(tmp_path: Path, ids):
+    model: Any = tiny_models.gpt2().eval()
+    with pytest.raises(ConversionError, match="layout='fp8engine' holds both"):
+        export(model, tmp_path / "out")
+    export(model, tmp_path / "out", "rowwise", layout="fp8engine")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    for name, module in model.named_modules():
+        if is_conv1d(module):
+            k, n = module.weight.shape
+            want = fe.quantize(module.weight.detach().t(), resolve("rowwise").weight)
+            assert held[f"{name}.weight"].shape == (k, n)
+            assert torch.equal(held[f"{name}.weight"].t().float(), want.data.float())
+            assert torch.equal(held[f"{name}.weight_scale"], want.scale)
+    back = load(tmp_path / "out")
+    assert back.transformer.h[0].mlp.c_fc.weight.t().is_contiguous(), "a call would copy the codes"
+    fe.convert(model, "rowwise")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+    assert "emulated" in next(row for row in fe.inspect(back).layers if row["kind"] == "ServedConv1D")["reason"]
+
+
+def test_large_models_come_in_shards(exported, ids):
+    model: Any = tiny_models.llama(tie_word_embeddings=True).eval()
+    folder = exported("current", model, max_shard_size="10KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 2
+    assert "lm_head.weight" not in index, "a tied head is written once"
+    back = load(folder)
+    assert back.lm_head.weight is back.model.embed_tokens.weight
+    fe.convert(model)
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+def test_what_lies_beside_the_model_comes_along(tmp_path: Path):
+    source = tmp_path / "source"
+    model: Any = tiny_models.llama()
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "training_args.bin").write_text("not a tokenizer's")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    report = export(model, tmp_path / "out")
+    assert {"tokenizer.json", "generation_config.json"} <= set(report.files)
+    assert "training_args.bin" not in report.files
+    assert not any("tokenizer" in note for note in report.notes)
+    assert load(tmp_path / "out").generation_config.max_new_tokens == 7
+
+
+def test_a_converted_model_brings_its_recipes(tmp_path: Path, ids):
+    model: Any = tiny_models.llama().eval()
+    fe.convert(model, "rowwise", overrides={"*.down_proj": "bf16", "lm_head": "rowwise"})
+    with pytest.raises(ConversionError, match=re.escape("leave out recipe=")):
+        export(model, tmp_path / "out", "current")
+    report = export(model, tmp_path / "out")
+    assert "lm_head" in {row["name"] for row in report.layers}
+    assert any("head is FP8" in note for note in report.notes)
+    assert {row["reason"] for row in report.left if "down_proj" in row["name"]} == {"asked for bf16"}
+    fe.convert(plain := transformers.AutoModelForCausalLM.from_config(model.config), "bf16")
+    with pytest.raises(ConversionError, match="nothing to write in FP8"):
+        export(plain, tmp_path / "none")
+    back = load(tmp_path / "out")
+    assert isinstance(back.lm_head, Served)
+    mixed = tiny_models.llama()
+    fe.convert(mixed, "rowwise", overrides={"*.up_proj": "current"})
+    with pytest.raises(ConversionError, match="up_proj' 'current'; a checkpoint has one"):
+        export(mixed, tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8", "fp8engine"])
+def test_static_scales_are_the_amax_that_was_seen(tmp_path: Path, ids, layout):
+    model: Any = tiny_models.llama().eval()
+    fe.convert(model, "current")
+    with pytest.raises(StateError, match=rf"{Q} has no input scale yet"):
+        export(model, tmp_path / "out", activations="static", layout=layout)
+    assert os.listdir(tmp_path) == []
+    want = model(ids).logits.detach()
+    export(model, tmp_path / "out", activations="static", layout=layout)
+    amax = fe.scaling_state(model)[f"{Q}.input"].amax
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(held[f"{Q}.input_scale"], (amax / 448).reshape(1))
+    back = load(tmp_path / "out")
+    with torch.no_grad():
+        got = back(ids).logits
+    # 1 / (amax / 448) may be an ulp from 448 / amax: a code in 2^20 falls on its other side, one E4M3 step (2^-3) off.
+    assert (got - want).norm() < 1e-3 * want.norm()
+    slot = fe.inspect(back).layers[0]["input"]
+    assert slot["scale"] == pytest.approx(float(amax) / 448, rel=1e-6)
+    assert slot["calls"] == 1
+    with pytest.raises(ConversionError, match="per row"):
+        export(tiny_models.llama(), tmp_path / "rows", "rowwise", activations="static")
+
+
+def test_ragged_blocks_are_written_and_said(tmp_path: Path, ids):
+    size: dict = {"vocab_size": 64, "hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    report = export(model, tmp_path / "out", "blockwise")
+    assert any("no whole number of blocks" in note and "7 weights" in note for note in report.notes)
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert held["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape == (2, 2)
+    back = load(tmp_path / "out")
+    fe.convert(model, "blockwise")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+def test_experts_are_left_by_their_modules_name(exported):
+    config = json.loads((exported("blockwise", tiny_models.mixtral()) / "config.json").read_text())
+    assert "model.layers.0.mlp.experts" in config["quantization_config"]["modules_to_not_convert"]
+
+
+def test_unknown_names_are_said(tmp_path: Path):
+    model: Any = tiny_models.llama()
+    for told, options in {
+        "did you mean 'rowwise'": {"recipe": "rowise"},
+        "did you mean 'compressed-tensors'": {"layout": "compresed-tensors"},
+        "did you mean 'static'": {"activations": "statik"},
+    }.items():
+        with pytest.raises(UnknownName, match=told):
+            export(model, tmp_path / "out", **options)
+    assert os.listdir(tmp_path) == []

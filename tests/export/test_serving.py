@@ -1,0 +1,189 @@
+"""The served layer by itself: its products against float64, its memory, its refusals, what torch may do with it."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
+from fp8engine.modules.serving import Served, ServedLinear, serving
+from fp8engine.recipe import resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
+
+
+def made(recipe: str = "current", bias: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    return ServedLinear.of(nn.Linear(144, 40, bias, dtype=dtype), resolve(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_product_is_that_of_the_codes(recipe, dtype):
+    layer, x = made(recipe, dtype=dtype), torch.randn(3, 5, 144).to(dtype)
+    cast = serving(resolve(recipe)).input
+    x_q = fe.quantize(x.reshape(15, 144), cast)
+    a = fe.Float8Tensor(x_q.data, x_q.scale, x_q.granularity, torch.float32).dequantize().double()
+    granularity = resolve(recipe).weight.granularity
+    scale = layer.scale.reshape(()) if layer.scale.numel() == 1 else layer.scale
+    w = fe.Float8Tensor(layer.weight.data, scale, granularity, torch.float32).dequantize().double()
+    want = a @ w.T + layer.bias.double()
+    with torch.no_grad():
+        got = layer(x)
+    assert got.dtype == dtype
+    assert got.shape == (3, 5, 40)
+    # K = 144 products summed in FP32, 2^-24 each and as much for each dequantised operand; then rounded: to BF16 for a
+    # 32-bit layer too (the recipe's output, 2^-9), to BF16 or FP16 (2^-9, 2^-12) and once more where the bias is added.
+    unit = 2.0**-12 if dtype == torch.float16 else 2.0**-9
+    bound = (150 * 2.0**-24) * (a.abs() @ w.abs().T) + 2 * unit * (want.abs() + layer.bias.double().abs())
+    assert bool(((got.reshape(15, 40).double() - want).abs() <= bound).all())
+
+
+def test_it_is_an_nn_linear_at_one_byte_a_weight():
+    layer = made("blockwise", dtype=torch.bfloat16)
+    assert issubclass(type(layer), nn.Linear)
+    held = {name: tensor.nbytes for name, tensor in layer.state_dict().items()}
+    assert held == {"weight": 144 * 40, "weight_scale_inv": 2 * 4, "bias": 40 * 2}
+    with torch.no_grad():
+        layer(torch.randn(4, 144, dtype=torch.bfloat16))
+    assert not layer.numerics.weight.kept, "a copy of the weight stays in memory"
+    assert "weight in FP8" in repr(layer)
+
+
+def test_scales_are_frozen_at_fp32_whatever_the_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer: Any = ServedLinear(32, 16, recipe=resolve("rowwise"), static=True, device="meta")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (layer.scale.dtype, layer.input_scale.dtype, layer.bias.dtype) == (*2 * (torch.float32,), torch.bfloat16)
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_training_is_refused():
+    layer, x = made(), torch.randn(4, 144, requires_grad=True)
+    y = layer(x)
+    with pytest.raises(GradientError, match=r"Linear: its weight is FP8 codes for inference.*fe\.convert"):
+        y.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+    assert not layer(x.detach()).requires_grad
+    layer.weight.requires_grad_()
+    with pytest.raises(GradientError, match="which no gradient can update"):
+        layer(x.detach())
+    with torch.inference_mode():
+        assert torch.equal(layer(x), y)
+
+
+def test_inputs_that_do_not_fit():
+    layer = made()
+    with pytest.raises(ShapeError, match=r"input is \[4, 100\]; a weight of \[40, 144\] wants \[..., 144\]"):
+        layer(torch.randn(4, 100))
+    with pytest.raises(UnsupportedDtype, match="float64"):
+        layer(torch.randn(4, 144, dtype=torch.float64))
+    with torch.no_grad():
+        assert layer(torch.randn(0, 144)).shape == (0, 40)
+        assert layer(torch.randn(144)).shape == (40,)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double().float()])
+def test_a_change_of_dtype_leaves_codes_and_scales(change):
+    layer = made("rowwise")
+    before = copy.deepcopy(layer.state_dict())
+    change(layer)
+    for name in ("weight", "weight_scale"):
+        assert layer.state_dict()[name].dtype == before[name].dtype
+        assert torch.equal(layer.state_dict()[name].float(), before[name].float())
+    assert isinstance(layer.weight, nn.Parameter)
+
+
+def test_to_empty_keeps_dtypes():
+    layer = made().to("meta").to_empty(device="cpu")
+    assert (layer.weight.dtype, layer.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+
+
+def test_copies_and_pickles_compute_the_same():
+    layer, x = made("blockwise"), torch.randn(4, 144)
+    torch.save(layer, file := io.BytesIO())
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        want = layer(x)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved):
+            assert torch.equal(other(x), want)
+            assert other.weight.dtype == torch.float8_e4m3fn
+    other = made("blockwise")
+    other.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(x), want)
+
+
+def test_autocast_decides_the_outputs_dtype():
+    layer = made()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(4, 144)).dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_compiled_it_is_one_graph(recipe):
+    layer, x = made(recipe), torch.randn(4, 144)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (4, 7):
+            x = torch.randn(rows, 144)
+            want = layer(x)
+            # FP32 sums in another order, rounded to BF16 (the recipe's output): at most one step of 2^-8 apart.
+            assert bool(((compiled(x) - want).abs() <= 2.0**-8 * want.abs() + 1e-6).all())
+
+
+def test_the_report_tells_the_truth():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = made("rowwise")
+
+        def forward(self, x):
+            return self.up(x)
+
+    net = Net()
+    assert fe.inspect(net).layers[0]["reason"].startswith("never ran")
+    with torch.no_grad():
+        net(x := torch.randn(6, 144))
+    (row,) = fe.inspect(net).layers
+    assert (row["kind"], row["recipe"], row["rows"], row["kept_bytes"]) == ("ServedLinear", "rowwise", 6, 0)
+    assert row["backend"] == "reference"
+    assert row["emulated"]
+    assert row["fp8_share"] == 1.0
+    assert row["input"]["amax"] == float(x.abs().max())
+    assert row["weight"]["scale"] == float(net.up.scale.max())
+    assert fe.inspect(net).totals["fp8_flops_share"] == 1.0
+    with pytest.raises(fe.errors.ConversionError, match="converted already"):
+        fe.convert(net)
+
+
+def test_only_true_powers_of_two_are_called_so():
+    layer = made("blockwise")
+    assert layer.numerics.recipe.weight.power_of_2
+    layer.scale.data *= 3
+    from fp8engine.modules.serving import attach
+
+    attach([("up", layer)])
+    assert not layer.numerics.recipe.weight.power_of_2
+    assert layer.numerics.name == "up"
+    x = torch.randn(4, 144)
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_rows():
+    empty = ServedLinear.of(nn.Linear(8, 0, bias=False), resolve("current"))
+    with torch.no_grad():
+        assert empty(torch.randn(2, 8)).shape == (2, 0)
+    assert isinstance(empty, Served)

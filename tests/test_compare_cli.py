@@ -1,0 +1,169 @@
+"""`fp8engine compare` as a person and as a script use it: what it prints and writes agrees, and what it refuses."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from fp8engine.cli import app
+from fp8engine.cli.pretrained import load_pretrained
+from fp8engine.report.compare import compare_recipes
+from fp8engine.report.compare_text import BYTES, batches
+
+BYTES_READ: dict[str, Any] = {"vocab_size": 256, "max_position_embeddings": 128}
+LINES = [f"Sentence {number} of {100 - number} has words in it." for number in range(12)]
+
+
+def call(*arguments: object):
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, ["compare", *(str(argument) for argument in arguments)])
+
+
+def refused(told: str, *arguments: object) -> None:
+    """Exit code 2 and one line on standard error; nothing on standard output."""
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert told in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that reads bytes, a text, and a module whose function gives the same model."""
+    where = tmp_path_factory.mktemp("compared")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**tiny_models._decoder(), **BYTES_READ})
+    transformers.LlamaForCausalLM(config).save_pretrained(where / "model")
+    (where / "text.txt").write_text("\n".join(LINES))
+    code = "import transformers\ndef model(): return transformers.LlamaForCausalLM.from_pretrained('model')\n"
+    (where / "compared_models.py").write_text(code)
+    return where
+
+
+def test_screen_json_and_files_tell_the_same(folder: Path, tmp_path: Path):
+    arguments = (folder / "model", "--tokenizer", "bytes", "--text", folder / "text.txt", "--texts", 10, "--length", 30)
+    result = call(*arguments, "-r", "current", "-r", "rowwise", "-r", "current", "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["files"] == [str(tmp_path / name) for name in ("compare.json", "compare.png")]
+    assert json.loads((tmp_path / "compare.json").read_text()) == {k: v for k, v in told.items() if k != "files"}
+    assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert [one["recipe"] for one in told["results"]] == ["current", "rowwise"]
+    assert (told["model"], told["dtype"], told["texts"]) == ("LlamaForCausalLM", "float32", 10)
+    assert told["notes"] == [f"{sum(len(line) > 30 for line in _chosen())} of 10 texts were cut to 30 tokens"]
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
+    ids = [BYTES.encode(line)[:30] for line in _chosen()]
+    want = compare_recipes(model, batches(model, ids, BYTES), ["current"])
+    assert told["loss"] == want.loss
+    assert told["results"][0]["loss"] == want.results[0].loss
+    assert told["results"][0]["top1"] == want.results[0].top1
+
+    shown = call(*arguments, "--out", tmp_path)
+    assert shown.exit_code == 0, shown.output
+    for part in (
+        "current (emulated)",
+        f"{want.loss:.4f}",
+        f"{want.results[0].top1:.2%}",
+        "texts were cut",
+        "compare.png",
+    ):
+        assert part in shown.stdout, part
+
+
+def _chosen() -> list[str]:
+    """Ten of the twelve lines, evenly spaced."""
+    return [LINES[index * 12 // 10] for index in range(10)]
+
+
+def test_a_function_is_the_folder_and_the_manual_is_the_text(folder: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "compared_models", raising=False)
+    arguments = ("--tokenizer", "bytes", "--texts", 4, "--out", tmp_path, "--json")
+    told = [json.loads(call(target, *arguments).stdout) for target in ("model", "compared_models:model")]
+    assert told[0].pop("target") != told[1].pop("target")
+    assert told[0] == told[1]
+    assert told[0]["text"].startswith("Python's manual")
+    assert told[0]["loss"] > 5  # random weights: ln 256 = 5.5
+    refused("a function brings no tokenizer: give --tokenizer FOLDER, or bytes", "compared_models:model")
+
+
+def test_a_folder_brings_its_own_tokenizer(folder: Path, tmp_path: Path):
+    words = {"<unk>": 0, "end": 1, "</s>": 2, "<mask>": 3, "start": 4}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", mask_token="<mask>")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    made.save_pretrained(tmp_path / "model")
+    _, tokens, notes = load_pretrained(str(tmp_path / "model"), None)
+    assert tokens.encode("start never end") == [4, 0, 1]
+    assert (tokens.pad, tokens.mask) == (2, 3)  # as GPT-2's: no padding token, the end pads
+    assert notes == []
+    made.add_special_tokens({"pad_token": "end"})
+    made.save_pretrained(tmp_path / "model")
+    assert load_pretrained(str(folder / "model"), str(tmp_path / "model"))[1].pad == 1
+
+
+def test_without_matplotlib_it_says_that_there_is_no_picture(folder: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = call(folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "no picture: matplotlib is not installed (pip install 'fp8engine[report]')" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["compare.json"]
+
+
+def test_weights_that_are_not_in_the_folder_are_said_to_be_random(tmp_path: Path):
+    config = transformers.BertConfig(**{**tiny_models._encoder(), **BYTES_READ})
+    transformers.BertModel(config).save_pretrained(tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(written | {"architectures": ["BertForMaskedLM"]}))
+    result = call(tmp_path / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert any("weights are not in" in note and "cls.predictions" in note for note in told["notes"])
+
+
+def test_what_it_refuses(folder: Path, tmp_path: Path):
+    model, text = folder / "model", tmp_path / "text.txt"
+    read = (model, "--tokenizer", "bytes")
+    refused("did you mean 'current'", model, "-r", "curent")
+    refused("neither a folder that exists nor module:function", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    refused("empty has no config.json", tmp_path / "empty")
+    refused("has no tokenizer that transformers can load", model)
+    refused("--tokenizer nowhere: neither a folder", model, "--tokenizer", "nowhere")
+    refused("No such file", *read, "--text", text)
+    text.write_text(" \n\n ")
+    refused("is empty: want a text of paragraphs or lines", *read, "--text", text)
+    text.write_text("a\n\nb")
+    refused("each part of it a single token", *read, "--text", text)
+    text.write_bytes(b"\xff\xfe text")
+    refused("it is not UTF-8", *read, "--text", text)
+    refused("device 'cuda:77' cannot be used", *read, "--device", "cuda:77")
+    refused("cannot write in", *read, "--out", text)
+    refused("nothing to convert in LlamaForCausalLM", *read, "-r", "fp32", "--out", tmp_path)
+    assert not (tmp_path / "compare.json").exists()
+
+
+def test_what_it_refuses_of_a_folder(tmp_path: Path, monkeypatch):
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
+    refused("ViTModel cannot be run on token ids", tmp_path / "vit", "--tokenizer", "bytes", "--out", tmp_path)
+    small: Any = tiny_models.llama()
+    small.save_pretrained(tmp_path / "small")
+    refused("has embeddings for 64: give the tokenizer", tmp_path / "small", "--tokenizer", "bytes", "--out", tmp_path)
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"no weights")
+    refused("transformers cannot load", tmp_path / "small", "--tokenizer", "bytes", "--out", tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused("needs transformers: pip install 'fp8engine[hf]'", tmp_path / "vit", "--out", tmp_path)
