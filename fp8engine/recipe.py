@@ -17,117 +17,22 @@ True
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+from fp8engine.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
+OBJECTIVES = ("accuracy", "speed")
+# What auto's consumers need of what they read, in dB.  E4M3 gives 31.6 dB to what lies within its normal range, E5M2
+# 25.6; 22 is where a cast has lost more to one scale than to three bits.
+NEEDS = {"matmul": 22.0, "activation": 22.0}
+MOST_DB = 31.6
 OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
-
-
-@dataclass(frozen=True)
-class PerTensor:
-    """One scale for the whole tensor."""
-
-    def along(self, dim: int) -> PerTensor:
-        """The same: one scale fits a reduction along any dimension."""
-        return self
-
-    def __str__(self) -> str:
-        return "per tensor"
-
-
-@dataclass(frozen=True)
-class PerRow:
-    """One scale per row of a 2-D operand (dim=-1), or per column (dim=0): `dim` is the dimension reduced."""
-
-    dim: int = -1
-
-    def __post_init__(self):
-        if self.dim not in (-1, 0):
-            raise InvalidRecipe(f"PerRow(dim={self.dim}): dim is the reduced dimension of a 2-D operand, -1 or 0")
-
-    def along(self, dim: int) -> PerRow:
-        """This granularity for a matmul that reduces `dim` (-1 or 0)."""
-        return PerRow(dim)
-
-    def __str__(self) -> str:
-        return "per row" if self.dim == -1 else "per column"
-
-
-@dataclass(frozen=True)
-class PerBlock:
-    """One scale per block of rows x cols; DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) uses 1x128 and 128x128."""
-
-    rows: int
-    cols: int
-
-    def __post_init__(self):
-        if min(self.rows, self.cols) < 1:
-            raise InvalidRecipe(f"{self!r}: a block has at least one row and one column")
-
-    def along(self, dim: int) -> PerBlock:
-        """This granularity for a matmul that reduces `dim`: 1x128 along -1 becomes 128x1 along 0."""
-        return self if dim == -1 else PerBlock(self.cols, self.rows)
-
-    def __str__(self) -> str:
-        return f"per {self.rows}x{self.cols} block"
-
-
-Granularity = PerTensor | PerRow | PerBlock
-
-
-@dataclass(frozen=True)
-class Cast:
-    """How one operand is brought into a format: format, granularity, where the scale comes from.
-
-    format: E4M3 or E5M2; BF16, FP16 or FP32 mean "no scale, only the dtype".
-    scaling: "current" takes the scale from the tensor's own amax; "delayed" predicts it from earlier steps.
-    power_of_2: round the scale factor down to a power of two, so that scaling itself never rounds.
-    Raises InvalidRecipe for a contradiction: delayed rows, a scale for a 16-bit format.
-    """
-
-    format: Format
-    granularity: Granularity = field(default_factory=PerTensor)
-    scaling: str = "current"
-    power_of_2: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self):
-        if not isinstance(self.format, Format):
-            raise InvalidRecipe(f"Cast(format={self.format!r}): want fe.E4M3, fe.E5M2, fe.BF16, fe.FP16 or fe.FP32")
-        if not isinstance(self.granularity, Granularity):
-            raise InvalidRecipe(f"Cast(granularity={self.granularity!r}): want fe.PerTensor(), PerRow() or PerBlock()")
-        if self.scaling not in ("current", "delayed"):
-            raise UnknownName("scaling", self.scaling, ["current", "delayed"])
-        if self.delayed and not isinstance(self.granularity, PerTensor):
-            raise InvalidRecipe(
-                f"delayed scaling keeps one amax per tensor; {self.granularity} needs scaling='current'"
-            )
-        if not self.is_fp8 and (self.delayed or self.power_of_2 or not isinstance(self.granularity, PerTensor)):
-            raise InvalidRecipe(f"{self.format} is not scaled: leave granularity, scaling and power_of_2 alone")
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the cast produces FP8 data with a scale."""
-        return self.format.is_fp8
-
-    @property
-    def delayed(self) -> bool:
-        """Whether the scale is predicted from earlier steps."""
-        return self.scaling == "delayed"
-
-    def along(self, dim: int) -> Cast:
-        """This cast for a matmul that reduces `dim` of the operand (-1 or 0)."""
-        granularity = self.granularity.along(dim)
-        return self if granularity == self.granularity else replace(self, granularity=granularity)
-
-    def __str__(self) -> str:
-        if not self.is_fp8:
-            return f"{self.format}"
-        return f"{self.format} {self.granularity}" + (" (power of 2)" if self.power_of_2 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +151,48 @@ class Recipe:
         """The recipe that `to_json` wrote.  Raises InvalidRecipe on a missing or unknown field."""
         try:
             parts: dict[str, Any] = {key: _decode(value) for key, value in json.loads(text).items()}
-            return Recipe(**parts)
+            return (Auto if "interval" in parts else Recipe)(**parts)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidRecipe(f"not a recipe's JSON: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Recipe):
+    """A recipe that is only where each layer begins: formats follow from what its tensors turn out to hold.
+
+    min_sqnr_db: what a consumer needs, by kind as (kind, dB) pairs; a kind that is not named wants 16 bits.
+    max_flushed: share of the elements that a cast may turn into zero; max_rows_lost: share of rows it may empty.
+    interval: training steps between two looks at the tensors.  freeze_after: the step after which nothing changes.
+    objective: "accuracy" takes the cheapest cast within 1 dB of the best, "speed" the cheapest that is good enough.
+    plan: path of decisions to repeat, made by `Report.save_plan`; nothing is measured then.
+    """
+
+    min_sqnr_db: tuple[tuple[str, float], ...] = ()
+    max_flushed: float = 0.05
+    max_rows_lost: float = 0.01
+    interval: int = 16
+    freeze_after: int | None = None
+    objective: str = "accuracy"
+    plan: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "min_sqnr_db", tuple((str(kind), float(need)) for kind, need in self.min_sqnr_db))
+        for kind, need in self.min_sqnr_db:
+            if not 0 <= need <= MOST_DB:
+                raise InvalidRecipe(
+                    f"auto(min_sqnr_db={need:g}) for {kind}: between 0 and {MOST_DB:g} dB, the error of the best FP8 "
+                    "cast there is; a layer that needs more belongs in 16 bits: overrides={name: 'bf16'}"
+                )
+        for key in ("max_flushed", "max_rows_lost"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise InvalidRecipe(f"auto({key}={getattr(self, key)!r}): a share, between 0 and 1")
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise InvalidRecipe(f"auto(interval={self.interval!r}): training steps between two looks, at least 1")
+        if self.freeze_after is not None and not (isinstance(self.freeze_after, int) and self.freeze_after >= 0):
+            raise InvalidRecipe(f"auto(freeze_after={self.freeze_after!r}): a training step, or None for never")
+        if self.objective not in OBJECTIVES:
+            raise UnknownName("objective", self.objective, OBJECTIVES)
 
 
 def _encode(value):
@@ -262,12 +206,12 @@ def _encode(value):
             "scaling": value.scaling,
             "power_of_2": value.power_of_2,
         }
-    return list(value) if isinstance(value, tuple) else value
+    return [_encode(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _decode(value):
     if isinstance(value, list):
-        return tuple(value)
+        return tuple(_decode(each) for each in value)
     if not isinstance(value, dict):
         return value
     if "format" in value:
@@ -325,7 +269,44 @@ def high_precision(format: Format = BF16) -> Recipe:
     )
 
 
+def auto(
+    *,
+    min_sqnr_db: float | Mapping[str, float] = 22.0,
+    max_flushed: float = 0.05,
+    interval: int = 16,
+    freeze_after: int | None = None,
+    plan: str | os.PathLike | None = None,
+    objective: str = "accuracy",
+) -> Auto:
+    """Each tensor's format and granularity from its own statistics: begins as `current`, and says why it changes.
+
+    min_sqnr_db: what matmuls need of their operands, or {kind of consumer: need}; above 31.6 nothing in FP8 could do.
+    max_flushed: share of elements that a cast may lose to zero.  interval: training steps between two measurements.
+    freeze_after: step after which nothing changes.  plan: decisions to repeat instead (`fe.inspect(model).save_plan`).
+    objective: "accuracy", or "speed" (predicted scales, and the cheapest cast that is good enough).
+    Raises InvalidRecipe for numbers out of range, UnknownName for an objective.
+
+    >>> print(auto(objective="speed").input.scaling, auto().interval, auto().is_fp8)
+    delayed 16 True
+    """
+    needs = dict(min_sqnr_db) if isinstance(min_sqnr_db, Mapping) else {**NEEDS, "matmul": min_sqnr_db}
+    scaling = "delayed" if objective == "speed" else "current"
+    return Auto(
+        name="auto",
+        input=Cast(E4M3, PerTensor(), scaling),
+        weight=Cast(E4M3, PerTensor(), scaling),
+        grad_output=Cast(E5M2, PerTensor(), scaling),
+        min_sqnr_db=tuple(sorted(needs.items())),
+        max_flushed=max_flushed,
+        interval=interval,
+        freeze_after=freeze_after,
+        objective=objective,
+        plan=None if plan is None else os.fspath(plan),
+    )
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
+    "auto": auto,
     "current": current,
     "delayed": delayed,
     "rowwise": rowwise,

@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fp8engine import device, ops, reference
+from fp8engine.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.formats import BF16, Format
-from fp8engine.recipe import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.reference import How, Operand
 
 aten = torch.ops.aten

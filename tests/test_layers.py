@@ -20,6 +20,7 @@ HOUSE = (
     ("L0", "device.py"),
     ("L0", "reference/"),
     ("L0", "kernels/"),
+    ("L1", "cast.py"),
     ("L1", "recipe.py", "cublas.py", "native.py", "ranks.py", "amp/"),
     ("L2", "dispatch.py"),
     ("L2", "execute.py", "run_producers.py"),
