@@ -9,16 +9,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
 from fp8engine import dispatch
+from fp8engine.controller import Controller, Plan
 from fp8engine.errors import ConversionError, EmulationWarning, StrictError
 from fp8engine.functional import Numerics
 from fp8engine.functional.numerics import plan as numerics_plan
 from fp8engine.modules.linear import Float8Module, Linear
-from fp8engine.recipe import Recipe
+from fp8engine.recipe import Auto, Recipe
 from fp8engine.scaling import ScalingState
 from fp8engine.select import Decision, Skip, decide, is_conv1d, weight_of
 
@@ -38,6 +40,7 @@ class Record:
 
     reasons: dict[str, str]
     states: list[ScalingState] = field(default_factory=list)
+    controllers: list[Controller] = field(default_factory=list)
 
 
 def convert(
@@ -78,8 +81,10 @@ def convert(
     emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
     if strict:
         _refuse(decisions, emulated)
+    repeat = _plan_of(chosen)
     record = Record({d.name: d.reason for d in decisions if d.recipe is None})
     _swap(chosen, record)
+    record.controllers = _control(chosen, repeat)
     for state in record.states:
         model.register_forward_pre_hook(state.begin_step)
     setattr(model, RECORD, record)
@@ -165,6 +170,31 @@ def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
         for index, (decision, recipe) in enumerate(group):
             decision.module.__class__ = _float8_class(decision.module)
             object.__setattr__(decision.module, "numerics", Numerics(decision.name or "Linear", recipe, state, index))
+
+
+def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
+    """The decisions that the layers under `auto` are asked to repeat."""
+    autos = [(decision, recipe) for decision, recipe in chosen if isinstance(recipe, Auto)]
+    Controller.check([recipe for _, recipe in autos])
+    path = next((recipe.plan for _, recipe in autos), None)
+    if path is None:
+        return None
+    found = Plan.load(path)
+    found.check({decision.name: tuple(decision.shape) for decision, _ in autos}, path)
+    return found
+
+
+def _control(chosen: list[tuple[Decision, Recipe]], repeat: Plan | None) -> list[Controller]:
+    """Who decides for layers under `auto`, one for each scaling state."""
+    groups: dict[int, list[tuple[Numerics, tuple[int, ...]]]] = {}
+    for decision, recipe in chosen:
+        if isinstance(recipe, Auto):
+            numerics = cast(Float8Module, decision.module).numerics
+            groups.setdefault(id(numerics.state), []).append((numerics, decision.shape))
+    return [
+        Controller([numerics for numerics, _ in group], [shape for _, shape in group], repeat)
+        for group in groups.values()
+    ]
 
 
 def _float8_class(module: nn.Module) -> type[Float8Module]:

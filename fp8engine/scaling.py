@@ -97,6 +97,11 @@ class LatestInput:
         return LatestInput, ()
 
 
+def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
+    """What `scale_update` knows of a slot."""
+    return cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2
+
+
 class ScalingState:
     """Scales, histories and counters of the FP8 layers that were converted together.
 
@@ -110,16 +115,15 @@ class ScalingState:
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
+        self.clock: Callable[[], None] | None = None  # called when a training step begins, scales predicted
+        self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
         self._reset(torch.device(device))
 
     def _reset(self, device: torch.device) -> None:
         """Fresh tables: nothing seen, no scale known."""
         depth = max([recipe.history for _, recipe in self.layers if recipe.delayed], default=0)
         casts = [(getattr(recipe, role), recipe) for _, recipe in self.layers for role in ROLES]
-        rules = [
-            (cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2)
-            for cast, recipe in casts
-        ]
+        rules = [_rule(cast, recipe) for cast, recipe in casts]
         self.rules_3S = torch.tensor(rules, dtype=torch.float32, device=device).reshape(-1, 3).t().contiguous()
         self.history_HS = torch.zeros(depth, len(casts), dtype=torch.float32, device=device)
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
@@ -150,6 +154,7 @@ class ScalingState:
         where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
         if where == self.device:
             return
+        self.samples = None
         if self.device.type == "meta":
             self._reset(where)
             return
@@ -190,6 +195,8 @@ class ScalingState:
         self.backward_seen = self.recomputed = False
         self.latest.forget()  # a tensor read again in the next step enters that step's amax again
         self._update()
+        if self.clock is not None:
+            self.clock()
 
     def _update(self) -> None:
         if self.delayed:
@@ -198,6 +205,21 @@ class ScalingState:
             self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)
+
+    def adopt(self, layer: int, recipe: Recipe) -> None:
+        """A layer follows another recipe from now on.  Histories stay; a scale for another format's range does not.
+
+        A recipe with a longer history than the table is deep predicts from what the table holds.
+        """
+        name, before = self.layers[layer]
+        self.layers[layer] = (name, recipe)
+        self.delayed = any(each.delayed for _, each in self.layers) and len(self.history_HS) > 0
+        for j, role in enumerate(ROLES):
+            cast, index = getattr(recipe, role), len(ROLES) * layer + j
+            rule = torch.tensor(_rule(cast, recipe), dtype=torch.float32)
+            self.rules_3S[:, index] = rule.to(self.device)
+            if cast != getattr(before, role) or recipe.margin != before.margin:
+                self.live_2S[1, index] = 0.0
 
     def rescale_gradients(self, factor: float) -> None:
         """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""

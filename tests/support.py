@@ -21,7 +21,8 @@ from fp8engine.modules.linear import Float8Module
 from fp8engine.recipe import RECIPES, Cast, Recipe, resolve
 from fp8engine.scaling import ScalingState
 
-FP8_RECIPES = [name for name in RECIPES if resolve(name).is_fp8]
+# Those that compute the same at every step; "auto" has tests of its own.
+FP8_RECIPES = [name for name in RECIPES if resolve(name).is_fp8 and name != "auto"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNIT = {
     torch.float32: 2.0**-24,

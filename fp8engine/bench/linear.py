@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine import device
-from fp8engine.bench import roofline
+from fp8engine import cost, device
 from fp8engine.bench.cases import Shape
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
@@ -113,7 +112,7 @@ def compare(shape: Shape, where: torch.device, ways: dict[str, Variant], ticks: 
             "spread": timing.spread,
             "over_bf16": times[BASE].median / timing.median if BASE in times else None,
             "target": TARGETS.get(shape) if where.type == "cuda" and name == "fp8engine current" else None,
-            "model": roofline.speedup(shape.m, shape.n, shape.k, "amax pass"),
+            "model": cost.speedup(shape.m, shape.n, shape.k, "amax pass"),
         }
     return list(rows.values())
 

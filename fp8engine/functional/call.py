@@ -54,22 +54,29 @@ class Call:
 
     def __init__(self, numerics: Numerics, x: torch.Tensor, bias_N, needs: Sequence[bool], record: bool):
         self.numerics, self.record = numerics, record
+        self.plan = numerics.plan  # as it is now: another step may begin, under another, before this one's backward
         self.needs_x, self.needs_w, self.needs_b = needs
         self.compiling = torch.compiler.is_compiling()
         self.backend = graphs_run_on(x.device) if self.compiling else numerics.ran
         self.asked = None if self.compiling else asked()
         on_codes = self.backend in ON_CODES
-        self.turned_input = self.needs_w and on_codes and numerics.plan.input_serves_both
-        self.turned_weight = on_codes and numerics.plan.weight_serves_both
-        self.turned_grad = self.needs_x and self.needs_w and on_codes and numerics.plan.grad_serves_both
+        self.turned_input = self.needs_w and on_codes and self.plan.input_serves_both
+        self.turned_weight = on_codes and self.plan.weight_serves_both
+        self.turned_grad = self.needs_x and self.needs_w and on_codes and self.plan.grad_serves_both
         self.bias_dtype = None if bias_N is None else bias_N.dtype
         self.groups: list | None = None  # what an Operand has beside data and scale, of the saved input
         self.weights: Kept = {}
 
+    def observe(self, role: str, x_MK: torch.Tensor) -> None:
+        """Show a tensor to whoever looks at this step."""
+        if self.record:
+            self.numerics.observe(role, x_MK)
+
     def cast_input(self, x_MK: torch.Tensor, kept: Kept) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read).  kept: operands that another layer has made of this x."""
-        plan, numerics = self.numerics.plan, self.numerics
+        plan, numerics = self.plan, self.numerics
         first, to_save, slot = plan.forward[0], plan.wgrad[1], numerics.slot("input", self.record)
+        self.observe("input", x_MK)
         if self.turned_input:
             return both(x_MK, first, kept, slot)
         serves = self.needs_w and to_save is first
@@ -80,7 +87,7 @@ class Call:
 
     def cast_again(self, x_MK: torch.Tensor, kept: Kept) -> Either:
         """What wgrad reads, of an x made a second time: under the scale it had, and counted no more."""
-        plan, slot = self.numerics.plan, self.numerics.slot("input", False, count=False)
+        plan, slot = self.plan, self.numerics.slot("input", False, count=False)
         if self.turned_input:
             return transpose(x_MK, plan.forward[0], kept, slot)
         return operand(x_MK, plan.wgrad[1], kept, slot)
@@ -90,7 +97,7 @@ class Call:
 
         again: it is made a second time, under the scale it had, and counted no more.
         """
-        plan = self.numerics.plan
+        plan = self.plan
         if not (plan.forward[0].fp8 and (plan.input_serves_both or not self.needs_w)):
             return None
         how = plan.forward[0].how[None]
@@ -107,7 +114,8 @@ class Call:
 
     def forward(self, a: Either, weight_NK: torch.Tensor, bias_N, out: torch.dtype) -> tuple[torch.Tensor, tuple]:
         """(y, the weight's transpose as (codes, scale) where a graph saves it; else it waits here)."""
-        numerics, second = self.numerics, self.numerics.plan.forward[1]
+        numerics, second = self.numerics, self.plan.forward[1]
+        self.observe("weight", weight_NK)
         weights = numerics.kept_of_weight(weight_NK, self.record)
         slot, hold = numerics.slot("weight", self.record), holding(weight_NK, self.backend)
         holds = self.needs_x and (numerics.weight.holds if plain(weight_NK) else self.compiling)
@@ -119,7 +127,7 @@ class Call:
             b = operand(weight_NK, second, weights, slot, hold)
         y_MN = self._multiply(a, b, bias_N, out, "forward")
         if not self.compiling:
-            if self.turned_weight or second is not numerics.plan.dgrad[1]:
+            if self.turned_weight or second is not self.plan.dgrad[1]:
                 numerics.weight.after_forward(weights, second.how.get(hold))
             self.weights = weights if holds else {}
         return y_MN, turned
@@ -137,11 +145,11 @@ class Call:
 
     def store_grad(self) -> Store | None:
         """How a producer stores this layer's dy, so that nothing is cast again; None: in 16 bits, to be cast."""
-        first, again = self.numerics.plan.dgrad[0], self.numerics.plan.wgrad[0]
+        first, again = self.plan.dgrad[0], self.plan.wgrad[0]
         if not first.fp8:
             return None
         if self.needs_x and self.needs_w:
-            serves, turned = self.numerics.plan.grad_serves_both, self.turned_grad or again is not first
+            serves, turned = self.plan.grad_serves_both, self.turned_grad or again is not first
         else:  # wgrad alone reads, and its slot counts, the cast along 0
             serves, turned = self.needs_x or (self.needs_w and again is first), False
         return Store(first.how[None], turned, self.numerics.slot("grad_output", record=True)) if serves else None
@@ -165,7 +173,9 @@ class Call:
                     f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
                     'for create_graph=True leave this layer in 16 bits (overrides={"name": "bf16"})'
                 )
-        made, again = {}, numerics.plan.wgrad[0]
+        made, again = {}, self.plan.wgrad[0]
+        if isinstance(dy, torch.Tensor):
+            self.observe("grad_output", dy)
         dx_MK = dw_NK = db_N = None
         a, turned, db_N = self._cast_gradient(dy, made) if isinstance(dy, torch.Tensor) else dy
         if self.needs_x:
@@ -187,7 +197,7 @@ class Call:
         """dy for dgrad, with what the same pass gives."""
         if not self.needs_x:
             return Gradient()
-        first, slot = self.numerics.plan.dgrad[0], self.numerics.slot("grad_output", record=True)
+        first, slot = self.plan.dgrad[0], self.numerics.slot("grad_output", record=True)
         if self.turned_grad and self.needs_b:
             return Gradient(*ops.cast_transpose(dy_MN, first.how[None], slot, sums=True))
         if self.turned_grad:
@@ -198,7 +208,7 @@ class Call:
         """The weight's transpose [K, N]: from forward where it waits, else cast now."""
         numerics = self.numerics
         slot = numerics.slot("weight", False, count=False)
-        forward, dgrad = numerics.plan.forward[1], numerics.plan.dgrad[1]
+        forward, dgrad = self.plan.forward[1], self.plan.dgrad[1]
         if codes is not None:
             how = forward.how[None]
             return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
@@ -213,7 +223,7 @@ class Call:
     def _multiply(self, a, b, bias_N, out: torch.dtype, matmul: str) -> torch.Tensor:
         """One of the three matmuls, in FP8 where its operands are."""
         if isinstance(a, Operand):
-            plan = self.numerics.plan
+            plan = self.plan
             return ops.matmul(a, b, bias_N, out, "exact" if plan.exact else plan.precision[matmul])
         y_MN = ops.matmul_fp16(a, b.to(a.dtype)).to(out)
         return y_MN if bias_N is None else y_MN + bias_N

@@ -27,7 +27,8 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
     if not numerics.plan.fp8:
-        return _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
+        y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
+        return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
     record = enter(x, weight_NK, numerics)
     return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
 
@@ -100,6 +101,15 @@ class _Linear(torch.autograd.Function):
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """y, its layer's tensors shown to whoever looks at this step: numbers may allow FP8 again."""
+    if y.requires_grad:
+        numerics.observe("input", matrix(x))
+        numerics.observe("weight", weight_NK)
+        y.register_hook(lambda dy: numerics.observe("grad_output", matrix(dy)))
+    return y
 
 
 def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:

@@ -39,6 +39,7 @@ from fp8engine.functional.parts import (
     check_memory,
     keep,
     kept,
+    observe_made,
     produced,
     produced_again,
     tensors_of,
@@ -173,6 +174,8 @@ class _NormMLP(torch.autograd.Function):
 def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, y_MN, kind: str) -> list:
     """dy of each first layer: stored as it reads it, or in 16 bits where it cannot, or where there are two."""
     to = firsts[0].store_grad() if len(firsts) == 1 else None
+    if to is not None:
+        observe_made(firsts, "grad_output", lambda to: producers.act_quantize_backward(da_MF, y_MN, kind, to))
     found: Any = producers.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
     if to is None:
         return [found.dx_MK] if len(firsts) == 1 else list(found.dx_MK.chunk(2, dim=1))

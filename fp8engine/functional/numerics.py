@@ -13,6 +13,7 @@ import torch
 
 from fp8engine import device, ops
 from fp8engine.functional.weight import KeptWeight
+from fp8engine.observe import observe
 from fp8engine.recipe import MATMULS, Cast, PerBlock, Recipe
 from fp8engine.reference import How, Operand, Slot
 from fp8engine.scaling import ROLES, Kept, ScalingState
@@ -80,6 +81,17 @@ class Numerics:
     def slot(self, role: str, record: bool, count: bool = True) -> Slot:
         """The slot of "input", "weight" or "grad_output"; neither record nor count: only its scale is read."""
         return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record, count)
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Follow another recipe from the next call on."""
+        self.recipe = recipe
+        self.__post_init__()
+        self.state.adopt(self.layer, recipe)
+
+    def observe(self, role: str, x_MK: torch.Tensor) -> None:
+        """Describe what "input", "weight" or "grad_output" holds, if somebody looks at this step."""
+        if self.state.samples is not None:
+            observe(x_MK, self.state.samples, len(ROLES) * self.layer + ROLES.index(role), role)
 
     def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
         """Operands of this very weight; empty when it has changed since they were made."""

@@ -105,12 +105,21 @@ def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Eith
         return [
             call.cast_input(made, made_so_far) for call, made_so_far in zip(calls, _kept(calls), strict=True)
         ], others
+    observe_made(calls, "input", make)
     q, q_t, *others = make(to)
     for store in stores[1:]:
         if store is not None:
             count_again(to.slot, store.slot, q.data.numel())
     saved = next((call.stored(q, q_t)[1] for call in calls if call.needs_w), None)
     return [(q, saved if call.needs_w else None) for call in calls], others
+
+
+def observe_made(calls: Sequence[Call], role: str, make: Make) -> None:
+    """Show whoever looks at this step what is about to be stored in FP8: it is made in 16 bits too, for that."""
+    if any(call.numerics.state.samples is not None for call in calls):
+        made, *_ = make(IN_16_BITS)
+        for call in calls:
+            call.observe(role, made)
 
 
 def produced_again(calls: Sequence[Call], make: Make) -> list[Either | None]:

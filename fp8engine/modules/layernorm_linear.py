@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fp8engine.controller import attach
 from fp8engine.errors import UnknownName
 from fp8engine.functional import Layer, Memory, NormOf, Numerics, norm_linear
 from fp8engine.functional.parts import check_memory
@@ -83,6 +84,7 @@ def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:
     state = ScalingState([(name, recipe) for name, _ in layers], layers[0][1].weight.device)
     for index, (name, layer) in enumerate(layers):
         layer.numerics = Numerics(name, recipe, state, index, alone=index == 0)
+    attach([layer.numerics for _, layer in layers], [tuple(layer.weight.shape) for _, layer in layers])
 
 
 class LayerNormLinear(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fp8engine.controller import attach
 from fp8engine.errors import ParallelError
 from fp8engine.functional import Numerics, linear
 from fp8engine.recipe import Recipe, resolve
@@ -61,6 +62,7 @@ class Linear(Float8Module, nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         state = ScalingState([("", recipe)], self.weight.device)
         self.numerics = Numerics("Linear", recipe, state, alone=True)
+        attach([self.numerics], [(out_features, in_features)])
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias, self.numerics)

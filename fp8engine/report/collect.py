@@ -15,7 +15,7 @@ from torch import nn
 from fp8engine import ops
 from fp8engine.convert import RECORD, Record
 from fp8engine.modules.linear import Float8Module
-from fp8engine.report.state import plain_name
+from fp8engine.report.state import controllers_of, plain_name
 from fp8engine.report.table import Report
 from fp8engine.scaling import ROLES
 from fp8engine.select import experts_run, linear_layers, weight_of
@@ -55,7 +55,9 @@ def inspect(model: nn.Module) -> Report:
         if layer["experts"]:
             used, of = layer["experts"]
             layer["reason"] += f"; {used} of {of} a token, {layer['flops_share']:.1%} of the model's linear FLOPs"
-    return Report(layers, totals)
+    controllers = controllers_of(model)
+    changes = sorted((c for controller in controllers for c in controller.log), key=lambda change: change.step)
+    return Report(layers, totals, [line for change in changes for line in change.decisions()], controllers)
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:

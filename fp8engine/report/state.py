@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from fp8engine.controller import Controller
 from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
 from fp8engine.modules.linear import Float8Module
@@ -73,6 +74,23 @@ class StateView(Mapping[str, SlotView]):
             state.rescale_gradients(factor)
 
 
+def controllers_of(model: nn.Module) -> list[Controller]:
+    """Who decides for the model's layers under `auto`, one for each scaling state."""
+    states = {id(layer.numerics.state): layer.numerics.state for layer in float8_layers(model).values()}
+    clocks = [getattr(state.clock, "__self__", None) for state in states.values()]
+    return [clock for clock in clocks if isinstance(clock, Controller)]
+
+
+def _load_auto(controllers: list[Controller], kept: Sequence[str]) -> None:
+    """Before the tables: a changed recipe forgets a predicted scale."""
+    if len(kept) != len(controllers):
+        raise StateError(
+            f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
+        )
+    for controller, text in zip(controllers, kept, strict=True):
+        controller.load_state_dict(text)
+
+
 def scaling_state(model: nn.Module) -> StateView:
     """The slots of a model's converted layers: `fe.scaling_state(model)["blocks.0.mlp.up.input"].amax`.
 
@@ -97,7 +115,10 @@ def scaling_state_dict(model: nn.Module) -> dict:
                 "live": state.live_2S[:, index].clone(),
                 "counts": state.counts_CS[:, index].clone(),
             }
-    return {"version": VERSION, "slots": slots}
+    found: dict = {"version": VERSION, "slots": slots}
+    if kept := [controller.state_dict() for controller in controllers_of(model)]:
+        found["auto"] = kept
+    return found
 
 
 def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
@@ -137,6 +158,7 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
                         "was it saved under another recipe or history length?"
                     )
                 todo.append((target, value))
+    _load_auto(controllers_of(model), state_dict.get("auto", []))
     for target, value in todo:
         target.copy_(value)
     for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():

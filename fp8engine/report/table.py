@@ -7,6 +7,8 @@ import io
 import os
 from dataclasses import dataclass, field
 
+from fp8engine.controller import Controller, merge
+from fp8engine.errors import StateError
 from fp8engine.scaling import ROLES
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason")
@@ -19,12 +21,22 @@ class Report:
 
     layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, and a dict for each of input, weight,
     grad_output and output.  totals: fp8_flops_share, converted, left_alone, never_ran, ...  Shares are of elements.
-    decisions: changes of format, oldest first (a fixed recipe makes none).
+    decisions: changes of format, oldest first (a fixed recipe makes none).  controllers: who made them.
     """
 
     layers: list[dict]
     totals: dict
     decisions: list[dict] = field(default_factory=list)
+    controllers: list[Controller] = field(default_factory=list, repr=False)
+
+    def save_plan(self, path: str | os.PathLike) -> None:
+        """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
+
+        Raises StateError where no layer is under `auto`.
+        """
+        if not self.controllers:
+            raise StateError('save_plan: no layer is under "auto", so nothing was decided; fe.convert(model, "auto")')
+        merge([controller.as_plan() for controller in self.controllers]).save(path)
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""

@@ -1,0 +1,61 @@
+"""What was seen of every slot: for the report's pictures, TensorBoard and early warning."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from fp8engine.controller.alarm import Alarm, Trend
+from fp8engine.prediction import Measured, Prediction
+
+LOOKS = 1024  # of a slot that are remembered
+
+
+class Look(NamedTuple):
+    """What one slot held at a watched step, and what its cast was predicted to do to it.
+
+    cast: as "E4M3/tensor".  flushed, saturated: shares of the elements.
+    """
+
+    step: int
+    cast: str
+    amax: float
+    rms: float
+    kurtosis: float
+    sqnr_db: float
+    flushed: float
+    saturated: float
+    nonfinite: int
+
+
+class History:
+    """Looks, trends and alarms by slot name; each alarm is also given to every callable in `listeners`."""
+
+    def __init__(self):
+        self.looks: dict[str, deque[Look]] = {}
+        self.trends: dict[str, Trend] = {}
+        self.alarms: list[Alarm] = []
+        self.listeners: list[Callable[[Alarm], object]] = []
+
+    def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
+        """One slot was looked at."""
+        looks = self.looks.setdefault(slot, deque(maxlen=LOOKS))
+        numbers = (measured.amax, measured.rms, measured.kurtosis, *found[:3], measured.nonfinite)
+        looks.append(Look(step, cast, *numbers))
+        alarm = self.trends.setdefault(slot, Trend(slot)).look(step, measured.crest)
+        if alarm is not None:
+            self.alarms.append(alarm)
+            for listener in self.listeners:
+                listener(alarm)
+
+    def trends_to_dict(self) -> dict:
+        """What `trends_from_dict` takes: warnings go on where they were."""
+        return {slot: {"looks": list(trend.looks), "warned": trend.warned} for slot, trend in self.trends.items()}
+
+    def trends_from_dict(self, found: Mapping) -> None:
+        """The inverse."""
+        for slot, kept in found.items():
+            trend = self.trends[slot] = Trend(slot)
+            trend.looks.extend((int(step), float(ratio)) for step, ratio in kept["looks"])
+            trend.warned = float(kept["warned"])

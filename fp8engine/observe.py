@@ -1,0 +1,54 @@
+"""A tensor's statistics into its row of a table, without waiting for the device: what the policy looks at later.
+
+An operator, so that a compiled graph takes it whole; an effect in order, as every operator that writes a slot's row.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch._higher_order_ops import effects
+
+from fp8engine import operators, ops
+from fp8engine.policy import groupings
+from fp8engine.prediction import Measured
+from fp8engine.stats import length, measure, read
+
+ROLES = ("input", "weight", "grad_output")
+SAMPLE = 32768  # elements that are looked at, beside the exact amax
+
+
+@functools.cache
+def width() -> int:
+    """Columns of a table of samples."""
+    return max(length(groupings(role)) for role in ROLES)
+
+
+def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -> None:
+    """Write what x [M, K] holds to row `index` of the table; role: "input", "weight" or "grad_output"."""
+    if ops.direct(x_MK):
+        _observe(x_MK, table_SL, index, role)
+    else:
+        torch.ops.fp8engine.observe.default(x_MK, table_SL, index, role)
+
+
+def seen(row_L: torch.Tensor, role: str) -> Measured | None:
+    """What a row on the host says; None where nothing was observed."""
+    asked = groupings(role)
+    found = read(row_L[: length(asked)], asked)
+    return found if found.elements else None
+
+
+def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -> None:
+    with torch.no_grad():
+        flat = measure(x_MK, groupings(role), SAMPLE, x_MK.abs().amax() if x_MK.numel() else None)
+        table_SL[index, : len(flat)].copy_(flat)
+
+
+operators.define(
+    "observe(Tensor x, Tensor table, int index, str role) -> ()",
+    _observe,
+    lambda *arguments: None,
+)
+effects._register_effectful_op("fp8engine::observe", effects._EffectType.ORDERED)
