@@ -26,7 +26,7 @@ HOUSE = (
     ("L2", "operators.py"),
     ("L2", "ops.py"),
     ("L2", "producers.py"),
-    ("L3", "tensor.py"),
+    ("L3", "tensor.py", "prediction.py"),
     ("L4", "scaling.py", "stats.py"),
     ("L5", "policy.py", "flow.py"),
     ("L6", "functional/"),
