@@ -66,6 +66,8 @@ class Table(NamedTuple):
 
     energy: float
     nonzero: float
+    top_error_3: float  # of the groups' largest under powers of two, in 3 and in 2 mantissa bits, MAX being 1.75
+    top_error_2: float
     counts: numpy.ndarray
     weights: numpy.ndarray
     weights_p2: numpy.ndarray
@@ -178,24 +180,24 @@ class Measured:
     def _of_tensor(self, format: Format, s: float, aligned: bool) -> Prediction:
         """One factor for the whole tensor; aligned: it is a power of two, so that x's own grid stays one."""
         top = self.amax * s
-        unit = float(top)
         counts, rows = self.tensor
         used = numpy.flatnonzero(counts[1:-1]) + 1
-        y = _tensor_points()[used] * unit
+        y = _tensor_points()[used] * top
         lost = error(y, format)
-        if aligned:
-            spacing = 2.0 ** (numpy.floor(numpy.log2(y)) - self.header["mantissa_bits"])
-            lost = numpy.where((spacing >= step(y, format)) & (y <= format.max), 0.0, lost)
+        if aligned:  # x's own grid, n numbers to a step: its errors are few values, of mean square (1 + 2 / n^2) / 12
+            n = step(y, format) / 2.0 ** (numpy.floor(numpy.log2(y)) - self.header["mantissa_bits"])
+            lost = numpy.where((y >= format.smallest_subnormal) & (y <= format.max), lost * (1 + 2 / n**2), lost)
+            lost = numpy.where((n <= 1) & (y <= format.max), 0.0, lost)
         noise = (counts[used] @ lost.mean(1)) * self._more
         noise += max(counts[-1] * self._more, self._missing) * _error_of_point(top, format)
         zeros = self.header["sampled"] - self.header["nonzero"]
         half = format.smallest_subnormal / 2
         flushed = counts[used] @ (y <= half).mean(1) + (counts[0] - zeros) + counts[-1] * (top <= half)
         over = counts[used] @ (y > format.max * SATURATES).mean(1) + counts[-1] * (top > format.max * SATURATES)
-        place = 2.0 ** ((numpy.arange(TENSOR_BINS) + 0.5 - (TENSOR_BINS - 1)) / 8) * unit
+        place = 2.0 ** ((numpy.arange(TENSOR_BINS) + 0.5 - (TENSOR_BINS - 1)) / 8) * top
         nonzero = max(self.header["nonzero"], 1.0)
-        signal = self._energy * unit**2
-        return Prediction(_db(signal, noise), flushed / nonzero, over / nonzero, _share(rows, place <= half))
+        shares = float(flushed / nonzero), float(over / nonzero), _share(rows, place <= half)
+        return Prediction(_db(self._energy * top**2, float(noise)), *shares)
 
 
 def extent(granularity: Granularity) -> tuple[int, int]:
@@ -247,14 +249,17 @@ def _of_groups(table: Table, format: Format, margin: int, power_of_2: bool) -> P
         y = numpy.concatenate([y[:-2], numpy.full((2, POINTS), top)])
     weights = table.weights_p2 if power_of_2 else table.weights
     noise = weights[1:] @ lost / top**2
+    if power_of_2 and top / 2 >= format.smallest_normal:  # the largest of each group is known exactly
+        noise -= weights[-2:] @ lost[-2:] / top**2
+        noise += (table.top_error_3 if format.mantissa_bits == 3 else table.top_error_2) / 1.75**2
     zeros = table.counts.sum() - table.nonzero
     half = format.smallest_subnormal / 2
     flushed = table.counts[1:] @ (y <= half).mean(1) + table.counts[0] - zeros
     over = table.counts[1:] @ (y > format.max * SATURATES).mean(1)
     place = 2.0 ** (octave + 0.5) * (top / 1.75)
     nonzero = max(table.nonzero, 1.0)
-    lost_rows = _share(table.rows[:-2], place <= half)
-    return Prediction(_db(table.energy, noise), flushed / nonzero, over / nonzero, lost_rows)
+    lost_rows = _share(table.rows[:-2], place <= half) if table.rows.any() else float(top <= half)
+    return Prediction(_db(table.energy, float(noise)), float(flushed / nonzero), float(over / nonzero), lost_rows)
 
 
 @functools.cache

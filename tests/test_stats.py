@@ -1,0 +1,159 @@
+"""fp8engine/stats.py: what `measure` writes, of any tensor, from how few elements, without waiting for the device."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.prediction import GROUP_BINS, TENSOR_BINS, Groupings
+from fp8engine.recipe import E4M3, Cast, PerBlock, PerRow, PerTensor
+from fp8engine.stats import length, measure, read
+
+EVERY: Groupings = (PerTensor(), PerRow(-1), PerRow(0), PerBlock(1, 128), PerBlock(128, 1), PerBlock(128, 128))
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(0,), (), (7,), (1, 1), (1, 300), (300, 1), (129, 257), (3, 5, 33), (2, 0, 4), (700, 301)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numbers_of_any_shape_are_those_of_float64(shape: tuple, dtype: torch.dtype):
+    x = torch.randn(shape).to(dtype)
+    found = read(measure(x, EVERY, sample=1 << 20), EVERY)
+    exact = x.double().numpy().reshape(-1)
+    assert (found.elements, found.sampled) == (exact.size, exact.size)
+    assert (found.nonzero, found.nonfinite) == (np.count_nonzero(exact), 0)
+    square = exact**2
+    assert found.amax == (abs(exact).max() if exact.size else 0)
+    assert found.sum_sq == pytest.approx(square.sum(), rel=1e-5)  # FP32 sums by parts
+    if square.any():
+        assert found.rms == pytest.approx(math.sqrt(square.mean()), rel=1e-5)
+        assert found.crest == pytest.approx(abs(exact).max() / math.sqrt(square.mean()), rel=1e-5)
+        assert found.kurtosis == pytest.approx((square**2).mean() / square.mean() ** 2, rel=1e-5)
+
+
+def test_strides_and_order_change_nothing():
+    x = torch.randn(96, 160)
+    plain = measure(x, EVERY)
+    turned = measure(x.t().contiguous().t(), EVERY)
+    apart = measure(torch.stack([x, x], -1)[..., 0], EVERY)
+    for other in (turned, apart):
+        torch.testing.assert_close(other, plain, rtol=1e-5, atol=0)  # sums in another order
+
+
+def test_every_bin_is_where_the_definition_puts_it():
+    """Against NumPy's frexp, element by element: octaves of 1.75 |x| / a and of the power-of-two scale."""
+    x = torch.randn(64, 200) * torch.logspace(-3, 3, 64)[:, None]
+    table = read(measure(x, (PerRow(),)), (PerRow(),)).tables[1, -1]
+    v = x.abs().numpy()
+    a = v.max(1, keepdims=True)
+    t = (v / a).astype(np.float32)
+    octave = np.frexp(t * np.float32(1.75))[1] - 1
+    below = 2.0 ** np.floor(np.log2(1.75 / a.astype(np.float64))) / (1.75 / a.astype(np.float64))
+    octave_p2 = np.frexp(t * 1.75 * below)[1] - 1
+    bins = np.maximum(octave + octave_p2 + GROUP_BINS - 3 + 2 * (v == a), 0)
+    counts = np.bincount(bins.ravel(), minlength=GROUP_BINS)
+    assert counts.tolist() == table.counts.tolist()
+    ratio = np.broadcast_to((a.astype(np.float64) / a.max()) ** 2, v.shape)
+    for weights, exact in ((table.weights, ratio), (table.weights_p2, ratio / below**2)):
+        np.testing.assert_allclose(weights, np.bincount(bins.ravel(), exact.ravel(), GROUP_BINS), rtol=1e-5)
+    assert table.energy == pytest.approx(float((v.astype(np.float64) ** 2).sum() / a.max() ** 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("grouping", [PerRow(-1), PerRow(0), PerBlock(1, 256)], ids=str)
+def test_groups_of_few_elements_take_the_other_way_to_the_same_sums(grouping):
+    """A histogram a group where groups are large, weighted counts where there are many: one tensor either way."""
+    few = torch.randn(40, 40).exp()
+    many = few.repeat_interleave(4, 0) if grouping == PerRow(0) else few.repeat_interleave(4, 1)
+    one = read(measure(few, (grouping,)), (grouping,))  # 40 groups of 40: 5,200 bins for 1,600 elements
+    other = read(measure(many, (grouping,)), (grouping,))
+    (small,), (large,) = one.tables.values(), other.tables.values()
+    assert 2 * few.numel() < 40 * GROUP_BINS <= 2 * many.numel()
+    for a, b in ((small.counts, large.counts), (small.weights, large.weights), (small.weights_p2, large.weights_p2)):
+        np.testing.assert_allclose(4 * a, b, rtol=1e-5)
+    assert 4 * small.top_error_3 == pytest.approx(large.top_error_3, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_and_inf_are_counted_and_left_out(dtype: torch.dtype):
+    x = torch.randn(64, 130).to(dtype)
+    clean = x.clone()
+    places = torch.tensor([[0, 0], [3, 129], [63, 5], [20, 77]])
+    for (row, column), value in zip(places.tolist(), [math.nan, math.inf, -math.inf, math.nan], strict=True):
+        x[row, column], clean[row, column] = value, 0
+    bad, good = (read(measure(one, EVERY), EVERY) for one in (x, clean))
+    assert (bad.nonfinite, good.nonfinite) == (4, 0)
+    assert bad.tables[1, -1].counts.tolist() == good.tables[1, -1].counts.tolist()
+    assert {**bad.header, "nonfinite": 0.0} == good.header
+    assert bad.predict(Cast(E4M3, PerRow())) == good.predict(Cast(E4M3, PerRow()))
+    nothing = read(measure(torch.full((4, 4), math.nan), EVERY, amax=torch.tensor(math.nan)), EVERY)
+    assert (nothing.amax, nothing.nonfinite, nothing.rms, nothing.predict(Cast(E4M3)).sqnr_db) == (0, 16, 0, math.inf)
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e30, 3e38])
+def test_sums_neither_overflow_nor_vanish(scale: float):
+    x = torch.rand(32, 64).clamp_(min=0.1) * scale
+    found = read(measure(x, EVERY), EVERY)
+    exact = x.double()
+    assert found.rms == pytest.approx(float(exact.square().mean().sqrt()), rel=1e-5)
+    assert all(np.isfinite(table.weights_p2).all() and table.nonzero == 2048 for table in found.tables.values())
+
+
+def test_a_sample_is_about_as_large_as_asked_and_meets_no_period():
+    x = torch.ones(4096, 64)
+    x[::64] = 1000.0  # as the first token of every sequence
+    found = read(measure(x, (), sample=16384), ())
+    assert found.sampled == 16384
+    exact = (x.double().square().mean()).sqrt()
+    # 256 of 4096 rows, 1 in 64 large: 4 expected; sampled by a stride of 16 it would be none or 16, factors 0 and 2.
+    assert found.rms == pytest.approx(float(exact), rel=0.3)
+    wide = read(measure(torch.ones(64, 50_000), (PerRow(0),), sample=65536), (PerRow(0),))
+    assert wide.sampled == 5 * 50_000  # at most WIDEST samples, whole rows
+
+
+def test_an_outlier_that_the_sample_missed_is_known_from_amax():
+    x = torch.randn(2048, 256)
+    x[5, 5] = 1e7
+    flat = measure(x, (), sample=4096, amax=x.abs().max())
+    found = read(flat, ())
+    assert found.tensor[0, TENSOR_BINS - 1] == 0  # the test's premise
+    assert found.sum_sq == pytest.approx(float(x.double().square().sum()), rel=0.02)
+    assert found.predict(Cast(E4M3)).flushed > 0.9
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 1024), (16, 50_257)], ids=str)
+def test_no_size_and_no_branch_depends_on_values(shape: tuple, dtype: torch.dtype):
+    """Fake tensors have no values: whatever waits for one (item, nonzero, bincount, a mask as an index) raises."""
+    with FakeTensorMode():
+        x = torch.empty(shape, dtype=dtype)
+        flat = measure(x, EVERY, amax=torch.empty(()))
+        assert flat.shape == (length(EVERY),)
+        assert flat.dtype == torch.float32
+
+
+def test_the_fake_mode_finds_what_it_is_there_for():
+    with FakeTensorMode():
+        x = torch.empty(4)
+        for wait in (x.max().item, x.nonzero, lambda: torch.bincount(x.long()), lambda: x[x > 0]):
+            with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+                wait()
+
+
+def test_gradients_and_the_tensor_are_left_alone():
+    x = torch.randn(8, 8, requires_grad=True)
+    before = x.detach().clone()
+    flat = measure(x * 1, EVERY)
+    assert not flat.requires_grad
+    assert torch.equal(x, before)
+
+
+def test_errors():
+    with pytest.raises(UnsupportedDtype, match=r"float64.*float32, bfloat16 or float16"):
+        measure(torch.zeros(2, dtype=torch.float64), ())
+    with pytest.raises(ShapeError, match="sample=0"):
+        measure(torch.zeros(2), (), sample=0)
+    with pytest.raises(ShapeError, match="pass the groupings that `measure` was given"):
+        read(measure(torch.zeros(2), ()), (PerRow(),))
