@@ -20,16 +20,14 @@ Each operand is read by two matmuls, along its rows and along its columns: a pre
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, worst
 from fp8engine.formats import BF16, E4M3, E5M2, Format
-from fp8engine.prediction import Measured, Prediction
-from fp8engine.recipe import MATMULS, MOST_DB, Auto, Cast, PerBlock, PerRow, PerTensor, Recipe
+from fp8engine.prediction import Measured
+from fp8engine.recipe import MOST_DB, Auto
 
-GRAINS = ("tensor", "row", "block")  # what one scale covers, cheapest first
-BLOCK = 128
-OPERANDS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 WITHIN_DB = 1.0  # of the best granularity: what "accuracy" calls as good
 SLACK_DB, SLACK_SHARE = 1.0, 1.5  # what is there may miss its needs by so much before it is changed
 PATIENCE = 4  # looks in a row that would allow something cheaper
@@ -37,8 +35,6 @@ MOST_CHANGES = 3
 UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
 WIDER = 2  # powers of two that a margin grows by
 BEYOND = 1e-4  # share of elements that may saturate under a predicted scale before its margin grows
-
-Slot = tuple[int, str]  # (layer, role)
 
 
 class Needs(NamedTuple):
@@ -67,28 +63,6 @@ class Option(NamedTuple):
     why_not: str = ""  # "": it meets the needs
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a group of slots has.  grain: "" where nothing is in FP8.  formats: of each slot.  fp8: its matmuls.
-
-    margin: powers of two kept free above a predicted amax.  reasons: of each slot that changed.
-    cheaper: looks in a row that would allow something cheaper.  changes: so far.
-    """
-
-    grain: str
-    formats: Mapping[Slot, Format]
-    fp8: frozenset[tuple[int, str]]  # (layer, matmul)
-    margin: int = 0
-    reasons: Mapping[Slot, str] | None = None
-    cheaper: int = 0
-    changes: int = 0
-
-    def same_casts(self, other: Choice) -> bool:
-        """Whether nothing that is computed differs."""
-        mine, theirs = ((c.grain, dict(c.formats), c.fp8, c.margin) for c in (self, other))
-        return mine == theirs
-
-
 def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",)) -> Needs:
     """The strictest need among the kinds of a tensor's consumers; a kind that the recipe does not name wants 16 bits.
 
@@ -102,28 +76,31 @@ def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",)) -> Needs:
     return Needs(need, recipe.max_flushed, recipe.max_rows_lost, within)
 
 
-def casts(role: str, grain: str, format: Format, scaling: str = "current") -> tuple[Cast, ...]:
-    """A slot's casts under a granularity, as each of its two matmuls reads it.
+def known(measured: Measured, role: str) -> tuple[str, ...]:
+    """The granularities that a look took statistics of: all, or per tensor alone, which costs a tenth."""
+    return GRAINS if measured.tables else GRAINS[:1]
 
-    >>> [str(cast) for cast in casts("input", "row", E4M3)]
-    ['E4M3 per row (power of 2)', 'E4M3 per column (power of 2)']
+
+def enough(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs], previous: Choice) -> bool:
+    """Whether statistics per tensor alone settle what `decide` says.
+
+    They do where every slot has a format per tensor that needs nothing better: no granularity gives an FP8 format more
+    than MOST_DB.
     """
-    if grain == "tensor":
-        return (Cast(format, PerTensor(), scaling),)
-    if grain == "row":
-        return tuple(Cast(format, PerRow(dim), power_of_2=True) for dim in (-1, 0))
-    first = Cast(format, PerBlock(BLOCK if role == "weight" else 1, BLOCK), power_of_2=True)
-    return (first,) if role == "weight" else (first, first.along(0))
-
-
-def groupings(role: str) -> tuple:
-    """The granularities under which a slot's statistics are to be taken."""
-    return tuple(cast.granularity for grain in GRAINS for cast in casts(role, grain, E4M3))
+    if all(measured.tables for measured in seen.values()) or previous.changes >= MOST_CHANGES:
+        return True
+    if previous.grain != GRAINS[0] or not all(format.is_fp8 for format in previous.formats.values()):
+        return False
+    for slot, measured in seen.items():
+        option = _best(measured, slot[1], GRAINS[0], None)
+        if _why_not(option, needs[slot], MOST_DB):
+            return False
+    return True
 
 
 def options(measured: Measured, role: str, needs: Needs, held: Mapping[str, Format] | None = None) -> dict[str, Option]:
     """For each granularity the best FP8 format, or the one in `held`, and whether it meets the needs."""
-    found = {grain: _best(measured, role, grain, (held or {}).get(grain)) for grain in GRAINS}
+    found = {grain: _best(measured, role, grain, (held or {}).get(grain)) for grain in known(measured, role)}
     best = min(max(option.sqnr_db for option in found.values()), MOST_DB)
     return {grain: option._replace(why_not=_why_not(option, needs, best)) for grain, option in found.items()}
 
@@ -131,17 +108,10 @@ def options(measured: Measured, role: str, needs: Needs, held: Mapping[str, Form
 def _best(measured: Measured, role: str, grain: str, held: Format | None) -> Option:
     tried = []
     for format in (held,) if held is not None and held.is_fp8 else (E4M3, E5M2)[: 1 if role == "weight" else 2]:
-        worst = _worst([measured.predict(cast) for cast in casts(role, grain, format)])
-        tried.append(Option(format, worst.sqnr_db, worst.flushed, worst.rows_lost))
+        least = worst([measured.predict(cast) for cast in casts(role, grain, format)])
+        tried.append(Option(format, least.sqnr_db, least.flushed, least.rows_lost))
     # Of the two formats: the one that loses less of what is there, counted in signal first.
     return max(tried, key=lambda option: option.sqnr_db - 100.0 * option.flushed)
-
-
-def _worst(predictions: Sequence[Prediction]) -> Prediction:
-    worst = min(predictions, key=lambda each: each.sqnr_db)
-    return worst._replace(
-        flushed=max(each.flushed for each in predictions), rows_lost=max(each.rows_lost for each in predictions)
-    )
 
 
 def _why_not(option: Option, needs: Needs, best_db: float) -> str:
@@ -184,50 +154,6 @@ def decide(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs] | Needs, p
     return replace(wished, reasons=reasons, cheaper=0, changes=previous.changes + 1)
 
 
-def begin(layers: Sequence[int], recipe: Auto) -> Choice:
-    """What a group has before anything was seen: the recipe's own casts."""
-    formats = {(i, role): getattr(recipe, role).format for i in layers for role in ("input", "weight", "grad_output")}
-    return Choice("tensor", formats, frozenset((i, matmul) for i in layers for matmul in MATMULS))
-
-
-def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
-    """One layer's part of a choice, as the recipe that its matmuls follow.
-
-    >>> from fp8engine.recipe import auto
-    >>> print(recipe_of(auto(), begin([0], auto()), 0).grad_output)
-    E5M2 per tensor
-    """
-    scaling = auto.input.scaling
-    read: dict[str, tuple[Cast, Cast]] = {}
-    for matmul, roles in OPERANDS.items():
-        made = []
-        for role in roles:
-            format = choice.formats[layer, role]
-            if (layer, matmul) not in choice.fp8:
-                made.append(Cast(BF16))
-                continue
-            first, *other = casts(role, choice.grain, format, scaling)
-            turned = (matmul == "wgrad") or (matmul == "dgrad" and role == "weight")
-            made.append((other or [first])[0] if turned else first)
-        read[matmul] = (made[0], made[1])
-    (x, w), (dy, w_t), (dy_t, x_t) = read["forward"], read["dgrad"], read["wgrad"]
-    alike = lambda first, second: None if second == first.along(0) else second  # noqa: E731 - three uses below
-    return Recipe(
-        name="auto",
-        input=x,
-        weight=w,
-        grad_output=dy,
-        weight_for_dgrad=alike(w, w_t),
-        input_for_wgrad=alike(x, x_t),
-        grad_output_for_wgrad=alike(dy, dy_t),
-        margin=choice.margin,
-        history=auto.history,
-        fast_accumulation=() if choice.grain == "block" else auto.fast_accumulation,
-        output=auto.output,
-        cache_weights=auto.cache_weights,
-    )
-
-
 def widen(previous: Choice, saturated: float) -> Choice:
     """More room above predicted amaxes, where more than a few elements saturated under them since the last look."""
     if saturated <= BEYOND or previous.grain != "tensor" or previous.changes >= MOST_CHANGES:
@@ -237,30 +163,16 @@ def widen(previous: Choice, saturated: float) -> Choice:
     return replace(previous, margin=previous.margin + WIDER, reasons=reasons, changes=previous.changes + 1, cheaper=0)
 
 
-def predicted(measured: Measured, role: str, choice: Choice, format: Format) -> Prediction:
-    """What a slot's casts under a choice do to it; a format in 16 bits has one."""
-    if not format.is_fp8:
-        return measured.predict(Cast(format))
-    return _worst([measured.predict(cast, choice.margin) for cast in casts(role, choice.grain, format)])
-
-
-def in_16_bits(previous: Choice, reason: str) -> Choice:
-    """A group that is left in 16 bits whatever its statistics say, for good."""
-    formats = dict.fromkeys(previous.formats, BF16)
-    reasons = dict.fromkeys(previous.formats, reason)
-    return Choice("", formats, frozenset(), reasons=reasons, changes=MOST_CHANGES)
-
-
 def _wish(seen, want, previous: Choice) -> Choice:
     """The choice as it would be without a past."""
     table = {slot: options(measured, slot[1], want[slot]) for slot, measured in seen.items()}
     for grain in GRAINS:
-        if all(row[grain].why_not == "" for row in table.values()):
+        if all(grain in row and row[grain].why_not == "" for row in table.values()):
             return _choice(table, grain, previous)
     # No granularity suits all: the one with which most matmuls can stay, "as good as the best" not asked any more.
     strict = {slot: need._replace(within_db=None) for slot, need in want.items()}
     table = {slot: options(measured, slot[1], strict[slot]) for slot, measured in seen.items()}
-    found = [_choice(table, grain, previous) for grain in GRAINS]
+    found = [_choice(table, grain, previous) for grain in GRAINS if all(grain in row for row in table.values())]
     return max(found, key=lambda choice: len(choice.fp8))
 
 

@@ -117,6 +117,7 @@ class ScalingState:
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
         self.clock: Callable[[], None] | None = None  # called when a training step begins, scales predicted
         self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
+        self.closely: frozenset[int] = frozenset()  # layers whose tensors are looked at under every granularity
         self._reset(torch.device(device))
 
     def _reset(self, device: torch.device) -> None:

@@ -29,6 +29,7 @@ HOUSE = (
     ("L2", "producers.py"),
     ("L3", "tensor.py", "prediction.py"),
     ("L4", "scaling.py", "stats.py"),
+    ("L5", "choice.py"),
     ("L5", "policy.py", "flow.py"),
     ("L5", "observe.py"),
     ("L6", "functional/"),

@@ -13,12 +13,13 @@ model does not come by here: it computes in the formats that it was compiled wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from fp8engine import device, ranks
+from fp8engine.choice import Choice, Slot, begin, in_16_bits, predicted, recipe_of
 from fp8engine.controller.history import History
 from fp8engine.controller.log import Change, Plan, SlotChange
 from fp8engine.controller.saving import choices_from_list, choices_to_list
@@ -26,7 +27,7 @@ from fp8engine.cost import speedup
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.functional.numerics import Numerics
 from fp8engine.observe import seen, width
-from fp8engine.policy import Choice, Slot, begin, decide, in_16_bits, needs_of, predicted, recipe_of, widen
+from fp8engine.policy import decide, enough, needs_of, widen
 from fp8engine.prediction import Measured
 from fp8engine.recipe import Auto
 from fp8engine.scaling import ROLES, ScalingState
@@ -52,6 +53,7 @@ class Controller:
         self.choices: dict[int, Choice] = {}  # by a layer's place in `layers`; layers of a group share one
         self.log: list[Change] = []
         self.history = History()
+        self.again = False  # whether the last look left a question that only a closer one can answer
         self.pending: tuple | None = None
         self.counts: torch.Tensor | None = None
         self.plan = plan
@@ -119,6 +121,7 @@ class Controller:
         self.history.trends_from_dict(kept["trends"])
         for change in log:
             by_name[change.layer].adopt(change.recipe)
+        self._look_closely_at(set())
         self.state.samples = None  # the step under way, if any, was watched by another process
 
     def _names(self) -> dict[str, tuple[int, ...]]:
@@ -135,7 +138,7 @@ class Controller:
         """Begin or end watching, by the number of the step that begins."""
         state = self.state
         state.samples = None
-        due = max(self.step, 0) % self.recipe.interval == 0 and not self.frozen
+        due = (self.again or max(self.step, 0) % self.recipe.interval == 0) and not self.frozen
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
             rows = len(ROLES) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
@@ -145,21 +148,22 @@ class Controller:
         state = self.state
         if state.samples is not None:
             ranks.agree(state.samples, state.ranks)
-            self.pending = (self.step - 1, _to_host(state.samples), _to_host(state.counts_CS), _event(state.device))
+            tables = (_to_host(state.samples), _to_host(state.counts_CS))
+            self.pending = (self.step - 1, *tables, state.closely, _event(state.device))
         if self.pending is not None and (self.pending[-1] is None or self.pending[-1].query()):
-            step, samples, counts, _ = self.pending
+            step, samples, counts, closely, _ = self.pending
             self.pending = None
             if not self.frozen:
-                self._decide(step, self._read(samples), counts)
+                self._decide(step, self._read(samples, closely), counts)
 
-    def _read(self, samples: torch.Tensor) -> dict[Slot, Measured]:
+    def _read(self, samples: torch.Tensor, closely: Container[int]) -> dict[Slot, Measured]:
         """What the rows of this controller's layers say; layers that read one tensor become a group."""
         found: dict[Slot, Measured] = {}
         readers: dict[bytes, int] = {}
         for i, numerics in enumerate(self.layers):
             for j, role in enumerate(ROLES):
                 row = samples[len(ROLES) * numerics.layer + j]
-                if (measured := seen(row, role)) is None:
+                if (measured := seen(row, role if numerics.layer in closely else "")) is None:
                     continue
                 found[i, role] = measured
                 if role == "input" and i not in self.choices:
@@ -182,15 +186,27 @@ class Controller:
             outcome = predicted(measured, role, choice, format)
             self.history.enter(step, self._name((i, role)), _label(format, choice), measured, outcome)
         needs = {slot: needs_of(self.recipes[slot[0]]) for slot in found}
+        closely: set[int] = set()
+        self.again = False
         for choice in list({id(choice): choice for choice in self.choices.values()}.values()):
             inside = {slot: found[slot] for slot in choice.formats if slot in found and found[slot].amax > 0}
             if choice.changes == 0 and (slow := self._slow(choice, counts)):
                 new = in_16_bits(choice, slow)
+            elif not enough(inside, needs, choice):
+                closely |= {self.layers[i].layer for i, _ in choice.formats}
+                self.again |= not all(measured.tables for measured in inside.values())
+                new = choice
             else:
                 new = decide(inside, needs, choice)
                 new = new if new.reasons else widen(new, self._saturated(choice, counts))
             self._adopt(choice, new, inside)
         self.counts = counts
+        self._look_closely_at(closely)
+
+    def _look_closely_at(self, layers: set[int]) -> None:
+        """These, and what is not per tensor, which can be judged no other way."""
+        others = {self.layers[i].layer for i, choice in self.choices.items() if choice.grain != "tensor"}
+        self.state.closely = frozenset(layers | others)
 
     def _adopt(self, old: Choice, new: Choice, inside: Mapping[Slot, Measured]) -> None:
         for i in sorted({i for i, _ in new.formats}):

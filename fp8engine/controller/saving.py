@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from fp8engine.choice import Choice
 from fp8engine.formats import Format
-from fp8engine.policy import Choice
 
 
 def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
@@ -27,7 +27,7 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
 def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
     """The inverse of `choices_to_list`.
 
-    >>> from fp8engine.policy import begin
+    >>> from fp8engine.choice import begin
     >>> from fp8engine.recipe import auto
     >>> choices = {0: begin([0], auto())}
     >>> choices_from_list(choices_to_list(choices)) == choices

@@ -91,7 +91,8 @@ class Numerics:
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight" or "grad_output" holds, if somebody looks at this step."""
         if self.state.samples is not None:
-            observe(x_MK, self.state.samples, len(ROLES) * self.layer + ROLES.index(role), role)
+            index = len(ROLES) * self.layer + ROLES.index(role)
+            observe(x_MK, self.state.samples, index, role if self.layer in self.state.closely else "")
 
     def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
         """Operands of this very weight; empty when it has changed since they were made."""
