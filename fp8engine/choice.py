@@ -58,6 +58,11 @@ def casts(role: str, grain: str, format: Format, scaling: str = "current") -> tu
     return (first,) if role == "weight" else (first, first.along(0))
 
 
+def reading(role: str, matmul: str) -> int:
+    """Which of a slot's casts a matmul reads: 0, along its rows, or 1, along its columns."""
+    return int(matmul == "wgrad" or (matmul == "dgrad" and role == "weight"))
+
+
 def groupings(role: str) -> tuple[Granularity, ...]:
     """The granularities under which a slot's statistics are to be taken."""
     return tuple(cast.granularity for grain in GRAINS for cast in casts(role, grain, E4M3))
@@ -93,8 +98,7 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
                 made.append(Cast(BF16))
                 continue
             first, *other = casts(role, choice.grain, format, scaling)
-            turned = (matmul == "wgrad") or (matmul == "dgrad" and role == "weight")
-            made.append((other or [first])[0] if turned else first)
+            made.append((other or [first])[0] if reading(role, matmul) else first)
         read[matmul] = (made[0], made[1])
     (x, w), (dy, w_t), (dy_t, x_t) = read["forward"], read["dgrad"], read["wgrad"]
     alike = lambda first, second: None if second == first.along(0) else second  # noqa: E731 - three uses below
@@ -114,11 +118,14 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
     )
 
 
-def predicted(measured: Measured, role: str, choice: Choice, format: Format) -> Prediction:
-    """What a slot's casts under a choice do to it; a format in 16 bits has one."""
+def predicted(measured: Measured, slot: Slot, choice: Choice) -> Prediction:
+    """What a slot's casts under a choice do to it, at worst; a format in 16 bits has one."""
+    (layer, role), format = slot, choice.formats[slot]
     if not format.is_fp8:
         return measured.predict(Cast(format))
-    return worst([measured.predict(cast, choice.margin) for cast in casts(role, choice.grain, format)])
+    both = casts(role, choice.grain, format)
+    read = {reading(role, matmul) for i, matmul in choice.fp8 if i == layer and role in OPERANDS[matmul]}
+    return worst([measured.predict(both[min(i, len(both) - 1)], choice.margin) for i in sorted(read)])
 
 
 def worst(predictions: Sequence[Prediction]) -> Prediction:

@@ -3,18 +3,16 @@
 A matmul wants one granularity for both operands, and a tensor that several layers read is cast once: so slots that
 meet in a matmul or share a tensor are decided together.  For each granularity, cheapest first (tensor, row, block):
 
-    1  every slot takes the FP8 format that predicts the least error for it there
-    2  it will do, if each slot meets its consumer's need (SQNR in dB, share of elements and rows flushed to zero)
+    1  every slot takes the FP8 format that suits it best there: SQNR in dB, less one for each percent flushed to zero
+    2  it will do, if in both matmuls that read it each slot meets its consumer's need (SQNR, shares flushed and lost)
     3  objective "accuracy" also wants it within 1 dB of what the slot's best granularity gives
 
-The first that will do is taken.  If none does, the matmuls whose operands both meet their needs stay in FP8, at the
+The first that will do is taken.  If none does, the matmuls whose two operands meet their needs stay in FP8, at the
 granularity where these are most, and the others are computed in 16 bits.
 
 Hysteresis: what a slot has stays while it misses its needs by no more than 1 dB, half its share again, and 2 dB of the
 best; something cheaper must look right four times in a row.  A group changes at most three times; the third one is for
 good, and takes the safest cast there is.
-
-Each operand is read by two matmuls, along its rows and along its columns: a prediction is the worse of both.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, worst
+from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, reading, worst
 from fp8engine.formats import BF16, E4M3, E5M2, Format
-from fp8engine.prediction import Measured
+from fp8engine.prediction import Measured, Prediction
 from fp8engine.recipe import MOST_DB, Auto
 
 WITHIN_DB = 1.0  # of the best granularity: what "accuracy" calls as good
@@ -54,13 +52,23 @@ class Needs(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One slot under one granularity: the format that suits it best, and what that does to it."""
+    """One slot under one granularity: the format that suits it best, and what that does to it at worst.
+
+    good: whether each of its casts, along rows and along columns, meets the needs; one of per tensor and of squares.
+    value: in dB, of the worst that does.
+    """
 
     format: Format
     sqnr_db: float
     flushed: float
     rows_lost: float
-    why_not: str = ""  # "": it meets the needs
+    value: float
+    good: tuple[bool, ...] = ()
+    why_not: str = ""  # "": all are
+
+    def suits(self, role: str, matmul: str) -> bool:
+        """Whether the cast that a matmul reads meets the needs."""
+        return self.good[min(reading(role, matmul), len(self.good) - 1)]
 
 
 def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",)) -> Needs:
@@ -91,39 +99,46 @@ def enough(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs], previous:
         return True
     if previous.grain != GRAINS[0] or not all(format.is_fp8 for format in previous.formats.values()):
         return False
-    for slot, measured in seen.items():
-        option = _best(measured, slot[1], GRAINS[0], None)
-        if _why_not(option, needs[slot], MOST_DB):
-            return False
-    return True
+    return all(_at(measured, slot[1], GRAINS[0], needs[slot], MOST_DB).why_not == "" for slot, measured in seen.items())
 
 
-def options(measured: Measured, role: str, needs: Needs, held: Mapping[str, Format] | None = None) -> dict[str, Option]:
-    """For each granularity the best FP8 format, or the one in `held`, and whether it meets the needs."""
-    found = {grain: _best(measured, role, grain, (held or {}).get(grain)) for grain in known(measured, role)}
-    best = min(max(option.sqnr_db for option in found.values()), MOST_DB)
-    return {grain: option._replace(why_not=_why_not(option, needs, best)) for grain, option in found.items()}
+def options(measured: Measured, role: str, needs: Needs) -> dict[str, Option]:
+    """For each granularity the best FP8 format, and whether it meets the needs."""
+    modest = needs._replace(within_db=None)
+    found = {grain: _at(measured, role, grain, modest, 0.0) for grain in known(measured, role)}
+    best = max((option.sqnr_db for option in found.values() if not option.why_not), default=0.0)
+    return {grain: _at(measured, role, grain, needs, min(best, MOST_DB)) for grain in found}
 
 
-def _best(measured: Measured, role: str, grain: str, held: Format | None) -> Option:
+def _at(measured: Measured, role: str, grain: str, needs: Needs, best_db: float, held: Format | None = None) -> Option:
+    """One granularity's best format, or the one held; best_db: what can be had."""
     tried = []
-    for format in (held,) if held is not None and held.is_fp8 else (E4M3, E5M2)[: 1 if role == "weight" else 2]:
-        least = worst([measured.predict(cast) for cast in casts(role, grain, format)])
-        tried.append(Option(format, least.sqnr_db, least.flushed, least.rows_lost))
-    # Of the two formats: the one that loses less of what is there, counted in signal first.
-    return max(tried, key=lambda option: option.sqnr_db - 100.0 * option.flushed)
+    for format in (held,) if held is not None else (E4M3, E5M2)[: 1 if role == "weight" else 2]:
+        each = [measured.predict(cast) for cast in casts(role, grain, format)]
+        why = [_why_not(prediction, needs, best_db) for prediction in each]
+        least = worst(each)
+        good = tuple(not reason for reason in why)
+        first = next((reason for reason in why if reason), "")
+        values = [found.sqnr_db - 100.0 * found.flushed for found in each]
+        value = min([value for value, fine in zip(values, good, strict=True) if fine] or values)
+        tried.append(Option(format, least.sqnr_db, least.flushed, least.rows_lost, value, good, first))
+    return max(tried, key=_score)
 
 
-def _why_not(option: Option, needs: Needs, best_db: float) -> str:
+def _score(option: Option) -> tuple[int, float]:
+    return sum(option.good), option.value
+
+
+def _why_not(found: Prediction, needs: Needs, best_db: float) -> str:
     """The first need that is missed, in words; "" for none."""
-    if option.sqnr_db < needs.min_sqnr_db:
-        return f"predicted SQNR {option.sqnr_db:.1f} dB < {needs.min_sqnr_db:g} dB"
-    if option.flushed > needs.max_flushed:
-        return f"{option.flushed:.1%} of the elements flushed to zero > {needs.max_flushed:.1%}"
-    if option.rows_lost > needs.max_rows_lost:
-        return f"{option.rows_lost:.1%} of the rows lost > {needs.max_rows_lost:.1%}"
-    if needs.within_db is not None and option.sqnr_db < best_db - needs.within_db:
-        return f"predicted SQNR {option.sqnr_db:.1f} dB where {best_db:.1f} dB can be had"
+    if found.sqnr_db < needs.min_sqnr_db:
+        return f"predicted SQNR {found.sqnr_db:.1f} dB < {needs.min_sqnr_db:g} dB"
+    if found.flushed > needs.max_flushed:
+        return f"{found.flushed:.1%} of the elements flushed to zero > {needs.max_flushed:.1%}"
+    if found.rows_lost > needs.max_rows_lost:
+        return f"{found.rows_lost:.1%} of the rows lost > {needs.max_rows_lost:.1%}"
+    if needs.within_db is not None and found.sqnr_db < best_db - needs.within_db:
+        return f"predicted SQNR {found.sqnr_db:.1f} dB where {best_db:.1f} dB can be had"
     return ""
 
 
@@ -169,44 +184,60 @@ def _wish(seen, want, previous: Choice) -> Choice:
     for grain in GRAINS:
         if all(grain in row and row[grain].why_not == "" for row in table.values()):
             return _choice(table, grain, previous)
-    # No granularity suits all: the one with which most matmuls can stay, "as good as the best" not asked any more.
+    # No granularity suits all: the one with which most matmuls can stay, "as good as the best" asked only among those.
     strict = {slot: need._replace(within_db=None) for slot, need in want.items()}
     table = {slot: options(measured, slot[1], strict[slot]) for slot, measured in seen.items()}
     found = [_choice(table, grain, previous) for grain in GRAINS if all(grain in row for row in table.values())]
-    return max(found, key=lambda choice: len(choice.fp8))
+    most = max(len(choice.fp8) for choice in found)
+    found = [(choice, _value(table, choice)) for choice in found if len(choice.fp8) == most]
+    within = max((need.within_db or 0.0 for need in want.values()), default=0.0) or float("inf")
+    best = max(value for _, value in found)
+    return next(choice for choice, value in found if value >= best - within)
+
+
+def _value(table: Mapping[Slot, Mapping[str, Option]], choice: Choice) -> float:
+    """In dB, on average over the slots in FP8."""
+    values = [
+        table[slot][choice.grain].value for slot, format in choice.formats.items() if format.is_fp8 and slot in table
+    ]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _choice(table: Mapping[Slot, Mapping[str, Option]], grain: str, previous: Choice) -> Choice:
+    """A granularity, each matmul in FP8 whose operands' casts for it are good; slots not seen keep what they have."""
     formats = dict(previous.formats)
-    for slot, row in table.items():
-        formats[slot] = row[grain].format if row[grain].why_not == "" else BF16
-    fp8 = _matmuls(formats)
-    used = {(layer, role) for layer, matmul in fp8 for role in OPERANDS[matmul]}
-    formats = {slot: format if slot in used else BF16 for slot, format in formats.items()}
-    return replace(previous, grain=grain if fp8 else "", formats=formats, fp8=fp8)
-
-
-def _matmuls(formats: Mapping[Slot, Format]) -> frozenset[tuple[int, str]]:
-    """The matmuls that can run in FP8: both operands in it, not both in E5M2."""
-    found = set()
+    formats |= {slot: row[grain].format for slot, row in table.items()}
+    fp8 = set()
     for layer in {layer for layer, _ in formats}:
         for matmul, roles in OPERANDS.items():
             a, b = (formats[layer, role] for role in roles)
-            if a.is_fp8 and b.is_fp8 and not a == b == E5M2:
-                found.add((layer, matmul))
-    return frozenset(found)
+            rows = [(role, table[layer, role][grain]) for role in roles if (layer, role) in table]
+            if (
+                all(option.suits(role, matmul) for role, option in rows)
+                and a.is_fp8
+                and b.is_fp8
+                and not a == b == E5M2
+            ):
+                fp8.add((layer, matmul))
+    used = {(layer, role) for layer, matmul in fp8 for role in OPERANDS[matmul]}
+    formats = {slot: format if slot in used else BF16 for slot, format in formats.items()}
+    return replace(previous, grain=grain if fp8 else "", formats=formats, fp8=frozenset(fp8))
 
 
 def _missed(seen, want, previous: Choice) -> dict[Slot, str]:
     """Slots that miss their relaxed needs under what they have, and which need."""
     missed = {}
     for slot, measured in seen.items():
-        format = previous.formats[slot]
-        if format.is_fp8:
-            option = options(measured, slot[1], want[slot].relaxed(), dict.fromkeys(GRAINS, format))[previous.grain]
-            best = min(max(each.sqnr_db for each in options(measured, slot[1], want[slot]).values()), MOST_DB)
-            if why := _why_not(option, want[slot].relaxed(), best):
-                missed[slot] = why
+        (layer, role), format = slot, previous.formats[slot]
+        if not format.is_fp8:
+            continue
+        modest = want[slot]._replace(within_db=None)
+        others = options(measured, role, modest).values()
+        best = max((option.sqnr_db for option in others if not option.why_not), default=0.0)
+        option = _at(measured, role, previous.grain, want[slot].relaxed(), min(best, MOST_DB), format)
+        reads = [matmul for matmul, roles in OPERANDS.items() if role in roles and (layer, matmul) in previous.fp8]
+        if not all(option.suits(role, matmul) for matmul in reads):
+            missed[slot] = option.why_not
     return missed
 
 

@@ -183,7 +183,7 @@ class Controller:
         for (i, role), measured in found.items():
             choice = self.choices[i]
             format = choice.formats[i, role]
-            outcome = predicted(measured, role, choice, format)
+            outcome = predicted(measured, (i, role), choice)
             self.history.enter(step, self._name((i, role)), _label(format, choice), measured, outcome)
         needs = {slot: needs_of(self.recipes[slot[0]]) for slot in found}
         closely: set[int] = set()
@@ -222,7 +222,7 @@ class Controller:
         before, after = (_label(choice.formats[slot], choice) for choice in choices)
         if measured is None:
             return SlotChange(self._name(slot), before, after, why)
-        found = predicted(measured, slot[1], choices[1], choices[1].formats[slot])
+        found = predicted(measured, slot, choices[1])
         return SlotChange(self._name(slot), before, after, why, round(found.sqnr_db, 2), round(found.flushed, 6))
 
     def _name(self, slot: Slot) -> str:
