@@ -96,7 +96,7 @@ def read(flat: torch.Tensor, groupings: Groupings) -> Measured:
         )
     numbers = flat.detach().double().cpu().numpy()
     at = len(HEADER)
-    header = dict(zip(HEADER, numbers[:at].tolist(), strict=True))
+    header: dict[str, float] = dict(zip(HEADER, numbers[:at].tolist(), strict=True))
     tensor = numbers[at : at + 2 * TENSOR_BINS].reshape(2, TENSOR_BINS)
     at += tensor.size
     tables = {}
@@ -238,12 +238,19 @@ def _some(x_MK: torch.Tensor, kind: object, sample: int) -> torch.Tensor:
     if count >= down * across:
         return x_MK
     block = _strata(down * across, count, x_MK.device)
-    row = (block // across * rows)[:, None] + torch.arange(rows, device=x_MK.device)
-    column = (block % across * cols)[:, None] + torch.arange(cols, device=x_MK.device)
-    inside = (row < m)[:, :, None] & (column < k)[:, None, :]
-    some = x_MK[row.clamp_(max=m - 1)[:, :, None], column.clamp_(max=k - 1)[:, None, :]]
-    some = torch.where(inside, some, 0.0)
-    return some[..., None] if kind[1] == 1 else some[:, :, None, :]
+    row = (block // across * rows)[:, None, None] + torch.arange(rows, device=x_MK.device)[:, None]
+    column = (block % across * cols)[:, None, None] + torch.arange(cols, device=x_MK.device)
+    inside = (row < m) & (column < k) if m % rows or k % cols else None
+    down, across = x_MK.stride()
+    # By place in memory: a third of the time of indexing both dimensions.
+    place = row.clamp_(max=m - 1) * down + column.clamp_(max=k - 1) * across
+    memory = x_MK.as_strided(((m - 1) * down + (k - 1) * across + 1,), (1,))
+    if kind[1] > 1:
+        some = memory.index_select(0, place.flatten()).view(place.shape)
+        return (some if inside is None else torch.where(inside, some, 0.0))[:, :, None, :]
+    # Each group's elements side by side: twice as fast as with its neighbours' between.
+    some = memory.index_select(0, place.transpose(1, 2).flatten()).view(-1, cols, rows).transpose(1, 2)
+    return (some if inside is None else torch.where(inside, some, 0.0))[..., None]
 
 
 def _some_columns(x_MK: torch.Tensor, sample: int) -> torch.Tensor:

@@ -113,6 +113,20 @@ def test_a_sample_is_about_as_large_as_asked_and_meets_no_period():
     assert wide.sampled == 5 * 50_000  # at most WIDEST samples, whole rows
 
 
+@pytest.mark.parametrize("grouping", [PerBlock(128, 128), PerBlock(128, 1), PerBlock(3, 5)], ids=str)
+def test_sampled_blocks_are_whole_blocks_of_the_tensor_however_it_lies(grouping: PerBlock):
+    """Blocks of one value each, all values different: a group with two would have elements below its largest."""
+    m, k = 700, 901
+    down, across = (torch.arange(size) // step for size, step in ((m, grouping.rows), (k, grouping.cols)))
+    x = 1 + torch.add(down[:, None] * (int(across[-1]) + 1), across).float() / 1e6
+    apart = torch.empty(2 * m, k + 7)[::2, 7:].copy_(x)
+    found = [read(measure(y, (grouping,), sample=20_000), (grouping,)) for y in (x, x.t().contiguous().t(), apart)]
+    for one in found:
+        (table,) = one.tables.values()
+        assert table.counts[-2:].sum() == table.nonzero > 10_000
+        assert table.counts.tolist() == next(iter(found[0].tables.values())).counts.tolist()
+
+
 def test_an_outlier_that_the_sample_missed_is_known_from_amax():
     x = torch.randn(2048, 256)
     x[5, 5] = 1e7
