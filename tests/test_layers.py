@@ -29,7 +29,7 @@ HOUSE = (
     ("L3", "tensor.py"),
     ("L4", "scaling.py", "stats.py"),
     ("L5", "policy.py", "flow.py"),
-    ("L6", "functional/"),
+    ("L6", "functional/", "families.py"),
     ("L7", "modules/"),
     ("L8", "select.py"),
     ("L8", "convert.py"),
