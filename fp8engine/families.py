@@ -114,9 +114,9 @@ _ROUTED = {"down": "", "experts": "mlp.experts", "router": "mlp.gate"}
 _SHARED = {f"shared_{role}": f"mlp.shared_expert.{role}_proj" for role in ("gate", "up", "down")}
 _PRE, _NEXT = "input_layernorm", "post_attention_layernorm"
 
-_RESID = {"dropout": "resid_pdrop"}
-_DROP = {"dropout": "dropout"}
-_HIDDEN = {"dropout": "hidden_dropout_prob"}
+_RESID: dict[str, Any] = {"dropout": "resid_pdrop"}
+_DROP: dict[str, Any] = {"dropout": "dropout"}
+_HIDDEN: dict[str, Any] = {"dropout": "hidden_dropout_prob"}
 _PROBS = {"of_scores": "attention_probs_dropout_prob"}
 
 _LLAMA = Structure(

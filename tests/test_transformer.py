@@ -120,6 +120,20 @@ def test_padding_is_not_seen_and_its_gradients_are_right(placement: str):
     assert torch.equal(layer(x, mask)[mask], layer(other, mask)[mask])
 
 
+@pytest.mark.parametrize("form", ["llama", "bert"])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 1), (1, 131)])
+def test_odd_shapes(shape: tuple[int, int], form: str):
+    layer, (x, dy) = make(form, "blockwise", store="fp8", recompute=True), data(rows=shape[0], t=shape[1])
+    found = step(layer, x, dy)
+    assert found["y"].shape == found["dx"].shape == x.shape
+    if len(x):
+        wanted = exact_step(layer, x, dy)
+        for name in ("y", "dx"):
+            assert sqnr(wanted[name], found[name]) > GRADIENT_DB
+    else:
+        assert not any(grad.any() for grad in found.values())
+
+
 def test_q_k_v_and_the_mlp_read_one_quantised_norm():
     layer = make("llama", "current")
     x, _ = data()
@@ -151,6 +165,8 @@ def test_errors_name_what_is_wrong():
     layer = make("llama", "current")
     with pytest.raises(ShapeError, match=r"self_attn\.q_proj: mat1 and mat2"):
         layer(torch.randn(2, 3, H + 1))
+    with pytest.raises(ShapeError, match=r"input of 2 dimensions; want \[batch, T, hidden_size\]"):
+        layer(torch.randn(3, H))
     with pytest.raises(ShapeError, match=r"mask is \[2, 4\]; want \[batch, 3\]"):
         layer(torch.randn(2, 3, H), torch.ones(2, 4, dtype=torch.bool))
     layer.self_attn.q_proj = torch.nn.Linear(H, H)  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,11 +32,10 @@ def pair(recipe: str, **options: Any) -> tuple[fe.TransformerLayer, fe.Transform
 
 
 CASES = [
-    ("current", {}),
+    pytest.param("current", {}, marks=pytest.mark.slow),
     pytest.param("delayed", {"recompute": True, "store": "fp8"}, marks=pytest.mark.slow),
     pytest.param("rowwise", {"placement": "post", "store": "fp8"}, marks=pytest.mark.slow),
-    pytest.param("blockwise", {"placement": "parallel", "norm": "layer"}, marks=pytest.mark.slow),
-    pytest.param("bf16", {"placement": "parallel shared"}, marks=pytest.mark.slow),
+    ("bf16", {"placement": "parallel shared"}),
 ]
 
 
@@ -44,7 +43,7 @@ CASES = [
 def test_a_whole_graph_equals_eager_code_bit_for_bit(recipe: str, options: dict):
     eager, compiled = pair(recipe, **options)
     compiled.compile(fullgraph=True, backend="aot_eager")
-    for rows in (3, 3, 5, 4):
+    for rows in (3, 3, 5):
         x, dy = torch.randn(rows, 6, H), torch.randn(rows, 6, H)
         assert_equal(step(compiled, x, dy), step(eager, x, dy))
         for p in [*eager.parameters(), *compiled.parameters()]:

@@ -55,7 +55,8 @@ class Attention(nn.Module):
     hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
     projections, or the names of those that have one.  recipe: a Recipe or its name.  The three that read the input
     share one quantised copy of it.
-    Raises ShapeError for a width that heads do not divide, UnknownName for a recipe or a name in bias.
+    Raises ShapeError for a width that heads do not divide, or an input that is not 3-D; UnknownName for a recipe or a
+    name in bias.
 
     >>> layer = Attention(32, Heads(4, of_keys=2, theta=1e4, causal=True), bias=False, recipe="current")
     >>> layer(torch.randn(2, 5, 32)).shape
@@ -114,6 +115,8 @@ class Attention(nn.Module):
 
     def _mix(self, projected: tuple, mask=None, positions=None, cache: Cache | None = None) -> torch.Tensor:
         heads = self.heads
+        if projected[0].dim() != 3:
+            raise ShapeError(f"Attention: input of {projected[0].dim()} dimensions; want [batch, T, hidden_size]")
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in projected)
         if heads.qk_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

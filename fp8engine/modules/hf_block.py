@@ -94,6 +94,8 @@ def _unfit(block: Block, layer: nn.Module, config: Any) -> str:
         return "its MLP is a mixture of experts"
     if _activation(block) is None:
         return f"its activation is {block.activation!r}"
+    if not isinstance(getattr(attention, "is_causal", None), bool):
+        return "its attention does not say whether it is causal (is_causal)"
     if scale is not None and abs(scale * block.head_dim**0.5 - 1) > 1e-6:
         return f"its scores are multiplied by {scale}, not by 1 / sqrt({block.head_dim})"
     if getattr(config, "activation_dropout", 0.0):
@@ -105,7 +107,7 @@ def _unfit(block: Block, layer: nn.Module, config: Any) -> str:
     return ""
 
 
-def _attention(block: Block, layer: nn.Module) -> nn.Module:
+def _attention(block: Block, layer: nn.Module) -> Any:
     """The module that holds q."""
     names = block.structure.attention
     return layer.get_submodule((names.q or names.qkv).rpartition(".")[0])
@@ -182,10 +184,8 @@ def _heads(block: Block, layer: nn.Module, config: Any) -> Heads:
         if rope.get("rope_type") == "llama3":
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             theta = theta._replace(trained=rope["original_max_position_embeddings"], low=low, high=high)
-    causal = bool(getattr(attention, "is_causal", False)) or block.family in CAUSAL_OUTSIDE
+    causal = attention.is_causal or block.family in CAUSAL_OUTSIDE
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
-    if not getattr(config, "use_sliding_window", True):
-        window = None
     return Heads(
         block.heads,
         None if block.kv_heads == block.heads else block.kv_heads,

@@ -239,7 +239,7 @@ def test_other_modules_are_refused_with_the_reason():
     model = FAMILIES["llama"].build()
     with pytest.raises(ConversionError, match="LlamaMLP is no block of 'llama'"):
         fe.TransformerLayer.from_hf(model.model.layers[0].mlp, "current", model.config)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"]))
     with pytest.raises(ConversionError, match=r"self_attn\.v_proj is a Linear, no plain linear layer"):
         fe.TransformerLayer.from_hf(adapted.base_model.model.model.layers[0], "current")
     with pytest.raises(fe.errors.UnknownName, match="did you mean 'current'"):
