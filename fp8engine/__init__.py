@@ -13,7 +13,7 @@
 from fp8engine import amp, distributed, errors, hf
 from fp8engine.convert import convert
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from fp8engine.modules import Attention, GroupedLinear, Heads, LayerNormLinear, LayerNormMLP, Linear
+from fp8engine.modules import Attention, GroupedLinear, Heads, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
 from fp8engine.ops import backend
 from fp8engine.recipe import (
     Cast,
@@ -54,6 +54,7 @@ __all__ = [
     "PerTensor",
     "Recipe",
     "Report",
+    "TransformerLayer",
     "amp",
     "auto",
     "backend",

@@ -185,11 +185,10 @@ class ScalingState:
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since."""
-        if self.backward_seen:
-            if not in_backward():
-                self.begin_step()
-            elif torch.is_grad_enabled():
-                self.recomputed = True
+        if in_backward():
+            self.recomputed |= torch.is_grad_enabled()
+        elif self.backward_seen:
+            self.begin_step()
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""

@@ -32,7 +32,7 @@ HOUSE = (
     ("L5", "choice.py"),
     ("L5", "policy.py", "flow.py"),
     ("L5", "observe.py"),
-    ("L6", "functional/"),
+    ("L6", "functional/", "families.py"),
     ("L6", "controller/"),
     ("L7", "modules/"),
     ("L8", "select.py"),

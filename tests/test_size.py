@@ -17,6 +17,7 @@ FUSED = "nn.Linear's own, and what its norm, its activation and its memory are"
 MORE_PARAMETERS = {
     "fp8engine/modules/layernorm_linear.py::LayerNormLinear.__init__": FUSED,
     "fp8engine/modules/layernorm_mlp.py::LayerNormMLP.__init__": FUSED,
+    "fp8engine/modules/transformer.py::TransformerLayer.__init__": FUSED,
     "fp8engine/amp/decorate.py::decorate": "a script's one line, as paddle.amp.decorate: each names one decision",
     "fp8engine/amp/scaler.py::GradScaler.__init__": "torch.amp.GradScaler's own six, and two beside them",
     "fp8engine/operators.py::_matmul": SCHEMA,

@@ -8,13 +8,15 @@ vit     patches of images -> such blocks -> logits of classes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fp8engine.functional.attention import Scores, attention, rotate
+from fp8engine.modules import Heads, TransformerLayer
+from fp8engine.modules.layernorm_linear import norm_of
 
 
 class Size(NamedTuple):
@@ -91,6 +93,35 @@ class Block(nn.Module):
         """x [batch, T, hidden]."""
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def fused(network: nn.Module, recipe: str, **memory: Any) -> nn.Module:
+    """A Block, or a Model whose Blocks are replaced, as fe.TransformerLayer: same weights.  memory: its options."""
+    if isinstance(network, Model):
+        network.blocks = nn.ModuleList(fused(block, recipe, **memory) for block in network.blocks)
+        return network
+    own: Any = network
+    attention, norm, mlp = own.self_attn, norm_of(own.input_layernorm).norm, own.mlp
+    weights = {
+        name.replace("mlp.up.", "mlp.up_proj.").replace("mlp.down.", "mlp.down_proj."): value
+        for name, value in own.state_dict().items()
+    }
+    count, of_keys = (layer.out_features // attention.width for layer in (attention.q_proj, attention.k_proj))
+    made = TransformerLayer(
+        attention.q_proj.in_features,
+        weights["mlp.up_proj.weight"].shape[0],
+        Heads(count, of_keys, theta=attention.theta, causal=attention.scores.causal),
+        "swiglu" if isinstance(mlp, Gated) else "gelu",
+        () if isinstance(mlp, Gated) else ("up_proj", "down_proj"),
+        recipe=recipe,
+        norm=norm.kind,
+        eps=norm.eps,
+        device=attention.q_proj.weight.device,
+        dtype=attention.q_proj.weight.dtype,
+        **memory,
+    )
+    made.load_state_dict(weights)
+    return made
 
 
 class Model(nn.Module):

@@ -3,6 +3,7 @@
     over_bf16       time of the network in BF16, eager, over the variant's          over_compiled   compiled BF16's
     activations     bytes that autograd saves for backward, each storage once, parameters left out
 
+"fp8engine X": fe.convert with the recipe X; "layer X": every block an fe.TransformerLayer, with its memory options.
 A variant is checked before it is timed: its output, and the gradient of its first linear layer's weight, which every
 other layer's went into, against the same network in FP32.  One that is further off than its formats explain has its
 SQNR and nothing else.  Host time and launches belong to a card; on a CPU FP8 is emulated.
@@ -20,13 +21,14 @@ import torch
 from torch import nn
 
 from fp8engine import device
-from fp8engine.bench.networks import NETWORKS, Size
+from fp8engine.bench.networks import NETWORKS, Size, fused
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
 from fp8engine.convert import convert
 from fp8engine.errors import EmulationWarning
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
+MEMORY = {"": {}, ", recompute": {"recompute": True}, ", FP8 inputs": {"recompute": True, "store": "fp8"}}
 BASE, COMPILED = "bf16", "bf16, compiled"
 # Against FP32, in dB.  A residual stream of which a part went through matmuls at 28 dB stays above 25 for a dozen
 # layers.  A gradient goes through E5M2 (24 dB) in every layer on its way and stays above 12; below, it is wrong.
@@ -56,7 +58,9 @@ def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
     """What can be measured there."""
     found = {BASE: Variant(_bf16), "fp16 autocast": Variant(lambda network: network, autocast=True)}
     found |= {f"fp8engine {recipe}": Variant(_ours(recipe)) for recipe in RECIPES}
+    found |= {f"layer current{label}": Variant(_layer(**memory)) for label, memory in MEMORY.items()}
     if compiled:
+        found["layer current, compiled"] = Variant(_layer(), True)
         found[COMPILED] = Variant(_bf16, True)
         found |= {f"fp8engine {recipe}, compiled": Variant(_ours(recipe), True) for recipe in RECIPES}
         if where.type == "cuda" and importlib.util.find_spec("torchao") is not None:
@@ -75,6 +79,10 @@ def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
             return convert(network.bfloat16(), recipe)
 
     return make
+
+
+def _layer(**memory: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda network: fused(network.bfloat16(), "current", **memory)
 
 
 def _torchao(network: nn.Module) -> nn.Module:

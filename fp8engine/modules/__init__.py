@@ -5,5 +5,6 @@ from fp8engine.modules.grouped import GroupedLinear
 from fp8engine.modules.layernorm_linear import LayerNormLinear
 from fp8engine.modules.layernorm_mlp import LayerNormMLP
 from fp8engine.modules.linear import Linear
+from fp8engine.modules.transformer import TransformerLayer
 
-__all__ = ["Attention", "GroupedLinear", "Heads", "LayerNormLinear", "LayerNormMLP", "Linear"]
+__all__ = ["Attention", "GroupedLinear", "Heads", "LayerNormLinear", "LayerNormMLP", "Linear", "TransformerLayer"]

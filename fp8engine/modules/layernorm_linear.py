@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8engine.controller import attach
-from fp8engine.errors import UnknownName
+from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.functional import Layer, Memory, NormOf, Numerics, norm_linear
 from fp8engine.functional.parts import check_memory
 from fp8engine.modules.linear import Linear
@@ -74,8 +74,13 @@ def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
     return NormOf(Norm(kind, eps, zero_centered), module.weight, getattr(module, "bias", None))
 
 
-def layer_of(module: Linear) -> Layer:
-    """What the fused functions take of an fe.Linear."""
+def layer_of(module: nn.Module) -> Layer:
+    """What the fused functions take of an fe.Linear.  Raises ConversionError for what an adapter put in its place."""
+    if not isinstance(module, Linear):
+        raise ConversionError(
+            f"a fused layer reads the parameters of an fe.Linear and does not call it; {type(module).__name__} stands "
+            "in its place: put adapters on plain layers that fe.convert has converted"
+        )
     return Layer(module.weight, module.bias, module.numerics)
 
 

@@ -20,20 +20,23 @@ def measured(ways: dict, name: str = "block") -> dict[str, dict]:
 
 def test_every_variant_of_a_block_is_right_and_has_its_ratio():
     rows = measured(steps.variants(CPU, compiled=False))
-    assert set(rows) == {"bf16", "fp16 autocast", *(f"fp8engine {recipe}" for recipe in steps.RECIPES)}
+    layers = [f"layer current{label}" for label in ("", ", recompute", ", FP8 inputs")]
+    assert set(rows) == {"bf16", "fp16 autocast", *(f"fp8engine {recipe}" for recipe in steps.RECIPES), *layers}
     assert all(row["correct"] for row in rows.values())
     base = rows["bf16"]["seconds"]
     for row in rows.values():
         assert row["over_bf16"] == pytest.approx(base / row["seconds"])
         assert row["tokens_per_s"] == pytest.approx(16 / row["seconds"])
         assert row["target"] is None, "a target belongs to a card"
-    assert rows["fp8engine current"]["activations"] < rows["bf16"]["activations"]
+    kept = [rows[name]["activations"] for name in ("bf16", "fp8engine current", *layers)]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 5
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 def test_models_run(name: str):
-    ways = {key: way for key, way in steps.variants(CPU, False).items() if key in ("bf16", "fp8engine current")}
-    rows = measured(ways, name)
+    names = ("bf16", "fp8engine current", "layer current")
+    rows = measured({key: way for key, way in steps.variants(CPU, False).items() if key in names}, name)
     assert all(row["correct"] for row in rows.values()), rows
     assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
 
