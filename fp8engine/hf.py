@@ -8,6 +8,9 @@ A(h) = out(softmax(q k^T) v), with q, k, v = h W^T of three layers or of one; M(
 down(act(gate h) * up h), gate and up of two layers or of one.  A row of FAMILIES is a config's `model_type`, and the
 structures its blocks may have; a name in a structure leads from the block to a module.  The names are those of
 transformers 5.  Nothing here imports transformers, and nothing is changed: fe.convert needs no row to convert a model.
+
+`export`, `load` and `Fp8EngineConfig` are those of fp8engine/export/; only the last imports transformers, when it is
+first asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +21,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from fp8engine.errors import ConversionError
+from fp8engine.export import ExportReport, export, load
 from fp8engine.select import linear_layers, weight_of
 
+if TYPE_CHECKING:
+    from fp8engine.export import Fp8EngineConfig
+
+__all__ = [
+    "FAMILIES", "MLP", "Attention", "Block", "Description", "Experts", "ExportReport", "Fp8EngineConfig", "Structure",
+    "describe", "export", "load",
+]  # fmt: skip
 NOT_PARTS = ("norm", "activation", "fused", "kv_from", "heads", "rotary")  # fields that are no role, or need a prefix
 
 
@@ -99,6 +110,14 @@ class Structure:
         if self.cross:
             roles["cross_norm"] = self.cross.norm
         return {role: name for role, name in roles.items() if name}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Fp8EngineConfig":
+        from fp8engine.export import Fp8EngineConfig
+
+        return Fp8EngineConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _attention(path: str, norm: str, names: str = "q_proj k_proj v_proj out_proj", **more: Any) -> Attention:
