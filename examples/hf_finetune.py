@@ -263,24 +263,27 @@ def summary(rows: list[Row], plan: Plan) -> dict:
 
 
 def table(content: dict):
-    """What `summary` holds, for a person."""
+    """What `summary` holds, for a person: 80 columns of it.
+
+    FP8: the share of the linear layers' FLOPs.  cosine, least: of the embeddings to fp32's.  to fp32: in points.
+    """
     from rich.table import Table
 
     plan = content["plan"]
     title = f"MiniLM fine-tuned on {plan['train']} sentences, judged on {plan['test']}, {plan['seeds']} seed(s)"
     shown = Table(title=title, title_justify="left")
-    for heading in ("precision", "matmuls ran on", "FP8 FLOPs", "cosine, mean", "least", "accuracy", "to fp32", "s"):
-        shown.add_column(heading, justify="left" if heading in ("precision", "matmuls ran on") else "right")
+    for heading in ("precision", "ran on", "FP8", "cosine", "least", "accuracy", "to fp32", "s"):
+        shown.add_column(heading, justify="left" if heading in ("precision", "ran on") else "right")
     for row in content["rows"]:
         points = row["points_to_fp32"]
         shown.add_row(
             row["precision"],
-            row["ran_on"],
+            row["ran_on"].replace(" (emulated)", ""),
             f"{row['fp8_flops_share']:.0%}",
             f"{row['cosine']:.5f}",
             f"{min(row['cosines']):.5f}",
             f"{row['accuracy']:.1%}",
-            "-" if points is None else f"{points:+.1f} points",
+            "-" if points is None else f"{points:+.1f}",
             f"{row['seconds']:.0f}",
         )
     return shown
@@ -308,6 +311,7 @@ def draw(content: dict, path: Path) -> bool:
         right.plot([at] * len(accuracies), accuracies, "o", color="#7f8c9b", markersize=4)
         right.plot(at, 100 * row["accuracy"], "_", color="#d55e00", markersize=24, markeredgewidth=2.5)
     right.set_xticks(range(len(rows)), names)
+    right.set_xlim(-0.5, len(rows) - 0.5)
     right.set_title("accuracy after fine-tuning, % (dots: seeds; line: mean)", loc="left", fontsize=10)
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
@@ -323,8 +327,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=1, help="fine-tunings of each precision; their mean is shown")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help="for table and picture")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     plan = replace(QUICK if options.quick else Plan(), seeds=options.seeds)
@@ -332,6 +336,8 @@ def main() -> None:
     Console().print(table(content))
     if any("emulated" in row["ran_on"] for row in content["rows"]):
         print("FP8 is emulated on this machine: the values are those of FP8 Tensor Cores, the speed is not")
+    if options.quick:
+        print("--quick trains for 8 steps, which teach it nothing: without it the accuracies mean something")
     written = options.out / "hf_finetune.json"
     written.write_text(json.dumps(content, indent=1) + "\n")
     picture = options.out / "hf_finetune.png"

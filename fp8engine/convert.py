@@ -25,6 +25,8 @@ from fp8engine.scaling import ScalingState
 from fp8engine.select import Decision, Skip, decide, is_conv1d, weight_of
 
 RECORD = "_fp8engine"  # attribute of a converted root
+REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
+ADDED = "not converted: added after fe.convert (an adapter?)"
 WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "DataParallel": "nn.DataParallel",
@@ -41,6 +43,12 @@ class Record:
     reasons: dict[str, str]
     states: list[ScalingState] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list)
+
+    def why_left(self, name: str) -> str:
+        """Why a layer below this root, which is not converted, was left alone; name as from the root."""
+        changed = {layer: REPLACED for state in self.states for layer, _ in state.layers}
+        known = changed | self.reasons
+        return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # peft's shell has the name
 
 
 def convert(

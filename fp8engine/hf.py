@@ -1,20 +1,37 @@
 """What a Hugging Face model is made of, told by the structural table of families.py.
 
 Nothing here imports transformers, and nothing is changed: fe.convert needs no row of the table to convert a model.
+`export`, `load` and `Fp8EngineConfig` are those of fp8engine/export/; only the last imports transformers, when it is
+first asked for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fp8engine.errors import ConversionError
+from fp8engine.export import ExportReport, export, load
 from fp8engine.families import FAMILIES, MLP, Attention, Block, Experts, Structure, match
 from fp8engine.select import linear_layers
 
-__all__ = ["FAMILIES", "MLP", "Attention", "Block", "Description", "Experts", "Structure", "describe"]
+if TYPE_CHECKING:
+    from fp8engine.export import Fp8EngineConfig
+
+__all__ = [
+    "FAMILIES", "MLP", "Attention", "Block", "Description", "Experts", "ExportReport", "Fp8EngineConfig", "Structure",
+    "describe", "export", "load",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Fp8EngineConfig":
+        from fp8engine.export import Fp8EngineConfig
+
+        return Fp8EngineConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)

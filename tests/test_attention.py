@@ -37,7 +37,9 @@ class Plain(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = [getattr(self, f"{one}_proj")(x).unflatten(-1, (-1, 8)).transpose(1, 2) for one in "qkv"]
         q, k, v = self.turned(parts[0]), self.turned(parts[1]).repeat_interleave(2, 1), parts[2].repeat_interleave(2, 1)
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return self.get_submodule("o_proj")(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])

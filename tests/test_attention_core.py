@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama as llama
 
 from fp8engine.errors import ShapeError
 from fp8engine.functional.attention import Cache, Scores, attention, rotate
@@ -59,7 +60,6 @@ def test_gradients_against_float64():
 
 
 def test_rotation_is_that_of_transformers():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     q, k, _ = triple(t=6, s=6, heads=2)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 4, 5, 6, 7, 99]])
     frequency = 1e4 ** (-torch.arange(0, 8, 2, dtype=torch.float32) / 8)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from support import converted
 from torch import nn
 from typer.testing import CliRunner
 
@@ -267,7 +269,6 @@ def test_what_inspect_refuses(script: Path):
 
 def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
     """Two layers as wide as a 70B Llama, built where nothing is allocated."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8
     )
@@ -285,3 +286,38 @@ def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
     assert told["layers"][-1]["recipe"] is None
     (tmp_path / "config.json").write_text("{")
     refused("transformers cannot build", "inspect", tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("Mixtral", 2), ("Qwen2Moe", 3)])
+def test_inspect_counts_the_experts_that_a_token_passes(tmp_path: Path, kind: str, chosen: int):
+    """fe.inspect gives the same shares to the same model once it has run."""
+    size = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": chosen, "moe_intermediate_size": 96}
+    config = getattr(transformers, f"{kind}Config")(**size, **experts, intermediate_size=96, vocab_size=128)
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    told = json.loads(call("inspect", tmp_path, "--json").stdout)
+    up = next(layer for layer in told["layers"] if layer["name"].endswith("experts.gate_up_proj"))
+    assert (up["shape"], up["experts"]) == ([8, 192, 64], [chosen, 8])
+    assert up["reason"].endswith(f"; {chosen} of 8 a token")
+    q = next(layer for layer in told["layers"] if layer["name"].endswith("q_proj"))
+    assert q["experts"] is None
+    assert up["flops_share"] / q["flops_share"] == pytest.approx(chosen * 192 * 64 / 64**2)
+    assert sum(layer["flops_share"] for layer in told["layers"]) == pytest.approx(1)
+
+    model = converted(getattr(transformers, f"{kind}ForCausalLM")(config))
+    model(input_ids=torch.arange(12)[None])
+    report = fp8engine.inspect(model)
+    assert told["totals"]["fp8_flops_share"] == pytest.approx(report.totals["fp8_flops_share"])
+    shares = {layer["name"]: layer["flops_share"] for layer in report.layers}
+    assert {layer["name"]: layer["flops_share"] for layer in told["layers"]} == pytest.approx(shares)
+
+
+def test_inspect_sends_a_row_of_a_grouped_linear_to_one_expert(script):
+    (script / "grouped.py").write_text(
+        "from torch import nn\nimport fp8engine as fe\n"
+        "model = nn.Sequential(nn.Linear(32, 16), fe.GroupedLinear(4, 32, 16, recipe='current'))\n"
+    )
+    told = json.loads(call("inspect", "grouped:model", "--json").stdout)
+    assert [layer["experts"] for layer in told["layers"]] == [None, [1, 4]]
+    assert [layer["flops_share"] for layer in told["layers"]] == [0.5, 0.5]

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -267,6 +268,17 @@ def test_tables_name_what_matters_and_leave_out_what_is_not_there():
     lines = shown(compare_show.layer_table(found.results[0])).splitlines()
     assert "the worst 2 of 2 converted layers" in lines[0]
     assert [word for line in lines for word in ("wild", "twice") if word in line] == ["wild", "twice"]
+
+
+def test_layers_left_alone_are_said_once_for_all_recipes_that_leave_them():
+    model = tiny_models.mixtral()
+    found = compare_recipes(model, batches(model, IDS, TOKENS), ["current", "rowwise"])
+    lines = compare_show.left_alone(found)
+    assert [line.split(":")[1].strip() for line in lines][-1] == "lm_head"
+    assert any("mlp.experts and 1 more: MixtralExperts keeps" in line for line in lines)
+    assert len(lines) == len(set(lines)) == 3
+    half = replace(found, results=[found.results[0], replace(found.results[1], layers=[])])
+    assert all(line.startswith("left alone under current: ") for line in compare_show.left_alone(half))
 
 
 def test_the_picture_is_one_and_can_be_missing(monkeypatch: pytest.MonkeyPatch):

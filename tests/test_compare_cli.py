@@ -15,6 +15,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+import fp8engine as fe
 from fp8engine.cli import app
 from fp8engine.cli.pretrained import load_pretrained
 from fp8engine.report.compare import compare_recipes
@@ -154,6 +155,20 @@ def test_what_it_refuses(folder: Path, tmp_path: Path):
     refused("cannot write in", *read, "--out", text)
     refused("nothing to convert in LlamaForCausalLM", *read, "-r", "fp32", "--out", tmp_path)
     assert not (tmp_path / "compare.json").exists()
+
+
+def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):
+    arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
+    shown = call(*arguments, "-r", "current", "-r", "rowwise")
+    assert shown.stdout.count("left alone: lm_head: output head") == 1
+    shown = call(*arguments, "-r", "current", "-r", "bf16", "-r", "fp16")
+    assert "left alone" in shown.stdout
+
+
+def test_fp8_weights_are_not_dequantised_and_compared(folder: Path, tmp_path: Path):
+    """transformers would do it without an FP8 card, and what is compared would be neither."""
+    fe.hf.export(transformers.LlamaForCausalLM.from_pretrained(folder / "model"), tmp_path / "served", "blockwise")
+    refused("quantised already (fp8): want the 16- or 32-bit weights", tmp_path / "served", "--tokenizer", "bytes")
 
 
 def test_what_it_refuses_of_a_folder(tmp_path: Path, monkeypatch):

@@ -2,15 +2,14 @@
 
 from typing import Any
 
+import peft
 import pytest
+import tiny_models as tiny
 import torch
 from support import converted, same, tables
 from torch import nn
 
 import fp8engine as fe
-
-peft = pytest.importorskip("peft")
-import tiny_models as tiny  # noqa: E402 - needs transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:fan_in_fan_out")
 TARGETS = {tiny.llama: ["q_proj", "v_proj", "up_proj"], tiny.gpt2: ["c_attn", "c_fc"]}

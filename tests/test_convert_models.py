@@ -3,15 +3,13 @@
 import copy
 
 import pytest
+import tiny_models as tiny
 import torch
 from support import converted, same, state_of, tables
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
-
-pytest.importorskip("transformers")
-import tiny_models as tiny
-from transformers.pytorch_utils import Conv1D
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

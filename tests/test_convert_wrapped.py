@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support import Net, converted, same, tables, train
 from torch import nn
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
@@ -44,9 +45,9 @@ def test_under_ddp_already():
 
 @pytest.mark.usefixtures("group")
 def test_under_fully_shard_already():
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    refused(fsdp.fully_shard(Net(16), mesh=mesh), "the model is under fully_shard already: convert first, then wrap")
+    sharded: Any = fsdp.fully_shard(Net(16), mesh=mesh)
+    refused(sharded, "the model is under fully_shard already: convert first, then wrap")
 
 
 def test_under_torch_compile_already():
@@ -99,7 +100,6 @@ def test_ddp_after_convert_trains_as_without_and_keeps_names(recipe: str):
 
 @pytest.mark.usefixtures("group")
 def test_fully_shard_after_convert_trains_as_without():
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
     base = Net()
     plain, sharded = converted(copy.deepcopy(base)), converted(copy.deepcopy(base))
     fsdp.fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import FP8_RECIPES, Net, converted, state_of
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine import ops
@@ -90,8 +91,7 @@ def test_a_changed_weight_is_seen_by_the_next_forward(recipe: str, change):
 
 
 def test_a_changed_conv1d_is_seen_though_its_weight_is_a_transposed_view():
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    model = converted(nn.Sequential(conv1d(32, 48)))
+    model = converted(nn.Sequential(Conv1D(32, 48)))
     x = torch.randn(6, 48)
     y = model(x)
     model[0].weight.data.mul_(2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import converted, sqnr
 from torch import nn
+from torchao.float8 import Float8LinearConfig
 
-Float8LinearConfig = pytest.importorskip("torchao.float8").Float8LinearConfig
 PAIRS = {"current": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 

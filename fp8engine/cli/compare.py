@@ -101,8 +101,8 @@ def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     screen.print(compare_show.table(found))
     for result in found.results:
         screen.print(compare_show.layer_table(result))
-    for note in notes:
-        screen.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+    for line in [*compare_show.left_alone(found), *(f"note: {note}" for note in notes)]:
+        screen.print(line, soft_wrap=True, markup=False, highlight=False)
     if len(written) == 1:
         screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
     screen.print(f"written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.table import Table
+from safetensors import SafetensorError
 
+from fp8engine.cli.pretrained import load_weights, quiet
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.convert import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
 from fp8engine.export import ExportReport, export
-from fp8engine.export.layout import LAYOUTS
+from fp8engine.export.layout import LAYOUTS, choose
+from fp8engine.export.write import check_target
+from fp8engine.recipe import resolve
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -34,53 +39,36 @@ def command(
     """Write a model's linear weights in FP8; say what was written, what was left and why."""
     if dtype not in DTYPES:
         raise UnknownName("dtype", dtype, DTYPES)
-    loaded = _load(model, DTYPES[dtype])
-    if skip:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", EmulationWarning)  # nothing is computed here
-            convert(loaded, recipe, overrides=dict.fromkeys(skip, "bf16"))
-    report = export(loaded, out, None if skip else recipe, layout=layout, max_shard_size=max_shard_size)
+    choose(resolve(recipe), layout, "dynamic")  # said before gigabytes are read
+    check_target(out)
+    loaded, random = load_weights(model, DTYPES[dtype])
+    with quiet():
+        if skip:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", EmulationWarning)  # nothing is computed here
+                convert(loaded, recipe, overrides=dict.fromkeys(skip, "bf16"))
+        try:
+            report = export(loaded, out, None if skip else recipe, layout=layout, max_shard_size=max_shard_size)
+        except (OSError, SafetensorError) as error:  # no permission, no space
+            raise ConversionError(f"cannot write {out}: {error}; nothing was written") from error
+    report = replace(report, notes=random + report.notes)
     if as_json:
         print_json(report.to_dict())
     else:
         _tell(report)
 
 
-def _load(folder: Path, dtype: Any):
-    """The folder's model with its weights.  Raises ConversionError, saying what was wrong."""
-    if not (folder / "config.json").is_file():
-        raise ConversionError(f"{folder} has no config.json: want the folder of a Hugging Face model")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConversionError("export needs transformers: pip install 'fp8engine[hf]'") from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if getattr(config, "quantization_config", None):
-            method = config.quantization_config.get("quant_method")
-            raise ConversionError(f"{folder} is quantised already ({method}): export takes 16- or 32-bit weights")
-        named = [getattr(transformers, name, None) for name in config.architectures or []]
-        kind = next((found for found in named if found is not None), transformers.AutoModel)
-        return kind.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except ConversionError:
-        raise
-    except Exception as error:  # whatever transformers raises for a file it cannot use
-        told = str(error).splitlines()[0] if str(error) else ""
-        raise ConversionError(f"transformers cannot load {folder}: {type(error).__name__}: {told}") from error
-
-
 def _tell(report: ExportReport) -> None:
     """What a person reads."""
     screen = console()
     table = Table(title=f"{report.path}: {report.recipe}, layout {report.layout}", title_justify="left")
-    for heading in ("layer", "shape", "bytes", "in FP8"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right", overflow="fold")
+    for heading in ("layer", "shape", "bytes", "in FP8", "left alone"):
+        table.add_column(heading, justify="left" if heading[0] == "l" else "right", overflow="fold")
     for layer in report.layers:
         shape = "x".join(map(str, layer["shape"]))
-        table.add_row(layer["name"], shape, f"{layer['bytes_before']:,}", f"{layer['bytes_after']:,}")
+        table.add_row(layer["name"], shape, f"{layer['bytes_before']:,}", f"{layer['bytes_after']:,}", "")
     for layer in report.left:
-        shape = "x".join(map(str, layer["shape"]))
-        table.add_row(layer["name"], shape, "", layer["reason"], style="dim")
+        table.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", layer["reason"], style="dim")
     screen.print(table)
     for note in report.notes:
         screen.print(f"note: {note}", markup=False, soft_wrap=True, highlight=False)

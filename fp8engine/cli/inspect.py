@@ -23,7 +23,8 @@ from torch import nn
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.convert import plan
 from fp8engine.errors import ConversionError, InvalidRecipe, UnknownName
-from fp8engine.select import Decision
+from fp8engine.modules.grouped import GroupedLinear
+from fp8engine.select import Decision, experts_run
 
 
 @app.command("inspect")
@@ -42,7 +43,7 @@ def command(
     decisions = _skipping(plan(model, recipe, overrides=dict(map(_pair, override or []))), skip or [])
     if not decisions:
         raise ConversionError(f"{target}: {type(model).__name__} has no linear layers")
-    content = describe(decisions)
+    content = describe(model, decisions)
     if as_json:
         print_json({"model": target, "class": type(model).__name__, **content})
         return
@@ -65,14 +66,21 @@ def load(target: str) -> nn.Module:
     return _from_function(module, function)
 
 
-def describe(decisions: list[Decision]) -> dict:
-    """Plain values; a layer's share of the FLOPs is that of its weights, every layer seeing the same rows.
+def describe(model: nn.Module, decisions: list[Decision]) -> dict:
+    """Plain values; a layer's share of the FLOPs is that of the weights that a row passes, the same rows everywhere.
+
+    Of experts, a row passes those that its router chooses: `experts` is [chosen, all], None elsewhere.
 
     >>> layer = nn.Linear(4, 8)
-    >>> describe(plan(layer, "rowwise"))["totals"]
+    >>> describe(layer, plan(layer, "rowwise"))["totals"]
     {'layers': 1, 'converted': 1, 'left_alone': 0, 'fp8_flops_share': 1.0}
     """
-    sizes = [math.prod(decision.shape) for decision in decisions]
+    run = experts_run(model)
+    experts = [_experts(decision, run) for decision in decisions]
+    sizes = [
+        math.prod(decision.shape[-2:]) * (chosen[0] if chosen else 1)
+        for decision, chosen in zip(decisions, experts, strict=True)
+    ]
     total = sum(sizes) or 1
     layers = [
         {
@@ -80,10 +88,11 @@ def describe(decisions: list[Decision]) -> dict:
             "kind": type(decision.module).__name__,
             "shape": list(decision.shape),
             "recipe": decision.recipe.name if decision.recipe else None,
-            "reason": decision.reason,
+            "reason": decision.reason + (f"; {chosen[0]} of {chosen[1]} a token" if chosen else ""),
             "flops_share": size / total,
+            "experts": chosen,
         }
-        for decision, size in zip(decisions, sizes, strict=True)
+        for decision, size, chosen in zip(decisions, sizes, experts, strict=True)
     ]
     fp8 = sum(d.recipe.fp8_share * size for d, size in zip(decisions, sizes, strict=True) if d.recipe) / total
     converted = sum(decision.recipe is not None for decision in decisions)
@@ -94,6 +103,17 @@ def describe(decisions: list[Decision]) -> dict:
         "fp8_flops_share": fp8,
     }
     return {"layers": layers, "totals": totals}
+
+
+def _experts(decision: Decision, run: dict[int, int]) -> list[int] | None:
+    """[how many experts a row passes, how many there are] of a stack of them.
+
+    A GroupedLinear is called with rows that are sent to one expert each.
+    """
+    if len(decision.shape) != 3:
+        return None
+    alone = 1 if isinstance(decision.module, GroupedLinear) else decision.shape[0]
+    return [run.get(id(decision.module), alone), decision.shape[0]]
 
 
 def _from_folder(folder: Path) -> nn.Module:

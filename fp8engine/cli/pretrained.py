@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8engine.cli.inspect import load
@@ -25,29 +29,58 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
         if tokenizer is None:
             raise ConversionError(f"{target}: a function brings no tokenizer: give --tokenizer FOLDER, or bytes")
     else:
-        model, notes = _weights(Path(target))
+        model, notes = load_weights(Path(target))
     return model, _tokens(Path(target), tokenizer), notes
 
 
-def _weights(folder: Path) -> tuple[nn.Module, list[str]]:
+def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, list[str]]:
+    """(model of the class that the folder's config.json names, notes for the user); dtype "auto": as stored.
+
+    Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
+    """
     if not (folder / "config.json").is_file():
         raise ConversionError(f"{folder} has no config.json: want the folder of a Hugging Face model")
     transformers = _transformers()
-    shown = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        _check_plain(folder, config)
         named = [getattr(transformers, name, None) for name in config.architectures or []]
         kind = next((found for found in named if found is not None), transformers.AutoModel)
-        model, told = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        with quiet():
+            made = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except ConversionError:
+        raise
     except Exception as error:  # whatever transformers raises for a file it cannot use
-        raise ConversionError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
-    finally:
-        if shown:
-            transformers.logging.enable_progress_bar()
+        told = str(error).splitlines()[0] if str(error) else ""
+        raise ConversionError(f"transformers cannot load {folder}: {type(error).__name__}: {told}") from error
+    model, told = made
     missing = sorted(told["missing_keys"])
     random = f"{len(missing)} weights are not in {folder} and are random, {missing[0]!r} the first" if missing else ""
     return model, [random] * bool(random)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of transformers, unless somebody watches them."""
+    transformers = _transformers()
+    hide = transformers.logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hide:
+        transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            transformers.logging.enable_progress_bar()
+
+
+def _check_plain(folder: Path, config: Any) -> None:
+    """transformers would dequantise such weights without an FP8 card, and what is then measured is no longer them."""
+    if found := getattr(config, "quantization_config", None):
+        method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", "?")
+        raise ConversionError(
+            f"{folder} is quantised already ({method}): want the 16- or 32-bit weights that it was made from "
+            "(fe.hf.load reads it as it is)"
+        )
 
 
 def _tokens(folder: Path, asked: str | None) -> Tokens:

@@ -44,7 +44,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="FP8 training for PyTorch: train a demo in every precision, see what a model would get, check this machine.",
+    help="FP8 for PyTorch: train a demo in every precision, inspect, compare and export models, check this machine.",
 )
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from fp8engine.errors import ConversionError
 from fp8engine.export.read import load
 from fp8engine.export.write import ExportReport, export
 
@@ -11,8 +12,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "Fp8EngineConfig":  # here: it needs transformers, and registers itself there
-        from fp8engine.export.quantizer import Fp8EngineConfig
-
+        try:
+            from fp8engine.export.quantizer import Fp8EngineConfig
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise ConversionError("Fp8EngineConfig needs transformers: pip install 'fp8engine[hf]'") from error
         return Fp8EngineConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

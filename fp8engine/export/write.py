@@ -85,7 +85,8 @@ def export(
 
     Other tensors keep the model's dtype: `model.to(torch.bfloat16)` first halves what was trained in FP32.
     Raises ConversionError (no transformers model, quantised already, nothing to export, several recipes, a folder
-    that is not empty), StateError (no scale yet, weights that are not finite).  Nothing is left behind by an error.
+    that is not empty), StateError (no scale yet, weights that are not finite), OSError or SafetensorError (no space, no
+    permission).  Nothing is left behind by an error.
     """
     target = Path(path)
     _check(model, target)
@@ -94,8 +95,7 @@ def export(
     decisions = [_settle(decision, model, stored) for decision in decisions]
     chosen = [decision for decision in decisions if decision.recipe is not None]
     if not chosen:
-        why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:4]) or "it has no linear layers"
-        raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {why}")
+        raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {_grouped(decisions)}")
     stored = replace(stored, left=tuple(_left_modules(decisions)))
     _check_patterns(stored, chosen)
     before = model.state_dict()
@@ -130,6 +130,11 @@ def _check(model: nn.Module, target: Path) -> None:
         )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConversionError("export: parameters on the meta device (or offloaded) hold no numbers to write")
+    check_target(target)
+
+
+def check_target(target: Path) -> None:
+    """Raises ConversionError where an export would overwrite something."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConversionError(f"export: {target} exists and is not an empty folder: remove it or name another")
 
@@ -150,7 +155,7 @@ def _decisions(model: nn.Module, recipe: str | Recipe | None) -> list[Decision]:
             reason = f"recipe: {own.name}" if used else f"asked for {own.name}"
             found.append(Decision(name, module, used, reason, shape))
         else:
-            found.append(Decision(name, module, None, record.reasons.get(name, "not converted"), shape))
+            found.append(Decision(name, module, None, record.why_left(name), shape))
     return found
 
 
@@ -158,8 +163,7 @@ def _one_recipe(decisions: list[Decision]) -> Recipe:
     """The recipe of all; layers that differ in forward's casts cannot share a checkpoint's one config."""
     chosen = [(d.name, d.recipe) for d in decisions if d.recipe is not None]
     if not chosen:
-        why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:4]) or "it has no linear layers"
-        raise ConversionError(f"export: nothing to write in FP8: {why}")
+        raise ConversionError(f"export: nothing to write in FP8: {_grouped(decisions)}")
     first, recipe = chosen[0]
     for name, other in chosen:
         if other.operands("forward") != recipe.operands("forward"):
@@ -168,6 +172,20 @@ def _one_recipe(decisions: list[Decision]) -> Recipe:
                 "convert with one recipe, and 'bf16' for the layers to leave"
             )
     return recipe
+
+
+def _grouped(decisions: list[Decision]) -> str:
+    """Each reason once, with the first of its layers and how many more."""
+    by_reason: dict[str, list[str]] = {}
+    for decision in decisions:
+        by_reason.setdefault(decision.reason, []).append(decision.name)
+    return (
+        "; ".join(
+            names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
+            for reason, names in by_reason.items()
+        )
+        or "it has no linear layers"
+    )
 
 
 def _settle(decision: Decision, model: nn.Module, stored: Stored) -> Decision:
@@ -243,10 +261,9 @@ def _input_scale(decision: Decision) -> torch.Tensor:
 
 def _write(model, tensors: dict[str, torch.Tensor], stored: Stored, target: Path, max_shard_size) -> tuple:
     """(names of the files, those copied from where the model came from), the folder renamed into place at the end."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.parent / f".{target.name}.{secrets.token_hex(4)}"
-    folder.mkdir()
     try:
+        folder.mkdir(parents=True)
         model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = to_config(stored)
@@ -298,7 +315,9 @@ def _notes(chosen: list[Decision], stored: Stored, model, beside: list[str]) -> 
     if stored.layout == OURS:
         notes.append("layout 'fp8engine' is read by fe.hf.load only")
     if any(p.dtype == torch.float32 for p in model.parameters()):
-        notes.append("what is not FP8 is FP32, as in the model: model.to(torch.bfloat16) before export halves it")
+        notes.append(
+            "what is not FP8 is FP32, as in the model: model.to(torch.bfloat16) before, or --dtype bf16, halves it"
+        )
     if not beside:
         notes.append("no tokenizer files found beside the model: tokenizer.save_pretrained writes them")
     return notes

@@ -102,7 +102,8 @@ class Served(Float8Module):
     @property
     def shape_NK(self) -> tuple[int, int]:
         """(out features, in features)."""
-        raise NotImplementedError
+        n, k = self.weight.shape
+        return n, k
 
     @property
     def weight_NK(self) -> torch.Tensor:
@@ -226,10 +227,6 @@ class ServedLinear(Served, nn.Linear):
             made.bias.data = layer.bias.detach().clone()
         attach([("Linear", made)])
         return made
-
-    @property
-    def shape_NK(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
 
 
 class _Inference(torch.autograd.Function):

@@ -21,7 +21,6 @@ from fp8engine.scaling import ROLES
 from fp8engine.select import experts_run, linear_layers, weight_of
 
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
-REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
 
 
 def inspect(model: nn.Module) -> Report:
@@ -40,14 +39,14 @@ def inspect(model: nn.Module) -> Report:
     >>> report.totals["fp8_flops_share"]
     0.8
     """
-    reasons, run = _reasons(model), experts_run(model)
+    records, run = _records(model), experts_run(model)
     layers = []
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
         if isinstance(module, Float8Module):
             layers.append(_converted(name, module, shape))
         else:
-            layers.append(_left(name, module, shape, _why_left(name, reasons)))
+            layers.append(_left(name, module, shape, _why_left(name, records)))
             if len(shape) == 3:
                 layers[-1]["experts"] = [run.get(id(module), shape[0]), shape[0]]
     totals = _totals(layers)
@@ -60,22 +59,17 @@ def inspect(model: nn.Module) -> Report:
     return Report(layers, totals, [line for change in changes for line in change.decisions()], controllers)
 
 
-def _reasons(model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, module in model.named_modules():
-        record = getattr(module, RECORD, None)
-        if isinstance(record, Record):
-            root = plain_name(model, name)
-            known = {layer: REPLACED for state in record.states for layer, _ in state.layers} | record.reasons
-            found |= {f"{root}.{layer}" if root else layer: why for layer, why in known.items()}
-    return found
+def _records(model: nn.Module) -> list[tuple[str, Record]]:
+    """(name, record) of every part that fe.convert was called on."""
+    found = ((name, getattr(module, RECORD, None)) for name, module in model.named_modules())
+    return [(plain_name(model, name), record) for name, record in found if isinstance(record, Record)]
 
 
-def _why_left(name: str, reasons: dict[str, str]) -> str:
-    if not reasons:
-        return "not converted: call fe.convert"
-    before_peft = name.removesuffix(".base_layer")
-    return reasons.get(name) or reasons.get(before_peft) or "not converted: added after fe.convert (an adapter?)"
+def _why_left(name: str, records: list[tuple[str, Record]]) -> str:
+    for root, record in records:
+        if not root or f"{name}.".startswith(f"{root}."):
+            return record.why_left(name.removeprefix(root).removeprefix("."))
+    return "not converted: call fe.convert"
 
 
 def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:

@@ -47,7 +47,7 @@ def table(comparison: Comparison) -> Table:
 
     title = f"{comparison.model} in {comparison.dtype}, {comparison.texts} texts, {comparison.tokens} tokens"
     shown = Table(title=title, title_justify="left")
-    rows = [["precision", "loss", "change", "top-1 agrees", "cosine, mean", "least", "output SQNR dB", "FP8"]]
+    rows = [["precision", "loss", "change", "top-1 agrees", "cosine, mean", "least", "output SQNR dB", "FP8 FLOPs"]]
     rows.append([comparison.dtype, _number(comparison.loss, ".4f"), *["-"] * 6])
     for result, plain in zip(comparison.results, to_dict(comparison)["results"], strict=True):
         rows.append(
@@ -86,6 +86,22 @@ def layer_table(result: RecipeResult) -> Table:
     return shown
 
 
+def left_alone(comparison: Comparison) -> list[str]:
+    """A line for each reason to leave layers alone: the first of them, how many more, and under which recipes."""
+    lines: dict[str, list[str]] = {}
+    for result in comparison.results:
+        by_reason: dict[str, list[str]] = {}
+        for layer in result.layers:
+            if layer.recipe == "none":
+                by_reason.setdefault(layer.reason, []).append(layer.name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.setdefault(f"{names[0]}{more}: {reason}", []).append(result.recipe)
+    everywhere = len(comparison.results)
+    under = {line: "" if len(some) == everywhere else f" under {', '.join(some)}" for line, some in lines.items()}
+    return [f"left alone{where}: {line}" for line, where in under.items()]
+
+
 def decibels(value: float | None) -> str:
     """An SQNR as a person reads it.
 
@@ -112,14 +128,17 @@ def picture(comparison: Comparison) -> bytes | None:
             for index, result in enumerate(comparison.results):
                 colour = COLOURS[index % len(COLOURS)]
                 values = [_finite(getattr(layer, key)) for layer in result.layers]
-                panel.plot(range(len(names)), values, "o-", color=colour, linewidth=1, markersize=4)
+                # Earlier ones are drawn wider, beneath: equal lines are all seen.
+                over = (len(comparison.results) - 1 - index) * min(1.0, 4 / len(comparison.results))
+                width, size = 1 + 1.5 * over, 4 + 3 * over
+                panel.plot(range(len(names)), values, "o-", color=colour, linewidth=width, markersize=size)
                 panel.plot([], [], color=colour, linewidth=2.6, label=_legend(comparison, result))
             panel.spines[["top", "right"]].set_visible(False)
             panel.grid(color=FAINT, linewidth=0.6)
             panel.set_ylabel("SQNR, dB")
         panels[0].set_title("each linear layer on its own: same input, other casts", loc="left", fontsize=10)
         panels[1].set_title("in the model: errors of earlier layers arrive with the input", loc="left", fontsize=10)
-        panels[0].legend(frameon=False, ncols=2)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, ncols=2)
         step = -(-len(names) // 60)  # more names than that lie on one another
         panels[1].set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
         title = f"{comparison.model} in {comparison.dtype} against itself under FP8, {comparison.tokens} tokens"

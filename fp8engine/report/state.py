@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class StateView(Mapping[str, SlotView]):
         return numerics.state.view(name, numerics.layer, role)
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{name}.{role}" if name else role for name in self._layers for role in ROLES)
+        return _names(self._layers)
 
     def __len__(self) -> int:
         return len(self._layers) * len(ROLES)
@@ -73,10 +73,29 @@ class StateView(Mapping[str, SlotView]):
         for state in {id(layer.numerics.state): layer.numerics.state for layer in self._layers.values()}.values():
             state.rescale_gradients(factor)
 
+    def state_dict(self) -> dict:
+        """As `scaling_state_dict`: with these two methods, what saves optimizers saves this too.
+
+        `accelerator.register_for_checkpointing(fe.scaling_state(model))` takes it.
+        """
+        return _saved(self._layers)
+
+    def load_state_dict(self, state_dict: Mapping) -> None:
+        """As `load_scaling_state_dict`, and raises as it does."""
+        _load(self._layers, state_dict)
+
+
+def _names(layers: Iterable[str]) -> Iterator[str]:
+    return (f"{name}.{role}" if name else role for name in layers for role in ROLES)
+
 
 def controllers_of(model: nn.Module) -> list[Controller]:
     """Who decides for the model's layers under `auto`, one for each scaling state."""
-    states = {id(layer.numerics.state): layer.numerics.state for layer in float8_layers(model).values()}
+    return _controllers(float8_layers(model))
+
+
+def _controllers(layers: Mapping[str, Float8Module]) -> list[Controller]:
+    states = {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}
     clocks = [getattr(state.clock, "__self__", None) for state in states.values()]
     return [clock for clock in clocks if isinstance(clock, Controller)]
 
@@ -105,8 +124,12 @@ def scaling_state(model: nn.Module) -> StateView:
 
 def scaling_state_dict(model: nn.Module) -> dict:
     """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads."""
+    return _saved(float8_layers(model))
+
+
+def _saved(layers: dict[str, Float8Module]) -> dict:
     slots = {}
-    for name, layer in float8_layers(model).items():
+    for name, layer in layers.items():
         numerics = layer.numerics
         for position, role in enumerate(ROLES):
             index, state = len(ROLES) * numerics.layer + position, numerics.state
@@ -116,7 +139,7 @@ def scaling_state_dict(model: nn.Module) -> dict:
                 "counts": state.counts_CS[:, index].clone(),
             }
     found: dict = {"version": VERSION, "slots": slots}
-    if kept := [controller.state_dict() for controller in controllers_of(model)]:
+    if kept := [controller.state_dict() for controller in _controllers(layers)]:
         found["auto"] = kept
     return found
 
@@ -126,11 +149,14 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
 
     Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
     """
-    layers = float8_layers(model)
+    _load(float8_layers(model), state_dict)
+
+
+def _load(layers: dict[str, Float8Module], state_dict: Mapping) -> None:
     if not isinstance(state_dict, Mapping) or state_dict.get("version") != VERSION:
         raise StateError(f"not a scaling state dict of version {VERSION}")
     slots = state_dict.get("slots")
-    expected = set(StateView(model))
+    expected = set(_names(layers))
     if not isinstance(slots, Mapping) or set(slots) != expected:
         names = set(slots) if isinstance(slots, Mapping) else set()
         missing, unknown = sorted(expected - names), sorted(names - expected)
@@ -158,7 +184,7 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
                         "was it saved under another recipe or history length?"
                     )
                 todo.append((target, value))
-    _load_auto(controllers_of(model), state_dict.get("auto", []))
+    _load_auto(_controllers(layers), state_dict.get("auto", []))
     for target, value in todo:
         target.copy_(value)
     for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama as llama
 
 from fp8engine.bench import networks, steps
 from fp8engine.bench.timing import WallClock
@@ -91,11 +92,9 @@ def test_bytes_saved_are_counted_once_and_without_parameters():
 
 
 def test_the_plain_block_is_llamas():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6,
-        num_hidden_layers=1, vocab_size=8, attn_implementation="sdpa",
-    )  # fmt: skip
+    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 8}
+    size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "attn_implementation": "sdpa"}
+    config = llama.LlamaConfig(**size)
     theirs = llama.LlamaDecoderLayer(config, 0)
     ours = networks.Block(SMALL)
     for norm in (ours.input_layernorm, ours.post_attention_layernorm):

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tensorboard.backend.event_processing import event_accumulator as accumulator
 
 from fp8engine.bench.amp import Cell, Part, train
 from fp8engine.errors import StateError
@@ -68,7 +69,6 @@ def test_it_trains_what_the_benchmark_measures(single, variant: str):
 
 @pytest.mark.slow
 def test_the_log_holds_every_number(single):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for name, layers in (("cnn-scaler", 5), ("vit-o2", 16)):
         events = accumulator.EventAccumulator(str(single[1] / name))
         events.Reload()

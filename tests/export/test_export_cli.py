@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8engine.cli import app
@@ -66,6 +67,46 @@ def test_what_it_refuses(plain: Path, tmp_path: Path):
     refuse("quantised already (compressed-tensors)", tmp_path / "first", tmp_path / "out")
     (plain / "model.safetensors").write_bytes(b"")
     refuse("transformers cannot load", plain, tmp_path / "out")
+    refuse("not an empty folder", plain, tmp_path / "first")  # said before the weights are read, and so first
+
+
+def test_a_folder_that_cannot_be_written(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    refuse("no space left on device; nothing was written", plain, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["plain"]
+
+
+def test_layers_left_for_one_reason_are_said_once(tmp_path: Path):
+    model: Any = tiny_models.gpt2()
+    model.save_pretrained(tmp_path / "gpt2")
+    refuse("attn.c_attn and 7 more: 'compressed-tensors' holds nn.Linear only", tmp_path / "gpt2", tmp_path / "out")
+
+
+def test_weights_that_are_not_in_the_folder_are_said_to_be_random(plain: Path, tmp_path: Path):
+    held = load_file(plain / "model.safetensors")
+    del held["model.layers.1.mlp.up_proj.weight"]
+    save_file(held, plain / "model.safetensors", metadata={"format": "pt"})
+    result = call(plain, tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    (note,) = [note for note in json.loads(result.stdout)["notes"] if "random" in note]
+    assert note.startswith("1 weights are not in")
+    assert "model.layers.1.mlp.up_proj.weight" in note
+
+
+def test_nobody_watches_a_bar_in_a_pipe(plain: Path, tmp_path: Path):
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.enable_progress_bar()
+    try:
+        result = call(plain, tmp_path / "out")
+        assert transformers.logging.is_progress_bar_enabled()
+    finally:
+        if not shown:
+            transformers.logging.disable_progress_bar()
+    assert result.exit_code == 0
+    assert result.stderr == ""
 
 
 def refuse(told: str, *arguments: object) -> None:

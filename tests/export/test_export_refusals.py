@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import tiny_models
 import torch
@@ -49,7 +50,6 @@ def e5m2_weights() -> fe.Recipe:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_adapters_are_merged_first(tmp_path: Path):
-    peft = pytest.importorskip("peft")
     model = peft.get_peft_model(tiny_models.llama(), peft.LoraConfig(target_modules=["q_proj"]))
     refused("merge_and_unload", model, tmp_path / "out")
     export(model.merge_and_unload(), tmp_path / "out")

@@ -140,7 +140,6 @@ def test_transformers_reads_blocks(tmp_path: Path):
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise"])
 def test_compressed_tensors_reads_all(exported, ids, recipe):
-    pytest.importorskip("compressed_tensors")
     folder = exported(recipe, whole_blocks(), layout="compressed-tensors")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs(ids)  # decompresses

@@ -9,10 +9,8 @@ import copy
 
 import pytest
 import torch
-from support import converted, same, tables
-
-pytest.importorskip("transformers")
 from hf.families import FAMILIES, Family
+from support import converted, same, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 CAN = {name: family for name, family in FAMILIES.items() if name != "albert"}  # transformers refuses ALBERT

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf.families import FAMILIES
 from support import FP8_RECIPES, converted, same, tables
 from torch._dynamo.utils import counters
-
-pytest.importorskip("transformers")
-from hf.families import FAMILIES
 
 pytestmark = [
     pytest.mark.slow,

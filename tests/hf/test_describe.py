@@ -6,18 +6,17 @@ what the norm wrote, `down` reads act(gate) * up, the residual is added before o
 
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
+from hf.families import FAMILIES, Family
 from support import converted
 from torch import nn
+from transformers.activations import ACT2FN
 
 import fp8engine as fe
 from fp8engine import hf
-
-pytest.importorskip("transformers")
-import transformers
-from hf.families import FAMILIES, Family
-from transformers.activations import ACT2FN
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -187,7 +186,6 @@ def test_converted_wrapped_and_adapted_models_are_described_too():
     model = FAMILIES["gpt2"].build()
     plain = str(hf.describe(model))
     assert str(hf.describe(converted(model))) == plain
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "qkv_proj", "down_proj"])
     adapted = hf.describe(peft.get_peft_model(FAMILIES["phi3"].build(), config))
     assert [block.name for block in adapted.blocks] == [f"base_model.model.model.layers.{i}" for i in range(2)]

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf.families import FAMILIES, Family
 from support import FP8_RECIPES, converted, same, sqnr
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
-
-pytest.importorskip("transformers")
-from hf.families import FAMILIES, Family
-from transformers.pytorch_utils import Conv1D
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import converted, same, sqnr, tables
-
-pytest.importorskip("transformers")
 from hf.families import FAMILIES, Family
+from support import converted, same, sqnr, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 language_models = pytest.mark.parametrize(

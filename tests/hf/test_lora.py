@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from hf.families import FAMILIES
 from support import converted, same
 from torch import nn
 
 import fp8engine as fe
-
-pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-from hf.families import FAMILIES  # noqa: E402 - needs transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 NAMES = ["mistral", "phi3", "opt", "bert", "vit", "t5", "qwen2_moe"]

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf.families import FAMILIES, VOCABULARY, Family
 from safetensors import safe_open
 from support import converted, same, tables
 
 import fp8engine as fe
-from fp8engine.report.collect import REPLACED
-
-pytest.importorskip("transformers")
-from hf.families import FAMILIES, VOCABULARY, Family
+from fp8engine.convert import REPLACED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

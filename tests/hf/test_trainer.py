@@ -5,17 +5,16 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import lightning
 import pytest
 import torch
+from hf.families import FAMILIES, VOCABULARY
 from support import converted, same, tables
 from torch.utils.data import DataLoader, Dataset, Subset
-
-import fp8engine as fe
-
-pytest.importorskip("transformers")
-from hf.families import FAMILIES, VOCABULARY
 from transformers import Trainer, TrainingArguments
 
+import fp8engine as fe
 from fp8engine.report.trainer import FILE, ScalingStateCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -127,36 +126,27 @@ def test_trainer_options_train(options: dict, tmp_path: Path):
     assert fe.inspect(model).totals["never_ran"] == 0
 
 
-class Scaling:
-    """What `accelerator.register_for_checkpointing` takes: docs/huggingface.md has it."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def state_dict(self) -> dict:
-        return fe.scaling_state_dict(self.model)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        fe.load_scaling_state_dict(self.model, state_dict)
-
-
 def test_accelerate_resumes_exactly(tmp_path: Path):
-    accelerate = pytest.importorskip("accelerate")
+    """What was saved after two steps is there after load_state, and the other two go as if nothing had happened."""
+    saved: list[torch.Tensor] = []
 
     def run(model: Any, steps: range, save: bool = False, load: bool = False) -> list[torch.Tensor]:
         accelerator = accelerate.Accelerator(cpu=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         inner = model
         model, optimizer = accelerator.prepare(model, optimizer)
-        accelerator.register_for_checkpointing(Scaling(inner))
+        accelerator.register_for_checkpointing(fe.scaling_state(inner))
         if load:
+            assert not same(everything(inner), saved)
             accelerator.load_state(str(tmp_path))
+            assert same(everything(inner), saved)
         for batch in itertools.islice(DataLoader(Lines(), 2), steps.start, steps.stop):
             accelerator.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
         if save:
             accelerator.save_state(str(tmp_path))
+            saved.extend(everything(inner))
         return everything(inner)
 
     straight = run(llama(), range(STEPS))
@@ -165,8 +155,6 @@ def test_accelerate_resumes_exactly(tmp_path: Path):
 
 
 def test_lightning_resumes_exactly(tmp_path: Path):
-    lightning = pytest.importorskip("lightning")
-
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -185,7 +173,7 @@ def test_lightning_resumes_exactly(tmp_path: Path):
             fe.load_scaling_state_dict(self.model, checkpoint["scaling_state"])
 
     def run(epochs: int, path: Path | None = None) -> tuple[Any, Any]:
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
         module, runner = Module(), lightning.Trainer(max_epochs=epochs, **quiet)
         # Two steps an epoch: Lightning resumes exactly between epochs, but not inside one with a plain DataLoader.

@@ -1,0 +1,40 @@
+"""fe.hf.export, fe.hf.load, fe.hf.Fp8EngineConfig: where they are, and what asking for them imports."""
+
+import subprocess
+import sys
+
+import pytest
+
+import fp8engine as fe
+from fp8engine import export
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_they_are_the_packages_own():
+    assert (fe.hf.export, fe.hf.load, fe.hf.ExportReport) == (export.export, export.load, export.ExportReport)
+    assert fe.hf.Fp8EngineConfig is export.Fp8EngineConfig
+    assert {"export", "load", "Fp8EngineConfig", "describe"} <= set(fe.hf.__all__)
+    assert all(getattr(fe.hf, name) for name in fe.hf.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Fp9EngineConfig'"):
+        fe.hf.Fp9EngineConfig  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_only_the_config_imports_transformers():
+    asked = "import sys, fp8engine as fe; fe.hf.export; fe.hf.load"
+    assert python(f"{asked}; print('transformers' in sys.modules)") == "False"
+    known = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known; print('fp8engine' in known)"
+    assert python(f"{asked}; {known}") == "False"
+    assert python(f"{asked}; fe.hf.Fp8EngineConfig; {known}") == "True"
+
+
+def test_without_transformers_it_says_what_to_install():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import fp8engine as fe\n"
+        "try: fe.hf.Fp8EngineConfig\n"
+        "except fe.errors.ConversionError as error: print(error)\n"
+    )
+    assert python(code) == "Fp8EngineConfig needs transformers: pip install 'fp8engine[hf]'"
