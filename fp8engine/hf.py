@@ -13,7 +13,7 @@ transformers 5.  Nothing here imports transformers, and nothing is changed: fe.c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import nn
 

@@ -69,6 +69,25 @@ def grouped_linear(
     return _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics)
 
 
+def grouped_plain(x_TK, weight_ENK, bias_EN, sizes: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
+    """The same in the operands' own dtype, or autocast's: a layer of experts that no recipe touches.
+
+    >>> grouped_plain(torch.ones(3, 2), torch.ones(2, 1, 2), None, [1, 2], "experts").tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    if torch.compiler.is_compiling():
+        return _plain_outside_of_graphs(x_TK, weight_ENK, bias_EN, sizes, name)
+    return _grouped_plain(x_TK, weight_ENK, bias_EN, sizes, name)
+
+
+def _grouped_plain(x_TK, weight_ENK, bias_EN, sizes, name: str) -> torch.Tensor:
+    check(x_TK, weight_ENK[0], bias_EN, name)
+    out = dtype_of_result(x_TK, weight_ENK, name)
+    groups = Groups(sizes, x_TK, len(weight_ENK), name)
+    with contextlib.nullcontext() if x_TK.is_meta else torch.autocast(x_TK.device.type, enabled=False):
+        return _high_precision(x_TK, weight_ENK, bias_EN, groups, out)
+
+
 class _Asked(NamedTuple):
     """What one call was asked beside its tensors.  out: dtype of the result.  record: as `Call` takes it."""
 
@@ -96,6 +115,7 @@ def _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics: Numerics) -> tor
 
 # A graph would need the number of rows as constants, and so a new one every step.
 _outside_of_graphs = torch._disable_dynamo(_grouped_linear)
+_plain_outside_of_graphs = torch._disable_dynamo(_grouped_plain)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -9,8 +9,10 @@ from torch import nn
 
 from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
+from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module
 from fp8engine.scaling import ROLES, SlotView
+from fp8engine.select import linear_layers, parameter_of
 
 VERSION = 1
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module")
@@ -30,12 +32,13 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def float8_layers(model: nn.Module) -> dict[str, Float8Module]:
-    """Name -> layer, for every converted layer; names as before DDP, FSDP or torch.compile wrapped the model."""
+def float8_layers(model: nn.Module) -> dict[str, Numerics]:
+    """Name -> numerics, of every converted layer; names as before DDP, FSDP or torch.compile wrapped the model."""
     found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Module):
-            found[plain_name(model, name)] = module
+    for name, module, _ in linear_layers(model):
+        numerics = module.numerics_of(parameter_of(name, module)) if isinstance(module, Float8Module) else None
+        if numerics is not None:
+            found[plain_name(model, name)] = numerics
     return found
 
 
@@ -49,7 +52,7 @@ class StateView(Mapping[str, SlotView]):
         layer, _, role = name.rpartition(".")
         if layer not in self._layers or role not in ROLES:
             raise KeyError(str(UnknownName("slot", name, self)))
-        numerics = self._layers[layer].numerics
+        numerics = self._layers[layer]
         return numerics.state.view(name, numerics.layer, role)
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +72,7 @@ class StateView(Mapping[str, SlotView]):
         >>> layer, scaler = Linear(16, 16, recipe="delayed"), GradScaler("cpu")
         >>> _ = scaler.on_scale_change(scaling_state(layer).rescale_gradients)
         """
-        for state in {id(layer.numerics.state): layer.numerics.state for layer in self._layers.values()}.values():
+        for state in {id(numerics.state): numerics.state for numerics in self._layers.values()}.values():
             state.rescale_gradients(factor)
 
 
@@ -88,8 +91,7 @@ def scaling_state(model: nn.Module) -> StateView:
 def scaling_state_dict(model: nn.Module) -> dict:
     """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads."""
     slots = {}
-    for name, layer in float8_layers(model).items():
-        numerics = layer.numerics
+    for name, numerics in float8_layers(model).items():
         for position, role in enumerate(ROLES):
             index, state = len(ROLES) * numerics.layer + position, numerics.state
             slots[f"{name}.{role}" if name else role] = {
@@ -118,8 +120,7 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
             f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
         )
     todo = []
-    for name, layer in layers.items():
-        numerics = layer.numerics
+    for name, numerics in layers.items():
         state = numerics.state
         for position, role in enumerate(ROLES):
             saved = slots[f"{name}.{role}" if name else role]
@@ -139,5 +140,5 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
                 todo.append((target, value))
     for target, value in todo:
         target.copy_(value)
-    for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():
+    for state in {id(numerics.state): numerics.state for numerics in layers.values()}.values():
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
