@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -19,6 +19,7 @@ from fp8engine.controller import Controller, Plan
 from fp8engine.errors import ConversionError, EmulationWarning, StrictError
 from fp8engine.functional import Numerics
 from fp8engine.functional.numerics import plan as numerics_plan
+from fp8engine.modules import experts
 from fp8engine.modules.linear import Float8Module, Linear
 from fp8engine.recipe import Auto, Recipe
 from fp8engine.scaling import ScalingState
@@ -60,7 +61,7 @@ def convert(
     example_inputs: object = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Put every linear layer of `model` under `recipe`, in place; returns the model.
+    """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
 
     recipe: a name or a Recipe.  overrides: {"*.lm_head": "bf16", "blocks.0.*": fe.current()}, glob -> recipe.
     skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
@@ -144,14 +145,13 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
             module.training = mode
     never = "its forward was not called on example_inputs"
     return [
-        d if d.recipe is None or id(d.module) in called else Decision(d.name, d.module, None, never, d.shape)
-        for d in decisions
+        d if d.recipe is None or id(d.module) in called else replace(d, recipe=None, reason=never) for d in decisions
     ]
 
 
 def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
     """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
-    where = weight_of(decision.module).device
+    where = weight_of(decision.module, decision.parameter).device
     return dispatch.why_emulated(where, dispatch.choose(where, numerics_plan(recipe).by_block))
 
 
@@ -171,13 +171,18 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
 def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
     by_device: dict[torch.device, list[tuple[Decision, Recipe]]] = {}
     for decision, recipe in chosen:
-        by_device.setdefault(weight_of(decision.module).device, []).append((decision, recipe))
+        where = weight_of(decision.module, decision.parameter).device
+        by_device.setdefault(where, []).append((decision, recipe))
     for where, group in by_device.items():
         state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
         record.states.append(state)
         for index, (decision, recipe) in enumerate(group):
+            numerics = Numerics(decision.name or "Linear", recipe, state, index)
+            if decision.parameter != "weight":
+                experts.put(decision.module, decision.parameter, numerics)
+                continue
             decision.module.__class__ = _float8_class(decision.module)
-            object.__setattr__(decision.module, "numerics", Numerics(decision.name or "Linear", recipe, state, index))
+            object.__setattr__(decision.module, "numerics", numerics)
 
 
 def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
@@ -197,7 +202,7 @@ def _control(chosen: list[tuple[Decision, Recipe]], repeat: Plan | None) -> list
     groups: dict[int, list[tuple[Numerics, tuple[int, ...]]]] = {}
     for decision, recipe in chosen:
         if isinstance(recipe, Auto):
-            numerics = cast(Float8Module, decision.module).numerics
+            numerics = cast(Numerics, cast(Float8Module, decision.module).numerics_of(decision.parameter))
             groups.setdefault(id(numerics.state), []).append((numerics, decision.shape))
     return [
         Controller([numerics for numerics, _ in group], [shape for _, shape in group], repeat)

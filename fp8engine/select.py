@@ -3,7 +3,7 @@
 A layer is left alone because the user said so (skip, or an override to a 16-bit recipe), because it is an output head
 or a router (their errors go straight into the loss, or send tokens elsewhere; an override that names one wins), or
 because swapping it would change what it does: a subclass with code of its own, a parametrised or already quantised
-weight, experts in one 3-D parameter.
+weight, experts that are not kept as transformers' decorator of experts wants them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fp8engine.errors import UnknownName
+from fp8engine.modules import experts
 from fp8engine.modules.grouped import GroupedLinear
 from fp8engine.modules.linear import Float8Module
 from fp8engine.recipe import Recipe, resolve
@@ -38,6 +39,7 @@ class Decision:
     """What becomes of one linear layer.  recipe None: left alone, for `reason`; shape [N, K], experts [E, N, K].
 
     blocked: the engine cannot do what was asked (as opposed to the user not asking for it).
+    parameter: what the module calls the matrix.
     """
 
     name: str
@@ -46,11 +48,18 @@ class Decision:
     reason: str
     shape: tuple[int, ...]
     blocked: bool = False
+    parameter: str = "weight"
 
 
-def weight_of(module: nn.Module) -> torch.Tensor:
+def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
     """The module's weight, whatever it is stored as."""
-    return cast(torch.Tensor, module.weight)
+    return cast(torch.Tensor, getattr(module, parameter))
+
+
+def parameter_of(name: str, module: nn.Module) -> str:
+    """What the module calls the matrix that `linear_layers` lists as `name`."""
+    key = name.rpartition(".")[2]
+    return key if key in _stacked(module) else "weight"
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -74,9 +83,15 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
             if not any(inner):  # an adapter's shell is not one
                 yield name, module, tuple(weight.shape)
         else:
-            for key, parameter in module.named_parameters(recurse=False):
-                if key in EXPERTS and parameter.dim() == 3:
-                    yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
+            for key, parameter in _stacked(module).items():
+                experts, rows, cols = parameter.shape
+                shape = (experts, cols, rows) if getattr(module, "is_transposed", False) else (experts, rows, cols)
+                yield f"{name}.{key}" if name else key, module, shape
+
+
+def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's matrices of experts, each kept in one 3-D parameter, by name."""
+    return {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERTS and p.dim() == 3}
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:
@@ -84,8 +99,7 @@ def experts_run(model: nn.Module) -> dict[int, int]:
     found = {}
     for parent in model.modules():
         for child in parent.children():
-            stacked = [p for key, p in child.named_parameters(recurse=False) if key in EXPERTS and p.dim() == 3]
-            if stacked:
+            if stacked := list(_stacked(child).values()):
                 said = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
                 found[id(child)] = next((k for k in said if isinstance(k, int)), len(stacked[0]))
     return found
@@ -119,12 +133,13 @@ def decide(
             left = "skip() returned True" if skip(name, module) else None
         elif override is None:
             left = ROUTER if id(module) in routers else _default_skip(name, module, heads)
-        if left is None and not wanted.is_fp8 and _same_dtype(module, wanted):
+        key = parameter_of(name, module)
+        if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"
         obstacle = None if left else _obstacle(module)
         reason = left or obstacle or f"{reason}: {wanted.name}"
         used = None if left or obstacle else wanted
-        decisions.append(Decision(name, module, used, reason, shape, blocked=obstacle is not None))
+        decisions.append(Decision(name, module, used, reason, shape, obstacle is not None, key))
     return decisions
 
 
@@ -181,8 +196,8 @@ def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
     return None
 
 
-def _same_dtype(module: nn.Module, recipe: Recipe) -> bool:
-    return getattr(module, "weight", torch.empty(0)).dtype == recipe.input.format.dtype
+def _same_dtype(module: nn.Module, key: str, recipe: Recipe) -> bool:
+    return getattr(module, key, torch.empty(0)).dtype == recipe.input.format.dtype
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -193,12 +208,9 @@ def _obstacle(module: nn.Module) -> str | None:
     if is_conv1d(module):
         return None
     if not isinstance(module, nn.Linear):
-        experts = any(key in EXPERTS and p.dim() == 3 for key, p in module.named_parameters(recurse=False))
-        return (
-            f"{kind.__name__} keeps its experts in one 3-D parameter"
-            if experts
-            else f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
-        )
+        if _stacked(module):
+            return experts.obstacle(module)
+        return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
     if kind is not nn.Linear and set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}:
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
     if "weight" not in module._parameters:
@@ -214,4 +226,4 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _is_float8_conv1d(module: nn.Module) -> bool:
-    return isinstance(module, Float8Module) and not isinstance(module, nn.Linear)
+    return isinstance(module, Float8Module) and not isinstance(module, nn.Linear | experts.Float8Experts)

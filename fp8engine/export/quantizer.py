@@ -147,7 +147,9 @@ class Fp8EngineQuantizer(HfQuantizer):
         layers, left = [], {}
         for decision in decisions:
             name, why = decision.name, None if decision.recipe else decision.reason
-            if any(fnmatch.fnmatchcase(name, p) for p in self.quantization_config.modules_to_not_convert):
+            if decision.parameter != "weight":
+                why = why or "experts in one 3-D parameter: read in 16 bits"
+            elif any(fnmatch.fnmatchcase(name, p) for p in self.quantization_config.modules_to_not_convert):
                 why = "modules_to_not_convert"
             elif f"{name}.weight" in tied:
                 why = why or "its weight is shared with another module, which reads it in 16 bits"

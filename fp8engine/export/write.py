@@ -26,7 +26,7 @@ from fp8engine.export.layout import OURS, Stored, choose, to_config
 from fp8engine.modules.linear import Float8Module
 from fp8engine.modules.serving import Served, quantize_weight
 from fp8engine.recipe import PerBlock, Recipe
-from fp8engine.select import Decision, decide, is_conv1d, linear_layers, weight_of
+from fp8engine.select import Decision, decide, is_conv1d, linear_layers, parameter_of, weight_of
 
 # What a tokenizer or a processor is saved as, and nothing of a model.
 BESIDE = (
@@ -34,6 +34,8 @@ BESIDE = (
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
+
+EXPERTS = "experts in one 3-D parameter: written in 16 bits"
 
 
 @dataclass(frozen=True)
@@ -144,18 +146,20 @@ def _decisions(model: nn.Module, recipe: str | Recipe | None) -> list[Decision]:
     if record is None:
         if any(isinstance(module, Float8Module) for module in model.modules()):
             raise ConversionError("export: parts of the model were converted by themselves: convert the whole model")
-        return decide(model, recipe or "current")
+        made = decide(model, recipe or "current")
+        return [d if d.parameter == "weight" else replace(d, recipe=None, reason=EXPERTS) for d in made]
     if recipe is not None:
         raise ConversionError("export: the model is converted, and its layers have recipes: leave out recipe=")
     found = []
     for name, module, shape in linear_layers(model):
-        if isinstance(module, Float8Module):
+        if isinstance(module, Float8Module) and parameter_of(name, module) == "weight":
             own = module.numerics.recipe
             used = own if own.weight.is_fp8 and own.input.is_fp8 else None
             reason = f"recipe: {own.name}" if used else f"asked for {own.name}"
             found.append(Decision(name, module, used, reason, shape))
         else:
-            found.append(Decision(name, module, None, record.why_left(name), shape))
+            why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
+            found.append(Decision(name, module, None, why, shape))
     return found
 
 

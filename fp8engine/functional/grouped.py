@@ -69,6 +69,25 @@ def grouped_linear(
     return _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics)
 
 
+def grouped_plain(x_TK, weight_ENK, bias_EN, sizes: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
+    """The same in the operands' own dtype, or autocast's: a layer of experts that no recipe touches.
+
+    >>> grouped_plain(torch.ones(3, 2), torch.ones(2, 1, 2), None, [1, 2], "experts").tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    if torch.compiler.is_compiling():
+        return _plain_outside_of_graphs(x_TK, weight_ENK, bias_EN, sizes, name)
+    return _grouped_plain(x_TK, weight_ENK, bias_EN, sizes, name)
+
+
+def _grouped_plain(x_TK, weight_ENK, bias_EN, sizes, name: str) -> torch.Tensor:
+    check(x_TK, weight_ENK[0], bias_EN, name)
+    out = dtype_of_result(x_TK, weight_ENK, name)
+    groups = Groups(sizes, x_TK, len(weight_ENK), name)
+    with contextlib.nullcontext() if x_TK.is_meta else torch.autocast(x_TK.device.type, enabled=False):
+        return _high_precision(x_TK, weight_ENK, bias_EN, groups, out)
+
+
 class _Asked(NamedTuple):
     """What one call was asked beside its tensors.  out: dtype of the result.  record: as `Call` takes it."""
 
@@ -96,6 +115,7 @@ def _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics: Numerics) -> tor
 
 # A graph would need the number of rows as constants, and so a new one every step.
 _outside_of_graphs = torch._disable_dynamo(_grouped_linear)
+_plain_outside_of_graphs = torch._disable_dynamo(_grouped_plain)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -125,8 +145,9 @@ class _Experts(Call):
 
     def cast_rows(self, x_TK: torch.Tensor) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read), as `cast_input`."""
-        plan, numerics = self.numerics.plan, self.numerics
+        plan, numerics = self.plan, self.numerics
         first, to_save = plan.forward[0], plan.wgrad[1]
+        self.observe("input", x_TK)
         serves = self.needs_w and to_save is first
         hold = None if serves else self._holding(x_TK)
         a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), hold)
@@ -136,20 +157,21 @@ class _Experts(Call):
 
     def experts_forward(self, a: Either, weight_ENK, bias_EN, out: torch.dtype) -> torch.Tensor:
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
-        numerics, second = self.numerics, self.numerics.plan.forward[1]
+        numerics, second = self.numerics, self.plan.forward[1]
+        self.observe("weight", weight_ENK.flatten(0, 1))
         weights = numerics.kept_of_weight(weight_ENK, self.record)
         slot, hold = numerics.slot("weight", self.record), self._holding(weight_ENK)
         holds = self.needs_x and plain(weight_ENK) and numerics.weight.holds
         b = _of_weight(weight_ENK, second, weights, slot, hold)
         y_TN = self._each_row(a, b, False, bias_EN, out, "forward")
-        if second is not numerics.plan.dgrad[1]:
+        if second is not self.plan.dgrad[1]:
             numerics.weight.after_forward(weights, second.how.get(hold))
         self.weights = weights if holds else {}
         return y_TN
 
     def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
         """(dx [T, K], dw [E, N, K], db [E, N]), None for what is not needed."""
-        numerics, plan = self.numerics, self.numerics.plan
+        numerics, plan = self.numerics, self.plan
         numerics.state.backward_seen = True
         numerics.weight.after_backward()
         if torch.is_grad_enabled():
@@ -157,6 +179,7 @@ class _Experts(Call):
                 f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
                 'for create_graph=True leave this layer in 16 bits (recipe="bf16")'
             )
+        self.observe("grad_output", dy_TN)
         hold, made, slot = self._holding(dy_TN), {}, numerics.slot("grad_output", record=True)
         dx_TK = dw_ENK = db_EN = None
         if self.needs_x:
@@ -189,17 +212,17 @@ class _Experts(Call):
 
     def _weight_for_rows_of_dy(self, weight_ENK: torch.Tensor) -> tuple[Either, bool]:
         """(what dgrad reads of the weight, whether it lies as forward reads it) from forward, or cast now."""
-        numerics, casting = self.numerics, self.numerics.plan.dgrad[1]
+        numerics, casting = self.numerics, self.plan.dgrad[1]
         # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
         weights, self.weights = self.weights, {}
         slot, hold = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
-        if casting is numerics.plan.forward[1] or not casting.fp8:
+        if casting is self.plan.forward[1] or not casting.fp8:
             return _of_weight(weight_ENK, casting, weights, slot, hold), True
         return _of_weight(weight_ENK, casting, weights, slot, hold, turned=True), False
 
     def _each_row(self, a: Either, b: Either, turned: bool, bias_EN, out: torch.dtype, matmul: str) -> torch.Tensor:
         """Each row of a times its expert's part of b; turned: times that part's transpose."""
-        groups, fast = self.groups_of_rows, self.numerics.plan.precision[matmul] == "fast"
+        groups, fast = self.groups_of_rows, self.plan.precision[matmul] == "fast"
         rows = (b.data if isinstance(b, Operand) else b).shape[0] // groups.experts
         if isinstance(a, Operand) and isinstance(b, Operand) and self._at_once(a, b, groups.experts):
             self.numerics.ran = "cublas"
@@ -228,7 +251,7 @@ class _Experts(Call):
         return dw_ENK
 
     def _at_once(self, a: Operand, b: Operand, experts: int) -> bool:
-        allowed = self.backend in ON_CODES and asked() in (None, "cublas") and not self.numerics.plan.exact
+        allowed = self.backend in ON_CODES and asked() in (None, "cublas") and not self.plan.exact
         return allowed and has_scaled_grouped(a.data.device) and ungroupable(a, b, experts) is None
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fp8engine.controller import attach
 from fp8engine.errors import ShapeError
 from fp8engine.functional.grouped import grouped_linear
 from fp8engine.functional.numerics import Numerics
@@ -85,6 +86,7 @@ class GroupedLinear(Float8Module):
             raise ShapeError(f"GroupedLinear: bias is {list(bias.shape)}; want [E, N] = {list(self.shape[:2])}")
         self.register_parameter("bias", bias)
         self.numerics = Numerics("GroupedLinear", recipe, ScalingState([("", recipe)], weight.device), alone=True)
+        attach([self.numerics], [tuple(weight.shape)])
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -17,6 +17,10 @@ class Float8Module(nn.Module):
 
     numerics: Numerics
 
+    def numerics_of(self, parameter: str) -> Numerics | None:
+        """The numerics of the matmuls by one of its parameters; None: that one is no matrix in FP8."""
+        return self.numerics if parameter == "weight" else None
+
     def _apply(self, fn, recurse=True):
         result = super()._apply(fn, recurse)
         self.numerics.state.apply(fn)

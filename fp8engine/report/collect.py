@@ -2,7 +2,8 @@
 
 A layer's weight in the FP8 share is its matmul FLOPs: rows seen x N x K, times the share of its three matmuls in FP8.
 Rows seen are counted where the input is cast; a layer left alone counts none, and is taken to have seen as many as
-the median converted one.  Of experts in one 3-D parameter a row passes as many as its router chooses.
+the median converted one.  Of experts in one 3-D parameter a token passes as many as its router chooses, and each
+passage is a row.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from torch import nn
 
 from fp8engine import ops
 from fp8engine.convert import RECORD, Record
+from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module
 from fp8engine.report.state import controllers_of, plain_name
 from fp8engine.report.table import Report
 from fp8engine.scaling import ROLES
-from fp8engine.select import experts_run, linear_layers, weight_of
+from fp8engine.select import experts_run, linear_layers, parameter_of, weight_of
 
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 
@@ -43,17 +45,20 @@ def inspect(model: nn.Module) -> Report:
     layers = []
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
-        if isinstance(module, Float8Module):
-            layers.append(_converted(name, module, shape))
+        key = parameter_of(name, module)
+        numerics = module.numerics_of(key) if isinstance(module, Float8Module) else None
+        if numerics is not None:
+            layers.append(_converted(name, module, numerics, shape))
         else:
             layers.append(_left(name, module, shape, _why_left(name, records)))
-            if len(shape) == 3:
-                layers[-1]["experts"] = [run.get(id(module), shape[0]), shape[0]]
+        if key != "weight":
+            layers[-1]["experts"] = [run.get(id(module), shape[0]), shape[0]]
     totals = _totals(layers)
     for layer in layers:
         if layer["experts"]:
             used, of = layer["experts"]
-            layer["reason"] += f"; {used} of {of} a token, {layer['flops_share']:.1%} of the model's linear FLOPs"
+            of_model = f"{layer['flops_share']:.1%} of the model's linear FLOPs"
+            layer["reason"] = "; ".join(filter(None, [layer["reason"], f"{used} of {of} a token, {of_model}"]))
     controllers = controllers_of(model)
     changes = sorted((c for controller in controllers for c in controller.log), key=lambda change: change.step)
     return Report(layers, totals, [line for change in changes for line in change.decisions()], controllers)
@@ -72,13 +77,13 @@ def _why_left(name: str, records: list[tuple[str, Record]]) -> str:
     return "not converted: call fe.convert"
 
 
-def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
-    numerics = module.numerics
+def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[int, ...]) -> dict:
     state, recipe = numerics.state, numerics.recipe
     slots = {role: state.view(f"{name}.{role}", numerics.layer, role).to_dict() for role in ROLES}
     rows = slots["input"]["elements"] // max(shape[-1], 1)
     ran = rows > 0 or (slots["input"]["calls"] > 0)
-    where = weight_of(module).device
+    weight = weight_of(module, parameter_of(name, module))
+    where = weight.device
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
@@ -100,7 +105,7 @@ def _converted(name: str, module: Float8Module, shape: tuple[int, ...]) -> dict:
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         "kept_why": numerics.weight.why,
         **slots,
-        "output": {"format": str(weight_of(module).dtype).removeprefix("torch."), "cast": "none"},
+        "output": {"format": str(weight.dtype).removeprefix("torch."), "cast": "none"},
     }
 
 
@@ -135,13 +140,13 @@ def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> 
 
 
 def _totals(layers: list[dict]) -> dict:
-    seen = [layer["rows"] for layer in layers if layer["rows"]]
+    chosen = lambda layer: layer["experts"][0] if layer["experts"] else 1  # noqa: E731 - two uses, one line each
+    seen = [layer["rows"] / chosen(layer) for layer in layers if layer["rows"]]
     typical = statistics.median(seen) if seen else 1
     flops = fp8 = 0.0
     for layer in layers:
-        rows = typical if layer["rows"] is None or not layer["ran"] else layer["rows"] or typical
-        matrices = layer["experts"][0] if layer["experts"] else 1
-        layer["flops_share"] = 2.0 * rows * matrices * math.prod(layer["shape"][-2:])
+        rows = (layer["rows"] if layer["ran"] else None) or typical * chosen(layer)
+        layer["flops_share"] = 2.0 * rows * math.prod(layer["shape"][-2:])
         flops += layer["flops_share"]
         fp8 += layer["flops_share"] * layer["fp8_share"]
     for layer in layers:

@@ -10,8 +10,10 @@ from torch import nn
 from fp8engine.controller import Controller
 from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
+from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module
 from fp8engine.scaling import ROLES, SlotView
+from fp8engine.select import linear_layers, parameter_of
 
 VERSION = 1
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module")
@@ -31,12 +33,13 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def float8_layers(model: nn.Module) -> dict[str, Float8Module]:
-    """Name -> layer, for every converted layer; names as before DDP, FSDP or torch.compile wrapped the model."""
+def float8_layers(model: nn.Module) -> dict[str, Numerics]:
+    """Name -> numerics, of every converted layer; names as before DDP, FSDP or torch.compile wrapped the model."""
     found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Module):
-            found[plain_name(model, name)] = module
+    for name, module, _ in linear_layers(model):
+        numerics = module.numerics_of(parameter_of(name, module)) if isinstance(module, Float8Module) else None
+        if numerics is not None:
+            found[plain_name(model, name)] = numerics
     return found
 
 
@@ -50,7 +53,7 @@ class StateView(Mapping[str, SlotView]):
         layer, _, role = name.rpartition(".")
         if layer not in self._layers or role not in ROLES:
             raise KeyError(str(UnknownName("slot", name, self)))
-        numerics = self._layers[layer].numerics
+        numerics = self._layers[layer]
         return numerics.state.view(name, numerics.layer, role)
 
     def __iter__(self) -> Iterator[str]:
@@ -70,7 +73,7 @@ class StateView(Mapping[str, SlotView]):
         >>> layer, scaler = Linear(16, 16, recipe="delayed"), GradScaler("cpu")
         >>> _ = scaler.on_scale_change(scaling_state(layer).rescale_gradients)
         """
-        for state in {id(layer.numerics.state): layer.numerics.state for layer in self._layers.values()}.values():
+        for state in {id(numerics.state): numerics.state for numerics in self._layers.values()}.values():
             state.rescale_gradients(factor)
 
     def state_dict(self) -> dict:
@@ -94,8 +97,8 @@ def controllers_of(model: nn.Module) -> list[Controller]:
     return _controllers(float8_layers(model))
 
 
-def _controllers(layers: Mapping[str, Float8Module]) -> list[Controller]:
-    states = {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}
+def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
+    states = {id(numerics.state): numerics.state for numerics in layers.values()}
     clocks = [getattr(state.clock, "__self__", None) for state in states.values()]
     return [clock for clock in clocks if isinstance(clock, Controller)]
 
@@ -127,10 +130,9 @@ def scaling_state_dict(model: nn.Module) -> dict:
     return _saved(float8_layers(model))
 
 
-def _saved(layers: dict[str, Float8Module]) -> dict:
+def _saved(layers: dict[str, Numerics]) -> dict:
     slots = {}
-    for name, layer in layers.items():
-        numerics = layer.numerics
+    for name, numerics in layers.items():
         for position, role in enumerate(ROLES):
             index, state = len(ROLES) * numerics.layer + position, numerics.state
             slots[f"{name}.{role}" if name else role] = {
@@ -152,7 +154,7 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
     _load(float8_layers(model), state_dict)
 
 
-def _load(layers: dict[str, Float8Module], state_dict: Mapping) -> None:
+def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
     if not isinstance(state_dict, Mapping) or state_dict.get("version") != VERSION:
         raise StateError(f"not a scaling state dict of version {VERSION}")
     slots = state_dict.get("slots")
@@ -165,8 +167,7 @@ def _load(layers: dict[str, Float8Module], state_dict: Mapping) -> None:
             f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
         )
     todo = []
-    for name, layer in layers.items():
-        numerics = layer.numerics
+    for name, numerics in layers.items():
         state = numerics.state
         for position, role in enumerate(ROLES):
             saved = slots[f"{name}.{role}" if name else role]
@@ -187,5 +188,5 @@ def _load(layers: dict[str, Float8Module], state_dict: Mapping) -> None:
     _load_auto(_controllers(layers), state_dict.get("auto", []))
     for target, value in todo:
         target.copy_(value)
-    for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():
+    for state in {id(numerics.state): numerics.state for numerics in layers.values()}.values():
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered

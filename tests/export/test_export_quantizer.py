@@ -102,7 +102,7 @@ def test_families(saved, ids, family):
     model, folder = saved(getattr(tiny_models, family)())
     kind = type(model)
     back = kind.from_pretrained(folder, quantization_config=Fp8EngineConfig("rowwise"), dtype=torch.bfloat16)
-    fe.convert(model, "rowwise")
+    fe.convert(model, "rowwise", overrides={"*.experts.*": "bf16"} if family == "mixtral" else None)
     with torch.no_grad():
         assert torch.equal(back(ids).logits, model(ids).logits)
     left = {row["name"]: row["reason"] for row in fe.inspect(back).layers if row["recipe"] == "none"}

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file
+from support import converted
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, StateError, UnknownName
@@ -265,6 +266,15 @@ def test_ragged_blocks_are_written_and_said(tmp_path: Path, ids):
 def test_experts_are_left_by_their_modules_name(exported):
     config = json.loads((exported("blockwise", tiny_models.mixtral()) / "config.json").read_text())
     assert "model.layers.0.mlp.experts" in config["quantization_config"]["modules_to_not_convert"]
+
+
+def test_experts_in_fp8_are_written_in_16_bits(tmp_path: Path):
+    model: Any = tiny_models.mixtral()
+    report = export(converted(model, "rowwise"), tmp_path / "out")
+    left = {row["name"]: row["reason"] for row in report.left}
+    assert left["model.layers.0.mlp.experts.down_proj"] == "experts in one 3-D parameter: written in 16 bits"
+    plain = load(tmp_path / "out").model.layers[0].mlp.experts
+    assert torch.equal(plain.down_proj, model.model.layers[0].mlp.experts.down_proj)
 
 
 def test_unknown_names_are_said(tmp_path: Path):

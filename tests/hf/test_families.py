@@ -23,7 +23,7 @@ import fp8engine as fe
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
-# Layers that are left in 16 bits by default, beside experts: the output heads, and what chooses experts.
+# Layers that are left in 16 bits by default, the output heads, and what chooses experts.
 LEFT = {
     "RobertaForSequenceClassification": {"classifier.out_proj"},
     "BertForSequenceClassification": {"classifier"},
@@ -87,7 +87,10 @@ def test_the_report_lists_every_matrix_and_what_it_ran(family: Family):
         owner, _, key = name.rpartition(".")
         kind = type(model.get_submodule(owner)).__name__
         if parameter.dim() == 3 and "experts" in owner:
-            assert "3-D parameter" in listed[name]["reason"]
+            row, tokens = listed.pop(name), rows["model.layers.0.self_attn.q_proj"]
+            assert (row["recipe"], row["emulated"]) == ("delayed", True)
+            assert row["rows"] == tokens * model.config.num_experts_per_tok, name
+            assert row["grad_output"]["calls"] == row["input"]["calls"] == row["weight"]["calls"] == 1
         elif parameter.dim() == 2 and key == "weight" and "Embedding" not in kind:
             row = listed.pop(owner)
             fp8 = owner not in left and not owner.endswith(ROUTERS)
@@ -98,7 +101,7 @@ def test_the_report_lists_every_matrix_and_what_it_ran(family: Family):
                 assert row["grad_output"]["calls"] == row["input"]["calls"] > 0, owner
             else:
                 assert row["reason"].startswith(("output head", "router")), owner
-    assert all(len(row["shape"]) == 3 for row in listed.values()), "nothing is listed that does not exist"
+    assert listed == {}, "nothing is listed that does not exist"
     assert report.totals["never_ran"] == 0
     assert sum(row["flops_share"] for row in report.layers) == pytest.approx(1)
 
@@ -162,10 +165,14 @@ def test_experts_count_as_often_as_they_run():
     total = attention + experts + others
     assert share["gate_up_proj"] == pytest.approx(2 * 128 * 32 / total)
     assert share["down_proj"] == pytest.approx(2 * 32 * 64 / total)
-    assert report.totals["fp8_flops_share"] == pytest.approx(attention / total)
+    assert report.totals["fp8_flops_share"] == pytest.approx((attention + experts) / total)
     (row,) = [row for row in report.layers if row["name"].endswith("gate_up_proj")]
-    said = f"MixtralExperts keeps its experts in one 3-D parameter; 2 of 4 a token, {share['gate_up_proj']:.1%} of"
-    assert row["reason"].startswith(said)
+    said = f"; 2 of 4 a token, {share['gate_up_proj']:.1%} of the model's linear FLOPs"
+    assert row["reason"].endswith(said)
+    apart = converted(FAMILIES["mixtral"].build(num_hidden_layers=1), overrides={"*.experts.*": "fp32"})
+    assert [row["flops_share"] for row in fe.inspect(apart).layers] == pytest.approx(
+        [row["flops_share"] for row in report.layers]
+    ), "left alone, or not yet run, they count as often"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
