@@ -164,8 +164,8 @@ def test_few_elements_with_all_of_the_energy_are_predicted_on_average(turned: bo
 
 
 def test_powers_of_two_are_the_worst_case():
-    """Under a power-of-two scale they have no error at all; predicted are 35 and 29 dB, as if they were spread over their
-    octaves, all but those equal to amax.  The flushed share is right."""
+    """Under a power-of-two scale they have no error at all; predicted are 35 and 29 dB, as if they filled
+    their octaves, all but those equal to amax.  The flushed share is right."""
     x = torch.exp2(torch.randint(-4, 5, (M, K)).float())
     found = measured(x)
     for format, low, high in ((E4M3, 34, 36), (E5M2, 28, 30)):
