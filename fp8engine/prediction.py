@@ -16,6 +16,8 @@ in BF16.  A row is lost where the mean of log2 |y| over its energy lies below d/
 
 Where (1) is wrong: few distinct values, which are not spread over a step.  All powers of two under a power-of-two scale
 have no error at all, and are predicted as if they had.
+So are values that all lie within a step of amax: a language model's first lm_head gradients, 10 to 15 dB better than
+predicted.  And where a handful of elements has most of the error, its phases decide: 1 to 3 dB, either way.
 
 Sources: (1) Widrow and Kollar, Quantization Noise (2008), chapters 5 and 12.
 

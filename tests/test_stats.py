@@ -88,6 +88,8 @@ def test_nan_and_inf_are_counted_and_left_out(dtype: torch.dtype):
     assert bad.tables[1, -1].counts.tolist() == good.tables[1, -1].counts.tolist()
     assert {**bad.header, "nonfinite": 0.0} == good.header
     assert bad.predict(Cast(E4M3, PerRow())) == good.predict(Cast(E4M3, PerRow()))
+    wrong = read(measure(clean, (), amax=torch.tensor(math.inf)), ())
+    assert wrong.amax == good.amax
     nothing = read(measure(torch.full((4, 4), math.nan), EVERY, amax=torch.tensor(math.nan)), EVERY)
     assert (nothing.amax, nothing.nonfinite, nothing.rms, nothing.predict(Cast(E4M3)).sqnr_db) == (0, 16, 0, math.inf)
 
