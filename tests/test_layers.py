@@ -28,7 +28,7 @@ HOUSE = (
     ("L2", "producers.py"),
     ("L3", "tensor.py"),
     ("L4", "scaling.py", "stats.py"),
-    ("L5", "policy.py", "flow.py"),
+    ("L5", "policy.py", "flow/"),
     ("L6", "functional/"),
     ("L7", "modules/"),
     ("L8", "select.py"),
