@@ -59,8 +59,8 @@ def fold(flow: Flow) -> Folded:
         for other in others:
             for kept, gone in zip(blocks[first], blocks[other], strict=True):
                 stands_for[gone] = kept
-        names = [f"{family}{number}" for family, number in (first, run[-1])]
-        frames.append(Frame(tuple(blocks[first]), *names, len(run), _common(flow, blocks[first], names[0])))
+        name, last = (f"{family}{number}" for family, number in (first, run[-1]))
+        frames.append(Frame(tuple(blocks[first]), name, last, len(run), _common(flow, blocks[first], name)))
     edges = {}
     for i, j in flow.edges:
         a, b = stands_for[i], stands_for[j]

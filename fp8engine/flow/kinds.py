@@ -21,8 +21,10 @@ _LOOK = """
     clone contiguous copy _to_copy _unsafe_view _reshape_alias reshape resize alias detach lift_fresh lift cat stack
     index index_select gather take masked_select slice_scatter select_scatter diagonal_scatter scatter scatter_add
     scatter_reduce index_put _index_put_impl _unsafe_index index_add index_copy index_fill masked_scatter
-    constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d roll flip repeat repeat_interleave masked_fill
-    where tril triu neg native_dropout dropout im2col col2im pixel_shuffle pixel_unshuffle nan_to_num clamp complex polar
+    constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d roll flip
+    repeat repeat_interleave masked_fill where tril triu neg native_dropout dropout
+    im2col col2im pixel_shuffle pixel_unshuffle nan_to_num
+    clamp complex polar
     upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pin_memory to expand conj_physical
     _conj_physical channel_shuffle split_copy view_copy real imag split_with_sizes_copy unfold_copy
 """

@@ -17,6 +17,9 @@ import torch
 
 from fp8engine.flow.origins import NOTHING, Origin, State
 
+# What a loss is written with: the difference from a target, its size, a likelihood.
+PARTS_OF_A_LOSS = ("sub", "rsub", "pow", "square", "abs", "log", "log1p", "exp", "softmax", "log_softmax")
+
 
 class Operand(NamedTuple):
     """A tensor that an operation reads: what is known of it, and how large it is."""
@@ -185,8 +188,8 @@ def settle(made: Sequence[Origin]) -> None:
     """
     for origin in reversed(made):
         readers = [reader for reader in origin.readers if reader.kind != "output"]
-        softens = origin.kind in ("activation", "softmax", "residual", "unknown") and origin.layer is None
-        if softens and readers and all(reader.kind == "loss" for reader in readers):
+        may_be = origin.reduced or origin.name.rpartition(".")[2] in PARTS_OF_A_LOSS
+        if may_be and origin.layer is None and readers and all(reader.kind == "loss" for reader in readers):
             origin.kind = "loss"
             if len(origin.readers) == 1:
                 origin.same_as = readers[0]
