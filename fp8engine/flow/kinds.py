@@ -12,6 +12,7 @@ Operations are torch's aten ones, as a dispatch mode sees them; the names of oth
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
@@ -76,6 +77,7 @@ _SEARCHED = (
 OVERWRITES = frozenset(("fill", "zero", "normal", "uniform", "copy", "resize", "set"))  # in place; others read it too
 
 
+@functools.cache
 def group_of(func: object) -> tuple[str, str]:
     """(group, name) of an operation; group "unknown" where no row fits, "view" where it only looks at memory otherwise.
 

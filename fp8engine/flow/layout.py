@@ -17,6 +17,8 @@ from fp8engine.flow.fold import Folded, Frame
 
 GAP, ROW, POINT = 18.0, 62.0, 12.0  # between neighbours; from row to row; the width of an edge's point
 SWEEPS, ORDERED = 160, 24  # down and up in turn; how many of them may change the order in a row
+CENTRED = 0.1  # how much a box is drawn to the middle of its lane, beside one neighbour's pull: nothing drifts
+RIGHT = 40.0  # by how much an edge's point may lie left of a box and still go right of it
 STRAIGHT = 20.0  # how much more a box minds being away from a box than from an edge's point
 
 
@@ -122,7 +124,10 @@ def _settle(spots: list[Spot]) -> None:
                     _mean([s for s in (spot.above if down else spot.below) if s.lane == lane], spot) for spot in row
                 ]
                 if sweep < ORDERED:
-                    order = sorted(range(len(row)), key=lambda i, wanted=wanted, row=row: (wanted[i], row[i].x))
+                    order = sorted(
+                        range(len(row)),
+                        key=lambda i, wanted=wanted, row=row: (wanted[i] + RIGHT * (not row[i].is_box), row[i].x),
+                    )
                     by_row[number] = row = [row[i] for i in order]
                 _pack(row, [_mean([s for s in (*spot.above, *spot.below) if s.lane == lane], spot) for spot in row])
         start = min(spot.x - spot.width / 2 for spot in mine)
@@ -134,7 +139,9 @@ def _settle(spots: list[Spot]) -> None:
 def _mean(neighbours: Sequence[Spot], spot: Spot) -> float:
     weights = [STRAIGHT if other.is_box == spot.is_box else 1.0 for other in neighbours]
     total = sum(weight * other.x for weight, other in zip(weights, neighbours, strict=True))
-    return total / sum(weights) if neighbours else spot.x
+    if not neighbours:
+        return spot.x
+    return total / sum(weights) / (1.0 + CENTRED if spot.is_box else 1.0)
 
 
 def _pack(row: Sequence[Spot], wanted: Iterable[float]) -> None:

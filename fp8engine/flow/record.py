@@ -149,7 +149,8 @@ class _Watch(TorchDispatchMode):
 
     def enters(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """A module's forward begins."""
-        if not self.opaque and (kind := kind_of(module)):
+        kind = None if self.opaque else kind_of(module)
+        if kind:
             read = [tensor for tensor in _flat([args, kwargs]) if floating(tensor)]
             state = State()
             for tensor in read[: 1 if kind in ("layer", "fused") else None]:
@@ -159,7 +160,7 @@ class _Watch(TorchDispatchMode):
             self.opened = self._one_thing(kind, name, module, state)
         self.calls += 1
         self.stack.append((name, module, self.calls))
-        self.opaque += bool(self.opaque or kind_of(module))
+        self.opaque += bool(self.opaque or kind)
 
     def leaves(self, name: str, result: object) -> None:
         """A module's forward ends, or has failed (result None), perhaps before it began."""
