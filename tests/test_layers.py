@@ -30,7 +30,7 @@ HOUSE = (
     ("L3", "tensor.py", "prediction.py"),
     ("L4", "scaling.py", "stats.py"),
     ("L5", "choice.py"),
-    ("L5", "policy.py", "flow.py"),
+    ("L5", "policy.py", "flow/"),
     ("L5", "observe.py"),
     ("L6", "functional/", "families.py"),
     ("L6", "controller/"),

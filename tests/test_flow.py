@@ -1,0 +1,282 @@
+"""flow.record on plain torch modules: each kind of consumer, and what is looked through."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fp8engine import flow
+from fp8engine.flow import Consumer
+
+K = 8
+Function = Callable[[Any, torch.Tensor], Any]
+
+
+class Model(nn.Module):
+    """Layers a, b and c, a norm and a vector, joined by `function(self, x)`."""
+
+    def __init__(self, function: Function, width: int = K):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(K, width), nn.Linear(K, K), nn.Linear(K, K)
+        self.norm, self.vector = nn.LayerNorm(K), nn.Parameter(torch.ones(K))
+        self.register_buffer("mask", torch.ones(4, 4))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def recorded(function: Function, width: int = K) -> flow.Flow:
+    return flow.record(Model(function, width), torch.randn(2, 4, K))
+
+
+def reading(function: Function, layer: str = "a", width: int = K) -> list[tuple[str, str]]:
+    """Kind and name of what reads a layer's output."""
+    return [(consumer.kind, consumer.name) for consumer in recorded(function, width).layers[layer].consumers]
+
+
+def rope(q: torch.Tensor) -> torch.Tensor:
+    angle = torch.arange(4.0)[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+    rotated = torch.cat([-q[..., 2:], q[..., :2]], -1)
+    return q * angle.cos() + rotated * angle.sin()
+
+
+def by_hand(m, x):
+    """LayerNorm without torch's."""
+    y = m.a(x)
+    centred = y - y.mean(-1, keepdim=True)
+    return m.b(centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * m.vector)
+
+
+def rms_by_hand(m, x):
+    y = m.a(x).float()
+    return m.b(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * m.vector)
+
+
+def tanh_gelu(m, x):
+    y = m.a(x)
+    return m.b(0.5 * y * (1 + torch.tanh(0.8 * (y + 0.04 * torch.pow(y, 3)))))
+
+
+def swiglu(m, x):
+    gate, up = m.a(x).chunk(2, -1)
+    return m.b(F.silu(gate) * up)
+
+
+def attention(m, x):
+    q, k, v = (layer(x).view(2, 4, 2, 4).transpose(1, 2) for layer in (m.a, m.b, m.c))
+    scores = rope(q) @ rope(k).transpose(-1, -2) / 2 + m.mask.log()
+    return scores.softmax(-1) @ v
+
+
+def cached(m, x):
+    cache = torch.zeros(2, 8, K)
+    cache[:, 2:6] = m.a(x)
+    return m.b(torch.relu(cache))
+
+
+def in_place_sum(m, x):
+    y = m.norm(x)
+    y += m.a(x)
+    return m.b(y)
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda m, x: m.b(m.a(x)), [("matmul", "b")]),
+        (lambda m, x: m.b(F.gelu(m.a(x))), [("activation", "aten.gelu")]),
+        (lambda m, x: m.b(m.a(x).relu_()), [("activation", "aten.relu")]),
+        (lambda m, x: m.norm(m.a(x)), [("norm", "norm")]),
+        (lambda m, x: F.layer_norm(m.a(x), (K,)), [("norm", "aten.native_layer_norm")]),
+        (lambda m, x: x + m.a(x), [("residual", "aten.add")]),
+        (lambda m, x: m.a(x) - m.b(x), [("residual", "aten.sub")]),
+        (in_place_sum, [("residual", "aten.add")]),
+        (lambda m, x: m.a(x), [("output", "output")]),
+        (lambda m, x: m.a(x).softmax(-1), [("softmax", "softmax")]),
+        (lambda m, x: m.a(x) * m.b(x), [("activation", "aten.mul")]),
+        (lambda m, x: F.mse_loss(m.a(x), x), [("loss", "aten.mse_loss")]),
+        (lambda m, x: (m.a(x) - x).pow(2).mean(), [("loss", "aten.mean")]),
+        (lambda m, x: F.mse_loss(x + m.a(x), x), [("residual", "aten.add")]),
+        (lambda m, x: F.mse_loss(m.a(x).sigmoid(), x), [("activation", "aten.sigmoid")]),
+        (lambda m, x: F.cross_entropy(m.a(x)[:, :-1].flatten(0, 1).float(), torch.zeros(6, dtype=torch.long)),
+         [("loss", "aten.nll_loss_forward")]),
+        (lambda m, x: m.a(x).log_softmax(-1), [("softmax", "log_softmax")]),
+        (lambda m, x: m.a(x).cumsum(0), [("unknown", "aten.cumsum")]),
+        (lambda m, x: (m.a(x), x)[1], []),
+        (lambda m, x: (m.a(x).isnan().any().item(), x)[1], []),
+        (lambda m, x: F.linear(m.a(x), m.b.weight, m.b.bias), [("matmul", "b")]),
+        (lambda m, x: m.a(x) @ torch.ones(K, K), [("matmul", "aten.mm")]),
+        (lambda m, x: F.conv1d(m.a(x), torch.ones(4, 4, 1)), [("matmul", "aten.convolution")]),
+    ],
+)  # fmt: skip
+def test_who_reads(function: Function, wanted: list[tuple[str, str]]):
+    assert reading(function) == wanted
+
+
+@pytest.mark.parametrize(
+    "through",
+    [
+        lambda m, y: y.view(8, K).t().contiguous().t().reshape(2, 4, K),
+        lambda m, y: y.to(torch.bfloat16).float(),
+        lambda m, y: F.dropout(y, 0.5, training=True),
+        lambda m, y: torch.cat(y.split(3, -1), -1),
+        lambda m, y: torch.stack(y.chunk(2), 1).flatten(0, 1)[:, 0],
+        lambda m, y: y[torch.tensor([1, 0])][..., 1:],
+        lambda m, y: F.pad(y, (0, 1)),
+        lambda m, y: y.clone() * 2.0 / torch.tensor(3.0) + 1,
+        lambda m, y: y + m.vector,
+        lambda m, y: (y * m.vector).masked_fill(torch.ones(4, K, dtype=torch.bool), 0.0),
+        lambda m, y: torch.zeros(2, 4, K).index_copy_(0, torch.tensor([0, 1]), y),
+        lambda m, y: torch.zeros_like(y).copy_(y),
+        lambda m, y: y.unflatten(-1, (2, 4)).transpose(1, 2).expand(2, 2, 4, 4).permute(0, 2, 1, 3),
+        lambda m, y: rope(y.view(2, 4, 2, 4).transpose(1, 2)),
+        lambda m, y: y.masked_scatter(torch.ones(2, 4, K, dtype=torch.bool), m.vector.repeat(8)),
+    ],
+)
+def test_what_is_looked_through(through: Function):
+    assert reading(lambda m, x: F.silu(through(m, m.a(x)))) == [("activation", "aten.silu")]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "made"),
+    [(by_hand, "norm", "norm"), (rms_by_hand, "norm", "norm"), (tanh_gelu, "activation", "activation")],
+)
+def test_a_norm_or_an_activation_of_several_operations_is_one(function: Function, kind: str, made: str):
+    layers = recorded(function).layers
+    assert layers["a"].kinds == (kind,)
+    assert [producer.kind for producer in layers["b"].producer] == [made]
+
+
+def test_attention_written_out():
+    found = recorded(attention)
+    for name in "abc":
+        assert found.layers[name].consumers == (Consumer("softmax", "attention"),)
+        assert len(found.layers[name].shares_input_with) == 2
+    assert [node.kind for node in found.nodes].count("attention") == 1
+
+
+def test_a_fused_gate_is_one_activation():
+    model = Model(swiglu, 2 * K)
+    layers = flow.record(model, torch.randn(2, 4, K)).layers
+    assert layers["a"].consumers == (Consumer("activation", "aten.silu"),)
+    assert layers["b"].producer == (Consumer("activation", "aten.silu"),)
+
+
+def test_a_fused_qkv():
+    def function(m, x):
+        q, k, v = m.a(x).view(2, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return m.b(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+    layers = recorded(function, 3 * K).layers
+    assert layers["a"].consumers == (Consumer("softmax", "attention"),)
+    assert layers["b"].producer == (Consumer("attention", "attention"),)
+
+
+def test_a_cache_written_in_place_holds_what_was_written():
+    assert reading(cached) == [("activation", "aten.relu")]
+
+
+def test_memory_overwritten_is_nobodys_output_any_more():
+    assert reading(lambda m, x: F.silu(m.a(x).zero_())) == []
+
+
+def test_torchs_own_attention_and_encoder():
+    model = nn.TransformerEncoderLayer(K, 2, 16, batch_first=True)
+    layers = flow.record(model, torch.randn(2, 4, K)).layers
+    assert layers["self_attn.in_proj_weight"].consumers == (Consumer("softmax", "attention", "self_attn"),)
+    assert layers["self_attn.out_proj"].kinds == ("residual",)
+    assert layers["linear1"].kinds == ("activation",)
+    assert [made.name for made in layers["linear1"].producer] == ["norm1"]
+
+
+def test_a_tied_weight_belongs_to_the_module_that_runs():
+    class Head(nn.Module):
+        def __init__(self, weight: nn.Parameter):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight)
+
+    embedding = nn.Embedding(5, K)
+    layers = flow.record(
+        nn.Sequential(embedding, Head(cast(nn.Parameter, embedding.weight))), torch.tensor([[1, 2]])
+    ).layers
+    assert {name: layer.kinds for name, layer in layers.items()} == {"1": ("output",)}
+    assert layers["1"].producer == (Consumer("embedding", "0"),)
+
+
+def test_where_no_numbers_are_and_where_gradients_never_were():
+    with torch.device("meta"):
+        model, x = Model(lambda m, x: m.b(F.gelu(m.a(x)))), torch.ones(1, 4, K)
+    assert flow.record(model, x).layers["a"].kinds == ("activation",)
+    with torch.inference_mode():
+        x = torch.ones(1, 4, K)
+    assert recorded(lambda m, x: m.b(F.gelu(m.a(x)))) == flow.record(Model(lambda m, x: m.b(F.gelu(m.a(x)))), x)
+
+
+def test_under_autocast_and_under_compile():
+    plain = recorded(swiglu, 2 * K)
+    model = Model(swiglu, 2 * K)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flow.record(model, torch.randn(2, 4, K)) == plain
+    model.compile(backend="eager")
+    assert flow.record(model, torch.randn(2, 4, K)) == plain
+
+
+def test_recorded_forward_computes_what_a_plain_one_does():
+    seen = []
+
+    def function(m, x):
+        seen.append(m.b(by_hand(m, x) + attention(m, x).transpose(1, 2).flatten(-2)))
+        return seen[-1]
+
+    model, x = Model(function).eval(), torch.randn(2, 4, K)
+    flow.record(model, x)
+    with torch.no_grad():
+        model(x)
+    assert torch.equal(*seen)
+
+
+def test_a_layer_called_twice():
+    layer = recorded(lambda m, x: m.norm(m.a(F.relu(m.a(x))))).layers["a"]
+    assert layer.calls == 2
+    assert layer.consumers == (Consumer("activation", "aten.relu"), Consumer("norm", "norm"))
+    assert [made.kind for made in layer.producer] == ["input", "activation"]
+
+
+def test_layers_that_read_one_tensor():
+    def function(m, x):
+        y = m.norm(x)
+        return m.a(y) + m.b(y.view(8, K)).view(2, 4, K), m.c(y + 1)
+
+    layers = recorded(function).layers
+    assert layers["a"].shares_input_with == ("b",)
+    assert layers["b"].shares_input_with == ("a",)
+    assert layers["c"].shares_input_with == ()
+
+
+def test_a_tensor_written_between_two_readers_is_not_one_tensor():
+    def function(m, x):
+        y = m.norm(x)
+        return m.a(y), m.b(y.add_(1.0))
+
+    assert recorded(function).layers["a"].shares_input_with == ()
+
+
+def test_outputs_in_dataclasses_dicts_and_lists():
+    @dataclasses.dataclass
+    class Result:
+        scores: torch.Tensor
+        more: dict
+
+    names = {
+        layer: [(c.kind, c.name) for c in found.consumers]
+        for layer, found in recorded(lambda m, x: Result(m.a(x), {"b": [m.b(x), 3, None]})).layers.items()
+    }
+    assert names == {"a": [("output", "scores")], "b": [("output", "more.b[0]")], "c": []}

@@ -1,0 +1,148 @@
+"""A flow as table, dict and picture: nothing missing, nothing overlapping, repeated blocks once."""
+
+import itertools
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from hf.families import FAMILIES
+from PIL import Image
+from torch import nn
+
+from fp8engine import flow
+from fp8engine.flow.draw import HEIGHT, INK, Picture, picture
+from fp8engine.flow.fold import fold
+
+
+def recorded(family: str, **options: int) -> flow.Flow:
+    row = FAMILIES[family]
+    return flow.record(row.build(**options), row.batch())
+
+
+def drawn(family: str) -> Picture:
+    return picture(recorded(family))
+
+
+def test_table_and_dict():
+    found = recorded("llama")
+    text = str(found)
+    for words in ("model.layers.0.self_attn.q_proj", "softmax attention", "activation aten.mul", "output logits"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 160
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["layers"]["model.layers.0.mlp.up_proj"] == {
+        "consumers": [{"kind": "activation", "name": "aten.mul", "where": "model.layers.0.mlp"}],
+        "producer": [{"kind": "norm", "name": "model.layers.0.post_attention_layernorm", "where": "model.layers.0"}],
+        "shares_input_with": ["model.layers.0.mlp.gate_proj"],
+        "calls": 1,
+    }
+    assert len(told["nodes"]) == len(found.nodes)
+    assert all(0 <= i < j < len(found.nodes) for i, j in told["edges"])
+
+
+def test_a_table_says_what_never_ran_and_what_nothing_reads():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unread, self.never = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.unread(x)
+            return x
+
+    text = str(flow.record(Two(), torch.ones(1, 2)))
+    assert "nothing reads it" in text
+    assert "never ran" in text
+
+
+@pytest.mark.parametrize("depth", [1, 2, 24])
+def test_equal_blocks_are_drawn_once(depth: int):
+    found = recorded("llama", num_hidden_layers=depth)
+    (frame,) = fold(found).frames
+    assert frame.times == depth
+    assert len(fold(found).nodes) == len(fold(recorded("llama", num_hidden_layers=2)).nodes)
+    svg = found.to_svg()
+    assert (f"model.layers.0 … {depth - 1}   × {depth}" in svg) == (depth > 1)
+    assert svg.count("self_attn.q_proj</text>") == 1
+
+
+def test_a_block_unlike_its_neighbours_is_drawn_for_itself():
+    def block(activation: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), activation)
+
+    model = nn.Sequential(block(nn.ReLU()), block(nn.ReLU()), block(nn.LayerNorm(4)), block(nn.ReLU()))
+    frames = fold(flow.record(model, torch.ones(1, 4))).frames
+    assert [(frame.first, frame.last, frame.times) for frame in frames] == [("0", "1", 2), ("2", "2", 1), ("3", "3", 1)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_boxes_do_not_overlap_and_edges_lead_down(family: str):
+    shown = drawn(family)
+    spans = [(box.y, box.x - box.width / 2, box.x + box.width / 2) for box in shown.boxes]
+    for (y, left, right), (other, start, end) in itertools.combinations(spans, 2):
+        assert abs(y - other) >= HEIGHT or right <= start + 1e-6 or end <= left + 1e-6
+    for y, left, right in spans:
+        assert 0 < left < right < shown.width
+        assert HEIGHT < y < shown.height - HEIGHT / 2
+    for points in shown.curves:
+        assert all(a[1] < b[1] for a, b in itertools.pairwise(points))
+    for (x, y, w, h, _), (x2, y2, w2, h2, _) in itertools.combinations(shown.frames, 2):
+        assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+
+
+def test_a_chain_is_straight():
+    """Boxes of a chain stand above each other to a pixel, beside a residual's way."""
+
+    class Chain(nn.Sequential):
+        def forward(self, input):
+            return input + super().forward(input)
+
+    parts = [part for _ in range(4) for part in (nn.Linear(4, 4), nn.GELU())]
+    shown = picture(flow.record(Chain(*parts), torch.ones(1, 4)))
+    x = [box.x for box in shown.boxes]
+    assert max(x) - min(x) < 12  # the residual's way pulls a little, and a box is at least 30 wide
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
+def test_svg_is_well_formed_and_stands_alone(family: str):
+    found = recorded(family)
+    svg = found.to_svg()
+    root = ElementTree.fromstring(svg)
+    space = "{http://www.w3.org/2000/svg}"
+    shown = picture(found)
+    assert len(root.findall(f"{space}g")) == len(shown.boxes)
+    assert len(root.findall(f"{space}path")) == len(shown.curves)
+    assert "href" not in svg
+    assert "<script" not in svg
+    assert svg.count("http") == 1  # the namespace
+    assert len(svg) < 40_000
+    assert svg == recorded(family).to_svg()
+
+
+def test_names_are_text_and_no_markup():
+    model = nn.Sequential()
+    model.add_module('<b>&"', nn.Linear(2, 2))
+    root = ElementTree.fromstring(flow.record(model, torch.ones(1, 2)).to_svg())
+    assert '<b>&"' in "".join(root.itertext())
+
+
+def test_png_shows_every_kind_in_its_colour(tmp_path: Path):
+    found = recorded("llama")
+    found.to_png(tmp_path / "flow.png")
+    with Image.open(tmp_path / "flow.png") as image:
+        pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
+        shown = picture(found)
+        assert image.size == pytest.approx((2 * shown.width, 2 * shown.height), abs=2)
+    there = {"#{:02x}{:02x}{:02x}".format(*colour) for colour in np.unique(pixels, axis=0)}
+    kinds = {box.kind for box in shown.boxes}
+    assert kinds == {"matmul", "attention", "norm", "residual", "activation", "embedding", "loss", "output"}
+    assert {INK[kind][0] for kind in kinds} <= there
+
+
+def test_a_model_without_layers_draws_nothing_and_does_not_fail():
+    found = flow.record(nn.Identity(), torch.ones(1))
+    assert found.layers == {}
+    assert ElementTree.fromstring(found.to_svg()) is not None
