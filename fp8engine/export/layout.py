@@ -66,21 +66,17 @@ def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
         raise UnknownName("activation scheme", activations, SCHEMES)
     weight, group = recipe.weight, recipe.weight.granularity
     if not (recipe.input.is_fp8 and weight.is_fp8):
-        raise ConversionError(
-            f"export: recipe {recipe.name!r} has no FP8 weight: name an FP8 recipe, such as 'current'"
-        )
+        raise ConversionError(f"recipe {recipe.name!r} has no FP8 weight: name an FP8 recipe, such as 'current'")
     if weight.format != E4M3:
-        raise ConversionError(f"export: weights of recipe {recipe.name!r} are {weight.format}; checkpoints hold E4M3")
+        raise ConversionError(f"weights of recipe {recipe.name!r} are {weight.format}; checkpoints hold E4M3")
     if layout == "auto":
         layout = "fp8" if isinstance(group, PerBlock) else COMPRESSED
     if layout == "fp8" and isinstance(group, PerRow):
-        raise ConversionError(
-            f"export: layout 'fp8' has no scales per row (recipe {recipe.name!r}): {COMPRESSED!r} has"
-        )
+        raise ConversionError(f"layout 'fp8' has no scales per row (recipe {recipe.name!r}): {COMPRESSED!r} has")
     static = activations == "static"
     if static and not isinstance(recipe.input.granularity, PerTensor):
         raise ConversionError(
-            f"export: activations='static' is one scale per tensor; recipe {recipe.name!r} casts inputs "
+            f"activations='static' is one scale per tensor; recipe {recipe.name!r} casts inputs "
             f"{recipe.input.granularity}: use activations='dynamic', or a recipe such as 'current'"
         )
     name = "weight_scale" if layout == COMPRESSED else scale_name(weight)

@@ -287,3 +287,14 @@ def test_unknown_names_are_said(tmp_path: Path):
         with pytest.raises(UnknownName, match=told):
             export(model, tmp_path / "out", **options)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_converted_models_own_reasons_are_told(tmp_path: Path):
+    """Those of fe.convert, and of fe.inspect: a layer put in later is no layer that was skipped."""
+    model: Any = fe.convert(tiny_models.llama(), "current", skip=lambda name, _: name.endswith(("up_proj", "lm_head")))
+    model.model.layers[0].mlp.down_proj = torch.nn.Linear(64, 32, bias=False)
+    report = export(model, tmp_path / "out")
+    left = {row["name"]: row["reason"] for row in report.left if row["kind"] != "Embedding"}
+    assert left["model.layers.1.mlp.up_proj"] == left["lm_head"] == "skip() returned True"
+    assert left["model.layers.0.mlp.down_proj"].startswith("a new layer stands where fe.convert changed one")
+    assert left == {row["name"]: row["reason"] for row in fe.inspect(model).layers if row["recipe"] == "none"}
