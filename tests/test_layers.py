@@ -32,6 +32,8 @@ HOUSE = (
     ("L6", "functional/"),
     ("L7", "modules/"),
     ("L8", "select.py"),
+    ("L8", "families.py"),
+    ("L8", "fuse.py"),
     ("L8", "convert.py"),
     ("L9", "export/"),
     ("L9", "hf.py", "distributed/", "report/", "bench/"),

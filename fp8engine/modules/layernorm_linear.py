@@ -75,7 +75,7 @@ def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
 
 def layer_of(module: Linear) -> Layer:
     """What the fused functions take of an fe.Linear."""
-    return Layer(module.weight, module.bias, module.numerics)
+    return module.as_layer()
 
 
 def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fp8engine.errors import ParallelError
-from fp8engine.functional import Numerics, linear
+from fp8engine.functional import Layer, Numerics, linear
+from fp8engine.modules.lazy import Group, Lazy, read
 from fp8engine.recipe import Recipe, resolve
 from fp8engine.scaling import ScalingState
 
@@ -15,6 +16,8 @@ class Float8Module(nn.Module):
     """What every module with a recipe shares: `numerics` beside its parameters, and how that survives torch's calls."""
 
     numerics: Numerics
+    fused: Group | None = None  # with whom it runs as one, after fe.convert(fuse=True)
+    alone: str = ""  # why with nobody
 
     def numerics_of(self, parameter: str) -> Numerics | None:
         """The numerics of the matmuls by one of its parameters; None: that one is no matrix in FP8."""
@@ -66,5 +69,11 @@ class Linear(Float8Module, nn.Linear):
         state = ScalingState([("", recipe)], self.weight.device)
         self.numerics = Numerics("Linear", recipe, state, alone=True)
 
+    def as_layer(self) -> Layer:
+        """What the fused functions take of it."""
+        return Layer(self.weight, self.bias, self.numerics)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None or isinstance(input, Lazy):
+            return read(self, input)
         return linear(input, self.weight, self.bias, self.numerics)
