@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from fp8engine import dispatch
+from fp8engine import fuse as fusing
 from fp8engine.controller import Controller, Plan
-from fp8engine.errors import ConversionError, EmulationWarning, StrictError
+from fp8engine.describe import describe
+from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, StrictError
 from fp8engine.functional import Numerics
 from fp8engine.functional.numerics import plan as numerics_plan
 from fp8engine.modules import experts
@@ -60,6 +62,7 @@ def convert(
     overrides: Mapping[str, str | Recipe] | None = None,
     example_inputs: object = None,
     strict: bool = False,
+    fuse: bool = False,
 ) -> nn.Module:
     """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
 
@@ -67,7 +70,9 @@ def convert(
     skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
     example_inputs: arguments of one forward (a tuple, or a dict of keywords), run without gradients beforehand:
     layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.
-    strict: raise instead of emulating FP8 or leaving alone a layer that cannot be converted.
+    strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
+    fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
+    families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
 
     Raises UnknownName (recipe, or a pattern that matches nothing), ConversionError (nothing to convert, converted
     twice, already under DDP, FSDP or torch.compile), StrictError.
@@ -88,12 +93,15 @@ def convert(
         why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
         raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
     emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
+    if fuse and strict:
+        _refuse_unknown(model)
     if strict:
         _refuse(decisions, emulated)
     repeat = _plan_of(chosen)
     record = Record({d.name: d.reason for d in decisions if d.recipe is None})
     _swap(chosen, record)
     record.controllers = _control(chosen, repeat)
+    fusion = fusing.fuse(model) if fuse else None
     for state in record.states:
         model.register_forward_pre_hook(state.begin_step)
     setattr(model, RECORD, record)
@@ -104,6 +112,9 @@ def convert(
             EmulationWarning,
             stacklevel=2,
         )
+    if fusion is not None and not fusion.groups:
+        why = "; ".join(fusion.unknown) or "none of its norms and MLPs can (fe.inspect says why)"
+        warnings.warn(f"fuse=True: {why}: every layer runs by itself", FusionWarning, stacklevel=2)
     return model
 
 
@@ -166,6 +177,16 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
             f"strict=True: {why} (CUDA sm_89 or later has FP8 Tensor Cores); "
             f"{len(emulated)} layers would be emulated, {name!r} the first"
         )
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    """strict=True with fuse=True: say what of the model the table does not know."""
+    try:
+        unknown = describe(model).why
+    except ConversionError as error:
+        unknown = (str(error),)
+    if unknown:
+        raise StrictError(f"strict=True: fuse=True knows no structure: {'; '.join(unknown)}; convert without fuse=True")
 
 
 def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:

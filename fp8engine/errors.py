@@ -85,5 +85,9 @@ class LossScaleError(Fp8EngineError, ValueError):
     """A loss scale of zero, Inf or NaN, or gradients that no loss scaler can unscale."""
 
 
+class FusionWarning(UserWarning):
+    """Said once per model converted with fuse=True of which nothing is recognised: its layers run one by one."""
+
+
 class EmulationWarning(UserWarning):
     """Said once per converted model: no FP8 Tensor Cores here, so FP8 values are computed with, but not faster."""

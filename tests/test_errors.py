@@ -32,7 +32,7 @@ PROTOCOL = {"KeyError", "AttributeError"}
 
 def test_the_list_above_is_whole():
     kinds = {kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__}
-    assert kinds == {errors.Fp8EngineError, errors.EmulationWarning, *BUILTIN}
+    assert kinds == {errors.Fp8EngineError, errors.EmulationWarning, errors.FusionWarning, *BUILTIN}
 
 
 @pytest.mark.parametrize("kind", BUILTIN, ids=lambda kind: kind.__name__)

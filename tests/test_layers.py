@@ -36,6 +36,8 @@ HOUSE = (
     ("L6", "controller/"),
     ("L7", "modules/"),
     ("L8", "select.py"),
+    ("L8", "describe.py"),
+    ("L8", "fuse.py"),
     ("L8", "convert.py"),
     ("L9", "export/"),
     ("L9", "hf.py", "distributed/", "report/", "bench/"),

@@ -15,6 +15,7 @@ FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
 FUSED = "nn.Linear's own, and what its norm, its activation and its memory are"
 MORE_PARAMETERS = {
+    "fp8engine/convert.py::convert": "the public call: a model, a recipe, and one keyword for each decision",
     "fp8engine/modules/layernorm_linear.py::LayerNormLinear.__init__": FUSED,
     "fp8engine/modules/layernorm_mlp.py::LayerNormMLP.__init__": FUSED,
     "fp8engine/modules/transformer.py::TransformerLayer.__init__": FUSED,

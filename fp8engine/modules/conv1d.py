@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from fp8engine.functional import linear
+from fp8engine.functional import Layer, linear
+from fp8engine.modules.lazy import Lazy, read
 from fp8engine.modules.linear import Float8Module
 
 
@@ -18,5 +19,11 @@ class Float8Conv1D(Float8Module, Conv1D):
     def __repr__(self) -> str:
         return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"
 
+    def as_layer(self) -> Layer:
+        """What the fused functions take of it."""
+        return Layer(self.weight.t(), self.bias, self.numerics)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None or isinstance(x, Lazy):
+            return read(self, x)
         return linear(x, self.weight.t(), self.bias, self.numerics)

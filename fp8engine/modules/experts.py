@@ -14,7 +14,6 @@ saved: changing the class of one module changes that module alone.)
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from fp8engine.functional.grouped import grouped_linear, grouped_plain
 from fp8engine.functional.linear import FLOATS
 from fp8engine.functional.numerics import Numerics
 from fp8engine.modules.linear import Float8Module
+from fp8engine.modules.mixed import Mixin, mix
 
 # What transformers' decorator leaves on a module; by these it is known, so that transformers need not be there.
 SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel", "_apply_gate")
@@ -57,15 +57,15 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-class Float8Experts(Float8Module):
+class Float8Experts(Mixin, Float8Module):
     """Experts of a transformers model in FP8, made by `fe.convert`: forward(x [T, K], chosen [T, k], weights [T, k]).
 
-    parts: parameter -> its numerics; a parameter without computes in its own precision.  plain: the class it was.
+    parts: parameter -> its numerics; a parameter without computes in its own precision.
     Raises ParallelError where expert parallelism came after fe.convert, and what `grouped_linear` raises.
     """
 
+    prefix = "Float8"
     parts: dict[str, Numerics]
-    plain: type[nn.Module]
 
     @property
     def numerics(self) -> Numerics:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -114,26 +114,10 @@ class Float8Experts(Float8Module):
         recipes = (f"{key}: recipe={numerics.recipe.name}" for key, numerics in self.parts.items())
         return ", ".join(filter(None, [super(Float8Module, self).extra_repr(), *recipes]))
 
-    def __reduce_ex__(self, protocol):
-        # The class is made when it is needed: a copy or a pickle asks for the one it was made of.
-        return _again, (self.plain,), dict(self.__dict__)
-
-
-@functools.cache
-def float8_experts(kind: type[nn.Module]) -> type[Float8Experts]:
-    """The class of such a module in FP8: a subclass of both, made once."""
-    made: Any = type(f"Float8{kind.__name__}", (Float8Experts, kind), {"__module__": __name__, "plain": kind})
-    return made
-
-
-def _again(kind: type[nn.Module]) -> nn.Module:
-    made = float8_experts(kind)
-    return made.__new__(made)
-
 
 def put(module: nn.Module, key: str, numerics: Numerics) -> None:
     """Give one matrix of an understood module its numerics; the first one changes the module's class."""
     if not isinstance(module, Float8Experts):
-        module.__class__ = float8_experts(type(module))  # pyright: ignore[reportAttributeAccessIssue]
+        mix(module, Float8Experts)
         object.__setattr__(module, "parts", {})
     module.parts[key] = numerics  # pyright: ignore[reportArgumentType, reportCallIssue, reportIndexIssue]

@@ -8,6 +8,7 @@ children: their hooks do not run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from fp8engine.controller import attach
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.functional import Layer, Memory, NormOf, Numerics, norm_linear
 from fp8engine.functional.parts import check_memory
-from fp8engine.modules.linear import Linear
+from fp8engine.modules.linear import Float8Module, Linear
 from fp8engine.recipe import Recipe, resolve
 from fp8engine.reference import Norm
 from fp8engine.reference.norm_quantize import KINDS
@@ -74,14 +75,14 @@ def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
     return NormOf(Norm(kind, eps, zero_centered), module.weight, getattr(module, "bias", None))
 
 
-def layer_of(module: nn.Module) -> Layer:
+def layer_of(module: Any) -> Layer:
     """What the fused functions take of an fe.Linear.  Raises ConversionError for what an adapter put in its place."""
-    if not isinstance(module, Linear):
+    if not (isinstance(module, Float8Module) and hasattr(module, "as_layer")):
         raise ConversionError(
             f"a fused layer reads the parameters of an fe.Linear and does not call it; {type(module).__name__} stands "
             "in its place: put adapters on plain layers that fe.convert has converted"
         )
-    return Layer(module.weight, module.bias, module.numerics)
+    return module.as_layer()
 
 
 def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:

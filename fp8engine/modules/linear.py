@@ -7,7 +7,8 @@ from torch import nn
 
 from fp8engine.controller import attach
 from fp8engine.errors import ParallelError
-from fp8engine.functional import Numerics, linear
+from fp8engine.functional import Layer, Numerics, linear
+from fp8engine.modules.lazy import Group, Lazy, read
 from fp8engine.recipe import Recipe, resolve
 from fp8engine.scaling import ScalingState
 
@@ -16,6 +17,8 @@ class Float8Module(nn.Module):
     """What every module with a recipe shares: `numerics` beside its parameters, and how that survives torch's calls."""
 
     numerics: Numerics
+    fused: Group | None = None  # with whom it runs as one, after fe.convert(fuse=True)
+    alone: str = ""  # why with nobody
 
     def numerics_of(self, parameter: str) -> Numerics | None:
         """The numerics of the matmuls by one of its parameters; None: that one is no matrix in FP8."""
@@ -68,5 +71,11 @@ class Linear(Float8Module, nn.Linear):
         self.numerics = Numerics("Linear", recipe, state, alone=True)
         attach([self.numerics], [(out_features, in_features)])
 
+    def as_layer(self) -> Layer:
+        """What the fused functions take of it."""
+        return Layer(self.weight, self.bias, self.numerics)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None or isinstance(input, Lazy):
+            return read(self, input)
         return linear(input, self.weight, self.bias, self.numerics)

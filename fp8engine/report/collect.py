@@ -98,6 +98,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "backend": backend,
         "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
         "reason": _why(recipe, ran, where, backend),
+        "fused": _fused(module),
         "ran": ran or not recipe.is_fp8,
         "rows": rows,
         "fp8_share": recipe.fp8_share if ran else 0.0,
@@ -119,6 +120,12 @@ def _why(recipe, ran: bool, where, backend: str) -> str:
     return ""
 
 
+def _fused(module: nn.Module) -> str:
+    """With whom the layer runs as one, or why with nobody; "" where fuse=True was not asked."""
+    group, alone = getattr(module, "fused", None), getattr(module, "alone", "")
+    return str(group) if group is not None else f"not fused: {alone}" if alone else ""
+
+
 def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> dict:
     nothing = {"format": "none", "cast": "none"}
     return {
@@ -129,6 +136,7 @@ def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> 
         "backend": "torch",
         "emulated": False,
         "reason": reason,
+        "fused": "",
         "ran": True,
         "rows": None,
         "fp8_share": 0.0,

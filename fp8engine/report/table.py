@@ -11,7 +11,7 @@ from fp8engine.controller import Controller, merge
 from fp8engine.errors import StateError
 from fp8engine.scaling import ROLES
 
-COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason")
+COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
 SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts")
 
 
@@ -19,8 +19,8 @@ SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite"
 class Report:
     """What each linear layer ran, and the sums.
 
-    layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, and a dict for each of input, weight,
-    grad_output and output.  totals: fp8_flops_share, converted, left_alone, never_ran, ...  Shares are of elements.
+    layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, fused, and a dict for each of input,
+    weight, grad_output and output.  totals: fp8_flops_share, converted, left_alone, ...  Shares are of elements.
     decisions: changes of format, oldest first (a fixed recipe makes none).  controllers: who made them.
     """
 
@@ -83,7 +83,7 @@ class Report:
                 *[slot["cast"] for slot in slots],
                 _percent([slot.get("saturated") for slot in slots]),
                 _percent([slot.get("underflowed") for slot in slots]),
-                "" if layer["emulated"] and layer["reason"].startswith("emulated") else layer["reason"],
+                "; ".join(filter(None, [_unless_emulated(layer), layer["fused"]])),
             )
         out = io.StringIO()
         console = Console(  # names and reasons are text: [brackets] in them are no markup, :colons: no pictures
@@ -114,6 +114,10 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _unless_emulated(layer: dict) -> str:
+    return "" if layer["emulated"] and layer["reason"].startswith("emulated") else layer["reason"]
 
 
 def _percent(shares: list[float | None]) -> str:

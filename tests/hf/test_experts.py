@@ -28,7 +28,7 @@ from fp8engine.modules.experts import Float8Experts
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 FORWARD, BACKWARD = 2 * 10**-2.8, 2 * (10**-2.8 + 10**-2.5)
 SIZE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4}
-KINDS: dict[str, tuple[type, Any]] = {  # gated; interleaved, stored [E, K, N], with biases; no gate; a norm after
+KINDS: dict[str, tuple[Any, Any]] = {  # gated; interleaved, stored [E, K, N], with biases; no gate; a norm after
     "mixtral": (MixtralExperts, transformers.MixtralConfig(**SIZE)),
     "gpt_oss": (GptOssExperts, transformers.GptOssConfig(**SIZE)),
     "nemotron_h": (
