@@ -66,7 +66,8 @@ def inspect(model: nn.Module) -> Report:
 
 def _records(model: nn.Module) -> list[tuple[str, Record]]:
     """(name, record) of every part that fe.convert was called on."""
-    found = ((name, getattr(module, RECORD, None)) for name, module in model.named_modules())
+    # Its own attribute: peft's and torch.compile's shells pass on what the model below them has.
+    found = ((name, vars(module).get(RECORD)) for name, module in model.named_modules())
     return [(plain_name(model, name), record) for name, record in found if isinstance(record, Record)]
 
 
