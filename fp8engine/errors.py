@@ -85,5 +85,9 @@ class LossScaleError(Fp8EngineError, ValueError):
     """A loss scale of zero, Inf or NaN, or gradients that no loss scaler can unscale."""
 
 
+class ReportError(Fp8EngineError, ValueError):
+    """A report that cannot be written as asked: losses that are no numbers, a folder or a package that is missing."""
+
+
 class EmulationWarning(UserWarning):
     """Said once per converted model: no FP8 Tensor Cores here, so FP8 values are computed with, but not faster."""

@@ -207,7 +207,9 @@ class Controller:
         if measured is None:
             return SlotChange(self._name(slot), before, after, why)
         found = predicted(measured, slot[1], choices[1], choices[1].formats[slot])
-        return SlotChange(self._name(slot), before, after, why, round(found.sqnr_db, 2), round(found.flushed, 6))
+        return SlotChange(
+            self._name(slot), before, after, why, round(float(found.sqnr_db), 2), round(float(found.flushed), 6)
+        )
 
     def _name(self, slot: Slot) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"

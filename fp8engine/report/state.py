@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from fp8engine.controller import Controller
+from fp8engine.controller import Alarm, Controller
 from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
 from fp8engine.modules.linear import Float8Module
@@ -73,10 +73,39 @@ class StateView(Mapping[str, SlotView]):
         for state in {id(layer.numerics.state): layer.numerics.state for layer in self._layers.values()}.values():
             state.rescale_gradients(factor)
 
+    def on_alarm(self, listener: Callable[[Alarm], object]) -> Callable[[], None]:
+        """Call `listener` with every early warning from now on; the function returned ends that.
+
+        An alarm has .step .slot .ratio .growth .steps, and is a line of text as str(alarm).  A copy of the model, or a
+        saved one, has no listeners.  Raises StateError where no layer is under `auto`: nothing else is watched.
+
+        >>> from fp8engine.modules import Linear
+        >>> layer = Linear(16, 16, recipe="auto")
+        >>> stop = scaling_state(layer).on_alarm(print)
+        """
+        histories = [controller.history for controller in _controllers(self._layers)]
+        if not histories:
+            raise StateError(
+                'on_alarm: no layer is under "auto", and only those are watched; fe.convert(model, "auto")'
+            )
+        for history in histories:
+            history.listeners.append(listener)
+
+        def stop() -> None:
+            for history in histories:
+                if listener in history.listeners:
+                    history.listeners.remove(listener)
+
+        return stop
+
 
 def controllers_of(model: nn.Module) -> list[Controller]:
     """Who decides for the model's layers under `auto`, one for each scaling state."""
-    states = {id(layer.numerics.state): layer.numerics.state for layer in float8_layers(model).values()}
+    return _controllers(float8_layers(model))
+
+
+def _controllers(layers: Mapping[str, Float8Module]) -> list[Controller]:
+    states = {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}
     clocks = [getattr(state.clock, "__self__", None) for state in states.values()]
     return [clock for clock in clocks if isinstance(clock, Controller)]
 
