@@ -89,5 +89,9 @@ class FusionWarning(UserWarning):
     """Said once per model converted with fuse=True of which nothing is recognised: its layers run one by one."""
 
 
+class ReportError(Fp8EngineError, ValueError):
+    """A report that cannot be written as asked: losses that are no numbers, a folder or a package that is missing."""
+
+
 class EmulationWarning(UserWarning):
     """Said once per converted model: no FP8 Tensor Cores here, so FP8 values are computed with, but not faster."""

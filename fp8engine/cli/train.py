@@ -9,7 +9,7 @@ import torch
 import typer
 
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
-from fp8engine.demo import DEFAULT, Config, Outcome, Session, train
+from fp8engine.demo import DEFAULT, Config, Outcome, Result, Session, train
 from fp8engine.demo.model import SIZES
 from fp8engine.demo.progress import shown
 from fp8engine.recipe import RECIPES
@@ -35,6 +35,9 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder of the report and the checkpoints.")] = Path("report"),
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 100,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="On a terminal: every layer's formats, SQNR and warnings, live.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -47,7 +50,7 @@ def command(
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
     screen = console(stderr=as_json)
-    with shown(screen, recipes, steps) as progress:
+    with shown(screen, recipes, steps, watch) as progress:
         outcome = train(config, session, progress)
     if as_json:
         print_json(outcome.summary.to_dict() | {"files": [str(path) for path in outcome.files]})
@@ -63,9 +66,21 @@ def _tell(screen, outcome: Outcome) -> None:
         screen.rule(f"what the model trained in {result.recipe} writes", style="dim", align="left")
         screen.print(result.sample, markup=False, highlight=False)
     screen.rule(style="dim")
+    for result in outcome.summary.results:
+        _decided(screen, result)
     if outcome.signal is not None:
         screen.print("stopped early: the report is up to here; go on with the same options and --resume")
     names = [str(path) for path in outcome.files]
     if not any(name.endswith(".png") for name in names):
         screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
     screen.print(f"written: {', '.join(names)}", soft_wrap=True, highlight=False)
+
+
+def _decided(screen, result: Result, most: int = 5) -> None:
+    """The last few changes of format; all of them are on the page."""
+    if not result.decisions:
+        return
+    screen.print(f"{result.recipe} changed {len(result.decisions)} formats; the last:", highlight=False)
+    for each in result.decisions[-most:]:
+        text = f"  step {each['step']} {each['slot']} {each['before']} -> {each['after']}: {each['why']}"
+        screen.print(text, markup=False, highlight=False)

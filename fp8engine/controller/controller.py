@@ -223,7 +223,8 @@ class Controller:
         if measured is None:
             return SlotChange(self._name(slot), before, after, why)
         found = predicted(measured, slot, choices[1])
-        return SlotChange(self._name(slot), before, after, why, round(found.sqnr_db, 2), round(found.flushed, 6))
+        numbers = (round(float(found.sqnr_db), 2), round(float(found.flushed), 6))
+        return SlotChange(self._name(slot), before, after, why, *numbers)
 
     def _name(self, slot: Slot) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"

@@ -29,11 +29,23 @@ class Look(NamedTuple):
     nonfinite: int
 
 
+class Spread(NamedTuple):
+    """Where the magnitudes of a slot lay at its latest look.
+
+    counts: elements of the sample by |x| / amax, eight bins an octave, the last one's |x| amax itself (prediction.py).
+    """
+
+    step: int
+    amax: float
+    counts: tuple[int, ...]
+
+
 class History:
     """Looks, trends and alarms by slot name; each alarm is also given to every callable in `listeners`."""
 
     def __init__(self):
         self.looks: dict[str, deque[Look]] = {}
+        self.spreads: dict[str, Spread] = {}
         self.trends: dict[str, Trend] = {}
         self.alarms: list[Alarm] = []
         self.listeners: list[Callable[[Alarm], object]] = []
@@ -41,13 +53,17 @@ class History:
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """One slot was looked at."""
         looks = self.looks.setdefault(slot, deque(maxlen=LOOKS))
-        numbers = (measured.amax, measured.rms, measured.kurtosis, *found[:3], measured.nonfinite)
-        looks.append(Look(step, cast, *numbers))
+        kept = (float(number) for number in (measured.amax, measured.rms, measured.kurtosis, *found[:3]))
+        looks.append(Look(step, cast, *kept, int(measured.nonfinite)))
+        self.spreads[slot] = Spread(step, float(measured.amax), tuple(map(int, measured.tensor[0])))
         alarm = self.trends.setdefault(slot, Trend(slot)).look(step, measured.crest)
         if alarm is not None:
             self.alarms.append(alarm)
             for listener in self.listeners:
                 listener(alarm)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "listeners": []}  # a copied or saved model does not call into this program
 
     def trends_to_dict(self) -> dict:
         """What `trends_from_dict` takes: warnings go on where they were."""

@@ -25,6 +25,7 @@ COLOURS = {
     "rowwise": "#0072b2",
     "blockwise": "#009e73",
     "rowwise_gw_hp": "#cc79a7",
+    "auto": "#7b2fbe",
 }
 INK, DIM, FAINT = "#2b2f36", "#6b747e", "#d9dde2"
 GOAL = 0.5  # percent: DESIGN section 9

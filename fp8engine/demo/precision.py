@@ -27,7 +27,7 @@ from fp8engine.recipe import RECIPES
 from fp8engine.report import inspect
 
 PLAIN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise")
+DEFAULT = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")
 
 
 class Precision:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fp8engine.demo.watch import live
+
+if TYPE_CHECKING:
+    from fp8engine.demo.trainer import Trainer
+
 
 class Screen(Protocol):
     """Where a session tells how far it is."""
+
+    def begins(self, recipe: str, trainer: Trainer) -> None:
+        """A recipe begins; the trainer's model may be looked at while it is trained."""
 
     def step(self, recipe: str, step: int, loss: float, tokens_per_second: float) -> None:
         """Step `step` of a recipe is done."""
@@ -23,6 +31,9 @@ class Screen(Protocol):
 class Silent:
     """Says nothing; what a session uses unless told otherwise."""
 
+    def begins(self, recipe: str, trainer: Trainer) -> None:
+        pass
+
     def step(self, recipe: str, step: int, loss: float, tokens_per_second: float) -> None:
         pass
 
@@ -30,7 +41,7 @@ class Silent:
         pass
 
 
-class Lines:
+class Lines(Silent):
     """Ten lines a recipe: for a log file, a pipe, CI."""
 
     def __init__(self, console: Console, steps: int):
@@ -45,7 +56,7 @@ class Lines:
         self.console.print(f"{recipe:<13} done: validation loss {loss:.4f}", highlight=False, soft_wrap=True)
 
 
-class Bars:
+class Bars(Silent):
     """One live bar a recipe."""
 
     def __init__(self, progress: Progress, recipes: Sequence[str], steps: int):
@@ -71,10 +82,14 @@ class Bars:
 
 
 @contextlib.contextmanager
-def shown(console: Console, recipes: Sequence[str], steps: int) -> Iterator[Screen]:
-    """A screen for these recipes: bars where `console` is a terminal, lines elsewhere."""
+def shown(console: Console, recipes: Sequence[str], steps: int, watch: bool = False) -> Iterator[Screen]:
+    """A screen for these recipes: where `console` is a terminal bars, or the layers live; lines elsewhere."""
     if not console.is_terminal:
         yield Lines(console, steps)
+        return
+    if watch:
+        with live(console, recipes, steps) as screen:
+            yield screen
         return
     columns = (
         TextColumn("[bold]{task.description:<13}"),

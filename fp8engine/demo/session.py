@@ -20,8 +20,11 @@ from fp8engine.demo.precision import DEFAULT
 from fp8engine.demo.progress import Screen, Silent
 from fp8engine.demo.summary import Summary, about
 from fp8engine.demo.train import Keeping, Result, run
+from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.recipe import RECIPES
+from fp8engine.report import inspect
+from fp8engine.report.page import page
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -61,7 +64,7 @@ class Outcome:
 
 
 def train(config: Config, session: Session, screen: Screen | None = None) -> Outcome:
-    """Train under each recipe in turn; the report is written after each.
+    """Train under each recipe in turn; the report is written after each, of `auto` also its page and its plan.
 
     Raises DemoError (a folder that cannot be written, before training; a full disk, with the last checkpoint and report
     whole) and StateError (a checkpoint to resume that is not this run's).
@@ -71,21 +74,41 @@ def train(config: Config, session: Session, screen: Screen | None = None) -> Out
     results: list[Result] = []
     common = about(config, session.seed)
     written: list[Path] = []
+    pages: list[Path] = []
     with _listening() as received:
         for recipe in session.recipes:
+            trainers: list[Trainer] = []
+
+            def on_start(trainer: Trainer, recipe: str = recipe, trainers: list[Trainer] = trainers) -> None:
+                trainers.append(trainer)
+                screen.begins(recipe, trainer)
 
             def on_step(step: int, loss: float, tokens_per_second: float, recipe: str = recipe) -> bool:
                 screen.step(recipe, step, loss, tokens_per_second)
                 return not received
 
-            results.append(run(config, recipe, session.seed, on_step=on_step, keeping=session.keeping))
+            result = run(config, recipe, session.seed, on_start=on_start, on_step=on_step, keeping=session.keeping)
+            results.append(result)
             screen.done(recipe, results[-1].steps, results[-1].validation_loss)
             written = Summary(common, results).write(session.out)
+            pages += _explain(trainers[0], session.out)
             if received:
                 break
     summary = Summary(common, results)
     picture = draw(summary, session.out / "loss.png")
-    return Outcome(summary, [*written, *([picture] if picture else [])], received[0] if received else None)
+    written += [*([picture] if picture else []), *pages]
+    return Outcome(summary, written, received[0] if received else None)
+
+
+def _explain(trainer: Trainer, folder: Path) -> list[Path]:
+    """The page and the plan of a run whose formats were decided on the way; nothing under a fixed recipe."""
+    report = inspect(trainer.model)
+    if not report.controllers:
+        return []
+    html, plan = folder / f"{trainer.recipe}.html", folder / f"{trainer.recipe}-plan.json"
+    files.write(html, page(report, trainer.curve.losses or None).encode(errors="replace"))
+    report.save_plan(plan)
+    return [html, plan]
 
 
 @contextlib.contextmanager

@@ -97,7 +97,10 @@ class Summary:
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows; NaN (a diverged run) becomes null."""
         results = {
-            result.recipe: _clean({"curve": asdict(result.curve), "sample": result.sample}) for result in self.results
+            result.recipe: _clean(
+                {"curve": asdict(result.curve), "sample": result.sample, "decisions": result.decisions}
+            )
+            for result in self.results
         }
         return {"about": self.about, "note": self.note(), "rows": self.rows(), "runs": results}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fp8engine.demo import checkpoint, measure
@@ -14,6 +14,8 @@ from fp8engine.demo.data import read
 from fp8engine.demo.trainer import Curve, Trainer
 from fp8engine.report import inspect
 
+# the run's trainer, before its first step
+OnStart = Callable[[Trainer], object]
 # step, its loss, tokens a second -> False to stop after this step
 OnStep = Callable[[int, float, float], bool]
 
@@ -43,6 +45,7 @@ class Result:
     last 20 steps, validation_loss over the validation windows.  tokens_per_second from the median step.
     activation_bytes: saved for one backward.  fp8_flops_share: of the linear layers' FLOPs.  saturated, underflowed:
     shares of the elements cast to FP8 (None where none was).  skipped: steps lost to overflow under the loss scale.
+    decisions: changes of format under auto, as in fe.inspect(model).decisions.
     """
 
     recipe: str
@@ -60,15 +63,22 @@ class Result:
     ran_on: str
     sample: str
     curve: Curve
+    decisions: list[dict] = field(default_factory=list)
 
 
 def run(
-    config: Config, recipe: str, seed: int = 0, *, on_step: OnStep | None = None, keeping: Keeping | None = None
+    config: Config,
+    recipe: str,
+    seed: int = 0,
+    *,
+    on_start: OnStart | None = None,
+    on_step: OnStep | None = None,
+    keeping: Keeping | None = None,
 ) -> Result:
     """Train one GPT under one recipe.
 
-    on_step is called after every step; when it returns False the run is saved (where `keeping` says) and measured as
-    it is.  Raises DemoError (text, folder), UnknownName (recipe), StateError (a checkpoint that is not this run's).
+    on_start is given what trains it, before its first step; on_step is called after every step; when it returns False
+    the run is saved (where `keeping` says) and measured as it is.  Raises DemoError (text, folder), UnknownName (recipe), StateError (a checkpoint that is not this run's).
 
     >>> result = run(Config(size="tiny", steps=2, batch=2), "rowwise")
     >>> result.steps, result.fp8_flops_share > 0.8, result.ran_on
@@ -77,6 +87,8 @@ def run(
     trainer = Trainer(config, recipe, seed, read(config.text, config.shape.context))
     if keeping is not None and keeping.resume and (path := keeping.path(recipe, seed)).exists():
         checkpoint.load(path, trainer)
+    if on_start is not None:
+        on_start(trainer)
     _train(trainer, on_step, keeping)
     return _result(trainer)
 
@@ -103,7 +115,8 @@ def _train(trainer: Trainer, on_step: OnStep | None, keeping: Keeping | None) ->
 def _result(trainer: Trainer) -> Result:
     config, curve = trainer.config, trainer.curve
     known = dict(curve.validation)
-    totals = inspect(trainer.model).totals
+    report = inspect(trainer.model)
+    totals = report.totals
     converted = totals["converted"] > 0
     return Result(
         recipe=trainer.recipe,
@@ -121,4 +134,5 @@ def _result(trainer: Trainer) -> Result:
         ran_on=trainer.precision.ran(trainer.model),
         sample=measure.sample(trainer),
         curve=curve,
+        decisions=report.decisions,
     )

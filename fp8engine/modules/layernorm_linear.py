@@ -77,12 +77,13 @@ def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
 
 def layer_of(module: Any) -> Layer:
     """What the fused functions take of an fe.Linear.  Raises ConversionError for what an adapter put in its place."""
-    if not (isinstance(module, Float8Module) and hasattr(module, "as_layer")):
+    as_layer = getattr(module, "as_layer", None)
+    if as_layer is None or not isinstance(module, Float8Module):
         raise ConversionError(
             f"a fused layer reads the parameters of an fe.Linear and does not call it; {type(module).__name__} stands "
             "in its place: put adapters on plain layers that fe.convert has converted"
         )
-    return module.as_layer()
+    return as_layer()
 
 
 def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:

@@ -61,7 +61,9 @@ def inspect(model: nn.Module) -> Report:
             layer["reason"] = "; ".join(filter(None, [layer["reason"], f"{used} of {of} a token, {of_model}"]))
     controllers = controllers_of(model)
     changes = sorted((c for controller in controllers for c in controller.log), key=lambda change: change.step)
-    return Report(layers, totals, [line for change in changes for line in change.decisions()], controllers)
+    decisions = [line for change in changes for line in change.decisions()]
+    alarms = sorted((a for controller in controllers for a in controller.history.alarms), key=lambda alarm: alarm.step)
+    return Report(layers, totals, decisions, controllers, [alarm._asdict() for alarm in alarms])
 
 
 def _records(model: nn.Module) -> list[tuple[str, Record]]:

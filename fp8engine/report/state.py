@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from fp8engine.controller import Controller
+from fp8engine.controller import Alarm, Controller
 from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
 from fp8engine.functional import Numerics
@@ -86,6 +86,31 @@ class StateView(Mapping[str, SlotView]):
     def load_state_dict(self, state_dict: Mapping) -> None:
         """As `load_scaling_state_dict`, and raises as it does."""
         _load(self._layers, state_dict)
+
+    def on_alarm(self, listener: Callable[[Alarm], object]) -> Callable[[], None]:
+        """Call `listener` with every early warning from now on; the function returned ends that.
+
+        An alarm has .step .slot .ratio .growth .steps, and is a line of text as str(alarm).  A copy of the model, or a
+        saved one, has no listeners.  Raises StateError where no layer is under `auto`: nothing else is watched.
+
+        >>> from fp8engine.modules import Linear
+        >>> layer = Linear(16, 16, recipe="auto")
+        >>> stop = scaling_state(layer).on_alarm(print)
+        """
+        histories = [controller.history for controller in _controllers(self._layers)]
+        if not histories:
+            raise StateError(
+                'on_alarm: no layer is under "auto", and only those are watched; fe.convert(model, "auto")'
+            )
+        for history in histories:
+            history.listeners.append(listener)
+
+        def stop() -> None:
+            for history in histories:
+                if listener in history.listeners:
+                    history.listeners.remove(listener)
+
+        return stop
 
 
 def _names(layers: Iterable[str]) -> Iterator[str]:

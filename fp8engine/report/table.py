@@ -5,11 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from fp8engine.controller import Controller, merge
+from fp8engine.controller import Alarm, Controller, merge
 from fp8engine.errors import StateError
+from fp8engine.report.page import write
 from fp8engine.scaling import ROLES
+
+if TYPE_CHECKING:
+    from fp8engine.report.page.write import Drawn
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
 SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts")
@@ -22,12 +28,14 @@ class Report:
     layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, fused, and a dict for each of input,
     weight, grad_output and output.  totals: fp8_flops_share, converted, left_alone, ...  Shares are of elements.
     decisions: changes of format, oldest first (a fixed recipe makes none).  controllers: who made them.
+    alarms: early warnings, oldest first: step, slot, ratio (amax/rms), growth over the last `steps` steps.
     """
 
     layers: list[dict]
     totals: dict
     decisions: list[dict] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list, repr=False)
+    alarms: list[dict] = field(default_factory=list)
 
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
@@ -40,7 +48,28 @@ class Report:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return {"layers": self.layers, "totals": self.totals, "decisions": self.decisions}
+        return {"layers": self.layers, "totals": self.totals, "decisions": self.decisions, "alarms": self.alarms}
+
+    def to_html(
+        self, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None
+    ) -> None:
+        """Write one self-contained page: pictures, numbers and style inside, nothing loaded from anywhere.
+
+        losses: of each training step, for the curve.  flow: who consumes what, or anything else with `to_svg()`.
+        Formats over time are drawn of layers under `auto`; for fixed recipes the page says why there are none.
+        Raises ReportError for losses that are no numbers, or a path that cannot be written.
+        """
+        write(self, path, losses, flow)
+
+    def to_tensorboard(self, logdir: str | os.PathLike) -> None:
+        """Write everything that was seen so far as TensorBoard's events, each look at its own step.
+
+        Raises ReportError where tensorboard is not installed.  A live run wants `report.tensorboard.Writer`.
+        """
+        from fp8engine.report.tensorboard import Writer  # an optional package, imported where it is used
+
+        with Writer(logdir) as writer:
+            writer.write_report(self)
 
     def to_csv(self, path: str | os.PathLike) -> None:
         """One line a layer, the slots' numbers flattened into columns such as `input.amax`."""
@@ -106,6 +135,8 @@ class Report:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
+        if self.alarms:
+            lines.append(f"{len(self.alarms)} early warnings, the latest: {Alarm(**self.alarms[-1])}")
         if totals["kept_weight_bytes"]:
             why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
             size = totals["kept_weight_bytes"] / 2**20

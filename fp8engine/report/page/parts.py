@@ -1,0 +1,229 @@
+"""The page's sections as HTML; every name and reason in it is text, whatever characters it holds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from fp8engine.controller.history import Look
+from fp8engine.report.page.svg import colour
+from fp8engine.scaling import ROLES
+
+FORMATS_NOTE = "one row a layer, one column a look"
+PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
+ALARMS_NOTE = "amax growing away from rms, long before anything saturates"
+
+
+def section(name: str, title: str, body: str, note: str = "") -> str:
+    """A panel with its heading."""
+    said = f"<small>{escape(note)}</small>" if note else ""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}{said}</h2>{body}</section>'
+    )
+
+
+def subtitle(report) -> str:
+    """One line: what this model is computed in."""
+    totals = report.totals
+    recipes = sorted({layer["recipe"] for layer in report.layers if layer["recipe"] != "none"})
+    return f"{totals['layers']} linear layers under {', '.join(recipes) or 'no recipe'}"
+
+
+def cards(report, looks: Mapping[str, Sequence[Look]], losses: Sequence[float] | None) -> str:
+    """The numbers that a reader wants first."""
+    totals = report.totals
+    share = totals["fp8_flops_share"]
+    backends = sorted({layer["backend"] for layer in report.layers if layer["recipe"] != "none"}) or ["torch"]
+    found = [
+        _card("FP8 share of linear FLOPs", f"{share:.1%}", f'<meter min="0" max="1" value="{share:.4f}"></meter>'),
+        _card(
+            "layers in FP8",
+            f"{totals['converted'] - totals['never_ran']}",
+            f"{totals['left_alone']} left alone, {totals['never_ran']} never ran",
+        ),
+        _card(
+            "matmuls ran on",
+            " + ".join(backends),
+            "emulated: the values of FP8, not its speed" if totals["emulated"] else "in hardware",
+            "warn" if totals["emulated"] else "",
+        ),
+        _card("saturated", _percent(totals["saturated"]), f"flushed to zero {_percent(totals['underflowed'])}"),
+    ]
+    if looks:
+        now = {slot: seen[-1].sqnr_db for slot, seen in looks.items() if math.isfinite(seen[-1].sqnr_db)}
+        if now:
+            worst = min(now, key=now.__getitem__)
+            found.append(
+                _card(
+                    "median SQNR now", f"{statistics.median(now.values()):.1f} dB", f"least {now[worst]:.1f}: {worst}"
+                )
+            )
+    if report.controllers:
+        steps = len({decision["step"] for decision in report.decisions})
+        found.append(_card("formats changed", str(len(report.decisions)), f"at {steps} step{'s' * (steps != 1)}"))
+        slots = len({alarm["slot"] for alarm in report.alarms})
+        said = f"on {slots} slot{'s' * (slots != 1)}" if slots else "no tensor grows outliers"
+        found.append(_card("early warnings", str(len(report.alarms)), said, "bad" if slots else "good"))
+    if totals["nonfinite"]:
+        found.append(_card("NaN or Inf", f"{totals['nonfinite']:,}", "elements; they stayed so", "bad"))
+    if losses is not None:
+        last = [loss for loss in losses if math.isfinite(loss)][-20:]
+        found.append(_card("loss", f"{statistics.fmean(last):.4g}" if last else "not finite", f"{len(losses)} steps"))
+    return "".join(found)
+
+
+def legend(numbers: Mapping) -> str:
+    """Colour and name of every cast on the maps, and what else they can show (the script draws that)."""
+    items = "".join(
+        f'<li><i style="background:{colour(cast["label"])}"></i>{escape(cast["label"])}</li>'
+        for cast in sorted(numbers["casts"], key=lambda cast: cast["label"])
+    )
+    shown = "".join(f'<option value="{key}">{name}</option>' for key, name in PAINTS.items())
+    choice = f'<label>show <select id="paint">{shown}</select></label>'
+    return f'<div class="bar">{choice}<ul class="legend" id="key">{items}</ul></div>'
+
+
+def why_no_maps(report) -> str:
+    """What stands where the maps would."""
+    if not report.controllers:
+        return (
+            "No layer is under auto: a fixed recipe gives each tensor one cast for good, so nothing is measured over "
+            'time. The casts are in the table of layers below; fe.convert(model, "auto") decides, and shows it here.'
+        )
+    if any(controller.plan is not None for controller in report.controllers):
+        return "This run repeats a plan: nothing is measured; what it changed, and when, is under Decisions."
+    return "Nothing has been seen yet: the first look is read when the second training step begins."
+
+
+def detail(numbers: Mapping) -> str:
+    """Where the script draws the chosen layer."""
+    options = "".join(
+        f'<option value="{i}">{escape(layer["name"])}</option>' for i, layer in enumerate(numbers["layers"])
+    )
+    keys = "".join(f'<li class="r{i}"><svg viewBox="0 0 26 8" aria-hidden="true"><path d="M1 4H25"/></svg>{role}</li>'
+                   for i, role in enumerate(numbers["roles"]))  # fmt: skip
+    return (
+        f'<div class="bar"><label>layer <select id="layer">{options}</select></label>'
+        f'<ul class="legend">{keys}</ul><span id="when" class="quiet"></span></div>'
+        '<div id="charts" tabindex="0" aria-label="Charts of the chosen layer; left and right move the cursor"></div>'
+        "<noscript><p>These charts are drawn by the page's own script.</p></noscript>"
+    )
+
+
+def alarms(report) -> str:
+    """Every alarm, latest first."""
+    if not report.alarms:
+        said = "None." if report.controllers else "Only layers under auto are watched."
+        return f'<p class="quiet">{said}</p>'
+    rows = "".join(
+        f'<tr><td class="n">{alarm["step"]}</td><td><code>{escape(alarm["slot"])}</code></td>'
+        f'<td class="n">{alarm["ratio"]:.0f}</td>'
+        f'<td class="n">×{alarm["growth"]:.1f} in {alarm["steps"]} steps</td></tr>'
+        for alarm in reversed(report.alarms)
+    )
+    return _table(("step", "slot", "amax / rms", "grew"), rows)
+
+
+def decisions(report) -> str:
+    """Every change, oldest first, and a box that filters them."""
+    if not report.decisions:
+        said = "No format was changed." if report.controllers else "A fixed recipe makes none."
+        return f'<p class="quiet">{said}</p>'
+    rows = "".join(
+        f'<tr><td class="n">{each["step"]}</td><td><code>{escape(each["slot"])}</code></td>'
+        f"<td>{_chip(each['before'])} → {_chip(each['after'])}</td><td>{escape(each['why'])}</td>"
+        f'<td class="n">{_decibel(each["sqnr_db"])}</td></tr>'
+        for each in report.decisions
+    )
+    head = ("step", "slot", "from → to", "why", "SQNR then")
+    return (
+        '<div class="bar"><label>filter <input id="filter" type="search" placeholder="layer, format, reason …" '
+        'autocomplete="off"></label><span id="count" class="quiet" role="status"></span></div>'
+        f'<div class="scroll" tabindex="0" aria-label="Decisions">{_table(head, rows, "decided")}</div>'
+    )
+
+
+def layers(report, numbers: Mapping) -> str:
+    """What each layer runs now."""
+    drawn = {layer["name"]: i for i, layer in enumerate(numbers["layers"])}
+    rows = []
+    for layer in report.layers:
+        name = f"<code>{escape(layer['name'])}</code>"
+        if (place := drawn.get(layer["name"])) is not None:
+            name = f'<button class="pick" type="button" data-layer="{place}">{name}</button>'
+        casts = "".join(f"<td>{escape(layer[role]['cast'])}</td>" for role in ROLES)
+        shares = ([layer[role].get(key) for role in ROLES] for key in ("underflowed", "saturated"))
+        lost = "".join(f"<td>{_triple(each)}</td>" for each in shares)
+        rows.append(
+            f"<tr><td>{name}</td><td>{'×'.join(map(str, layer['shape']))}</td>"
+            f'<td class="n">{layer["flops_share"]:.1%}</td><td>{escape(layer["recipe"])}</td>{casts}{lost}</tr>'
+        )
+    head = ("layer", "weight", "FLOPs", "recipe", *ROLES, "flushed i / w / g", "saturated i / w / g")
+    return f'<div class="scroll" tabindex="0" aria-label="Layers">{_table(head, "".join(rows))}</div>'
+
+
+def left(report) -> str:
+    """Layers that are not in FP8, and the reason of each."""
+    alone = [
+        layer for layer in report.layers if layer["recipe"] == "none" or not layer["ran"] or not layer["fp8_share"]
+    ]
+    if not alone:
+        return '<p class="quiet">None: every linear layer is in FP8.</p>'
+    rows = "".join(
+        f"<tr><td><code>{escape(layer['name'])}</code></td><td>{escape(layer['kind'])}</td>"
+        f'<td>{"×".join(map(str, layer["shape"]))}</td><td class="n">{layer["flops_share"]:.1%}</td>'
+        f"<td>{escape(layer['reason'] or 'decided: see Decisions')}</td></tr>"
+        for layer in alone
+    )
+    return _table(("layer", "kind", "weight", "FLOPs", "why"), rows)
+
+
+def memory(report) -> str:
+    """What FP8 keeps between calls beside the parameters."""
+    kept = report.totals["kept_weight_bytes"]
+    if not kept:
+        return (
+            '<p class="quiet">No FP8 copy of a weight is kept between training steps; what is saved for backward is '
+            "the FP8 copy of each input, one byte an element.</p>"
+        )
+    rows = "".join(
+        f'<tr><td><code>{escape(layer["name"])}</code></td><td class="n">{layer["kept_bytes"] / 2**20:.2f} MiB</td>'
+        f"<td>{escape(layer['kept_why'])}</td></tr>"
+        for layer in sorted(report.layers, key=lambda layer: -layer["kept_bytes"])
+        if layer["kept_bytes"]
+    )
+    return (
+        f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
+        f'<div class="scroll" tabindex="0" aria-label="Memory">{_table(("layer", "kept", "why"), rows)}</div>'
+    )
+
+
+def _card(title: str, value: str, under: str, mood: str = "") -> str:
+    under = under if under.startswith("<meter") else escape(under)
+    return f'<div class="card {mood}"><h3>{escape(title)}</h3><b>{escape(value)}</b><span>{under}</span></div>'
+
+
+def _table(head: Sequence[str], rows: str, name: str = "") -> str:
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    mark = f' id="{name}"' if name else ""
+    return f"<table{mark}><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _chip(cast: str) -> str:
+    return f'<span class="chip" style="--c:{colour(cast)}">{escape(cast)}</span>'
+
+
+def _decibel(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} dB" if math.isfinite(value) else "exact"
+
+
+def _percent(share: float) -> str:
+    return "0 %" if share == 0 else "< 0.001 %" if share < 1e-5 else f"{100 * share:.2g} %"
+
+
+def _triple(shares: Sequence[float | None]) -> str:
+    if all(share is None for share in shares):
+        return "–"
+    return " / ".join("–" if share is None else _percent(share).removesuffix(" %") for share in shares) + " %"

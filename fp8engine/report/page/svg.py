@@ -1,0 +1,144 @@
+"""The pictures that need no script: the loss, and which format each layer's tensors had at each look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+# E4M3 blue, E5M2 amber, the finer the darker; a margin turns them green; 16 bits and more grey.  Told apart by
+# colour-blind readers too, on white and on black.
+SHADES = {
+    "E4M3/tensor": "#7cc0f2",
+    "E4M3/row": "#3b8bd4",
+    "E4M3/block": "#2757ab",
+    "E5M2/tensor": "#f5bd4f",
+    "E5M2/row": "#e0852c",
+    "E5M2/block": "#b3541a",
+    "E4M3": "#2fae9e",
+    "E5M2": "#b9b03a",
+    "BF16": "#9aa4ae",
+    "FP16": "#7f8a96",
+    "FP32": "#626d79",
+}
+OTHER = "#a06cc8"
+BINS = 500  # of the loss curve
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 250, 46, 26, 12
+
+
+def colour(label: str) -> str:
+    """A cast's colour.
+
+    >>> colour("E4M3/row"), colour("E4M3/tensor margin 2") == SHADES["E4M3"]
+    ('#3b8bd4', True)
+    """
+    return SHADES.get(label) or SHADES.get(label.partition("/")[0], OTHER)
+
+
+def row_height(layers: int) -> int:
+    """Pixels of a map's row."""
+    return 17 if layers <= 40 else 13 if layers <= 100 else 9
+
+
+def format_map(blob: Mapping, role: str) -> str:
+    """Layers x looks, one path for each cast: its runs along the rows."""
+    layers, width = blob["layers"], len(blob["steps"])
+    paths: dict[int, list[str]] = {}
+    for y, layer in enumerate(layers):
+        for cast, x, length in _runs(layer["slots"].get(role, {}).get("cast", ())):
+            paths.setdefault(cast, []).append(f"M{x} {y}.06h{length}v.88h-{length}z")
+    height = row_height(len(layers)) * len(layers)
+    drawn = "".join(
+        f'<path fill="{colour(blob["casts"][cast]["label"])}" d="{"".join(parts)}"/>'
+        for cast, parts in sorted(paths.items())
+    )
+    told = f"Format of each layer's {role} at each look; arrow keys choose the layer and the look"
+    return (
+        f'<svg class="map" data-role="{role}" tabindex="0" role="img" aria-label="{escape(told)}" height="{height}" '
+        f'viewBox="0 0 {max(width, 1)} {max(len(layers), 1)}" preserveAspectRatio="none">{drawn}</svg>'
+    )
+
+
+def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> str:
+    """Loss against step, as measured and smoothed.  marks: step -> formats that changed there."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return '<p class="quiet">No loss was finite.</p>'
+    smooth = _smooth(losses)
+    low, high = min(finite), max(finite)
+    room = 0.06 * (high - low) or max(abs(high), 1.0) * 0.05
+    low, high = low - room, high + room
+    x = lambda step: LEFT + (WIDTH - LEFT - 10) * step / max(len(losses) - 1, 1)  # noqa: E731 - a scale, used below
+    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)  # noqa: E731 - the other one
+    parts = []
+    for tick in ticks(low, high, 5):
+        parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - 10}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    whole = [int(tick) for tick in ticks(0, len(losses) - 1, 8) if tick == int(tick)]
+    parts += [f'<text x="{x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick}</text>' for tick in whole]
+    for step, count in marks.items():
+        if 0 <= step < len(losses):
+            told = f"step {step}: {count} slot{'s' * (count != 1)} changed"
+            parts.append(
+                f'<path class="mark" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(told)}</title></path>'
+            )
+    parts.append(f'<path class="raw" d="{_line(losses, x, y)}"/>')
+    parts.append(f'<path class="smooth" d="{_line(smooth, x, y)}"/>')
+    told = f"Loss over {len(losses)} steps: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
+    return (
+        f'<svg class="loss" role="img" aria-label="{escape(told)}" viewBox="0 0 {WIDTH} {HEIGHT}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers between two, at most `most` + 1 of them.
+
+    >>> ticks(1.2, 5.7, 5), ticks(0, 199, 8)
+    ([2.0, 3.0, 4.0, 5.0], [0.0, 50.0, 100.0, 150.0])
+    """
+    if not high > low:
+        return [float(low)]
+    rough = (high - low) / most
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
+
+
+def _runs(casts: Iterable[int | None]) -> list[tuple[int, int, int]]:
+    """(cast, first column, columns) of every stretch of one cast."""
+    runs: list[tuple[int, int, int]] = []
+    for i, cast in enumerate(casts):
+        if cast is None:
+            continue
+        if runs and runs[-1][0] == cast and runs[-1][1] + runs[-1][2] == i:
+            runs[-1] = (cast, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((cast, i, 1))
+    return runs
+
+
+def _line(values: Sequence[float], x, y) -> str:
+    """A path through them, broken where one is not finite; of very many, the least and the largest of each bin."""
+    every = max(math.ceil(len(values) / BINS), 1)
+    path, pen = [], "M"
+    for start in range(0, len(values), every):
+        inside = [(value, i) for i, value in enumerate(values[start : start + every], start) if math.isfinite(value)]
+        if not inside:
+            pen = "M"
+            continue
+        for value, i in sorted({min(inside), max(inside)}, key=lambda pair: pair[1]):
+            path.append(f"{pen}{x(i):.1f} {y(value):.1f}")
+            pen = "L"
+    return "".join(path)
+
+
+def _smooth(losses: Sequence[float], reach: int = 10) -> list[float]:
+    """Means of up to `reach` finite neighbours on either side, as many on both: the ends stay where they are."""
+    smooth = []
+    for i, loss in enumerate(losses):
+        side = min(reach, i, len(losses) - 1 - i)
+        near = [value for value in losses[i - side : i + side + 1] if math.isfinite(value)]
+        smooth.append(sum(near) / len(near) if math.isfinite(loss) else math.nan)
+    return smooth

@@ -1,0 +1,120 @@
+"""From a report to one HTML file: the sections in order, the style, the script and the numbers in their places.
+
+The page may load nothing: its Content-Security-Policy allows what is written in it, and pictures in data: URLs.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Protocol
+
+from fp8engine.errors import ReportError
+from fp8engine.report.page import parts
+from fp8engine.report.page.data import blob, looks_of, to_json
+from fp8engine.report.page.svg import format_map, loss_curve, row_height
+
+
+class Drawn(Protocol):
+    """Anything that can draw itself, as who-consumes-what graphs do."""
+
+    def to_svg(self) -> str:
+        """A whole SVG document."""
+        ...
+
+
+def write(report, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> None:
+    """Put the page at `path`, whole or not at all.  Raises ReportError where it cannot be written."""
+    text = page(report, losses, flow)
+    beside = f"{os.fspath(path)}.part"
+    try:
+        with open(beside, "w", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except OSError as error:
+        raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> str:
+    """The page as text.  Raises ReportError for losses that are not numbers, or a flow that cannot draw itself."""
+    measured = None if losses is None else _numbers(losses)
+    looks = looks_of(report)
+    numbers = blob(report, looks)
+    sections = [
+        parts.section("loss", "Loss", _loss(report, measured)) if measured is not None else "",
+        parts.section("formats", "Format of every tensor", _maps(report, numbers), parts.FORMATS_NOTE),
+        parts.section("detail", "One layer", parts.detail(numbers)) if numbers["layers"] else "",
+        parts.section("alarms", "Early warning", parts.alarms(report), parts.ALARMS_NOTE),
+        parts.section("decisions", "Decisions", parts.decisions(report)),
+        parts.section("layers", "Layers", parts.layers(report, numbers)),
+        parts.section("left", "Left alone, and why", parts.left(report)),
+        parts.section("flow", "Who consumes what", _picture(flow)) if flow is not None else "",
+        parts.section("memory", "Memory", parts.memory(report)),
+    ]
+    filled = {
+        "style": _asset("page.css"),
+        "script": _asset("page.js"),
+        "subtitle": escape(parts.subtitle(report)),
+        "cards": parts.cards(report, looks, measured),
+        "sections": "\n".join(filter(None, sections)),
+        "data": to_json(numbers),
+    }
+    pieces = _asset("page.html").split("\u00a7")  # each odd piece is a name; what is filled in is not looked at again
+    return "".join(filled[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _loss(report, losses: Sequence[float]) -> str:
+    marks = Counter(decision["step"] for decision in report.decisions)
+    legend = '<p class="quiet">pale: each step; strong: smoothed; dotted: steps at which formats changed</p>'
+    return loss_curve(losses, marks) + legend
+
+
+def _maps(report, numbers: dict) -> str:
+    if not numbers["layers"]:
+        return f'<p class="quiet">{escape(parts.why_no_maps(report))}</p>'
+    names = "".join(f"<span>{escape(layer['name'])}</span>" for layer in numbers["layers"])
+    first, last = numbers["steps"][0], numbers["steps"][-1]
+    height = row_height(len(numbers["layers"]))
+    columns = "".join(
+        f'<figure><figcaption>{role}</figcaption><div class="field">{format_map(numbers, role)}</div>'
+        f'<div class="axis"><span>step {first}</span><span>{last}</span></div></figure>'
+        for role in numbers["roles"]
+    )
+    thin = f"; each column is {numbers['every']} looks" if numbers["every"] > 1 else ""
+    return (
+        f"{parts.legend(numbers)}"
+        f'<div class="maps" style="--row:{height}px"><div class="names" aria-hidden="true">{names}</div>{columns}</div>'
+        f'<p class="quiet">{len(numbers["steps"])} columns{thin}. Point, or use the arrow keys, to read a cell; '
+        "click, or press Enter, to see its layer below.</p>"
+        '<p id="status" role="status" aria-live="polite"></p>'
+    )
+
+
+def _picture(flow: Drawn) -> str:
+    """A drawing as an image: its styles and names stay its own, and a script in it would not run."""
+    try:
+        drawn = flow.to_svg()
+        code = base64.b64encode(drawn.encode()).decode()
+    except (AttributeError, UnicodeError) as error:
+        raise ReportError(f"flow: {type(flow).__name__} has no to_svg() that gives text; leave flow= out") from error
+    return f'<div class="flow"><img alt="Who consumes what, as a graph" src="data:image/svg+xml;base64,{code}"></div>'
+
+
+def _numbers(losses: Sequence[float]) -> list[float]:
+    """One number a step; what is not finite breaks the curve."""
+    try:
+        found = [float(loss) for loss in losses]
+    except (TypeError, ValueError) as error:
+        raise ReportError(f"losses: want one number a training step ({error})") from error
+    if not found:
+        raise ReportError("losses: none given; leave losses= out for a page without the curve")
+    return [loss if math.isfinite(loss) else math.nan for loss in found]
+
+
+def _asset(name: str) -> str:
+    return resources.files("fp8engine.report.page").joinpath(name).read_text(encoding="utf-8")
