@@ -10,7 +10,7 @@
 1.0
 """
 
-from fp8engine import amp, distributed, errors, hf
+from fp8engine import amp, distributed, errors, flow, hf
 from fp8engine.convert import convert
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from fp8engine.modules import Attention, GroupedLinear, Heads, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
@@ -64,6 +64,7 @@ __all__ = [
     "delayed",
     "distributed",
     "errors",
+    "flow",
     "hf",
     "high_precision",
     "inspect",

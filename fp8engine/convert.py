@@ -56,7 +56,7 @@ class Record:
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe = "current",
+    recipe: str | Recipe = "auto",
     *,
     skip: Skip | None = None,
     overrides: Mapping[str, str | Recipe] | None = None,
@@ -118,7 +118,7 @@ def convert(
     return model
 
 
-def plan(model: nn.Module, recipe: str | Recipe = "current", *, skip=None, overrides=None) -> list[Decision]:
+def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, overrides=None) -> list[Decision]:
     """What `convert` would do with each linear layer; the model is left as it is.  Raises as `convert` does."""
     _check_unwrapped(model)
     return decide(model, recipe, skip, overrides)

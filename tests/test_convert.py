@@ -83,12 +83,11 @@ def test_one_state_for_the_whole_model_and_columns_in_order():
     assert [name for name, _ in state_of(model).layers] == list(recipes_of(model))
 
 
-def test_default_recipe_is_current():
-    assert set(recipes_of(converted(Net(16))).values()) == {"current"}
+def test_default_recipe_is_auto():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fe.errors.EmulationWarning)
         fe.convert(model := Net(16))
-    assert set(recipes_of(model).values()) == {"current"}
+    assert set(recipes_of(model).values()) == {"auto"}
 
 
 def test_a_recipe_by_value():
