@@ -32,7 +32,7 @@ PROTOCOL = {"KeyError", "AttributeError"}
 
 def test_the_list_above_is_whole():
     kinds = {kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__}
-    assert kinds == {errors.Fp8EngineError, errors.EmulationWarning, *BUILTIN}
+    assert kinds == {errors.Fp8EngineError, errors.EmulationWarning, errors.FusionWarning, *BUILTIN}
 
 
 @pytest.mark.parametrize("kind", BUILTIN, ids=lambda kind: kind.__name__)
@@ -43,6 +43,7 @@ def test_each_is_caught_as_ours_and_as_a_builtin(kind: type[Exception]):
             raise error
         assert found.value is error
     assert issubclass(errors.EmulationWarning, UserWarning)
+    assert issubclass(errors.FusionWarning, UserWarning)
     again = pickle.loads(pickle.dumps(error))  # as a data-loader's or a pool's worker sends it
     assert type(again) is kind
     assert (str(again), again.args) == (str(error), error.args)

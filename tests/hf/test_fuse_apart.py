@@ -1,4 +1,4 @@
-"""Where fe.convert(fuse=True) runs parts one by one, and says so: hooks, adapters, neighbours, dropout, unknown models."""
+"""Where fe.convert(fuse=True) runs parts one by one, and says so: hooks, adapters, neighbours, dropout, no row."""
 
 from typing import Any
 
