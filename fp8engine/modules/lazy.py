@@ -17,7 +17,7 @@ tensor subclass, so that torch.compile traces through it: a compiled graph holds
 
 from __future__ import annotations
 
-import abc
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ class Group:
         return f"fused: {self.label}" if not self.said else f"fused as {self.label}, but run apart: {self.said}"
 
 
-class Lazy(abc.ABC):
+class Lazy(ABC):
     """A tensor that is not there: shape, dtype, device, and `value()` for everything else that is asked of it."""
 
     def __init__(self, group: Group, shape: torch.Size, like: Any):
@@ -107,7 +107,7 @@ class Lazy(abc.ABC):
             self._made = self._make()
         return self._made
 
-    @abc.abstractmethod
+    @abstractmethod
     def _make(self) -> torch.Tensor: ...
 
     def __getattr__(self, name: str) -> Any:

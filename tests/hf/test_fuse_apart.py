@@ -1,4 +1,4 @@
-"""Where fe.convert(fuse=True) runs parts one by one, and says so: hooks, adapters, neighbours, dropout, no row."""
+"""Where fe.convert(fuse=True) runs parts one by one, and says so: hooks, adapters, dropout, unknown models."""
 
 from typing import Any
 
