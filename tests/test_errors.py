@@ -43,6 +43,7 @@ def test_each_is_caught_as_ours_and_as_a_builtin(kind: type[Exception]):
             raise error
         assert found.value is error
     assert issubclass(errors.EmulationWarning, UserWarning)
+    assert issubclass(errors.FusionWarning, UserWarning)
     again = pickle.loads(pickle.dumps(error))  # as a data-loader's or a pool's worker sends it
     assert type(again) is kind
     assert (str(again), again.args) == (str(error), error.args)

@@ -1,6 +1,6 @@
 """fe.convert(fuse=True) on every family: the same numbers as layer by layer, and what ran together is said.
 
-How near: hf/fusing.py.  Against level 1 the same is asked: values at a rounding boundary may fall to the other side.
+How near to float64: hf/fusing.py.
 """
 
 import copy
@@ -49,7 +49,10 @@ def test_numbers_counts_and_outside(name: str):
     want, first, second = exact(copy.deepcopy(plain), batch), step(one, batch), step(two, batch)
     near(family, want, second)
     near(family, want, first)
-    near(family, first, second) if not torch.equal(first[0], second[0]) and sqnr(first[0], second[0]) < 40 else None
+    # In FP32 both levels cast the same numbers but for the order of FP32 sums, 2^-24; one of 10^4 values that falls to
+    # the other side of a rounding boundary moves by 2^-3 of itself: 40 dB for the value, 80 for all of them.
+    assert sqnr(first[0], second[0]) > 60
+    assert sqnr(first[1], second[1]) > 60
     assert all(p.grad is not None and p.grad.isfinite().all() for p in two.parameters() if p.requires_grad)
     found = groups(two)
     assert len(found) == GROUPS[name]

@@ -176,3 +176,14 @@ def test_an_input_written_in_place_is_refused():
     x += 1
     with pytest.raises(StateError, match=r"input_layernorm .*written in place before the norm's result was read"):
         model.model.layers[0].self_attn.q_proj(norm)
+
+
+def test_a_forward_of_an_instance_is_called():
+    """As accelerate puts its hooks: the module's forward is wrapped, and stays the one that runs."""
+    model: Any = converted(FAMILIES["llama"].build(), fuse=True)
+    layer, seen = model.model.layers[0].self_attn.v_proj, []
+    inner = layer.forward
+    layer.forward = lambda x: (seen.append(type(x)), inner(x))[1]
+    step(model, FAMILIES["llama"].batch())
+    assert seen == [torch.Tensor]
+    assert list(groups(model).values()) == ["v_proj has a forward of its own", "", "", ""]
