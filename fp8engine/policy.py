@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, reading, worst
+from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, label, reading, worst
 from fp8engine.formats import BF16, E4M3, E5M2, Format
 from fp8engine.prediction import Measured, Prediction
 from fp8engine.recipe import MOST_DB, Auto
@@ -257,9 +257,8 @@ def _safest(seen, want, previous: Choice) -> Choice:
 def _reasons(seen, wished: Choice, previous: Choice, missed: Mapping[Slot, str]) -> dict[Slot, str]:
     """Why each slot that changes does."""
     reasons = {}
-    for slot, format in wished.formats.items():
-        before = previous.formats[slot]
-        if format == before and (wished.grain == previous.grain or not format.is_fp8):
+    for slot in wished.formats:
+        if label(slot, wished) == label(slot, previous):
             continue
         if slot in missed:
             reasons[slot] = missed[slot] + _about(seen[slot])
