@@ -118,6 +118,23 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
     )
 
 
+def label(slot: Slot, choice: Choice) -> str:
+    """What a slot has, as reports print it, with those of its matmuls that are in 16 bits.
+
+    >>> from dataclasses import replace
+    >>> from fp8engine.recipe import auto
+    >>> start = begin([0], auto())
+    >>> label((0, "input"), start), label((0, "input"), replace(start, fp8=frozenset({(0, "forward")})))
+    ('E4M3/tensor', 'E4M3/tensor (wgrad BF16)')
+    """
+    (layer, role), format = slot, choice.formats[slot]
+    if not format.is_fp8:
+        return str(format)
+    plain = [m for m, roles in OPERANDS.items() if role in roles and (layer, m) not in choice.fp8]
+    margin = f" margin {choice.margin}" if choice.margin else ""
+    return f"{format}/{choice.grain}{margin}" + (f" ({', '.join(plain)} {BF16})" if plain else "")
+
+
 def predicted(measured: Measured, slot: Slot, choice: Choice) -> Prediction:
     """What a slot's casts under a choice do to it, at worst; a format in 16 bits has one."""
     (layer, role), format = slot, choice.formats[slot]

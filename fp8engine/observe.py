@@ -14,11 +14,12 @@ from torch._higher_order_ops import effects
 
 from fp8engine import operators, ops
 from fp8engine.choice import groupings
-from fp8engine.prediction import Measured
+from fp8engine.prediction import HEADER, Measured
 from fp8engine.stats import length, measure, read
 
 ROLES = ("input", "weight", "grad_output")
 SAMPLE = 32768  # elements that are looked at, beside the exact amax
+NONFINITE = HEADER.index("nonfinite")
 
 
 @functools.cache
@@ -52,6 +53,8 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) 
         low, high = torch.aminmax(x_MK.detach())
         amax = torch.maximum(-low, high)  # of all of it: what one element does decides a scale
         flat = measure(x_MK, groupings(role) if role else (), SAMPLE, amax)
+        beyond = (amax - amax).ne(0).float()  # also where the sample missed it
+        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
         table_SL[index, : len(flat)].copy_(flat)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, reading, worst
+from fp8engine.choice import GRAINS, OPERANDS, Choice, Slot, casts, label, reading, worst
 from fp8engine.formats import BF16, E4M3, E5M2, Format
 from fp8engine.prediction import Measured, Prediction
 from fp8engine.recipe import MOST_DB, Auto
@@ -30,6 +30,7 @@ WITHIN_DB = 1.0  # of the best granularity: what "accuracy" calls as good
 SLACK_DB, SLACK_SHARE = 1.0, 1.5  # what is there may miss its needs by so much before it is changed
 PATIENCE = 4  # looks in a row that would allow something cheaper
 MOST_CHANGES = 3
+EXACT_DB = 100.0  # of a cast that loses nothing, so that it has a value
 UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
 WIDER = 2  # powers of two that a margin grows by
 BEYOND = 1e-4  # share of elements that may saturate under a predicted scale before its margin grows
@@ -119,7 +120,7 @@ def _at(measured: Measured, role: str, grain: str, needs: Needs, best_db: float,
         least = worst(each)
         good = tuple(not reason for reason in why)
         first = next((reason for reason in why if reason), "")
-        values = [found.sqnr_db - 100.0 * found.flushed for found in each]
+        values = [min(found.sqnr_db, EXACT_DB) - 100.0 * found.flushed for found in each]
         value = min([value for value, fine in zip(values, good, strict=True) if fine] or values)
         tried.append(Option(format, least.sqnr_db, least.flushed, least.rows_lost, value, good, first))
     return max(tried, key=_score)
@@ -155,8 +156,8 @@ def decide(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs] | Needs, p
     wished = _wish(seen, want, previous)
     if wished.same_casts(previous):
         return stay
-    missed = _missed(seen, want, previous)
     first = previous.changes == 0
+    missed = _missed(seen, want if first else {slot: need.relaxed() for slot, need in want.items()}, previous)
     if not missed and not first:
         last = previous.changes == MOST_CHANGES - 1  # that one is kept for trouble
         if last or not _is_cheaper(wished, previous):
@@ -225,7 +226,7 @@ def _choice(table: Mapping[Slot, Mapping[str, Option]], grain: str, previous: Ch
 
 
 def _missed(seen, want, previous: Choice) -> dict[Slot, str]:
-    """Slots that miss their relaxed needs under what they have, and which need."""
+    """Slots that miss these needs under what they have, and which one."""
     missed = {}
     for slot, measured in seen.items():
         (layer, role), format = slot, previous.formats[slot]
@@ -234,7 +235,7 @@ def _missed(seen, want, previous: Choice) -> dict[Slot, str]:
         modest = want[slot]._replace(within_db=None)
         others = options(measured, role, modest).values()
         best = max((option.sqnr_db for option in others if not option.why_not), default=0.0)
-        option = _at(measured, role, previous.grain, want[slot].relaxed(), min(best, MOST_DB), format)
+        option = _at(measured, role, previous.grain, want[slot], min(best, MOST_DB), format)
         reads = [matmul for matmul, roles in OPERANDS.items() if role in roles and (layer, matmul) in previous.fp8]
         if not all(option.suits(role, matmul) for matmul in reads):
             missed[slot] = option.why_not
@@ -257,20 +258,29 @@ def _safest(seen, want, previous: Choice) -> Choice:
 def _reasons(seen, wished: Choice, previous: Choice, missed: Mapping[Slot, str]) -> dict[Slot, str]:
     """Why each slot that changes does."""
     reasons = {}
-    for slot, format in wished.formats.items():
-        before = previous.formats[slot]
-        if format == before and (wished.grain == previous.grain or not format.is_fp8):
+    for slot in wished.formats:
+        if label(slot, wished) == label(slot, previous):
             continue
         if slot in missed:
             reasons[slot] = missed[slot] + _about(seen[slot])
         elif missed:
-            first = next(iter(missed))
-            reasons[slot] = f"one granularity for the operands of a matmul; the {first[1]}: {missed[first]}"
+            reasons[slot] = _because_of_another(slot, wished, previous, missed)
         elif previous.changes == 0 and slot in seen:
             reasons[slot] = "first look: as good as the best, and cheapest" + _about(seen[slot])
         else:
             reasons[slot] = f"right {PATIENCE} times in a row, and cheaper"
     return reasons
+
+
+def _because_of_another(slot: Slot, wished: Choice, previous: Choice, missed: Mapping[Slot, str]) -> str:
+    """Why a slot changes that misses nothing itself: a partner in a matmul that leaves FP8, or one granularity."""
+    layer, role = slot
+    moved = [m for m, roles in OPERANDS.items() if role in roles and (layer, m) in previous.fp8 - wished.fp8]
+    for (other, partner), why in missed.items():
+        if matmuls := [m for m in moved if other == layer and partner in OPERANDS[m]]:
+            return f"{' and '.join(matmuls)} in 16 bits for the {partner}: {why}"
+    (_, partner), why = next(iter(missed.items()))
+    return f"one granularity for the operands of a matmul; the {partner}: {why}"
 
 
 def _about(measured: Measured) -> str:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy
@@ -83,6 +83,7 @@ class Measured:
     header: dict[str, float]
     tensor: numpy.ndarray
     tables: dict[tuple[int, int], Table]
+    made: dict[tuple, Prediction] = field(default_factory=dict, repr=False)  # what was predicted before
 
     @property
     def amax(self) -> float:
@@ -156,6 +157,12 @@ class Measured:
         is then already in it).
         Raises InvalidRecipe for a granularity that was not measured, and for a scale of a cast that takes none.
         """
+        asked = (cast, margin, scale)
+        if asked not in self.made:
+            self.made[asked] = self._predict(*asked)
+        return self.made[asked]
+
+    def _predict(self, cast: Cast, margin: int, scale: float | None) -> Prediction:
         if scale is not None and not (cast.is_fp8 and isinstance(cast.granularity, PerTensor) and 0 < scale < math.inf):
             raise InvalidRecipe(
                 f"predict({cast}, scale={scale}): a scale is a positive factor for an FP8 cast per tensor; leave it out"

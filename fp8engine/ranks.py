@@ -33,13 +33,18 @@ def join(amax_S: torch.Tensor, name: str) -> None:
         dist.all_reduce(amax_S, dist.ReduceOp.MAX, group)
 
 
-def agree(table: torch.Tensor, name: str) -> None:
-    """Replace this rank's numbers by those of the first rank of the group that `join` takes: all decide alike."""
+def agree(table: torch.Tensor, name: str) -> bool:
+    """Replace this rank's numbers by those of the first rank of the group that `join` takes: all decide alike.
+
+    Returns whether there are other ranks.
+    """
     if not dist.is_available() or not dist.is_initialized():
-        return
+        return False
     group = _named(name) if name else _of_data_parallel()
     if group is not None and dist.get_world_size(group) > 1:
         dist.broadcast(table, group=group, group_src=0)
+        return True
+    return False
 
 
 def _named(name: str) -> dist.ProcessGroup:

@@ -162,7 +162,7 @@ class Auto(Recipe):
 
     min_sqnr_db: what a consumer needs, by kind as (kind, dB) pairs; a kind that is not named wants 16 bits.
     max_flushed: share of the elements that a cast may turn into zero; max_rows_lost: share of rows it may empty.
-    interval: training steps between two looks at the tensors.  freeze_after: the step after which nothing changes.
+    interval: training steps between two looks at the tensors.  freeze_after: the last step that may change anything.
     objective: "accuracy" takes the cheapest cast within 1 dB of the best, "speed" the cheapest that is good enough.
     plan: path of decisions to repeat, made by `Report.save_plan`; nothing is measured then.
     """
@@ -280,16 +280,17 @@ def auto(
 ) -> Auto:
     """Each tensor's format and granularity from its own statistics: begins as `current`, and says why it changes.
 
-    min_sqnr_db: what matmuls need of their operands, or {kind of consumer: need}; above 31.6 nothing in FP8 could do.
+    min_sqnr_db: what matmuls need of their operands, or {kind of consumer: need}; FP8 gives no more than 31.6.
     max_flushed: share of elements that a cast may lose to zero.  interval: training steps between two measurements.
-    freeze_after: step after which nothing changes.  plan: decisions to repeat instead (`fe.inspect(model).save_plan`).
+    freeze_after: the last step that may change anything.
+    plan: decisions to repeat instead (`fe.inspect(model).save_plan`).
     objective: "accuracy", or "speed" (predicted scales, and the cheapest cast that is good enough).
     Raises InvalidRecipe for numbers out of range, UnknownName for an objective.
 
     >>> print(auto(objective="speed").input.scaling, auto().interval, auto().is_fp8)
     delayed 16 True
     """
-    needs = dict(min_sqnr_db) if isinstance(min_sqnr_db, Mapping) else {**NEEDS, "matmul": min_sqnr_db}
+    needs = NEEDS | (min_sqnr_db if isinstance(min_sqnr_db, Mapping) else {"matmul": min_sqnr_db})
     scaling = "delayed" if objective == "speed" else "current"
     return Auto(
         name="auto",

@@ -115,7 +115,9 @@ class ScalingState:
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
-        self.clock: Callable[[], None] | None = None  # called when a training step begins, scales predicted
+        self.begun = False  # a training step has begun
+        # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
+        self.clock: Callable[[bool], None] | None = None
         self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
         self.closely: frozenset[int] = frozenset()  # layers whose tensors are looked at under every granularity
         self._reset(torch.device(device))
@@ -184,19 +186,22 @@ class ScalingState:
             self.recomputed = True
 
     def enter(self) -> None:
-        """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since."""
+        """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
+        or if nobody has told the clock of the first.
+        """
         if in_backward():
             self.recomputed |= torch.is_grad_enabled()
-        elif self.backward_seen:
+        elif self.backward_seen or not (self.begun or self.clock is None):
             self.begin_step()
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
+        came, self.begun = self.backward_seen, True
         self.backward_seen = self.recomputed = False
         self.latest.forget()  # a tensor read again in the next step enters that step's amax again
         self._update()
         if self.clock is not None:
-            self.clock()
+            self.clock(came)
 
     def _update(self) -> None:
         if self.delayed:
@@ -209,11 +214,13 @@ class ScalingState:
     def adopt(self, layer: int, recipe: Recipe) -> None:
         """A layer follows another recipe from now on.  Histories stay; a scale for another format's range does not.
 
-        A recipe with a longer history than the table is deep predicts from what the table holds.
+        The table gets deeper where the recipe's history is longer.
         """
         name, before = self.layers[layer]
         self.layers[layer] = (name, recipe)
-        self.delayed = any(each.delayed for _, each in self.layers) and len(self.history_HS) > 0
+        self.delayed = any(each.delayed for _, each in self.layers)
+        if recipe.delayed and (more := recipe.history - len(self.history_HS)) > 0:
+            self.history_HS = torch.cat([self.history_HS, self.history_HS.new_zeros(more, self.history_HS.shape[1])])
         for j, role in enumerate(ROLES):
             cast, index = getattr(recipe, role), len(ROLES) * layer + j
             rule = torch.tensor(_rule(cast, recipe), dtype=torch.float32)

@@ -4,6 +4,10 @@
     step t + 1  the table's copy to the host is started; nobody waits for it
     then        at the first step that finds it arrived: decide, change recipes, write down why
 
+A step whose backward comes only after another forward (a pipeline, a GAN) is watched until it came.  Several ranks
+decide on the first one's numbers, at step t + 2: were each to wait for its own copy, they would change at different
+steps.
+
 Watched are step 0 and every `interval`-th after.  A step is a forward of the model with gradients; all of this happens
 before its first layer runs, so that a step, its recomputed parts too, has one recipe.  Looking changes no number: a run
 under a plan repeats the losses of the run that made it, bit for bit.  A graph that torch.compile made of the whole
@@ -13,27 +17,32 @@ model does not come by here: it computes in the formats that it was compiled wit
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from fp8engine import device, ranks
-from fp8engine.choice import Choice, Slot, begin, in_16_bits, predicted, recipe_of
-from fp8engine.controller.history import History
+from fp8engine import device
+from fp8engine.choice import Choice, Slot, begin, in_16_bits, label, predicted, recipe_of
+from fp8engine.controller.arriving import Arriving, arrived, send
+from fp8engine.controller.history import History, trends_from_dict
 from fp8engine.controller.log import Change, Plan, SlotChange
 from fp8engine.controller.saving import choices_from_list, choices_to_list
 from fp8engine.cost import speedup
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.functional.numerics import Numerics
 from fp8engine.observe import seen, width
-from fp8engine.policy import decide, enough, needs_of, widen
+from fp8engine.policy import MOST_CHANGES, decide, enough, needs_of, widen
 from fp8engine.prediction import Measured
 from fp8engine.recipe import Auto
 from fp8engine.scaling import ROLES, ScalingState
 
+TABLES = ("counts", "samples", "pending_counts")  # of a saved state
 CALLS, ELEMENTS, SATURATED = 0, 1, 3  # rows of the counters
 CLOCK = ("interval", "freeze_after", "plan", "objective")
+PATIENCE = 4  # forwards that a watched step's backward may be late by
 
 
 class Controller:
@@ -49,19 +58,20 @@ class Controller:
         self.recipes = [_auto(numerics) for numerics in self.layers]
         self.recipe = self.recipes[0]
         self.check(self.recipes)
-        self.step = 0 if self.layers[0].alone else -1  # no root tells a layer made by hand of its first step
+        self.step = -1
         self.choices: dict[int, Choice] = {}  # by a layer's place in `layers`; layers of a group share one
         self.log: list[Change] = []
         self.history = History()
         self.again = False  # whether the last look left a question that only a closer one can answer
-        self.pending: tuple | None = None
-        self.counts: torch.Tensor | None = None
+        self.pending: Arriving | None = None
+        self.counts: torch.Tensor | None = None  # at the last look
+        self.late = 0  # forwards since the watched one, without a backward
+        self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
         self.plan = plan
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
         self.state.clock = self.begin_step
-        self._watch()
 
     @staticmethod
     def check(recipes: Sequence[Auto]) -> None:
@@ -79,13 +89,20 @@ class Controller:
     @property
     def frozen(self) -> bool:
         """Whether nothing is decided any more."""
-        return self.recipe.freeze_after is not None and self.step >= self.recipe.freeze_after
+        return self.recipe.freeze_after is not None and self.step > self.recipe.freeze_after
 
-    def begin_step(self) -> None:
-        """A training step begins."""
+    def begin_step(self, backward: bool) -> None:
+        """A training step begins.  backward: whether a backward pass came since the last one began."""
+        begun = self.tentative and not backward  # in an evaluation, as it turns out
+        self.tentative = not torch.is_grad_enabled()
+        if begun:
+            return
         self.step += 1
         if self.plan is not None:
             self._repeat(self.plan)
+            return
+        if self.state.samples is not None and not backward and self.late < PATIENCE:
+            self.late += 1
             return
         self._collect()
         self._watch()
@@ -95,34 +112,57 @@ class Controller:
         start = self.plan.start if self.plan is not None else replace(self.recipe, plan=None)
         return Plan(self._names(), start, tuple(self.log))
 
-    def state_dict(self) -> str:
-        """Where it stands, as JSON."""
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands: its decisions as JSON, and as tensors what was seen and not yet decided on."""
+        state, pending = self.state, self.pending
+        if pending is not None and pending.event is not None:
+            pending.event.synchronize()
         kept = {
             "step": self.step,
+            "again": self.again,
+            "late": self.late,
+            "tentative": self.tentative,
+            "closely": sorted(state.closely),
+            "pending": None if pending is None else [pending.step, sorted(pending.closely)],
             "choices": choices_to_list(self.choices),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
         }
-        return json.dumps(kept)
+        seen = state.samples if pending is None else pending.samples
+        tables = {"counts": self.counts, "samples": seen, "pending_counts": None if pending is None else pending.counts}
+        nothing = torch.empty(0)
+        return {"decided": json.dumps(kept)} | {
+            key: nothing if table is None else table.detach().cpu().clone() for key, table in tables.items()
+        }
 
-    def load_state_dict(self, text: str) -> None:
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called.  Raises StateError for another controller's, with nothing loaded."""
         try:
-            kept = json.loads(text)
+            kept = json.loads(found["decided"])
             choices = choices_from_list(kept["choices"])
             log = [Change.from_dict(change) for change in kept["log"]]
-            step = int(kept["step"])
-        except (ValueError, KeyError, TypeError) as error:
+            step, again, late, tentative = (int(kept[key]) for key in ("step", "again", "late", "tentative"))
+            closely, trends = frozenset(map(int, kept["closely"])), trends_from_dict(kept["trends"])
+            tables = {key: table if len(table := found[key]) else None for key in TABLES}
+            pending = None
+            if kept["pending"] is not None:
+                at, near = kept["pending"]
+                pending = Arriving(int(at), found["samples"], found["pending_counts"], frozenset(map(int, near)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
         by_name = {numerics.name: numerics for numerics in self.layers}
         if not set(choices) <= set(range(len(self.layers))) or not {change.layer for change in log} <= set(by_name):
             raise StateError("the state of an auto recipe for another model: its layers are not these")
-        self.step, self.choices, self.log, self.pending = step, choices, log, None
-        self.history.trends_from_dict(kept["trends"])
+        self.step, self.again, self.late, self.tentative = step, bool(again), late, bool(tentative)
+        self.choices, self.log, self.pending, self.counts = choices, log, pending, tables["counts"]
+        self.history.trends = trends
+        for numerics, recipe in zip(self.layers, self.recipes, strict=True):
+            numerics.adopt(recipe if self.plan is None else self.plan.start)
         for change in log:
             by_name[change.layer].adopt(change.recipe)
-        self._look_closely_at(set())
-        self.state.samples = None  # the step under way, if any, was watched by another process
+        self.state.closely = closely
+        waiting = None if pending is not None else tables["samples"]
+        self.state.samples = None if waiting is None else waiting.to(self.state.device, copy=True)
 
     def _names(self) -> dict[str, tuple[int, ...]]:
         return {numerics.name: shape for numerics, shape in zip(self.layers, self.shapes, strict=True)}
@@ -137,21 +177,24 @@ class Controller:
     def _watch(self) -> None:
         """Begin or end watching, by the number of the step that begins."""
         state = self.state
-        state.samples = None
-        due = (self.again or max(self.step, 0) % self.recipe.interval == 0) and not self.frozen
+        state.samples, self.late = None, 0
+        due = (self.again or max(self.step, 0) % self.recipe.interval == 0) and not self._ending()
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
             rows = len(ROLES) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
 
+    def _ending(self) -> bool:
+        """Whether what this step shows would come too late to be decided on."""
+        return self.recipe.freeze_after is not None and self.step >= self.recipe.freeze_after
+
     def _collect(self) -> None:
         """Start the copy of what the last step left; decide on what has arrived."""
         state = self.state
+        new = None
         if state.samples is not None:
-            ranks.agree(state.samples, state.ranks)
-            tables = (_to_host(state.samples), _to_host(state.counts_CS))
-            self.pending = (self.step - 1, *tables, state.closely, _event(state.device))
-        if self.pending is not None and (self.pending[-1] is None or self.pending[-1].query()):
-            step, samples, counts, closely, _ = self.pending
+            self.pending = new = send(self.step - 1, state)
+        if self.pending is not None and arrived(self.pending, self.pending is new):
+            step, samples, counts, closely, *_ = self.pending
             self.pending = None
             if not self.frozen:
                 self._decide(step, self._read(samples, closely), counts)
@@ -166,7 +209,7 @@ class Controller:
                 if (measured := seen(row, role if numerics.layer in closely else "")) is None:
                     continue
                 found[i, role] = measured
-                if role == "input" and i not in self.choices:
+                if role == "input" and i not in self.choices and measured.amax > 0:
                     self._join(i, readers.setdefault(row.numpy().tobytes(), i))
         return {slot: measured for slot, measured in found.items() if slot[0] in self.choices}
 
@@ -182,14 +225,14 @@ class Controller:
     def _decide(self, step: int, found: Mapping[Slot, Measured], counts: torch.Tensor) -> None:
         for (i, role), measured in found.items():
             choice = self.choices[i]
-            format = choice.formats[i, role]
-            outcome = predicted(measured, (i, role), choice)
-            self.history.enter(step, self._name((i, role)), _label(format, choice), measured, outcome)
+            slot = (i, role)
+            outcome = predicted(measured, slot, choice)
+            self.history.enter(step, self._name(slot), label(slot, choice), measured, outcome)
         needs = {slot: needs_of(self.recipes[slot[0]]) for slot in found}
         closely: set[int] = set()
         self.again = False
         for choice in list({id(choice): choice for choice in self.choices.values()}.values()):
-            inside = {slot: found[slot] for slot in choice.formats if slot in found and found[slot].amax > 0}
+            inside = {slot: found[slot] for slot in choice.formats if slot in found and _says_something(found[slot])}
             if choice.changes == 0 and (slow := self._slow(choice, counts)):
                 new = in_16_bits(choice, slow)
             elif not enough(inside, needs, choice):
@@ -204,8 +247,12 @@ class Controller:
         self._look_closely_at(closely)
 
     def _look_closely_at(self, layers: set[int]) -> None:
-        """These, and what is not per tensor, which can be judged no other way."""
-        others = {self.layers[i].layer for i, choice in self.choices.items() if choice.grain != "tensor"}
+        """These, and what is not per tensor, which can be judged no other way; but not what is in 16 bits for good."""
+        others = {
+            self.layers[i].layer
+            for i, choice in self.choices.items()
+            if choice.grain != "tensor" and (choice.grain or choice.changes < MOST_CHANGES)
+        }
         self.state.closely = frozenset(layers | others)
 
     def _adopt(self, old: Choice, new: Choice, inside: Mapping[Slot, Measured]) -> None:
@@ -219,12 +266,13 @@ class Controller:
                 self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, tuple(slots)))
 
     def _explain(self, slot: Slot, why: str, choices: tuple[Choice, Choice], measured: Measured | None) -> SlotChange:
-        before, after = (_label(choice.formats[slot], choice) for choice in choices)
+        before, after = (label(slot, choice) for choice in choices)
         if measured is None:
             return SlotChange(self._name(slot), before, after, why)
         found = predicted(measured, slot, choices[1])
-        numbers = (round(float(found.sqnr_db), 2), round(float(found.flushed), 6))
-        return SlotChange(self._name(slot), before, after, why, *numbers)
+        # Where nothing is lost the SQNR is no number that JSON knows.
+        sqnr_db = round(float(found.sqnr_db), 2) if math.isfinite(found.sqnr_db) else None
+        return SlotChange(self._name(slot), before, after, why, sqnr_db, round(float(found.flushed), 6))
 
     def _name(self, slot: Slot) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"
@@ -278,23 +326,6 @@ def _auto(numerics: Numerics) -> Auto:
     return numerics.recipe
 
 
-def _label(format, choice: Choice) -> str:
-    if not format.is_fp8:
-        return str(format)
-    return f"{format}/{choice.grain}" + (f" margin {choice.margin}" if choice.margin else "")
-
-
-def _to_host(table: torch.Tensor) -> torch.Tensor:
-    """A copy on the host; from a card it is only started."""
-    if table.device.type == "cpu":
-        return table.clone()
-    return torch.empty_like(table, device="cpu", pin_memory=True).copy_(table, non_blocking=True)
-
-
-def _event(where: torch.device) -> torch.cuda.Event | None:
-    """What says that everything up to here has happened on a card."""
-    if where.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(where))
-    return event
+def _says_something(measured: Measured) -> bool:
+    """Whether a look may change a decision: not one at zeros, nor one at a step that overflowed or diverged."""
+    return measured.amax > 0 and not measured.nonfinite

@@ -50,6 +50,9 @@ class History:
         self.alarms: list[Alarm] = []
         self.listeners: list[Callable[[Alarm], object]] = []
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "listeners": []}  # a copy warns nobody until it is asked to
+
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """One slot was looked at."""
         looks = self.looks.setdefault(slot, deque(maxlen=LOOKS))
@@ -69,9 +72,11 @@ class History:
         """What `trends_from_dict` takes: warnings go on where they were."""
         return {slot: {"looks": list(trend.looks), "warned": trend.warned} for slot, trend in self.trends.items()}
 
-    def trends_from_dict(self, found: Mapping) -> None:
-        """The inverse."""
-        for slot, kept in found.items():
-            trend = self.trends[slot] = Trend(slot)
-            trend.looks.extend((int(step), float(ratio)) for step, ratio in kept["looks"])
-            trend.warned = float(kept["warned"])
+
+def trends_from_dict(found: Mapping) -> dict[str, Trend]:
+    """The inverse of `History.trends_to_dict`."""
+    trends = {slot: Trend(slot) for slot in found}
+    for slot, kept in found.items():
+        trends[slot].looks.extend((int(step), float(ratio)) for step, ratio in kept["looks"])
+        trends[slot].warned = float(kept["warned"])
+    return trends

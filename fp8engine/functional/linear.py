@@ -26,6 +26,8 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     """
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
+    if numerics.state.clock is not None and not torch.compiler.is_compiling():
+        numerics.state.enter()  # a step that begins here may change this layer's recipe
     if not numerics.plan.fp8:
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
         return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
@@ -105,11 +107,16 @@ def matrix(x: torch.Tensor) -> torch.Tensor:
 
 def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """y, its layer's tensors shown to whoever looks at this step: numbers may allow FP8 again."""
-    if y.requires_grad:
+    if y.requires_grad and not torch.compiler.is_compiling():
         numerics.observe("input", matrix(x))
         numerics.observe("weight", weight_NK)
-        y.register_hook(lambda dy: numerics.observe("grad_output", matrix(dy)))
+        y.register_hook(lambda dy: _observed_gradient(dy, numerics))
     return y
+
+
+def _observed_gradient(dy: torch.Tensor, numerics: Numerics) -> None:
+    numerics.state.backward_seen = True
+    numerics.observe("grad_output", matrix(dy))
 
 
 def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:

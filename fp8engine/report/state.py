@@ -128,14 +128,14 @@ def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
     return [clock for clock in clocks if isinstance(clock, Controller)]
 
 
-def _load_auto(controllers: list[Controller], kept: Sequence[str]) -> None:
+def _load_auto(controllers: list[Controller], kept: Sequence[Mapping]) -> None:
     """Before the tables: a changed recipe forgets a predicted scale."""
     if len(kept) != len(controllers):
         raise StateError(
             f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
         )
-    for controller, text in zip(controllers, kept, strict=True):
-        controller.load_state_dict(text)
+    for controller, found in zip(controllers, kept, strict=True):
+        controller.load_state_dict(found)
 
 
 def scaling_state(model: nn.Module) -> StateView:
