@@ -290,7 +290,7 @@ def auto(
     >>> print(auto(objective="speed").input.scaling, auto().interval, auto().is_fp8)
     delayed 16 True
     """
-    needs = NEEDS | (min_sqnr_db if isinstance(min_sqnr_db, Mapping) else {"matmul": min_sqnr_db})
+    needs = {**NEEDS, **(min_sqnr_db if isinstance(min_sqnr_db, Mapping) else {"matmul": min_sqnr_db})}
     scaling = "delayed" if objective == "speed" else "current"
     return Auto(
         name="auto",

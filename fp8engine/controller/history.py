@@ -56,17 +56,15 @@ class History:
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """One slot was looked at."""
         looks = self.looks.setdefault(slot, deque(maxlen=LOOKS))
-        kept = (float(number) for number in (measured.amax, measured.rms, measured.kurtosis, *found[:3]))
-        looks.append(Look(step, cast, *kept, int(measured.nonfinite)))
+        held = [float(number) for number in (measured.amax, measured.rms, measured.kurtosis)]
+        lost = [float(number) for number in (found.sqnr_db, found.flushed, found.saturated)]
+        looks.append(Look(step, cast, *held, *lost, int(measured.nonfinite)))  # pyright: ignore[reportCallIssue]
         self.spreads[slot] = Spread(step, float(measured.amax), tuple(map(int, measured.tensor[0])))
         alarm = self.trends.setdefault(slot, Trend(slot)).look(step, measured.crest)
         if alarm is not None:
             self.alarms.append(alarm)
             for listener in self.listeners:
                 listener(alarm)
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "listeners": []}  # a copied or saved model does not call into this program
 
     def trends_to_dict(self) -> dict:
         """What `trends_from_dict` takes: warnings go on where they were."""
