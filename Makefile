@@ -10,6 +10,8 @@ INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
+# Not a target that one asks for: a browser for the report's page, where there is none and Debian's may be installed.
+.PHONY: browser
 .PHONY: help demo test check static types codegen gpu bench docs clean
 .NOTPARALLEL:  # two installs into one .venv would meet
 
@@ -19,11 +21,11 @@ help:  ## this list
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
 	$(PY) -m fp8engine train
 
-test: $(VENV)/dev.stamp  ## every test and doctest; then the kernels in Triton's interpreter
+test: $(VENV)/dev.stamp browser  ## every test and doctest; then the kernels in Triton's interpreter
 	$(PYTEST) -n $(JOBS)
 	$(INTERPRET) -n $(JOBS)
 
-check: static  ## before a commit: format, lint, types, fast tests
+check: static browser  ## before a commit: format, lint, types, fast tests
 	$(PYTEST) -n $(JOBS) -m "not slow"
 	$(INTERPRET) -n $(JOBS) -m "not slow"
 
@@ -50,6 +52,15 @@ docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 clean:  ## remove what make created: .venv, report, caches
 	rm -rf $(VENV) report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that
+# starts by itself, and Playwright's is downloaded at run time: so it is Debian's package.  Without, Node tests alone.
+browser:
+	@command -v chromium chromium-browser google-chrome google-chrome-stable chrome > /dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing Debian's chromium, for the report's page" && \
+	  apt-get update -qq > /dev/null && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null 2>&1; } || \
+	  echo "no Chromium here: the report's page is tested in Node alone (apt-get install chromium, as root)"
 
 # A stamp is touched only after its install succeeded, and lives in .venv: an interrupted install is taken up again,
 # a removed .venv made anew, and an unchanged one costs nothing.

@@ -25,6 +25,7 @@ BUILTIN = {
     errors.OpListError: ValueError,
     errors.OptimizerError: RuntimeError,
     errors.LossScaleError: ValueError,
+    errors.ReportError: ValueError,
 }
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
 PROTOCOL = {"KeyError", "AttributeError"}

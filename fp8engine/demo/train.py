@@ -77,8 +77,9 @@ def run(
 ) -> Result:
     """Train one GPT under one recipe.
 
-    on_start is given what trains it, before its first step; on_step is called after every step; when it returns False
-    the run is saved (where `keeping` says) and measured as it is.  Raises DemoError (text, folder), UnknownName (recipe), StateError (a checkpoint that is not this run's).
+    on_start is given what trains it, before its first step; on_step is called after every step, and when it returns
+    False the run is saved (where `keeping` says) and measured as it is.  Raises DemoError (text, folder), UnknownName
+    (recipe), StateError (a checkpoint that is not this run's).
 
     >>> result = run(Config(size="tiny", steps=2, batch=2), "rowwise")
     >>> result.steps, result.fp8_flops_share > 0.8, result.ran_on

@@ -1,10 +1,12 @@
-"""What the page's script draws, as one small JSON value: every slot's looks, thinned and in whole numbers.
+"""What the page's script draws, as one small JSON value: every slot's looks, thinned, a number in two or three letters.
 
-    amax       thousandths of a decade: 1000 log10 amax      null where the tensor was zero
-    sqnr       tenths of a dB          null where the cast is exact, false where it turns a finite value into Inf
-    crest      hundredths of a power of two: 100 log2(amax / rms)
-    flushed, saturated      in 1e-5 of the elements
-    cast       a place in `casts`                            null where the slot was not seen at that step
+A row is a string: WIDTH letters of ALPHABET a look, most significant first, together a whole number n:
+
+    amax       10^((n - 60000) / 1000), three letters            NONE where the tensor was zero
+    sqnr       (n - 1000) / 10 dB                                NONE where the cast is exact, LOST where it makes Inf
+    crest      amax / rms = 2^(n / 100)                          NONE where that is no number
+    flushed, saturated      0, or the share 10^((n - 1) / 500 - 8) of the elements
+    cast       a list of [place in `casts`, columns]; null for columns in which the slot was not seen
 
 At most COLUMNS looks of a slot are shown.  Of more, each column is the worst of `every` looks in a row, and the last
 one's cast, so that nothing bad is thinned away.
@@ -12,8 +14,10 @@ one's cast, so that nothing bad is thinned away.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +27,9 @@ from fp8engine.formats import Format
 from fp8engine.scaling import ROLES
 
 COLUMNS = 100
+ALPHABET = string.ascii_letters + string.digits + "-_"  # none that HTML or JSON writes as more than one
+WIDTH = {"amax": 3, "sqnr": 2, "crest": 2, "flushed": 2, "saturated": 2}
+NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
 def looks_of(report) -> dict[str, list[Look]]:
@@ -73,39 +80,51 @@ def _names(report, looks: Iterable[str]) -> list[str]:
     return [*known, *(name for name in seen if name not in set(known))]
 
 
-def _rows(seen: Sequence[Look], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, list]:
+def _rows(seen: Sequence[Look], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:
     parts: list[list[Look]] = [[] for _ in range(width)]
     for look in seen:
         parts[columns[look.step]].append(look)
-    rows: dict[str, list] = {
-        "cast": [casts.setdefault(part[-1].cast, len(casts)) if part else None for part in parts],
-        "amax": [_log(max(look.amax for look in part), 1000, math.log10) if part else None for part in parts],
-        "sqnr": [_decibels(min(look.sqnr_db for look in part)) if part else None for part in parts],
-        "crest": [_log(max(map(_crest, part)), 100, math.log2) if part else None for part in parts],
-        "flushed": [_whole(1e5 * max(look.flushed for look in part)) if part else None for part in parts],
-        "saturated": [_whole(1e5 * max(look.saturated for look in part)) if part else None for part in parts],
+    numbers = {
+        "amax": [_log(max((look.amax for look in part), default=0.0), 1000, math.log10, 60000) for part in parts],
+        "sqnr": [_decibels(min((look.sqnr_db for look in part), default=math.inf)) for part in parts],
+        "crest": [_log(max(map(_crest, part), default=0.0), 100, math.log2, 0) for part in parts],
+        "flushed": [_share(max((look.flushed for look in part), default=0.0)) for part in parts],
+        "saturated": [_share(max((look.saturated for look in part), default=0.0)) for part in parts],
     }
+    rows: dict[str, Any] = {key: "".join(_letters(n, WIDTH[key]) for n in found) for key, found in numbers.items()}
+    named = (casts.setdefault(part[-1].cast, len(casts)) if part else None for part in parts)
+    rows["cast"] = [[cast, len(list(run))] for cast, run in itertools.groupby(named)]
     if any(look.nonfinite for look in seen):
         rows["nonfinite"] = [int(sum(look.nonfinite for look in part)) for part in parts]
     return rows
+
+
+def _letters(number: int, width: int) -> str:
+    """A number in letters; a negative one counts back from the last that there is.
+
+    >>> _letters(65, 2), _letters(NONE, 2)
+    ('bb', '__')
+    """
+    number = number if number < 0 else min(number, 64**width + LOST - 1)
+    return "".join(ALPHABET[number >> 6 * place & 63] for place in reversed(range(width)))
 
 
 def _crest(look: Look) -> float:
     return look.amax / look.rms if look.rms > 0 else 0.0
 
 
-def _log(value: float, times: int, log) -> int | None:
-    return round(times * log(value)) if value > 0 and math.isfinite(value) else None
+def _log(value: float, times: int, log, zero: int) -> int:
+    return max(round(times * log(value)) + zero, 0) if value > 0 and math.isfinite(value) else NONE
 
 
-def _decibels(value: float) -> int | bool | None:
+def _decibels(value: float) -> int:
     if math.isfinite(value):
-        return round(10 * value)
-    return None if value > 0 else False
+        return max(round(10 * value) + 1000, 0)
+    return NONE if value > 0 else LOST
 
 
-def _whole(value: float) -> int | None:
-    return round(value) if math.isfinite(value) else None
+def _share(value: float) -> int:
+    return max(round(500 * (math.log10(value) + 8)) + 1, 1) if value > 0 else 0
 
 
 def _max(label: str) -> float | None:

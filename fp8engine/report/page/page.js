@@ -7,21 +7,40 @@
   const { steps, casts, layers, roles } = data;
   const state = { layer: 0, column: steps.length - 1, role: 0 };
 
-  // ---- numbers --------------------------------------------------------------------------------------------------
-  const scaled = (slot, key, i, turn) => (slot && typeof slot[key][i] === "number" ? turn(slot[key][i]) : null);
-  const amax = (slot, i) => scaled(slot, "amax", i, (n) => 10 ** (n / 1000));
+  // ---- numbers, out of their letters ------------------------------------------------------------------------------
+  const LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_";
+  const unpack = (text, width, turn) => steps.map((_, i) => {
+    let n = 0;
+    for (const letter of text.slice(i * width, (i + 1) * width)) n = n * 64 + LETTERS.indexOf(letter);
+    if (n === 64 ** width - 1) return null;
+    return n === 64 ** width - 2 ? false : turn(n);
+  });
+  const percent = (n) => (n === 0 ? 0 : 100 * 10 ** ((n - 1) / 500 - 8));
+  for (const layer of layers) {
+    for (const slot of Object.values(layer.slots)) {
+      slot.cast = slot.cast.flatMap(([cast, length]) => Array(length).fill(cast));
+      const seen = (row) => row.map((n, i) => (slot.cast[i] === null ? null : n));
+      slot.amax = seen(unpack(slot.amax, 3, (n) => 10 ** ((n - 60000) / 1000)));
+      slot.sqnr = seen(unpack(slot.sqnr, 2, (n) => (n - 1000) / 10));
+      slot.crest = seen(unpack(slot.crest, 2, (n) => 2 ** (n / 100)));
+      slot.flushed = seen(unpack(slot.flushed, 2, percent));
+      slot.saturated = seen(unpack(slot.saturated, 2, percent));
+    }
+  }
+  const plain = (key) => (slot, i) => (slot && typeof slot[key][i] === "number" ? slot[key][i] : null);
+  const amax = plain("amax");
   const scale = (slot, i) => {
     const cast = slot && slot.cast[i] !== null ? casts[slot.cast[i]] : null;
     const most = amax(slot, i);
     return cast && cast.max && most !== null ? (most * 2 ** cast.margin) / cast.max : null;
   };
   const MEASURES = [
-    { title: "SQNR", unit: "dB, of the cast", get: (slot, i) => scaled(slot, "sqnr", i, (n) => n / 10) },
-    { title: "flushed to zero", unit: "% of elements", least: 0.1, get: (slot, i) => scaled(slot, "flushed", i, (n) => n / 1000) },
-    { title: "saturated", unit: "% of elements", least: 0.1, get: (slot, i) => scaled(slot, "saturated", i, (n) => n / 1000) },
+    { title: "SQNR", unit: "dB, of the cast", get: plain("sqnr") },
+    { title: "flushed to zero", unit: "% of elements", least: 0.1, get: plain("flushed") },
+    { title: "saturated", unit: "% of elements", least: 0.1, get: plain("saturated") },
     { title: "amax", unit: "largest magnitude", log: true, get: amax },
     { title: "scale", unit: "amax over the format's largest value", log: true, get: scale },
-    { title: "amax / rms", unit: "outliers", log: true, get: (slot, i) => scaled(slot, "crest", i, (n) => 2 ** (n / 100)) },
+    { title: "amax / rms", unit: "outliers", log: true, get: plain("crest") },
   ];
   const show = (n) => {
     if (n === null) return "–";

@@ -23,7 +23,7 @@ SHADES = {
 }
 OTHER = "#a06cc8"
 BINS = 500  # of the loss curve
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 250, 46, 26, 12
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 210, 46, 26, 12
 
 
 def colour(label: str) -> str:
@@ -106,16 +106,13 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [float(f"{i * step:.10g}") for i in range(first, last + 1)]
 
 
-def _runs(casts: Iterable[int | None]) -> list[tuple[int, int, int]]:
+def _runs(casts: Iterable[Sequence]) -> list[tuple[int, int, int]]:
     """(cast, first column, columns) of every stretch of one cast."""
-    runs: list[tuple[int, int, int]] = []
-    for i, cast in enumerate(casts):
-        if cast is None:
-            continue
-        if runs and runs[-1][0] == cast and runs[-1][1] + runs[-1][2] == i:
-            runs[-1] = (cast, runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((cast, i, 1))
+    runs, x = [], 0
+    for cast, length in casts:
+        if cast is not None:
+            runs.append((cast, x, length))
+        x += length
     return runs
 
 

@@ -77,7 +77,7 @@ def _loss(report, losses: Sequence[float]) -> str:
 def _maps(report, numbers: dict) -> str:
     if not numbers["layers"]:
         return f'<p class="quiet">{escape(parts.why_no_maps(report))}</p>'
-    names = "".join(f"<span>{escape(layer['name'])}</span>" for layer in numbers["layers"])
+    names = "".join(f"<span><bdi>{escape(layer['name'])}</bdi></span>" for layer in numbers["layers"])
     first, last = numbers["steps"][0], numbers["steps"][-1]
     height = row_height(len(numbers["layers"]))
     columns = "".join(

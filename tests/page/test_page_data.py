@@ -1,0 +1,221 @@
+"""What the page says is what was seen: numbers come back from its JSON, none is thinned away, and it stays small."""
+
+import json
+import math
+import re
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from made_reports import made_up, trained
+from page_engines import ENGINES, used
+
+import fp8engine as fe
+from fp8engine.controller import Alarm
+from fp8engine.controller.history import History, Look
+from fp8engine.errors import ReportError
+from fp8engine.report.page import page
+from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, looks_of, to_json
+from fp8engine.report.page.svg import colour, format_map, loss_curve
+from fp8engine.report.table import Report
+
+
+def report_of(looks: list[Look], slot: str = "up.input") -> Report:
+    """A report of one slot."""
+    history = History()
+    history.looks[slot] = deque(looks)
+    controller: Any = SimpleNamespace(history=history, plan=None)
+    model, _ = trained("current", steps=1)
+    base = fe.inspect(model)
+    return Report(base.layers, base.totals, [], [controller])
+
+
+def look(step: int, cast: str = "E4M3/tensor", **numbers: float) -> Look:
+    usual = {"amax": 2.0, "rms": 1.0, "kurtosis": 3.0, "sqnr_db": 31.4, "flushed": 0.0, "saturated": 0.0}
+    return Look(step, cast, **(usual | numbers), nonfinite=0)
+
+
+def slot_of(report: Report) -> dict:
+    return blob(report, looks_of(report))["layers"][0]["slots"]["input"]
+
+
+def decoded(text: str, width: int) -> list[int]:
+    """A row's numbers, by the rule in data.py's docstring."""
+    letters = [ALPHABET.index(letter) for letter in text]
+    return [
+        sum(n * 64 ** (width - 1 - k) for k, n in enumerate(letters[i : i + width]))
+        for i in range(0, len(letters), width)
+    ]
+
+
+def casts_of(rows: dict) -> list[int | None]:
+    return [cast for cast, length in rows["cast"] for _ in range(length)]
+
+
+def embedded(text: str) -> dict:
+    """The page's numbers, read as strict JSON from between its tags."""
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
+    return json.loads(found, parse_constant=pytest.fail)
+
+
+def test_numbers_come_back_as_they_were_seen():
+    """To half a step: 1/1000 decade, 0.12 %; 0.1 dB; 1/100 octave, 0.35 %; of shares 1/500 decade, 0.24 %."""
+    model, losses = trained(fe.auto(interval=1))
+    report = fe.inspect(model)
+    told = embedded(page(report, losses))
+    assert told["steps"] == list(range(11))
+    assert [layer["name"] for layer in told["layers"]] == [layer["name"] for layer in report.layers[:2]]
+    compared = 0
+    for layer in told["layers"]:
+        for role, rows in layer["slots"].items():
+            looks = report.controllers[0].history.looks[f"{layer['name']}.{role}"]
+            amax, sqnr, crest, flushed = (
+                decoded(rows[key], 3 if key == "amax" else 2) for key in ("amax", "sqnr", "crest", "flushed")
+            )
+            for i, each in enumerate(looks):
+                assert told["casts"][casts_of(rows)[i]]["label"] == each.cast
+                assert 10 ** ((amax[i] - 60000) / 1000) == pytest.approx(each.amax, rel=1.2e-3)
+                assert (sqnr[i] - 1000) / 10 == pytest.approx(each.sqnr_db, abs=0.051)
+                assert 2 ** (crest[i] / 100) == pytest.approx(each.amax / each.rms, rel=3.6e-3)
+                share = 10 ** ((flushed[i] - 1) / 500 - 8) if flushed[i] else 0.0
+                assert share == pytest.approx(each.flushed, rel=2.4e-3)
+                compared += 1
+    assert compared == 2 * 3 * 11
+
+
+def test_what_is_not_finite_is_json_all_the_same():
+    seen = [look(0, sqnr_db=math.inf), look(16, sqnr_db=-math.inf), look(32, amax=0.0, rms=0.0), look(48, rms=math.nan)]
+    report = report_of(seen)
+    told = embedded(page(report, [math.nan, 1.0, math.inf]))
+    rows = told["layers"][0]["slots"]["input"]
+    none = 64**2 - 1
+    assert decoded(rows["sqnr"], 2) == [none, none - 1, 1314, 1314]
+    assert decoded(rows["amax"], 3) == [60301, 60301, 64**3 - 1, 60301]
+    assert decoded(rows["crest"], 2) == [100, 100, none, none]
+
+
+def test_of_many_looks_each_column_keeps_the_worst():
+    seen = [look(step) for step in range(950)]
+    seen[511] = look(511, "E4M3/row", sqnr_db=12.3, flushed=0.5, saturated=0.25, amax=1000.0)
+    report = report_of(seen)
+    told = blob(report, looks_of(report))
+    assert (told["every"], len(told["steps"])) == (10, 95)
+    assert told["steps"][:2] == [9, 19]
+    assert told["steps"][-1] == 949
+    assert len(told["steps"]) <= COLUMNS
+    rows = slot_of(report)
+    bad, sqnr = 51, decoded(rows["sqnr"], 2)
+    assert (sqnr[bad], decoded(rows["amax"], 3)[bad]) == (1123, 63000)
+    assert decoded(rows["flushed"], 2)[bad] == 1 + round(500 * (8 + math.log10(0.5)))
+    assert decoded(rows["saturated"], 2)[bad] == 1 + round(500 * (8 + math.log10(0.25)))
+    assert rows["cast"] == [[0, 95]]  # of each column's last look
+    assert sorted(set(sqnr)) == [1123, 1314]
+
+
+def test_a_slot_that_was_not_seen_has_a_gap():
+    report = report_of([look(0), look(32)])
+    report.controllers[0].history.looks["up.weight"] = deque([look(0), look(16), look(32)])
+    told = blob(report, looks_of(report))
+    assert told["steps"] == [0, 16, 32]
+    assert told["layers"][0]["slots"]["input"]["cast"] == [[0, 1], [None, 1], [0, 1]]
+    assert format_map(told, "input").count("h1v") == 2
+    assert format_map(told, "weight").count("h3v") == 1
+
+
+def test_margins_and_formats_are_read_from_a_casts_name():
+    report = report_of([look(0, "E5M2/tensor margin 2"), look(16, "BF16")])
+    casts = blob(report, looks_of(report))["casts"]
+    assert casts == [
+        {"label": "E5M2/tensor margin 2", "max": 57344.0, "margin": 2},
+        {"label": "BF16", "max": None, "margin": 0},
+    ]
+    assert colour("no such") == colour("neither")
+    assert len({colour(label) for label in ("E4M3/tensor", "E4M3/row", "E4M3/block", "E5M2/tensor", "BF16")}) == 5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_hundred_layers_and_a_hundred_looks_are_under_2_mb_and_open(engine: str, tmp_path):
+    text = page(made_up(200, 100), [5.0 - 0.001 * i for i in range(1600)])
+    assert len(text.encode()) < 2_000_000
+    seen = used(text, engine, tmp_path)
+    assert seen["filter"]["rows"] == 1800
+    assert seen["first"]["lines"] == 6 * 3
+    assert "step 1584  ·  BF16  ·  exact" in seen["first"]["status"]
+
+
+def test_json_cannot_end_its_script():
+    told = to_json({"</ScRiPt>": "<!-- & \u2028"})
+    assert "<" not in told
+    assert "&" not in told
+    assert json.loads(told) == {"</ScRiPt>": "<!-- & \u2028"}
+
+
+def test_the_loss_curve_has_every_step_in_place():
+    """A line through (step, loss) from left to right; broken by NaN; a mark where formats changed."""
+    drawn = loss_curve([4.0, 3.0, math.nan, 2.0, 1.0], {1: 12, 99: 1})
+    (raw,) = re.findall(r'class="raw" d="([^"]*)"', drawn)
+    points = [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", raw)]
+    assert raw.count("M") == 2
+    assert [x for x, _ in points] == pytest.approx([46, 46 + 944 / 4, 46 + 3 * 944 / 4, 990])
+    ys = [y for _, y in points]
+    assert ys == sorted(ys)
+    assert ys[1] - ys[0] == pytest.approx(ys[3] - ys[2], abs=0.11)  # equal falls, to a tenth of a unit
+    assert drawn.count('class="mark"') == 1
+    assert "step 1: 12 slots changed" in drawn
+    assert "No loss was finite" in loss_curve([math.nan], {})
+    long = loss_curve([float(i % 7) for i in range(10_000)], {})
+    assert len(long) < 60_000
+
+
+def test_alarms_are_in_the_report_everywhere():
+    model, losses = trained(fe.auto(interval=1))
+    controller = fe.inspect(model).controllers[0]
+    controller.history.alarms.append(Alarm(160, "up.input", 81.5, 8.2, 128))
+    report = fe.inspect(model)
+    told = {"step": 160, "slot": "up.input", "ratio": 81.5, "growth": 8.2, "steps": 128}
+    assert report.alarms[-1] == told
+    assert report.to_dict()["alarms"] == report.alarms
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["alarms"][-1] == told
+    assert f"{len(report.alarms)} early warnings, the latest: step 160 up.input: amax/rms x8 in 128 steps" in str(
+        report
+    )
+    text = page(report, losses)
+    assert "×8.2 in 128 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"losses": ["a"]}, "one number a training step"),
+        ({"losses": []}, "leave losses= out"),
+        ({"losses": 3.0}, "one number a training step"),
+        ({"flow": "graph"}, "flow: str has no to_svg"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(options: dict, told: str, tmp_path):
+    model, _ = trained("current", steps=1)
+    with pytest.raises(ReportError, match=told):
+        fe.inspect(model).to_html(tmp_path / "page.html", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    model, losses = trained("current", steps=1)
+    report = fe.inspect(model)
+    with pytest.raises(ReportError, match=r"cannot write .*nowhere/page.html: No such file"):
+        report.to_html(tmp_path / "nowhere" / "page.html")
+    report.to_html(tmp_path / "page.html", losses=losses)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text().endswith("</html>\n")
+
+
+def test_a_run_under_a_plan_has_decisions_and_says_why_there_are_no_maps(tmp_path):
+    model, _ = trained(fe.auto(interval=1))
+    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    again, _ = trained(fe.auto(plan=tmp_path / "plan.json"))
+    text = page(fe.inspect(again))
+    assert "This run repeats a plan: nothing is measured" in text
+    assert 'id="decided"' in text
+    fresh, _ = trained(fe.auto(), steps=1)
+    assert "Nothing has been seen yet" in page(fe.inspect(fresh))

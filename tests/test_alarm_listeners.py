@@ -1,0 +1,64 @@
+"""`fe.scaling_state(model).on_alarm`: a callable hears of growing outliers, in this program and in no copy."""
+
+import copy
+import io
+
+import pytest
+import torch
+from made_reports import trained
+from support import converted
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.controller import Alarm
+from fp8engine.errors import StateError
+
+
+def grow(model: nn.Module, steps: int) -> None:
+    """One element of 4096 grows from 4 to far beyond: amax/rms rises from 4 to 60, of 64 possible."""
+    for step in range(steps):
+        x = torch.randn(64, 64)
+        x[0, 0] = 4.0 * 1.4**step
+        model(x).square().mean().backward()
+
+
+def test_a_listener_hears_each_alarm_until_it_is_stopped():
+    model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+    heard: list[Alarm] = []
+    stop = fe.scaling_state(model).on_alarm(heard.append)
+    grow(model, 12)
+    named = [alarm for alarm in heard if alarm.slot == "0.input"]
+    assert len(named) >= 1
+    assert named[0].growth >= 4
+    assert named[0].ratio >= 16
+    assert str(named[0]).startswith(f"step {named[0].step} 0.input: amax/rms x")
+    assert [alarm._asdict() for alarm in heard] == fe.inspect(model).alarms
+    stop()
+    stop()  # twice is once
+    before = len(heard)
+    history = fe.inspect(model).controllers[0].history
+    history.trends.clear()
+    grow(model, 12)
+    assert len(fe.inspect(model).alarms) > before
+    assert len(heard) == before
+
+
+def test_a_copy_and_a_saved_model_have_no_listeners():
+    model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+    heard: list[Alarm] = []
+    fe.scaling_state(model).on_alarm(lambda alarm: heard.append(alarm))
+    grow(copy.deepcopy(model), 12)
+    assert heard == []
+    memory = io.BytesIO()
+    torch.save(model, memory)  # a lambda would not be saved
+    memory.seek(0)
+    again = torch.load(memory, weights_only=False)
+    assert fe.inspect(again).controllers[0].history.listeners == []
+    grow(model, 12)
+    assert heard
+
+
+def test_a_model_that_nobody_watches_says_so():
+    model, _ = trained("delayed", steps=1)
+    with pytest.raises(StateError, match='no layer is under "auto", and only those are watched'):
+        fe.scaling_state(model).on_alarm(print)

@@ -1,0 +1,125 @@
+"""TensorBoard's events, read back by TensorBoard's own reader: every look at its step, once."""
+
+import builtins
+import math
+
+import pytest
+from made_reports import trained
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import fp8engine as fe
+from fp8engine.controller import Alarm
+from fp8engine.controller.history import Spread
+from fp8engine.errors import ReportError
+from fp8engine.report.tensorboard import FORMATS, Writer
+
+
+def read(folder) -> EventAccumulator:
+    found = EventAccumulator(str(folder), {"scalars": 0, "histograms": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def series(found: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in found.Scalars(tag)]
+
+
+def texts(found: EventAccumulator, tag: str) -> list[tuple[int, str]]:
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found.Tensors(f"{tag}/text_summary")]
+
+
+def test_every_look_of_every_slot_is_there(tmp_path):
+    model, _ = trained(fe.auto(interval=1))
+    report = fe.inspect(model)
+    report.to_tensorboard(tmp_path)
+    found = read(tmp_path)
+    for slot, looks in report.controllers[0].history.looks.items():
+        tag = slot.replace("'", "_").replace('"', "_")
+        for key, of in (("amax", "amax"), ("sqnr", "sqnr_db"), ("flushed", "flushed"), ("saturated", "saturated")):
+            want = [(look.step, getattr(look, of)) for look in looks]
+            got = series(found, next(each for each in found.Tags()["scalars"] if each.startswith(f"{key}/") and tag))
+            assert [step for step, _ in got] == [step for step, _ in want]
+    looks = report.controllers[0].history.looks["up.grad_output"]
+    assert series(found, "sqnr/up.grad_output") == [(k.step, pytest.approx(k.sqnr_db, rel=1e-6)) for k in looks]
+    formats = [FORMATS[int(index)] for _, index in series(found, "format/up.grad_output")]
+    assert formats == [look.cast.partition("/")[0] for look in looks]
+    assert set(formats) == {"E5M2", "E4M3"}
+    (scale,) = series(found, "scale/up.input")
+    assert scale[1] == pytest.approx(float(fe.scaling_state(model)["up.input"].scale), rel=1e-6)
+
+
+def test_a_second_write_adds_only_what_is_new(tmp_path):
+    model, _ = trained(fe.auto(interval=1), steps=4)
+    history = fe.inspect(model).controllers[0].history
+    history.alarms.append(Alarm(2, "up.input", 81.5, 8.2, 128))
+    with Writer(tmp_path) as writer:
+        writer.write(model, 4)
+        writer.write(model, 5)
+        history.looks["up.input"].append(history.looks["up.input"][-1]._replace(step=9, amax=7.0, sqnr_db=math.inf))
+        writer.write(model, 10)
+    found = read(tmp_path)
+    assert [step for step, _ in series(found, "amax/up.input")] == [0, 1, 2, 9]
+    assert [step for step, _ in series(found, "sqnr/up.input")] == [0, 1, 2]  # infinite: no point
+    assert [step for step, _ in series(found, "scale/up.input")] == [4, 5, 10]
+    assert texts(found, "alarms") == [(2, "    step 2 up.input: amax/rms x8 in 128 steps, now 82\n")]
+    report = fe.inspect(model)
+    lines = "".join(text for _, text in texts(found, "decisions")).splitlines()
+    assert len(lines) == len(report.decisions) > 0
+    assert lines[0].startswith(f"    {report.decisions[0]['slot']} E5M2/tensor -> E4M3/tensor: predicted SQNR")
+
+
+def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):
+    """2^2 seven times, the amax; a hundred elements 18 eighths of an octave lower; bins end an eighth above octaves."""
+    model, _ = trained(fe.auto(interval=1), steps=2)
+    history = fe.inspect(model).controllers[0].history
+    counts = [0] * 512
+    counts[511], counts[511 - 18], counts[0] = 7, 100, 1000  # at amax; 18/8 octaves below; zeros
+    history.spreads["up.input"] = Spread(0, 4.0, tuple(counts))
+    fe.inspect(model).to_tensorboard(tmp_path)
+    (event,) = read(tmp_path).Histograms("log2_magnitude/up.input")
+    told = event.histogram_value
+    assert event.step == 0
+    filled = {limit: count for limit, count in zip(told.bucket_limit, told.bucket, strict=True) if count}
+    assert filled == {2.125: 7, 0.125: 100}
+    assert (told.num, told.max) == (107, 2.0)
+    assert told.sum == pytest.approx(7 * 1.625 + 100 * -0.375, rel=1e-12)
+
+
+def test_the_spread_is_of_the_slots_own_values():
+    """All its elements, their largest at the end: of 64 x 64 inputs one is amax, and half lie above the median."""
+    model, _ = trained(fe.auto(interval=1), steps=3)
+    spread = fe.inspect(model).controllers[0].history.spreads["up.input"]
+    assert spread.step == 1
+    assert sum(spread.counts) == 64 * 64
+    assert spread.counts[-1] == 1
+
+
+def test_a_fixed_recipe_has_a_point_for_each_write(tmp_path):
+    model, _ = trained("delayed", steps=2)
+    with Writer(tmp_path) as writer:
+        writer.write(model, 3)
+        writer.write(model, 8)
+    found = read(tmp_path)
+    slot = fe.scaling_state(model)["up.weight"]
+    assert series(found, "amax/up.weight") == [(step, pytest.approx(float(slot.amax), rel=1e-6)) for step in (3, 8)]
+    assert series(found, "format/up.grad_output") == [(3, FORMATS.index("E5M2")), (8, FORMATS.index("E5M2"))]
+    assert not [tag for tag in found.Tags()["scalars"] if tag.startswith(("sqnr", "amax/lm_head"))]
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    real = builtins.__import__
+
+    def without(name, *arguments):
+        if name.startswith("torch.utils.tensorboard"):
+            raise ModuleNotFoundError("No module named 'tensorboard'")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ReportError, match=r"No module named 'tensorboard'.*pip install 'fp8engine\[report\]'"):
+        Writer(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match=r"cannot write in .*file/logs"):
+        Writer(tmp_path / "file" / "logs")

@@ -1,0 +1,96 @@
+"""`fp8engine train --watch`: on a terminal every layer, live; elsewhere a line now and then."""
+
+import io
+import math
+
+import pytest
+from made_reports import made_up
+from rich.console import Console
+
+from fp8engine.controller import Alarm
+from fp8engine.demo import Config, Session, data, measure, train
+from fp8engine.demo.progress import Lines, shown
+from fp8engine.demo.watch import Watch, last, layers, rows_of
+from fp8engine.report.table import Report
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured beside the training takes less time."""
+    monkeypatch.setattr(data, "VALIDATION_WINDOWS", 16)
+    monkeypatch.setattr(measure, "LENGTH", 10)
+
+
+def terminal(height: int = 50) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=True, width=160, height=height, color_system=None), out
+
+
+def test_a_terminal_shows_every_layer_its_formats_and_what_was_decided(tmp_path):
+    console, out = terminal()
+    config = Config(size="tiny", steps=18, batch=2)
+    with shown(console, ("fp32", "auto"), 18, watch=True) as screen:
+        assert isinstance(screen, Watch)
+        train(config, Session(recipes=("fp32", "auto"), out=tmp_path), screen)
+        drawn = screen.drawn()
+    plain = Console(file=io.StringIO(), width=160)
+    plain.print(drawn)
+    assert isinstance(plain.file, io.StringIO)
+    text = plain.file.getvalue()
+    assert text.startswith("fp32          18 steps, validation loss ")
+    assert "18/18" in text
+    assert "tokens/s" in text
+    rows = [line for line in text.splitlines() if line.lstrip().startswith("blocks.")]
+    assert len(rows) == 8  # two blocks of four
+    assert all(row.count("E4M3") == 3 for row in rows)  # gradients too, since step 1
+    assert "grad_output E5M2/tensor -> E4M3/tensor: predicted SQNR" in text
+    assert "18/18" in out.getvalue()
+
+
+def test_elsewhere_there_are_lines(tmp_path):
+    out = io.StringIO()
+    with shown(Console(file=out, width=100), ("auto",), 4, watch=True) as screen:
+        assert isinstance(screen, Lines)
+        train(Config(size="tiny", steps=4, batch=2), Session(recipes=("auto",), out=tmp_path), screen)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("auto          step 1/4  loss ")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_of_more_layers_than_fit_those_with_the_least_sqnr_are_shown():
+    report = made_up(40, 2)
+    worst = report.layers[27]["name"]
+    looks = report.controllers[0].history.looks[f"{worst}.weight"]
+    looks.append(looks[-1]._replace(sqnr_db=1.5))
+    rows = rows_of(report)
+    assert (rows[27]["name"], rows[27]["sqnr"][1]) == (worst, 1.5)
+    table = layers(rows, 6)
+    assert table.row_count == 6
+    assert table.caption == "the 6 of 40 layers with the least SQNR"
+    assert str(next(iter(table.columns[0].cells))) == worst
+    assert layers(rows, 40).caption is None
+
+
+def test_warnings_are_counted_and_told_in_their_order():
+    base = made_up(2, 2)
+    slot = base.decisions[0]["slot"]
+    told = [Alarm(20, slot, 81.5, 8.2, 128)._asdict(), Alarm(10, slot, 20.0, 4.0, 64)._asdict()]
+    report = Report(base.layers, base.totals, base.decisions[:1], base.controllers, told)
+    assert [row["warnings"] for row in rows_of(report)] == [2, 0]
+    lines = [line for line, _ in last(report)]
+    assert lines[0].startswith("⚠ step 10")
+    assert lines[1].startswith("step 16")
+    assert lines[2] == f"⚠ step 20 {slot}: amax/rms x8 in 128 steps, now 82"
+
+
+def test_a_fixed_recipe_has_no_sqnr_and_is_drawn(tmp_path):
+    console, _ = terminal(height=20)
+    with shown(console, ("current",), 2, watch=True) as screen:
+        train(Config(size="tiny", steps=2, batch=2), Session(recipes=("current",), out=tmp_path), screen)
+        assert isinstance(screen, Watch)
+        assert screen.report is not None
+        rows = rows_of(screen.report)
+    assert all(row["sqnr"] == [None] * 3 for row in rows)
+    assert rows[0]["casts"] == ["E4M3 per tensor", "E4M3 per tensor", "E5M2 per tensor"]
+    assert all(math.isfinite(amax) and amax > 0 for row in rows for amax in row["amax"])
