@@ -26,10 +26,13 @@ def main() -> None:
     """Run, print what was reached, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--precisions", nargs="+", help="some only; the result is saved under another name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+    chosen = options.precisions
     plan = dataclasses.replace(example.FULL, seeds=options.seeds)
+    plan = dataclasses.replace(plan, precisions=tuple(chosen)) if chosen else plan
     result = {"machine": machine(), **example.summary(example.run(plan), plan)}
     result["reached"] = reached(result["rows"])
     if options.json:
@@ -37,7 +40,7 @@ def main() -> None:
     else:
         for what, yes in result["reached"].items():
             print(f"{what}: {'reached' if yes else 'MISSED'}")
-    print(f"written to {save('hf_finetune', result)}")
+    print(f"written to {save('hf_finetune' + ''.join(f'_{name}' for name in chosen or ()), result)}")
 
 
 def reached(rows: list[dict]) -> dict[str, bool]:

@@ -37,7 +37,7 @@ import fp8engine as fe
 
 DATA = Path(__file__).parent / "data" / "movie_snippets.tsv.gz"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PRECISIONS = ("fp32", "bf16", "current", "delayed", "rowwise", "blockwise")
+PRECISIONS = ("fp32", "bf16", "current", "delayed", "rowwise", "blockwise", "auto")
 LONGEST = 64  # tokens; 99 % of the sentences are shorter
 BATCH = 16
 EMBEDDED = 200
