@@ -10,9 +10,7 @@ INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-# Not a target that one asks for: a browser for the report's page, where there is none and Debian's may be installed.
-.PHONY: browser
-.PHONY: help demo test check static types codegen gpu bench docs clean
+.PHONY: help demo test check static types codegen gpu bench docs clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
 help:  ## this list
@@ -56,8 +54,9 @@ clean:  ## remove what make created: .venv, report, caches
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that
 # starts by itself, and Playwright's is downloaded at run time: so it is Debian's package.  Without, Node tests alone.
 browser:
-	@command -v chromium chromium-browser google-chrome google-chrome-stable chrome > /dev/null || { \
-	  [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing Debian's chromium, for the report's page" && \
+	@for name in chromium chromium-browser google-chrome google-chrome-stable chrome; do \
+	  command -v $$name > /dev/null && exit 0; done; \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing Debian's chromium, for the report's page" && \
 	  apt-get update -qq > /dev/null && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null 2>&1; } || \
 	  echo "no Chromium here: the report's page is tested in Node alone (apt-get install chromium, as root)"

@@ -21,6 +21,7 @@ def trained(recipe: Any, steps: int = 12) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module("up", nn.Linear(64, 64))
+    model.add_module("mid", nn.Linear(64, 64))
     model.add_module(EVIL, nn.Linear(64, 32))
     model.add_module("lm_head", nn.Linear(32, 16))
     converted(model, recipe, overrides={"lm_head": "fp32"})

@@ -43,6 +43,18 @@ def test_a_listener_hears_each_alarm_until_it_is_stopped():
     assert len(heard) == before
 
 
+def test_a_listener_may_end_its_own_listening():
+    model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
+    first: list[Alarm] = []
+    second: list[Alarm] = []
+    stops = []
+    stops.append(fe.scaling_state(model).on_alarm(lambda alarm: (first.append(alarm), stops[0]())))
+    fe.scaling_state(model).on_alarm(second.append)
+    grow(model, 12)
+    assert len(first) == 1
+    assert [alarm._asdict() for alarm in second] == fe.inspect(model).alarms
+
+
 def test_a_copy_and_a_saved_model_have_no_listeners():
     model = converted(nn.Sequential(nn.Linear(64, 32)), fe.auto(interval=1))
     heard: list[Alarm] = []

@@ -3,6 +3,7 @@
 import builtins
 import math
 
+import numpy
 import pytest
 from made_reports import trained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -74,7 +75,7 @@ def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):
     history = fe.inspect(model).controllers[0].history
     counts = [0] * 512
     counts[511], counts[511 - 18], counts[0] = 7, 100, 1000  # at amax; 18/8 octaves below; zeros
-    history.spreads["up.input"] = Spread(0, 4.0, tuple(counts))
+    history.spreads["up.input"] = Spread(0, 4.0, numpy.array(counts))
     fe.inspect(model).to_tensorboard(tmp_path)
     (event,) = read(tmp_path).Histograms("log2_magnitude/up.input")
     told = event.histogram_value
@@ -90,7 +91,7 @@ def test_the_spread_is_of_the_slots_own_values():
     model, _ = trained(fe.auto(interval=1), steps=3)
     spread = fe.inspect(model).controllers[0].history.spreads["up.input"]
     assert spread.step == 1
-    assert sum(spread.counts) == 64 * 64
+    assert spread.counts.sum() == 64 * 64
     assert spread.counts[-1] == 1
 
 

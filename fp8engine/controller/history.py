@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy
+
 from fp8engine.controller.alarm import Alarm, Trend
 from fp8engine.prediction import Measured, Prediction
 
@@ -37,7 +39,7 @@ class Spread(NamedTuple):
 
     step: int
     amax: float
-    counts: tuple[int, ...]
+    counts: numpy.ndarray
 
 
 class History:
@@ -56,14 +58,14 @@ class History:
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """One slot was looked at."""
         looks = self.looks.setdefault(slot, deque(maxlen=LOOKS))
-        held = [float(number) for number in (measured.amax, measured.rms, measured.kurtosis)]
-        lost = [float(number) for number in (found.sqnr_db, found.flushed, found.saturated)]
-        looks.append(Look(step, cast, *held, *lost, int(measured.nonfinite)))  # pyright: ignore[reportCallIssue]
-        self.spreads[slot] = Spread(step, float(measured.amax), tuple(map(int, measured.tensor[0])))
+        amax, rms, kurtosis = float(measured.amax), float(measured.rms), float(measured.kurtosis)
+        sqnr, flushed, saturated = (float(number) for number in found[:3])
+        looks.append(Look(step, cast, amax, rms, kurtosis, sqnr, flushed, saturated, int(measured.nonfinite)))
+        self.spreads[slot] = Spread(step, float(measured.amax), measured.tensor[0].astype(numpy.int64))
         alarm = self.trends.setdefault(slot, Trend(slot)).look(step, measured.crest)
         if alarm is not None:
             self.alarms.append(alarm)
-            for listener in self.listeners:
+            for listener in list(self.listeners):  # one may end its own listening
                 listener(alarm)
 
     def trends_to_dict(self) -> dict:

@@ -117,7 +117,7 @@ class Writer:
     def _histogram(self, slot: str, spread: Spread) -> None:
         """By octaves, lowest first; the first holds zeros too and is left out."""
         places = range(OCTAVE, len(spread.counts), OCTAVE)
-        octaves = [sum(spread.counts[i : i + OCTAVE]) for i in places]
+        octaves = [int(spread.counts[i : i + OCTAVE].sum()) for i in places]
         if not (spread.amax > 0 and sum(octaves)):
             return
         top = math.log2(spread.amax)  # where the last bin begins: it holds amax alone
