@@ -93,20 +93,35 @@ def known(measured: Measured, role: str) -> tuple[str, ...]:
 def enough(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs], previous: Choice) -> bool:
     """Whether statistics per tensor alone settle what `decide` says.
 
-    They do where every slot has a format per tensor that needs nothing better: no granularity gives an FP8 format more
-    than MOST_DB.
+    They do where every slot has a format per tensor that needs nothing better (no granularity gives an FP8 format more
+    than MOST_DB), and what it has now is judged alike whatever that would give.
     """
     if all(measured.tables for measured in seen.values()) or previous.changes >= MOST_CHANGES:
         return True
     if previous.grain != GRAINS[0] or not all(format.is_fp8 for format in previous.formats.values()):
         return False
-    return all(_at(measured, slot[1], GRAINS[0], needs[slot], MOST_DB).why_not == "" for slot, measured in seen.items())
+    missed = False
+    for slot, measured in seen.items():
+        role, held, need = slot[1], previous.formats[slot], needs[slot]
+        (found,) = options(measured, role, need, GRAINS[:1]).values()
+        least = _at(measured, role, GRAINS[0], need, MOST_DB)
+        if least.why_not or found.format != least.format:
+            return False
+        verdicts = {
+            _at(measured, role, GRAINS[0], need.relaxed(), best, held).why_not == ""
+            for best in (min(found.sqnr_db, MOST_DB), MOST_DB)
+        }
+        if len(verdicts) > 1:
+            return False
+        missed |= False in verdicts
+    return not (missed and previous.changes == MOST_CHANGES - 1)  # the last change wants all granularities
 
 
-def options(measured: Measured, role: str, needs: Needs) -> dict[str, Option]:
-    """For each granularity the best FP8 format, and whether it meets the needs."""
+def options(measured: Measured, role: str, needs: Needs, grains: Sequence[str] = GRAINS) -> dict[str, Option]:
+    """For each granularity that was looked at, the best FP8 format, and whether it meets the needs."""
     modest = needs._replace(within_db=None)
-    found = {grain: _at(measured, role, grain, modest, 0.0) for grain in known(measured, role)}
+    grains = [grain for grain in grains if grain in known(measured, role)]
+    found = {grain: _at(measured, role, grain, modest, 0.0) for grain in grains}
     best = max((option.sqnr_db for option in found.values() if not option.why_not), default=0.0)
     return {grain: _at(measured, role, grain, needs, min(best, MOST_DB)) for grain in found}
 
