@@ -14,23 +14,30 @@ from fp8engine.recipe import Recipe
 from fp8engine.report.state import controllers_of
 
 INTERVAL = 4
-TROUBLE = 5  # from this step on two channels of the input are 300,000 times the others; they are back to normal at CALM
+TROUBLE = 5  # from this step on two channels of the input are 3,000,000 times the others; they are back to normal at CALM
 CALM = 14
 
 
 def plain(recipe: str | Recipe | None = None, reentrant: bool | None = None, seed: int = 0) -> Any:
     """blocks.Net under fe.auto with a short interval, or a recipe."""
     torch.manual_seed(seed)
-    return converted(Net(reentrant), fe.auto(interval=INTERVAL) if recipe is None else recipe)
+    return converted(without_beta(Net(reentrant)), fe.auto(interval=INTERVAL) if recipe is None else recipe)
+
+
+def without_beta(model: nn.Module) -> nn.Module:
+    """Norms' biases stay 0: added to small channels they would make them ordinary."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.bias.requires_grad_(False)
+    return model
 
 
 def fused(recipe: str | Recipe | None = None) -> nn.Module:
     """A norm and linear layer and a norm and MLP made by hand, each its own scaling state."""
     torch.manual_seed(0)
     recipe = fe.auto(interval=INTERVAL) if recipe is None else recipe
-    return nn.Sequential(
-        fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe), fe.LayerNormMLP(WIDTH, 2 * WIDTH, recipe=recipe)
-    )
+    first = fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe)
+    return without_beta(nn.Sequential(first, fe.LayerNormMLP(WIDTH, 2 * WIDTH, recipe=recipe)))
 
 
 def controller(model: nn.Module) -> Controller:
@@ -43,7 +50,7 @@ def batch(step: int, rows: int = 24) -> torch.Tensor:
     """The input of a step: the same at every call."""
     x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + step))
     if TROUBLE <= step < CALM:
-        x[:, 5] *= 3e5
+        x[:, 5] *= 3e6
         x[:, 6] = -x[:, 5]  # so that the norm's mean stays 0
     return x.requires_grad_()
 
@@ -63,8 +70,9 @@ def train(model: nn.Module, steps: int, call: Any = None, start: int = 0, betwee
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():
-                p.sub_(p.grad, alpha=0.02)
-                p.grad = None
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.02)
+                    p.grad = None
         losses.append(loss.item())
     return losses
 
