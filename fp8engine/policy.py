@@ -12,7 +12,7 @@ granularity where these are most, and the others are computed in 16 bits.
 
 Hysteresis: what a slot has stays while it misses its needs by no more than 1 dB, half its share again, and 2 dB of the
 best; something cheaper must look right four times in a row.  A group changes at most three times; the third one is for
-good, and takes the safest cast there is.
+good, is kept for trouble (SQNR or shares, not the last dB), and takes the safest cast there is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Needs(NamedTuple):
     within_db: float | None  # of the best granularity; None: good enough is good enough
 
     def relaxed(self) -> Needs:
-        """What must be missed before something that is there is given up."""
+        """The same with some slack."""
         within = None if self.within_db is None else self.within_db + SLACK_DB
         return Needs(
             self.min_sqnr_db - SLACK_DB, self.max_flushed * SLACK_SHARE, self.max_rows_lost * SLACK_SHARE, within
@@ -93,20 +93,35 @@ def known(measured: Measured, role: str) -> tuple[str, ...]:
 def enough(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs], previous: Choice) -> bool:
     """Whether statistics per tensor alone settle what `decide` says.
 
-    They do where every slot has a format per tensor that needs nothing better: no granularity gives an FP8 format more
-    than MOST_DB.
+    They do where every slot has a format per tensor that needs nothing better (no granularity gives an FP8 format more
+    than MOST_DB), and what it has now is judged alike whatever that would give.
     """
     if all(measured.tables for measured in seen.values()) or previous.changes >= MOST_CHANGES:
         return True
     if previous.grain != GRAINS[0] or not all(format.is_fp8 for format in previous.formats.values()):
         return False
-    return all(_at(measured, slot[1], GRAINS[0], needs[slot], MOST_DB).why_not == "" for slot, measured in seen.items())
+    missed = False
+    for slot, measured in seen.items():
+        role, held, need = slot[1], previous.formats[slot], needs[slot]
+        (found,) = options(measured, role, need, GRAINS[:1]).values()
+        least = _at(measured, role, GRAINS[0], need, MOST_DB)
+        if least.why_not or found.format != least.format:
+            return False
+        verdicts = {
+            _at(measured, role, GRAINS[0], _given_up(need, previous), best, held).why_not == ""
+            for best in (min(found.sqnr_db, MOST_DB), MOST_DB)
+        }
+        if len(verdicts) > 1:
+            return False
+        missed |= False in verdicts
+    return not (missed and previous.changes == MOST_CHANGES - 1)  # the last change wants all granularities
 
 
-def options(measured: Measured, role: str, needs: Needs) -> dict[str, Option]:
-    """For each granularity the best FP8 format, and whether it meets the needs."""
+def options(measured: Measured, role: str, needs: Needs, grains: Sequence[str] = GRAINS) -> dict[str, Option]:
+    """For each granularity that was looked at, the best FP8 format, and whether it meets the needs."""
     modest = needs._replace(within_db=None)
-    found = {grain: _at(measured, role, grain, modest, 0.0) for grain in known(measured, role)}
+    grains = [grain for grain in grains if grain in known(measured, role)]
+    found = {grain: _at(measured, role, grain, modest, 0.0) for grain in grains}
     best = max((option.sqnr_db for option in found.values() if not option.why_not), default=0.0)
     return {grain: _at(measured, role, grain, needs, min(best, MOST_DB)) for grain in found}
 
@@ -157,7 +172,7 @@ def decide(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs] | Needs, p
     if wished.same_casts(previous):
         return stay
     first = previous.changes == 0
-    missed = _missed(seen, want if first else {slot: need.relaxed() for slot, need in want.items()}, previous)
+    missed = _missed(seen, {slot: _given_up(need, previous) for slot, need in want.items()}, previous)
     if not missed and not first:
         last = previous.changes == MOST_CHANGES - 1  # that one is kept for trouble
         if last or not _is_cheaper(wished, previous):
@@ -223,6 +238,14 @@ def _choice(table: Mapping[Slot, Mapping[str, Option]], grain: str, previous: Ch
     used = {(layer, role) for layer, matmul in fp8 for role in OPERANDS[matmul]}
     formats = {slot: format if slot in used else BF16 for slot, format in formats.items()}
     return replace(previous, grain=grain if fp8 else "", formats=formats, fp8=frozenset(fp8))
+
+
+def _given_up(needs: Needs, previous: Choice) -> Needs:
+    """What must be missed before something that is there is given up; the last change is kept for real trouble."""
+    if previous.changes == 0:
+        return needs
+    relaxed = needs.relaxed()
+    return relaxed._replace(within_db=None) if previous.changes == MOST_CHANGES - 1 else relaxed
 
 
 def _missed(seen, want, previous: Choice) -> dict[Slot, str]:

@@ -95,8 +95,11 @@ class Controller:
         """A training step begins.  backward: whether a backward pass came since the last one began."""
         begun = self.tentative and not backward  # in an evaluation, as it turns out
         self.tentative = not torch.is_grad_enabled()
-        if begun:
-            return
+        if not begun:
+            with torch.inference_mode(False):  # what is made here is written to in training
+                self._begin(backward)
+
+    def _begin(self, backward: bool) -> None:
         self.step += 1
         if self.plan is not None:
             self._repeat(self.plan)

@@ -1,0 +1,87 @@
+"""Small models under fe.auto, in trainings whose inputs get into trouble at a step that the tests know."""
+
+import copy
+from typing import Any
+
+import torch
+from blocks import WIDTH, Net
+from support import converted
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.controller import Controller
+from fp8engine.recipe import Recipe
+from fp8engine.report.state import controllers_of
+
+INTERVAL = 4
+TROUBLE = 5  # from this step on two channels of the input are 3,000,000 times the others; they are back to normal at CALM
+CALM = 14
+
+
+def plain(recipe: str | Recipe | None = None, reentrant: bool | None = None, seed: int = 0) -> Any:
+    """blocks.Net under fe.auto with a short interval, or a recipe."""
+    torch.manual_seed(seed)
+    return converted(without_beta(Net(reentrant)), fe.auto(interval=INTERVAL) if recipe is None else recipe)
+
+
+def without_beta(model: nn.Module) -> nn.Module:
+    """Norms' biases stay 0: added to small channels they would make them ordinary."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.bias.requires_grad_(False)
+    return model
+
+
+def fused(recipe: str | Recipe | None = None) -> nn.Module:
+    """A norm and linear layer and a norm and MLP made by hand, each its own scaling state."""
+    torch.manual_seed(0)
+    recipe = fe.auto(interval=INTERVAL) if recipe is None else recipe
+    first = fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe)
+    return without_beta(nn.Sequential(first, fe.LayerNormMLP(WIDTH, 2 * WIDTH, recipe=recipe)))
+
+
+def controller(model: nn.Module) -> Controller:
+    """The one that decides for a model."""
+    (found,) = controllers_of(model)
+    return found
+
+
+def batch(step: int, rows: int = 24) -> torch.Tensor:
+    """The input of a step: the same at every call."""
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + step))
+    if TROUBLE <= step < CALM:
+        x[:, 5] *= 3e6
+        x[:, 6] = -x[:, 5]  # so that the norm's mean stays 0
+    return x.requires_grad_()
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    """Bounded, whatever y is: trouble is for the formats, not for the weights."""
+    return y.sin().mean()
+
+
+def train(model: nn.Module, steps: int, call: Any = None, start: int = 0, between: Any = None) -> list[float]:
+    """Losses of SGD steps `start` to `steps`; between(step) is called before each."""
+    losses = []
+    for step in range(start, steps):
+        if between is not None:
+            between(step)
+        loss = loss_of((call or model)(batch(step)))
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.02)
+                    p.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def lines(model: nn.Module) -> list[str]:
+    """Every decision, as a person reads it."""
+    return [line for found in controllers_of(model) for change in found.log for line in change.lines()]
+
+
+def twin(model: nn.Module) -> Any:
+    """A copy, its scaling state and controller too."""
+    return copy.deepcopy(model)

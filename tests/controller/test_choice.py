@@ -1,0 +1,91 @@
+"""fp8engine/choice.py: every choice there can be is a recipe, and a layer under it multiplies what the choice says.
+
+Which matmuls are in FP8: all eight sets; granularities: three; formats: E4M3, and E5M2 where it may be.  Values against
+float64 by test_linear's bounds; in fused layers against the same layers one by one.
+"""
+
+import itertools
+
+import pytest
+import torch
+from fused import Model, apart, fused, like, step, with_root
+from support import DTYPES, numerics_of, sqnr
+from test_linear import check
+
+import fp8engine as fe
+from fp8engine.choice import GRAINS, OPERANDS, Choice, recipe_of
+from fp8engine.formats import BF16, E4M3, E5M2
+from fp8engine.recipe import MATMULS, auto
+from fp8engine.reference import Norm
+
+SETS = [set(some) for n in range(1, 4) for some in itertools.combinations(MATMULS, n)]
+ROLES = ("input", "weight", "grad_output")
+AUTO = auto()
+
+
+def choice(matmuls: set[str], grain: str = "tensor", wide: str = "") -> Choice:
+    """Layer 0 with these matmuls in FP8; wide: the role in E5M2."""
+    used = {role for matmul in matmuls for role in OPERANDS[matmul]}
+    formats = {(0, role): (E5M2 if role == wide else E4M3) if role in used else BF16 for role in ROLES}
+    return Choice(grain, formats, frozenset((0, matmul) for matmul in matmuls))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("matmuls", SETS, ids="-".join)
+def test_a_layer_multiplies_what_was_chosen(matmuls: set[str], grain: str, dtype):
+    recipe = recipe_of(AUTO, choice(matmuls, grain), 0)
+    assert recipe.fp8_share == pytest.approx(len(matmuls) / 3)
+    assert {matmul for matmul in MATMULS if recipe.operands(matmul)[0].is_fp8} == matmuls
+    check(recipe, (40, 150, 33), dtype)
+
+
+@pytest.mark.parametrize("wide", ["input", "grad_output"])
+@pytest.mark.parametrize("grain", GRAINS)
+def test_a_layer_with_one_slot_in_e5m2(grain: str, wide: str):
+    recipe = recipe_of(AUTO, choice(set(MATMULS), grain, wide), 0)
+    assert getattr(recipe, wide).format == E5M2
+    check(recipe, (40, 150, 33), torch.bfloat16)
+
+
+def test_nothing_in_fp8_is_a_recipe_without_fp8():
+    recipe = recipe_of(AUTO, choice(set(), ""), 0)
+    assert not recipe.is_fp8
+    assert recipe.input == recipe.weight_for_dgrad or recipe.weight_for_dgrad is None
+
+
+@pytest.mark.parametrize("kind", ["", "swiglu"])
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("matmuls", SETS, ids="-".join)
+def test_fused_layers_compute_what_their_pieces_do(matmuls: set[str], grain: str, kind: str):
+    """FP32 throughout: 2^-8 of one BF16 rounding of a product, 48 dB, and an FP8 value that falls the other way."""
+    model = Model("current", Norm("rms", 1e-5), [(64, 96), (48 if kind else 64, 64)], kind=kind)
+    for layer in model.layers:
+        numerics_of(layer).adopt(recipe_of(AUTO, choice(matmuls, grain), 0))
+    x = torch.randn(24, 64).requires_grad_()
+    dys = [torch.randn(24, 64)] if kind else [torch.randn(24, 96), torch.randn(24, 64)]
+    one, other = (step(with_root(like(model, call)), x, dys) for call in (fused, apart))
+    assert one.keys() == other.keys()
+    for name, want in other.items():
+        assert sqnr(want, one[name]) > 38, name
+
+
+@pytest.mark.parametrize("grain", GRAINS)
+def test_predicted_scales_are_for_whole_tensors_alone(grain: str):
+    speed = auto(objective="speed")
+    recipe = recipe_of(speed, choice(set(MATMULS), grain), 0)
+    assert recipe.delayed == (grain == "tensor")
+    assert recipe.fast_accumulation == (() if grain == "block" else ("forward", "dgrad"))
+
+
+def test_a_deeper_history_makes_the_table_deeper():
+    """A plan of predicted scales begins in a model that was converted without."""
+    layer = fe.Linear(16, 16, recipe="current")
+    state = numerics_of(layer).state
+    numerics_of(layer).adopt(fe.delayed(history=4))
+    for size in (4.0, 1.0, 1.0):
+        layer(torch.full((2, 16), size)).sum().backward()
+    assert state.history_HS.shape == (4, 3)
+    state.begin_step()
+    assert state.history_HS[:, 0].tolist() == [1.0, 1.0, 4.0, 0.0]
+    assert float(fe.scaling_state(layer)["input"].scale) == pytest.approx(4 / 448)

@@ -1,0 +1,290 @@
+"""fp8engine/controller/controller.py: when tensors are looked at, when decisions follow, what must not move them."""
+
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+from autos import CALM, INTERVAL, TROUBLE, batch, controller, fused, lines, loss_of, plain, train, twin
+from blocks import WIDTH, Net
+from support import converted, same, state_of
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.controller import Controller
+from fp8engine.errors import InvalidRecipe
+from fp8engine.report.state import controllers_of
+
+
+def watched(model: nn.Module, steps: int) -> list[int]:
+    """The steps in which tensors were looked at."""
+    found = []
+
+    def note(module, *_):
+        if state_of(model).samples is not None:
+            found.append(controller(model).step)
+
+    handle = model.register_forward_hook(note)
+    train(model, steps)
+    handle.remove()
+    return found
+
+
+def formats(model: nn.Module) -> list[str]:
+    return [str(m.numerics.recipe) for m in model.modules() if isinstance(m, fe.Linear)]
+
+
+def test_looks_every_interval_steps_and_once_more_where_a_cheap_one_does_not_settle():
+    model = plain()
+    assert watched(model, 16) == [0, 4, 8, 9, 12, 13]  # trouble begins at step 5: seen at 8, looked into at 9
+    assert {int(line.split()[1]) for line in lines(model)} == {1, 10}
+
+
+def test_what_is_seen_at_step_0_is_decided_before_step_1():
+    model = plain()
+    train(model, 1)
+    assert lines(model) == []
+    seen = []
+    model.blocks[0].up.register_forward_pre_hook(lambda layer, _: seen.append(layer.numerics.recipe.grad_output.format))
+    train(model, 2, start=1)
+    assert seen == [fe.E4M3]
+    assert len(lines(model)) == 6
+    assert all("step 1 " in line and "E5M2/tensor -> E4M3/tensor" in line for line in lines(model))
+
+
+def test_only_what_needs_it_is_looked_at_closely():
+    model = plain()
+    train(model, TROUBLE + INTERVAL)  # steps 0 to 8
+    assert state_of(model).closely == frozenset()
+    model(batch(9))
+    names = {name for i, (name, _) in enumerate(state_of(model).layers) if i in state_of(model).closely}
+    assert names == {"blocks.0.up", "blocks.0.gate", "blocks.1.up", "blocks.1.gate"}  # no down
+
+
+def test_layers_that_read_one_tensor_change_together():
+    model = plain()
+    train(model, 12)
+    choices = controller(model).choices
+    names = [name for name, _ in state_of(model).layers]
+    at = {name: choices[i] for i, name in enumerate(names)}
+    assert at["blocks.0.up"] is at["blocks.0.gate"]
+    assert at["blocks.0.up"] is not at["blocks.1.up"]
+    assert at["blocks.0.down"] is not at["blocks.0.up"]
+    assert model.blocks[0].up.numerics.recipe.input == model.blocks[0].gate.numerics.recipe.input
+    assert model.blocks[0].up.numerics.recipe.input.format == fe.E5M2
+
+
+def test_layers_that_read_zeros_are_not_taken_for_readers_of_one_tensor():
+    model = plain()
+    model.blocks[0].norm.weight.data.zero_()
+    model.blocks[0].norm.bias.data.zero_()
+    model.blocks[1].norm.weight.data.zero_()
+    model.blocks[1].norm.bias.data.zero_()
+    train(model, 1)
+    for block in model.blocks:
+        block.norm.weight.data.fill_(1.0)
+    train(model, 6, start=1)
+    choices = controller(model).choices
+    names = [name for name, _ in state_of(model).layers]
+    at = {name: choices[i] for i, name in enumerate(names)}
+    assert at["blocks.0.up"] is at["blocks.0.gate"]
+    assert at["blocks.0.up"] is not at["blocks.1.up"]
+
+
+@pytest.mark.parametrize(("freeze", "steps"), [(0, []), (1, [0]), (4, [0]), (5, [0, 4]), (9, [0, 4, 8])])
+def test_nothing_changes_after_freeze_after(freeze: int, steps: list[int]):
+    """A look that could only be decided on later is not taken."""
+    model = plain(fe.auto(interval=INTERVAL, freeze_after=freeze))
+    assert watched(model, 20) == steps
+    assert all(int(line.split()[1]) <= freeze for line in lines(model))
+    assert len(lines(model)) == (6 if freeze else 0)
+
+
+def test_trouble_that_comes_and_goes_changes_a_slot_three_times_at_most():
+    model = plain()
+    losses, counts = [], []
+    for _ in range(6):
+        losses += train(model, CALM + 8, start=TROUBLE - 3)
+        counts.append(len(lines(model)))
+    assert counts[3] == counts[5]
+    changes = [line.split()[2] for line in lines(model)]
+    assert 1 < max(changes.count(slot) for slot in changes) <= 3
+    assert all(torch.tensor(losses).isfinite())
+
+
+def test_recipes_of_one_model_share_a_clock():
+    with pytest.raises(InvalidRecipe, match="interval 16, 8"):
+        converted(Net(), fe.auto(), overrides={"blocks.0.*": fe.auto(interval=8)})
+    assert not any(isinstance(m, fe.Linear) for m in Net().modules())
+    model = converted(Net(), fe.auto(), overrides={"blocks.0.*": fe.auto(min_sqnr_db=31.6)})
+    train(model, 2)
+    share = {name: recipe.fp8_share for name, recipe in state_of(model).layers}
+    # On these rows a normal gradient has 31.6 dB and more, or less: some matmuls of block 0 leave FP8, none of block 1.
+    assert [share[f"blocks.1.{name}"] for name in ("up", "gate", "down")] == [1, 1, 1]
+    assert sum(share[f"blocks.0.{name}"] for name in ("up", "gate", "down")) < 3
+
+
+def test_a_refused_conversion_leaves_the_model_as_it_was():
+    model = Net()
+    with pytest.raises(InvalidRecipe):
+        converted(model, fe.auto(), overrides={"blocks.0.*": fe.auto(interval=8)})
+    assert type(model.blocks[0].up) is nn.Linear
+    assert not model._forward_pre_hooks
+    converted(model, "auto")
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_goes_on_as_the_original_and_apart_from_it(how: str, tmp_path):
+    model = plain()
+    controller(model).history.listeners.append(lambda alarm: None)  # cannot be pickled, and stays behind
+    train(model, 7)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    mine, theirs = controller(model), controller(other)
+    assert theirs is not mine
+    assert [numerics.name for numerics in theirs.layers] == [numerics.name for numerics in mine.layers]
+    for name, layer in other.named_modules():
+        if isinstance(layer, fe.Linear):
+            assert any(layer.numerics is numerics for numerics in theirs.layers), name
+            assert not any(layer.numerics is numerics for numerics in mine.layers), name
+    before = formats(model)
+    losses = train(other, 16, start=7)
+    assert formats(model) == before != formats(other)
+    assert train(model, 16, start=7) == losses
+    assert lines(model) == lines(other)
+
+
+def test_half_a_model_copied_keeps_its_own_controller():
+    model = plain()
+    train(model, 3)
+    part = copy.deepcopy(model.blocks[1])
+    (found,) = controllers_of(part)
+    assert any(part.up.numerics is numerics for numerics in found.layers)
+
+
+# The evaluations' inputs: what a reentrant checkpoint says of them.
+quiet_about_inputs = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+
+
+def evaluate_without_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(batch(TROUBLE))
+
+
+def evaluate_in_eval_mode(model: nn.Module) -> None:
+    model.eval()
+    evaluate_without_gradients(model)
+    evaluate_without_gradients(model)
+    model.train()
+
+
+def evaluate_in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model(batch(TROUBLE))
+
+
+EVALUATIONS = [evaluate_without_gradients, evaluate_in_eval_mode, evaluate_in_inference_mode]
+
+
+@quiet_about_inputs
+@pytest.mark.parametrize("evaluate", EVALUATIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_validation_between_steps_changes_no_look_and_no_decision(evaluate, reentrant):
+    quiet, disturbed = plain(reentrant=reentrant), plain(reentrant=reentrant)
+    losses = train(quiet, 16)
+    assert train(disturbed, 16, between=lambda step: evaluate(disturbed)) == losses
+    assert lines(quiet) == lines(disturbed)
+    mine, theirs = (controller(model).history.looks for model in (quiet, disturbed))
+    assert mine == theirs
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_seen_and_decided_as_without(reentrant: bool):
+    stored, recomputed = plain(), plain(reentrant=reentrant)
+    assert train(stored, 16) == train(recomputed, 16)
+    assert lines(stored) == lines(recomputed) != []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_recomputed_as_a_whole(reentrant: bool):
+    """Its first forward has no gradients: the look of step 0 is taken one step later."""
+    model, checkpoint = plain(), torch.utils.checkpoint.checkpoint
+    train(model, 16, lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    assert len(lines(model)) > 6
+    assert controller(model).step >= 14
+
+
+def test_two_forwards_before_two_backwards_are_both_seen():
+    """The second forward begins a step: the gradients of the watched one come later, and count."""
+    model = plain()
+    for step in range(0, 12, 2):
+        first, second = model(batch(step)), model(batch(step + 1))
+        (loss_of(first) + loss_of(second)).backward()
+    looked = {slot: [look.step for look in looks] for slot, looks in controller(model).history.looks.items()}
+    assert {slot.rsplit(".", 1)[1] for slot in looked} == {"input", "weight", "grad_output"}
+    assert [slot for slot in looked if len(looked[slot]) < 2] == []
+    assert [line for line in lines(model) if "grad_output E5M2/tensor -> E4M3/tensor" in line]
+
+
+def test_a_recipe_that_changes_between_a_forward_and_its_backward():
+    """A backward follows the recipe of its forward: gradients are those of a model that did not change."""
+    changing = plain()
+    again = twin(changing)
+    y = again(batch(2))
+    for numerics in controller(again).layers:
+        numerics.adopt(fe.rowwise())
+    loss_of(y).backward()
+    y = changing(batch(2))
+    loss_of(y).backward()
+    mine, theirs = ([p.grad for p in each.parameters() if p.grad is not None] for each in (again, changing))
+    assert len(mine) == 14  # two blocks of three weights, three biases, a norm's weight
+    assert same(mine, theirs)
+
+
+def test_layers_made_by_hand_begin_their_steps_themselves():
+    layer = fe.Linear(WIDTH, WIDTH, recipe=fe.auto(interval=INTERVAL))
+    found: Controller = controllers_of(layer)[0]
+    assert train(nn.Sequential(layer), 6)
+    assert found.step == 5
+    assert [look.step for look in found.history.looks["Linear.input"]] == [0, 4]
+    assert [change.step for change in found.log] == [1]
+
+
+def test_a_model_whose_root_is_passed_by_is_seen_from_its_first_step():
+    model = converted(nn.ModuleDict({"inner": Net()}), fe.auto(interval=INTERVAL))
+    train(model, 6, model["inner"])
+    assert {look.step for look in controller(model).history.looks["inner.blocks.0.up.input"]} == {0, 4}
+
+
+def test_a_layer_in_16_bits_made_by_hand_still_takes_steps_and_comes_back():
+    """Numbers were bad at first; when they are not any more, four looks in a row bring FP8 back."""
+    layer = fe.Linear(WIDTH, WIDTH, recipe=fe.auto(interval=1))
+    wide = torch.randn(24, WIDTH).sign() * 10 ** (-14 * torch.rand(24, WIDTH))
+    for step in range(12):
+        x = (wide if step < 3 else batch(0).detach()).requires_grad_()
+        (layer(x) * (wide[:24] if step < 3 else 1.0)).sin().sum().backward()
+    (found,) = controllers_of(layer)
+    assert found.step == 11
+    assert [change.recipe.fp8_share for change in found.log][-1] > found.log[0].recipe.fp8_share
+
+
+def test_fused_layers_are_seen_and_change():
+    model = fused()
+    train(model, 16)
+    found = lines(model)
+    assert [line for line in found if "linear.input E4M3/tensor -> E5M2/tensor" in line]
+    slots = {slot for each in controllers_of(model) for slot in each.history.looks}
+    assert slots == {
+        f"{name}.{role}" for name in ("linear", "up", "down") for role in ("input", "weight", "grad_output")
+    }
+
+
+def test_the_clock_of_a_fixed_recipe_is_none():
+    assert state_of(plain("delayed")).clock is None
+    assert isinstance(state_of(plain()).clock, types.MethodType)
