@@ -32,9 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 from fp8engine.convert import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
-from fp8engine.recipe import Recipe, resolve
+from fp8engine.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
-from fp8engine.report.compare_text import NOTHING, Batch
+from fp8engine.report.compare_auto import show
+from fp8engine.report.compare_text import NOTHING, Batch, pooled, real_rows
 from fp8engine.select import Decision
 
 ROWS = 128  # taken into FP64 at once: logits of a large vocabulary in FP64 would be the largest tensor of all
@@ -95,7 +96,7 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     """Run `model` as it is and a converted copy under each recipe, one copy at a time, on the same batches.
 
     batches: from `fp8engine.report.compare_text.batches`.  Forwards only, in eval mode; the model is left as it was.
-    Memory: the model, one copy, and the outputs of its linear layers for one batch.
+    "auto" is shown a few steps first.  Memory: the model, one copy, and what its linear layers give for one batch.
 
     Raises UnknownName (a recipe), ConversionError (no batch, no linear layer that can be converted, a model that
     cannot be copied or does not run on the batches).
@@ -135,6 +136,8 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
     if not decisions:
         raise ConversionError(f"{type(model).__name__} has no linear layers")
     twin = _converted(model, recipe)
+    if isinstance(recipe, Auto):
+        show(twin, batches, lambda batch: _run(twin, batch))
     layers, scores = _Layers(model, twin, decisions), _Scores()
     with torch.no_grad():
         for batch in batches:
@@ -239,9 +242,9 @@ class _Scores:
         elif hasattr(high, "logits"):
             self._agree(ours, theirs)
         else:
-            pairs = _pooled(ours.double(), batch.real), _pooled(theirs.double(), batch.real)
+            pairs = pooled(ours.double(), batch.real), pooled(theirs.double(), batch.real)
             self.cosines += F.cosine_similarity(*pairs, dim=-1).tolist()
-            ours, theirs = _real(ours, batch.real), _real(theirs, batch.real)
+            ours, theirs = real_rows(ours, batch.real), real_rows(theirs, batch.real)
         self.output.add(ours, theirs)
 
     def _agree(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -268,10 +271,10 @@ class _Layers:
 
         def hook(name: str, twin: nn.Module):
             def keep(module, args, kwargs, output) -> None:
-                high = _real(_tensor(output), batch.real).clone()  # a clone: a later function may work in place
+                high = real_rows(_tensor(output), batch.real).clone()  # a clone: a later function may work in place
                 self.kept[name].append(high)
                 if self.decisions[name].recipe is not None:
-                    self.own[name].add(_real(_tensor(twin(*args, **kwargs)), batch.real), high)
+                    self.own[name].add(real_rows(_tensor(twin(*args, **kwargs)), batch.real), high)
 
             return keep
 
@@ -282,7 +285,7 @@ class _Layers:
 
         def hook(name: str):
             def match(module, args, kwargs, output) -> None:
-                low = _real(_tensor(output), batch.real)
+                low = real_rows(_tensor(output), batch.real)
                 kept = self.kept[name]
                 self.inside[name].add(low, kept.pop(0) if kept else low.new_empty(0))
 
@@ -328,21 +331,6 @@ def _answer(output: Any) -> torch.Tensor:
         if isinstance(value := getattr(output, name, None), torch.Tensor):
             return value
     return _tensor(output)
-
-
-def _real(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """The rows of real tokens, of [B, T, ...] or [B T, ...]; everything, where that is not the shape."""
-    if values.dim() > 2 and values.shape[:2] == real.shape:
-        return values[real]
-    return values[real.flatten()] if values.shape[:1] == (real.numel(),) else values
-
-
-def _pooled(hidden: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """[B, width]: the mean over a text's tokens; a module's own [B, width] as it is."""
-    if hidden.shape[:2] != real.shape or hidden.dim() != 3:
-        return hidden.flatten(1)
-    weights = real.unsqueeze(-1).to(hidden.dtype)
-    return (hidden * weights).sum(1) / weights.sum(1)
 
 
 def _rank(decibels: float | None) -> float:

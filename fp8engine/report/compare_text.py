@@ -158,3 +158,18 @@ def _flat(values) -> set[str]:
             yield from (value,) if isinstance(value, str) else value
 
     return set(each())
+
+
+def real_rows(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The rows of real tokens, of [B, T, ...] or [B T, ...]; everything, where that is not the shape."""
+    if values.dim() > 2 and values.shape[:2] == real.shape:
+        return values[real]
+    return values[real.flatten()] if values.shape[:1] == (real.numel(),) else values
+
+
+def pooled(hidden: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """[B, width]: the mean over a text's tokens; a module's own [B, width] as it is."""
+    if hidden.shape[:2] != real.shape or hidden.dim() != 3:
+        return hidden.flatten(1)
+    weights = real.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1)
