@@ -14,7 +14,9 @@ from fp8engine.recipe import Recipe
 from fp8engine.report.state import controllers_of
 
 INTERVAL = 4
-TROUBLE = 5  # from this step on two channels of the input are 3,000,000 times the others; they are back to normal at CALM
+TROUBLE = (
+    5  # from this step on two channels of the input are 3,000,000 times the others; they are back to normal at CALM
+)
 CALM = 14
 
 

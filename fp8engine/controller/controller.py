@@ -320,7 +320,9 @@ def attach(layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]]) -> Non
     plan = None
     if recipe.plan is not None:
         plan = Plan.load(recipe.plan)
-        plan.check({numerics.name: tuple(s) for numerics, s in zip(layers, shapes, strict=True)}, recipe.plan)
+        plan.check(
+            {numerics.name: tuple(s) for numerics, s in zip(layers, shapes, strict=True)}, recipe.plan, part=True
+        )
     Controller(layers, shapes, plan)
 
 

@@ -11,7 +11,7 @@ from fp8engine.errors import ShapeError
 from fp8engine.functional.attention import Cache, Scores, attention, rotate
 from fp8engine.functional.norm_linear import norm_linear
 from fp8engine.functional.parts import Memory, NormOf
-from fp8engine.modules.layernorm_linear import layer_of, share_state
+from fp8engine.modules.layernorm_linear import UNTIL_SHARED, layer_of, share_state
 from fp8engine.modules.linear import Linear
 from fp8engine.recipe import Recipe, resolve
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
                 "(or have a width of their own), and the heads of keys divide the heads"
             )
         self.width = heads.width or hidden_size // heads.count
-        common = {"recipe": recipe, "device": device, "dtype": dtype}
+        common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, heads.count * self.width, bias, **common)
         self.k_proj = Linear(hidden_size, of_keys * self.width, bias, **common)
         self.v_proj = Linear(hidden_size, of_keys * self.width, bias, **common)
