@@ -153,7 +153,8 @@ def test_a_loss_scale_that_moves(objective: str, rescale: bool):
     model, found = scene.train(fe.auto(objective=objective), 40, before)
     short = short_of(found, [scene.best(step) for step in range(40)])[SETTLED:]
     assert max(short) <= 1
-    assert len(lines(model)) == 1
+    # Nobody told the predicted scales: what saturates under them and is cast again earns them a margin.
+    assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
     slot = fe.scaling_state(model)["0.grad_output"]
     assert slot.nonfinite == 0
     if objective == "speed":
@@ -164,7 +165,7 @@ def test_a_loss_scale_that_moves(objective: str, rescale: bool):
 
 
 class Gated(nn.Module):
-    """SwiGLU whose two weight rows of channel 3 are one vector that `align` lets grow: its output grows as its square."""
+    """SwiGLU whose weight rows of channel 3 are one vector that `align` lets grow: its output grows as its square."""
 
     def __init__(self):
         super().__init__()
