@@ -177,7 +177,7 @@ def _group_table(v: torch.Tensor):
         table = weights.view(5, groups) @ each.view(groups, GROUP_BINS)
     else:
         spread = weights.expand(5, *v.shape).reshape(5, -1)
-        table = spread.new_zeros(5, GROUP_BINS).scatter_add_(1, index.long().view(1, -1).expand(5, -1), spread)
+        table = spread.new_zeros(5, GROUP_BINS).scatter_add_(1, index.long().reshape(1, -1).expand(5, -1), spread)
     energy = (t.square() * ratio).sum()
     yield torch.stack([energy, v.sign().sum(), *table[3:, -2:].sum(1)])
     yield table[:3].reshape(-1)

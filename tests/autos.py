@@ -68,7 +68,7 @@ def train(model: nn.Module, steps: int, call: Any = None, start: int = 0, betwee
     for step in range(start, steps):
         if between is not None:
             between(step)
-        loss = loss_of((call or model)(batch(step)))
+        loss = loss_of((model if call is None else call)(batch(step)))
         loss.backward()
         with torch.no_grad():
             for p in model.parameters():

@@ -4,9 +4,9 @@
     step t + 1  the table's copy to the host is started; nobody waits for it
     then        at the first step that finds it arrived: decide, change recipes, write down why
 
-A step whose backward comes only after another forward (a pipeline, a GAN) is watched until it came.  Several ranks
-decide on the first one's numbers, at step t + 2: were each to wait for its own copy, they would change at different
-steps.
+A step whose backward comes only after another forward (a pipeline, a GAN) is watched until it came, for four forwards
+at most: blocks under torch.compile tell nobody of theirs.  Several ranks decide on the first one's numbers, at step
+t + 2: were each to wait for its own copy, they would change at different steps.
 
 Watched are step 0 and every `interval`-th after.  A step is a forward of the model with gradients; all of this happens
 before its first layer runs, so that a step, its recomputed parts too, has one recipe.  Looking changes no number: a run
@@ -319,7 +319,9 @@ def attach(layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]]) -> Non
     plan = None
     if recipe.plan is not None:
         plan = Plan.load(recipe.plan)
-        plan.check({numerics.name: tuple(s) for numerics, s in zip(layers, shapes, strict=True)}, recipe.plan)
+        plan.check(
+            {numerics.name: tuple(s) for numerics, s in zip(layers, shapes, strict=True)}, recipe.plan, part=True
+        )
     Controller(layers, shapes, plan)
 
 

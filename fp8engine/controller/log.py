@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ class Change:
     def from_dict(found: Mapping) -> Change:
         """The inverse of `to_dict`."""
         recipe = Recipe.from_json(json.dumps(found["recipe"]))
-        return Change(found["step"], found["layer"], recipe, tuple(SlotChange(**slot) for slot in found["slots"]))
+        return Change(
+            operator.index(found["step"]), found["layer"], recipe, tuple(SlotChange(**slot) for slot in found["slots"])
+        )
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,11 @@ class Plan:
                 whole = json.load(file)
             if whole["version"] != VERSION:
                 raise StateError(f"plan {os.fspath(path)}: version {whole['version']!r}; this engine reads {VERSION}")
-            return Plan(
-                {name: tuple(shape) for name, shape in whole["layers"].items()},
-                Recipe.from_json(json.dumps(whole["start"])),
-                tuple(Change.from_dict(change) for change in whole["changes"]),
-            )
+            layers = {name: tuple(shape) for name, shape in whole["layers"].items()}
+            changes = tuple(Change.from_dict(change) for change in whole["changes"])
+            if strange := {change.layer for change in changes} - layers.keys():
+                raise KeyError(f"changes of {min(strange)!r}, which is none of its layers")
+            return Plan(layers, Recipe.from_json(json.dumps(whole["start"])), changes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidRecipe) as error:
             if isinstance(error, StateError):
                 raise
@@ -107,9 +110,9 @@ class Plan:
                 "fe.inspect(model).save_plan(path) writes one"
             ) from error
 
-    def check(self, layers: Mapping[str, tuple[int, ...]], path: str) -> None:
-        """Raise StateError unless it was made for these very layers."""
-        if dict(layers) == self.layers:
+    def check(self, layers: Mapping[str, tuple[int, ...]], path: str, part: bool = False) -> None:
+        """Raise StateError unless it was made for these very layers, or, of a part of a model, for them too."""
+        if dict(layers) == self.layers or (part and layers.items() <= self.layers.items()):
             return
         missing, unknown = _unlike(self.layers, layers), _unlike(layers, self.layers)
         raise StateError(
@@ -119,7 +122,16 @@ class Plan:
 
 
 def merge(plans: Sequence[Plan]) -> Plan:
-    """One plan of the plans of a model's scaling states, one for each device it is on."""
+    """One plan of the plans of a model's scaling states: one for each device it is on, or each part made by hand.
+
+    Raises StateError where two of them have a layer of one name.
+    """
+    names = [name for plan in plans for name in plan.layers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise StateError(
+            f"several layers made by hand are called {', '.join(twice)}, and a plan knows layers by their names; "
+            "save one of each part: fe.inspect(part).save_plan(path)"
+        )
     layers = {name: shape for plan in plans for name, shape in plan.layers.items()}
     changes = sorted((change for plan in plans for change in plan.changes), key=lambda change: change.step)
     return Plan(layers, plans[0].start, tuple(changes))

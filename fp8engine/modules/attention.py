@@ -12,7 +12,7 @@ from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.functional.attention import Cache, Rotary, Scores, angles, attention, turned
 from fp8engine.functional.norm_linear import norm_linear
 from fp8engine.functional.parts import Memory, NormOf
-from fp8engine.modules.layernorm_linear import layer_of, share_state
+from fp8engine.modules.layernorm_linear import UNTIL_SHARED, layer_of, share_state
 from fp8engine.modules.linear import Linear
 from fp8engine.recipe import Recipe, resolve
 
@@ -85,7 +85,7 @@ class Attention(nn.Module):
             )
         self.width = width = heads.width or hidden_size // heads.count
         biased = with_bias(bias, PROJECTIONS)
-        common = {"recipe": recipe, "device": device, "dtype": dtype}
+        common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, heads.count * width, "q_proj" in biased, **common)
         self.k_proj = Linear(hidden_size, of_keys * width, "k_proj" in biased, **common)
         self.v_proj = Linear(hidden_size, of_keys * width, "v_proj" in biased, **common)

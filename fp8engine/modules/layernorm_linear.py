@@ -86,6 +86,9 @@ def layer_of(module: Any) -> Layer:
     return as_layer()
 
 
+UNTIL_SHARED = "bf16"  # the recipe of a layer that `share_state` is about to give its own
+
+
 def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:
     """Put layers made by hand in one scaling state; a compiled forward updates it once, at the first of them."""
     state = ScalingState([(name, recipe) for name, _ in layers], layers[0][1].weight.device)
@@ -129,7 +132,7 @@ class LayerNormLinear(nn.Module):
         self.memory = Memory(recompute_norm=recompute, store=store)
         check_memory(self.memory)
         self.norm = make_norm(in_features, Norm(norm, eps, zero_centered), device, dtype)
-        self.linear = Linear(in_features, out_features, bias, recipe=recipe, device=device, dtype=dtype)
+        self.linear = Linear(in_features, out_features, bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
         share_state([("linear", self.linear)], recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from fp8engine.errors import UnknownName
 from fp8engine.functional import Memory, norm_mlp
 from fp8engine.functional.parts import check_memory
-from fp8engine.modules.layernorm_linear import layer_of, make_norm, norm_of, share_state
+from fp8engine.modules.layernorm_linear import UNTIL_SHARED, layer_of, make_norm, norm_of, share_state
 from fp8engine.modules.linear import Linear
 from fp8engine.recipe import Recipe, resolve
 from fp8engine.reference import Norm
@@ -61,9 +61,9 @@ class LayerNormMLP(nn.Module):
         self.norm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
         gated = ACTIVATIONS[activation].gated
         self.first = "gate_up" if gated else "up"
-        first = Linear(hidden, intermediate * (1 + gated), bias, recipe=recipe, device=device, dtype=dtype)
+        first = Linear(hidden, intermediate * (1 + gated), bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
         self.add_module(self.first, first)
-        self.down = Linear(intermediate, hidden, bias, recipe=recipe, device=device, dtype=dtype)
+        self.down = Linear(intermediate, hidden, bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
         share_state([(self.first, first), ("down", self.down)], recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,10 @@ def test_trouble_that_comes_and_goes_changes_a_slot_three_times_at_most():
         counts.append(len(lines(model)))
     assert counts[3] == counts[5]
     changes = [line.split()[2] for line in lines(model)]
-    assert 1 < max(changes.count(slot) for slot in changes) <= 3
+    assert max(changes.count(slot) for slot in changes) <= 3
+    # The first look, the trouble; the third change is kept: E5M2 holds what comes back.
+    assert max(choice.changes for choice in controller(model).choices.values()) == 2
+    assert model.blocks[0].up.numerics.recipe.input.format == fe.E5M2
     assert all(torch.tensor(losses).isfinite())
 
 
@@ -118,7 +121,7 @@ def test_recipes_of_one_model_share_a_clock():
         converted(Net(), fe.auto(), overrides={"blocks.0.*": fe.auto(interval=8)})
     assert not any(isinstance(m, fe.Linear) for m in Net().modules())
     model = converted(Net(), fe.auto(), overrides={"blocks.0.*": fe.auto(min_sqnr_db=31.6)})
-    train(model, 2)
+    train(model, 3)
     share = {name: recipe.fp8_share for name, recipe in state_of(model).layers}
     # On these rows a normal gradient has 31.6 dB and more, or less: some matmuls of block 0 leave FP8, none of block 1.
     assert [share[f"blocks.1.{name}"] for name in ("up", "gate", "down")] == [1, 1, 1]

@@ -1,0 +1,242 @@
+"""Decisions saved and repeated, and a controller's state in a checkpoint: the same losses, bit for bit, ever after."""
+
+import json
+
+import pytest
+import torch
+from autos import INTERVAL, TROUBLE, batch, controller, fused, lines, loss_of, plain, train, without_beta
+from blocks import WIDTH, Net
+from support import converted
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.controller import Plan
+from fp8engine.errors import StateError
+from fp8engine.report.state import controllers_of
+
+STEPS = 20
+
+
+class Attentive(nn.Module):
+    """q, k and v of one tensor, and a projection: four layers, three of which share their input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.norm(x)
+        weights = (self.q(h) @ self.k(h).mT / WIDTH).softmax(-1)
+        return self.proj(weights @ self.v(h))
+
+
+def attentive(recipe) -> nn.Module:
+    torch.manual_seed(0)
+    return converted(without_beta(Attentive()), recipe)
+
+
+def attention_by_hand(recipe) -> nn.Module:
+    torch.manual_seed(0)
+    block = fe.Attention(WIDTH, 4, recipe=recipe)
+    return without_beta(nn.Sequential(nn.LayerNorm(WIDTH), nn.Unflatten(0, (2, -1)), block, nn.Flatten(0, 1)))
+
+
+MODELS = {
+    "blocks": plain,
+    "recomputed, reentrant": lambda recipe: plain(recipe, reentrant=True),
+    "recomputed": lambda recipe: plain(recipe, reentrant=False),
+    "shared q, k, v": attentive,
+    "fused norm and MLP": lambda recipe: without_beta(fe.LayerNormMLP(WIDTH, 2 * WIDTH, recipe=recipe)),
+    "fused norm and linear": lambda recipe: without_beta(fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe)),
+    "attention": attention_by_hand,
+}
+
+
+@pytest.mark.parametrize("objective", ["accuracy", "speed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_repeats_every_loss(name: str, objective: str, tmp_path):
+    torch.manual_seed(0)
+    model = MODELS[name](fe.auto(interval=INTERVAL, objective=objective))
+    losses = train(model, STEPS)
+    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    torch.manual_seed(0)
+    again = MODELS[name](fe.auto(plan=tmp_path / "plan.json"))  # the plan knows the objective
+    assert train(again, STEPS) == losses
+    assert lines(again) == lines(model)
+    assert len({line.split()[1] for line in lines(model)}) >= 2  # something was repeated, the first step's and more
+    assert all(not found.history.looks for found in controllers_of(again))  # and nothing measured
+    # Without it the losses are others, so that the above says something.
+    torch.manual_seed(0)
+    assert train(MODELS[name](fe.current()), STEPS) != losses
+
+
+def test_a_plan_made_of_a_plan_is_the_same_plan(tmp_path):
+    model = plain()
+    train(model, STEPS)
+    fe.inspect(model).save_plan(tmp_path / "one.json")
+    again = plain(fe.auto(plan=tmp_path / "one.json"))
+    train(again, STEPS)
+    fe.inspect(again).save_plan(tmp_path / "two.json")
+    assert Plan.load(tmp_path / "one.json") == Plan.load(tmp_path / "two.json")
+
+
+def test_a_plan_under_gradient_accumulation(tmp_path):
+    """Each forward is a step of the clock; weights move after every third."""
+
+    def accumulate(model):
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model(batch(step)))
+            loss.backward()
+            losses.append(loss.item())
+            if step % 3 == 2:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        if p.grad is not None:
+                            p.sub_(p.grad, alpha=0.02)
+                            p.grad = None
+        return losses
+
+    model = plain()
+    losses = accumulate(model)
+    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    again = plain(fe.auto(plan=tmp_path / "plan.json"))
+    assert accumulate(again) == losses
+    assert lines(again) == lines(model)
+
+
+@pytest.mark.parametrize("at", [1, TROUBLE, 9, 10, 13])  # before and between looks, and right after a watched step
+@pytest.mark.parametrize("objective", ["accuracy", "speed"])
+def test_a_resumed_run_is_the_uninterrupted_one(at: int, objective: str, tmp_path):
+    recipe = fe.auto(interval=INTERVAL, objective=objective)
+    whole = plain(recipe)
+    losses = train(whole, STEPS)
+    first = plain(recipe)
+    assert train(first, at) == losses[:at]
+    torch.save({"model": first.state_dict(), "scaling": fe.scaling_state_dict(first)}, tmp_path / "checkpoint.pt")
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    second = plain(recipe, seed=1)
+    train(second, 3)  # it has been somewhere else before
+    second.load_state_dict(saved["model"])
+    fe.load_scaling_state_dict(second, saved["scaling"])
+    assert train(second, STEPS, start=at) == losses[at:]
+    assert lines(second) == lines(whole)
+    assert controller(second).choices == controller(whole).choices
+    trends = controller(whole).history.trends_to_dict()
+    assert controller(second).history.trends_to_dict() == trends
+
+
+def test_going_back_to_an_earlier_state_forgets_later_decisions():
+    model = plain()
+    saved = fe.scaling_state_dict(model)
+    train(model, 12)
+    assert model.blocks[0].up.numerics.recipe.input.format == fe.E5M2
+    fe.load_scaling_state_dict(model, saved)
+    assert model.blocks[0].up.numerics.recipe == fe.auto(interval=INTERVAL)
+    assert lines(model) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda auto: auto.clear(),
+        lambda auto: auto[0].pop("decided"),
+        lambda auto: auto[0].update(decided="{"),
+        lambda auto: auto[0].update(decided=auto[0]["decided"].replace('"grain"', '"grains"')),
+        lambda auto: auto[0].update(decided=auto[0]["decided"].replace("blocks.0.up", "blocks.9.up")),
+        lambda auto: auto[0].update(decided=auto[0]["decided"].replace('"trends"', '"friends"')),
+    ],
+)
+def test_a_spoilt_state_is_refused_with_nothing_loaded(spoil):
+    model = plain()
+    train(model, 12)
+    saved = fe.scaling_state_dict(model)
+    spoil(saved["auto"])
+    fresh = plain()
+    with pytest.raises(StateError, match="auto"):
+        fe.load_scaling_state_dict(fresh, saved)
+    assert lines(fresh) == []
+    assert controller(fresh).step == -1
+    assert train(fresh, 12) == train(plain(), 12)
+
+
+def test_a_plan_is_of_one_model(tmp_path):
+    path = tmp_path / "plan.json"
+    model = plain()
+    train(model, 2)
+    fe.inspect(model).save_plan(path)
+    other = Net()
+    other.blocks[1].up = nn.Linear(WIDTH, 2 * WIDTH + 0)
+    other.blocks.append(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(StateError, match=r"of another model.*blocks\.2"):
+        converted(other, fe.auto(plan=path))
+    assert type(other.blocks[0].up) is nn.Linear  # nothing was converted
+    assert not other._forward_pre_hooks
+    with pytest.raises(StateError, match="of another model"):
+        fe.Linear(3, 4, recipe=fe.auto(plan=path))
+
+
+def test_a_model_without_auto_has_no_plan(tmp_path):
+    with pytest.raises(StateError, match='no layer is under "auto"'):
+        fe.inspect(plain("current")).save_plan(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: text.replace('"version": 1', '"version": 2'),
+        lambda text: text.replace('"E4M3"', '"E4M4"'),
+        lambda text: text.replace('"PerTensor"', '"PerHaps"'),
+        lambda text: text.replace('"step": 1', '"step": "one"'),
+        lambda text: text.replace('"step": 1,', ""),
+        lambda text: text.replace('"why"', '"because"'),
+        lambda text: text.replace('"start"', '"begin"'),
+        lambda text: json.dumps({**json.loads(text), "layers": []}),
+        lambda text: json.dumps({**json.loads(text), "changes": [{}]}),
+        lambda text: text.replace('"layer": "blocks.0.up"', '"layer": "blocks.9.up"'),
+    ],
+)
+def test_a_spoilt_plan_is_refused_and_named(spoil, tmp_path):
+    path = tmp_path / "plan.json"
+    model = plain()
+    train(model, 2)
+    fe.inspect(model).save_plan(path)
+    text = path.read_text()
+    assert spoil(text) != text
+    path.write_text(spoil(text))
+    net = Net()
+    with pytest.raises(StateError, match=r"plan\.json"):
+        converted(net, fe.auto(plan=path))
+    assert type(net.blocks[0].up) is nn.Linear
+
+
+@pytest.mark.parametrize("path", ["nowhere.json", "."])
+def test_a_plan_that_is_not_there_is_refused(path: str, tmp_path):
+    with pytest.raises(StateError, match="save_plan"):
+        converted(Net(), fe.auto(plan=tmp_path / path))
+
+
+def test_a_plan_is_whole_or_not_there(tmp_path):
+    model = fused()
+    train(model, 2)
+    with pytest.raises(OSError, match="nowhere"):
+        fe.inspect(model).save_plan(tmp_path / "nowhere" / "plan.json")
+
+
+def test_a_plan_of_several_parts_made_by_hand(tmp_path):
+    """Each part finds its own layers in it; two parts of one name cannot share a plan."""
+    model = fused()
+    losses = train(model, STEPS)
+    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    again = fused(fe.auto(plan=tmp_path / "plan.json"))
+    assert train(again, STEPS) == losses
+    twice = nn.Sequential(fe.LayerNormLinear(WIDTH, WIDTH, recipe="auto"), fe.LayerNormLinear(WIDTH, 8, recipe="auto"))
+    with pytest.raises(StateError, match="several layers made by hand are called linear"):
+        fe.inspect(twice).save_plan(tmp_path / "twice.json")
