@@ -28,7 +28,7 @@ HOUSE = (
     ("L2", "ops.py"),
     ("L2", "producers.py"),
     ("L3", "tensor.py"),
-    ("L4", "prediction.py"),
+    ("L4", "prediction.py", "output_slots.py"),
     ("L4", "scaling.py", "stats.py"),
     ("L5", "policy.py", "flow.py"),
     ("L5", "observe.py"),

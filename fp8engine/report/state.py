@@ -10,10 +10,11 @@ from torch import nn
 from fp8engine.controller import Controller
 from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
+from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module
-from fp8engine.scaling import ROLES, SlotView
+from fp8engine.scaling import OUTPUT, ScalingState, SlotView
 
-VERSION = 1
+READS = (1, 2)  # 2 where there are slots of outputs
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module")
 
 
@@ -40,6 +41,17 @@ def float8_layers(model: nn.Module) -> dict[str, Float8Module]:
     return found
 
 
+def slot_name(layer: str, role: str) -> str:
+    """As `scaling_state` has it."""
+    return f"{layer}.{role}" if layer else role
+
+
+def _slots_of(layers: Mapping[str, Float8Module]) -> Iterator[tuple[str, Numerics, str]]:
+    for name, layer in layers.items():
+        for role in layer.numerics.state.roles(layer.numerics.layer):
+            yield name, layer.numerics, role
+
+
 class StateView(Mapping[str, SlotView]):
     """Slots by name, `blocks.0.mlp.up.input`; each look-up copies the numbers out."""
 
@@ -48,16 +60,16 @@ class StateView(Mapping[str, SlotView]):
 
     def __getitem__(self, name: str) -> SlotView:
         layer, _, role = name.rpartition(".")
-        if layer not in self._layers or role not in ROLES:
+        numerics = self._layers[layer].numerics if layer in self._layers else None
+        if numerics is None or role not in numerics.state.roles(numerics.layer):
             raise KeyError(str(UnknownName("slot", name, self)))
-        numerics = self._layers[layer].numerics
         return numerics.state.view(name, numerics.layer, role)
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{name}.{role}" if name else role for name in self._layers for role in ROLES)
+        return (slot_name(name, role) for name, _, role in _slots_of(self._layers))
 
     def __len__(self) -> int:
-        return len(self._layers) * len(ROLES)
+        return sum(1 for _ in self)
 
     def rescale_gradients(self, factor: float) -> None:
         """The loss scale was multiplied by `factor`: the gradients' histories and predicted scales follow.
@@ -106,16 +118,10 @@ def scaling_state(model: nn.Module) -> StateView:
 def scaling_state_dict(model: nn.Module) -> dict:
     """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads."""
     slots = {}
-    for name, layer in float8_layers(model).items():
-        numerics = layer.numerics
-        for position, role in enumerate(ROLES):
-            index, state = len(ROLES) * numerics.layer + position, numerics.state
-            slots[f"{name}.{role}" if name else role] = {
-                "history": state.history_HS[:, index].clone(),
-                "live": state.live_2S[:, index].clone(),
-                "counts": state.counts_CS[:, index].clone(),
-            }
-    found: dict = {"version": VERSION, "slots": slots}
+    for name, numerics, role in _slots_of(float8_layers(model)):
+        slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
+    version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
+    found: dict = {"version": version, "slots": slots}
     if kept := [controller.state_dict() for controller in controllers_of(model)]:
         found["auto"] = kept
     return found
@@ -127,39 +133,56 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
     Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
     """
     layers = float8_layers(model)
-    if not isinstance(state_dict, Mapping) or state_dict.get("version") != VERSION:
-        raise StateError(f"not a scaling state dict of version {VERSION}")
-    slots = state_dict.get("slots")
+    if not isinstance(state_dict, Mapping) or state_dict.get("version") not in READS:
+        raise StateError(f"not a scaling state dict of version {' or '.join(map(str, READS))}")
+    slots, controllers = state_dict.get("slots"), controllers_of(model)
     expected = set(StateView(model))
-    if not isinstance(slots, Mapping) or set(slots) != expected:
-        names = set(slots) if isinstance(slots, Mapping) else set()
-        missing, unknown = sorted(expected - names), sorted(names - expected)
+    names = set(slots) if isinstance(slots, Mapping) else set()
+    # What an output lacks it finds out again; what auto stores, its log says.
+    missing = {name for name in expected - names if name.split(".")[-1] != OUTPUT}
+    unknown = {name for name in names - expected if not (controllers and name.split(".")[-1] == OUTPUT)}
+    if not isinstance(slots, Mapping) or missing or unknown:
+        missing, unknown = sorted(missing), sorted(unknown)
         raise StateError(
             f"scaling state of another model: {len(missing)} slots missing ({', '.join(missing[:3])}), "
             f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
         )
-    todo = []
-    for name, layer in layers.items():
-        numerics = layer.numerics
-        state = numerics.state
-        for position, role in enumerate(ROLES):
-            saved = slots[f"{name}.{role}" if name else role]
-            index = len(ROLES) * numerics.layer + position
-            columns = {
-                "history": state.history_HS[:, index],
-                "live": state.live_2S[:, index],
-                "counts": state.counts_CS[:, index],
-            }
-            for key, target in columns.items():
-                value = saved.get(key) if isinstance(saved, Mapping) else None
-                if not isinstance(value, torch.Tensor) or value.shape != target.shape or value.dtype != target.dtype:
-                    raise StateError(
-                        f"{name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
-                        "was it saved under another recipe or history length?"
-                    )
-                todo.append((target, value))
-    _load_auto(controllers_of(model), state_dict.get("auto", []))
-    for target, value in todo:
-        target.copy_(value)
+    for name, numerics, role in _slots_of(layers):
+        _check(slots.get(slot_name(name, role)), numerics, role, deeper=bool(controllers))
+    _load_auto(controllers, state_dict.get("auto", []))
+    for name, numerics, role in _slots_of(layers):
+        saved = slots.get(slot_name(name, role))
+        for key, target in _columns(numerics, role).items() if saved else ():
+            target[: saved[key].numel()] = saved[key][: target.numel()]
     for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():
+        state.outputs.loaded(state.live_2S)
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
+
+
+def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
+    """What is saved of a slot, as views of the tables."""
+    state: ScalingState = numerics.state
+    index, place = state.column(numerics.layer, role), state.outputs.places.get(numerics.layer)
+    state.outputs.settle(state.counts_CS)
+    found = {
+        "history": state.history_HS[:, index],
+        "live": state.live_2S[:, index],
+        "counts": state.counts_CS[:, index],
+    }
+    if role == OUTPUT and place is not None:
+        found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_O[place : place + 1]}
+    return found
+
+
+def _check(saved: object, numerics: Numerics, role: str, deeper: bool) -> None:
+    """Raise StateError unless these are a slot's numbers.  deeper: a history of another length may be cut or padded."""
+    if saved is None and role == OUTPUT:
+        return
+    for key, target in _columns(numerics, role).items():
+        value = saved.get(key) if isinstance(saved, Mapping) else None
+        fits = isinstance(value, torch.Tensor) and value.dtype == target.dtype and value.dim() == 1
+        if not fits or (value.shape != target.shape and not (deeper and key == "history")):
+            raise StateError(
+                f"{numerics.name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
+                "was it saved under another recipe or history length?"
+            )
