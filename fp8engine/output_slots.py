@@ -16,7 +16,7 @@ import torch
 from fp8engine.reference.operand import COUNTERS
 
 WIDER = 2  # powers of two that a margin grows by
-MOST_WIDER = 6  # in all: E4M3 has 17.8 of them between its smallest and its largest number
+MOST = 4  # that it grows to: of the 17.8 between E4M3's smallest number and its largest
 OVERSHOOT = 1.25  # with a Gaussian's million elements, 1e-4 of them lie beyond the largest divided by this
 GUESS = 64.0  # |y| is seldom above this many times amax(x) amax(w); its bound is K times that
 CALLS, ELEMENTS = (COUNTERS.index(name) for name in ("calls", "elements"))
@@ -27,7 +27,7 @@ class OutputSlots:
     """Which layer's result has which of the last columns, and the scale it is stored under.
 
     places: layer -> its place among them.  scale_O: FP32, y ≈ q * scale, 0 before it is known; a new tensor every
-    step, because what was stored keeps its scale.  max_O, top_O: MAX, and MAX / 2^margin as the recipe has it.
+    step, because what was stored keeps its scale.  max_O: the largest number of its format.
     known: layers whose scale is predicted.  widen: whether margins follow from what saturates.
     """
 
@@ -43,7 +43,7 @@ class OutputSlots:
         for each in (self.places, self.known, self.ran):
             each.clear()
         self.seen: list[list[int]] = []  # calls and elements of each that the table does not have yet
-        self.scale_O, self.max_O, self.top_O = (torch.zeros(0, device=device) for _ in range(3))
+        self.scale_O, self.max_O = (torch.zeros(0, device=device) for _ in range(2))
         self.over_O2 = torch.zeros(0, len(GATHERED), dtype=torch.int64, device=device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -57,15 +57,13 @@ class OutputSlots:
         """A place for what that layer stores; its table gets a column at the end."""
         self.places[layer] = len(self.places)
         self.seen.append([0, 0])
-        self.scale_O, self.max_O, self.top_O = (
-            torch.cat([t, t.new_zeros(1)]) for t in (self.scale_O, self.max_O, self.top_O)
-        )
+        self.scale_O, self.max_O = (torch.cat([t, t.new_zeros(1)]) for t in (self.scale_O, self.max_O))
         self.over_O2 = torch.cat([self.over_O2, self.over_O2.new_zeros(1, len(GATHERED))])
         self._views = {}
 
     def to(self, device: torch.device) -> None:
         """Follow the tables to their device."""
-        for name in ("scale_O", "max_O", "top_O", "over_O2"):
+        for name in ("scale_O", "max_O", "over_O2"):
             setattr(self, name, getattr(self, name).to(device))
         self._views = {}
 
@@ -90,7 +88,7 @@ class OutputSlots:
         live_2S[1, column] *= by
         scale_O[place] /= by
         rules_3S[0, column], self.scale_O, self._views = now, scale_O, {}
-        self.max_O[place], self.top_O[place] = maximum, numerator
+        self.max_O[place] = maximum
 
     def gather(self, layer: int, live_2S: torch.Tensor, elements: int, record: bool):
         """(scale, or None before it is known; amax, or None; counts) for the epilogue that makes a layer's result."""
@@ -129,7 +127,7 @@ class OutputSlots:
         amax_O, s_O, numerator_O = history_HS[0, first:], live_2S[1, first:], rules_3S[0, first:]
         if self.widen:
             short_O = (amax_O > self.max_O * self.scale_O * OVERSHOOT) & (self.scale_O > 0)
-            short_O &= numerator_O > self.top_O * 2.0**-MOST_WIDER
+            short_O &= numerator_O > self.max_O * 2.0**-MOST
             by_O = torch.where(short_O, 2.0**-WIDER, 1.0)
             numerator_O *= by_O
             s_O *= by_O

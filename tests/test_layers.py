@@ -31,7 +31,7 @@ HOUSE = (
     ("L4", "prediction.py", "output_slots.py"),
     ("L4", "scaling.py", "stats.py"),
     ("L5", "policy.py", "flow.py"),
-    ("L5", "observe.py"),
+    ("L5", "observe.py", "policy_output.py"),
     ("L6", "functional/"),
     ("L6", "controller/"),
     ("L7", "modules/"),

@@ -21,15 +21,16 @@ import torch
 from fp8engine import device, ranks
 from fp8engine.controller.history import History
 from fp8engine.controller.log import Change, Plan, SlotChange
+from fp8engine.controller.outputs import Outputs, label_of
 from fp8engine.controller.saving import choices_from_list, choices_to_list
 from fp8engine.cost import speedup
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.functional.numerics import Numerics
 from fp8engine.observe import seen, width
 from fp8engine.policy import Choice, Slot, begin, decide, in_16_bits, needs_of, predicted, recipe_of, widen
-from fp8engine.prediction import Measured
-from fp8engine.recipe import Auto
-from fp8engine.scaling import ROLES, ScalingState
+from fp8engine.prediction import Measured, Prediction
+from fp8engine.recipe import Auto, Cast
+from fp8engine.scaling import OUTPUT, ROLES, ScalingState
 
 CALLS, ELEMENTS, SATURATED = 0, 1, 3  # rows of the counters
 CLOCK = ("interval", "freeze_after", "plan", "objective")
@@ -55,6 +56,7 @@ class Controller:
         self.pending: tuple | None = None
         self.counts: torch.Tensor | None = None
         self.plan = plan
+        self.outputs = Outputs(self.layers, self.recipes)
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
@@ -76,12 +78,23 @@ class Controller:
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing is decided any more."""
-        return self.recipe.freeze_after is not None and self.step >= self.recipe.freeze_after
+        """Whether nothing is decided any more, in the run that a plan repeats."""
+        recipe = self.recipe if self.plan is None else self.plan.start
+        last = recipe.freeze_after if isinstance(recipe, Auto) else None
+        return last is not None and self.step >= last
+
+    def follow(self, flow: object) -> None:
+        """Who reads each layer's result, before the first step: a Flow, or {layer: kinds of its consumers}.
+
+        Without it every result is stored in 16 bits.
+        """
+        self.outputs.follow(flow)
+        self._watch()
 
     def begin_step(self) -> None:
         """A training step begins."""
         self.step += 1
+        self.state.outputs.widen = not self.frozen
         if self.plan is not None:
             self._repeat(self.plan)
             return
@@ -100,6 +113,7 @@ class Controller:
             "choices": choices_to_list(self.choices),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
+            "outputs": self.outputs.state_dict(),
         }
         return json.dumps(kept)
 
@@ -117,6 +131,7 @@ class Controller:
             raise StateError("the state of an auto recipe for another model: its layers are not these")
         self.step, self.choices, self.log, self.pending = step, choices, log, None
         self.history.trends_from_dict(kept["trends"])
+        self.outputs.load_state_dict(kept.get("outputs", ()))
         for change in log:
             by_name[change.layer].adopt(change.recipe)
         self.state.samples = None  # the step under way, if any, was watched by another process
@@ -137,7 +152,7 @@ class Controller:
         state.samples = None
         due = max(self.step, 0) % self.recipe.interval == 0 and not self.frozen
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
-            rows = len(ROLES) * len(state.layers)
+            rows = (len(ROLES) + self.outputs.any) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
 
     def _collect(self) -> None:
@@ -145,12 +160,14 @@ class Controller:
         state = self.state
         if state.samples is not None:
             ranks.agree(state.samples, state.ranks)
-            self.pending = (self.step - 1, _to_host(state.samples), _to_host(state.counts_CS), _event(state.device))
+            left = [_to_host(table) for table in (state.samples, state.counts_CS, state.rules_3S)]
+            self.pending = (self.step - 1, left, _event(state.device))
         if self.pending is not None and (self.pending[-1] is None or self.pending[-1].query()):
-            step, samples, counts, _ = self.pending
+            step, left, _ = self.pending
             self.pending = None
             if not self.frozen:
-                self._decide(step, self._read(samples), counts)
+                self._decide(step, self._read(left[0]), left[1])
+                self._decide_outputs(step, left)
 
     def _read(self, samples: torch.Tensor) -> dict[Slot, Measured]:
         """What the rows of this controller's layers say; layers that read one tensor become a group."""
@@ -199,15 +216,29 @@ class Controller:
             before, after = (recipe_of(self.recipes[i], choice, i) for choice in (old, new))
             if new.reasons and after != before:
                 slots = [self._explain(slot, why, (old, new), inside.get(slot)) for slot, why in reasons.items()]
-                self.layers[i].adopt(after)
+                self.layers[i].adopt(self.outputs.with_output(i, after))
                 self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, tuple(slots)))
+
+    def _decide_outputs(self, step: int, left: list[torch.Tensor]) -> None:
+        """What results are stored in, their layers' operands being decided."""
+        changed = self.outputs.decide(*left)
+        for i, measured in self.outputs.measured.items():
+            now = self.outputs.stored[i]
+            label, outcome = label_of(now), measured.predict(Cast(now.format), now.margin)
+            self.history.enter(step, self._name((i, OUTPUT)), label, measured, outcome)
+        for i, (before, after) in changed.items():
+            found = self.outputs.measured.get(i)
+            self.layers[i].adopt(self.outputs.with_output(i, recipe_of(self.recipes[i], self.choices[i], i)))
+            numbers = () if found is None else _rounded(found.predict(Cast(after.format), after.margin))
+            slot = SlotChange(self._name((i, OUTPUT)), label_of(before), label_of(after), after.reason, *numbers)
+            self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, (slot,)))
 
     def _explain(self, slot: Slot, why: str, choices: tuple[Choice, Choice], measured: Measured | None) -> SlotChange:
         before, after = (_label(choice.formats[slot], choice) for choice in choices)
         if measured is None:
             return SlotChange(self._name(slot), before, after, why)
         found = predicted(measured, slot[1], choices[1], choices[1].formats[slot])
-        return SlotChange(self._name(slot), before, after, why, round(found.sqnr_db, 2), round(found.flushed, 6))
+        return SlotChange(self._name(slot), before, after, why, *_rounded(found))
 
     def _name(self, slot: Slot) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"
@@ -259,6 +290,10 @@ def _auto(numerics: Numerics) -> Auto:
     if not isinstance(numerics.recipe, Auto):
         raise InvalidRecipe(f"{numerics.name}: {numerics.recipe.name} is fixed; want fe.auto(...)")
     return numerics.recipe
+
+
+def _rounded(found: Prediction) -> tuple[float, float]:
+    return round(float(found.sqnr_db), 2), round(float(found.flushed), 6)
 
 
 def _label(format, choice: Choice) -> str:

@@ -6,12 +6,17 @@ The input's slot counts them and takes amax and scale over from the slot of the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from fp8engine.functional.numerics import Casting, Numerics, Plan, operand
 from fp8engine.reference import Operand, Slot
 from fp8engine.scaling import ScalingState
 from fp8engine.tensor import Float8Tensor
+
+if TYPE_CHECKING:
+    from fp8engine.functional.call import Call
 
 TAKEN = ""  # in place of a reason
 E5M2 = torch.float8_e5m2
@@ -49,8 +54,8 @@ def why_not(x: Float8Tensor, plan: Plan) -> str:
     return TAKEN
 
 
-def take(call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
-    """(X for forward, what wgrad will read) of an input that `suited` let pass, for a functional.call.Call."""
+def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
+    """(X for forward, what wgrad will read) of an input that `suited` let pass."""
     numerics, q = call.numerics, x.operand()
     call.turned_input = False  # wgrad reads the codes that are there, turned when it does
     _count(numerics.state, x.source, numerics.slot("input", call.record), x.numel())

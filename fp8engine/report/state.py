@@ -151,7 +151,7 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
         _check(slots.get(slot_name(name, role)), numerics, role, deeper=bool(controllers))
     _load_auto(controllers, state_dict.get("auto", []))
     for name, numerics, role in _slots_of(layers):
-        saved = slots.get(slot_name(name, role))
+        saved = slots.get(slot_name(name, role), {})
         for key, target in _columns(numerics, role).items() if saved else ():
             target[: saved[key].numel()] = saved[key][: target.numel()]
     for state in {id(layer.numerics.state): layer.numerics.state for layer in layers.values()}.values():
@@ -180,8 +180,8 @@ def _check(saved: object, numerics: Numerics, role: str, deeper: bool) -> None:
         return
     for key, target in _columns(numerics, role).items():
         value = saved.get(key) if isinstance(saved, Mapping) else None
-        fits = isinstance(value, torch.Tensor) and value.dtype == target.dtype and value.dim() == 1
-        if not fits or (value.shape != target.shape and not (deeper and key == "history")):
+        same = isinstance(value, torch.Tensor) and value.dtype == target.dtype and value.dim() == 1
+        if not same or (value.shape != target.shape and not (deeper and key == "history")):  # pyright: ignore[reportOptionalMemberAccess]
             raise StateError(
                 f"{numerics.name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
                 "was it saved under another recipe or history length?"
