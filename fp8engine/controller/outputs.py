@@ -99,11 +99,17 @@ class Outputs:
 
     def state_dict(self) -> list:
         """What was decided, in types that JSON knows."""
-        return [[i, stored.format.name, *stored[1:]] for i, stored in self.stored.items()]
+        return [
+            {"layer": i, "stored": [stored.format.name, *stored[1:]], "counts": self.counts.get(i, (0, 0))}
+            for i, stored in self.stored.items()
+        ]
 
-    def load_state_dict(self, kept: Iterable[Sequence]) -> None:
+    def load_state_dict(self, kept: Iterable[Mapping]) -> None:
         """The inverse."""
-        self.stored = {int(i): Stored(Format.named(name), *rest) for i, name, *rest in kept}
+        for each in kept:
+            name, *rest = each["stored"]
+            self.stored[int(each["layer"])] = Stored(Format.named(name), *rest)
+            self.counts[int(each["layer"])] = tuple(each["counts"])
 
     def _taken(self) -> dict[str, int]:
         return {numerics.name: numerics.ready.get(TAKEN, 0) for numerics in self.layers}
