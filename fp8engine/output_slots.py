@@ -18,7 +18,6 @@ from fp8engine.reference.operand import COUNTERS
 WIDER = 2  # powers of two that a margin grows by
 MOST = 4  # that it grows to: of the 17.8 between E4M3's smallest number and its largest
 OVERSHOOT = 1.25  # with a Gaussian's million elements, 1e-4 of them lie beyond the largest divided by this
-GUESS = 64.0  # |y| is seldom above this many times amax(x) amax(w); its bound is K times that
 CALLS, ELEMENTS = (COUNTERS.index(name) for name in ("calls", "elements"))
 GATHERED = [COUNTERS.index(name) for name in ("saturated", "nonfinite")]  # in an epilogue's order
 
@@ -116,11 +115,8 @@ class OutputSlots:
             counts_CO[[CALLS, ELEMENTS]] += seen.t()
             self.seen = [[0, 0] for _ in self.seen]
 
-    def after_update(self, history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor, roles: int) -> None:
-        """A step's amaxes were entered and scales predicted: widen what fell short, and take the scales over.
-
-        roles: columns that every layer has, its input's first and its weight's second.
-        """
+    def after_update(self, history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
+        """A step's amaxes were entered and scales predicted: widen what fell short, and take the scales over."""
         if not self.places:
             return
         first = self._first(live_2S)
@@ -132,13 +128,13 @@ class OutputSlots:
             numerator_O *= by_O
             s_O *= by_O
         scale_O = torch.where(s_O > 0, 1.0 / s_O, self.scale_O)
-        if self.ran - self.known:  # nothing but zeros and NaN so far leaves no scale: a guess, from the operands
-            operands_O = torch.tensor([roles * layer for layer in self.places]).to(live_2S.device, non_blocking=True)
-            guess_O = GUESS * history_HS[0, operands_O] * history_HS[0, operands_O + 1] / numerator_O
-            guess_O = torch.where((guess_O > 0) & torch.isfinite(guess_O), guess_O, 1.0)
-            ran_O = torch.tensor([layer in self.ran for layer in self.places]).to(live_2S.device, non_blocking=True)
-            scale_O = torch.where(ran_O & (scale_O == 0), guess_O, scale_O)
-        self.known |= self.ran
+        if new := self.ran - self.known:
+            if scale_O.device.type == "cpu":  # nothing but zeros and NaN so far: no scale yet
+                new = {layer for layer in new if scale_O[self.places[layer]] > 0}
+            else:  # which the host cannot see without waiting: 1 for a step, what it does to the result is counted
+                new_O = torch.tensor([layer in new for layer in self.places]).to(scale_O.device, non_blocking=True)
+                scale_O = torch.where(new_O & (scale_O == 0), 1.0, scale_O)
+            self.known |= new
         self.scale_O, self._views = scale_O, {}
 
     def loaded(self, live_2S: torch.Tensor) -> None:

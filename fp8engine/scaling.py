@@ -238,7 +238,7 @@ class ScalingState:
             ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks)
             if not torch.compiler.is_compiling() and len(self.outputs):
                 self.outputs.settle(self.counts_CS)
-                self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S, len(ROLES))
+                self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
         elif self._host is not None and not torch.compiler.is_compiling():
             self._host[0][0] = -1.0
         else:

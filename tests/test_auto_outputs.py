@@ -115,7 +115,7 @@ def test_a_plan_repeats_the_run_bit_for_bit(tmp_path):
 def test_a_frozen_run_is_repeated_too(tmp_path):
     model = net(fe.auto(interval=4, freeze_after=6))
     want = train(model, 20, jump=10)
-    assert numerics_of(model.up).recipe.stored_margin == 0
+    assert numerics_of(model.up).recipe.stored_margin == fe.scaling_state(model)["up.output"].margin == 0
     path = tmp_path / "plan.json"
     fe.inspect(model).save_plan(path)
     assert train(net(fe.auto(plan=path)), 20, jump=10) == want
@@ -182,6 +182,20 @@ def test_a_reader_that_was_left_alone_is_named():
     train(model, 8)
     assert outputs(model) == []
     assert fe.inspect(model).layers[0]["output"]["reason"] == "down reads it, and is no FP8 layer beside it"
+
+
+def test_a_layer_whose_operands_change_goes_on_storing():
+    model = net()
+    train(model, 8)
+    with torch.no_grad():
+        model.up.weight[:, 0] = 0
+    for _ in range(8):
+        x = torch.randn(48, X)
+        x[:, 0] = 1e7  # of which the result sees nothing
+        model(x).sum().backward()
+    assert any(line["slot"] == "up.input" and line["step"] > 8 for line in fe.inspect(model).decisions)
+    assert [line["after"] for line in outputs(model)] == ["E4M3/tensor"]
+    assert isinstance(model.up(torch.randn(4, X)), Float8Tensor)
 
 
 def test_a_result_of_wide_range_is_e5m2_as_its_reader_wants_it():

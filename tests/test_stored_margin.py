@@ -74,21 +74,28 @@ def test_nan_and_inf_stay_visible_and_freeze_nothing():
     assert 0.5 * h.scale.item() <= scale <= 2 * h.scale.item()
 
 
-def test_zeros_alone_give_no_scale_of_one():
-    # A layer that is born zero: what it will hold is guessed from its operands, not from nothing.
+def test_zeros_alone_give_no_scale():
     model = converted(Chain(bias=False), overrides={"up": storing()})
+    weight = model.up.weight.detach().clone()
+    x = torch.randn(64, 40)
     with torch.no_grad():
         model.up.weight.zero_()
-    x = torch.randn(64, 40)
-    model(x).sum().backward()
+    for _ in range(2):
+        model(x).sum().backward()
     with torch.no_grad():
-        model.up.weight.fill_(2.0**-40)
+        model.up.weight.copy_(weight)
     state_of(model).begin_step()
-    assert isinstance(model.up(x), Float8Tensor)
-    model(2.0**20 * x).sum().backward()
-    h = step(model, 2.0**20 * x)
-    want = (2.0**20 * x) @ model.up.weight.t()
-    assert 0.9 < (h.dequantize() / want).median() < 1.1
+    assert type(model.up(x)) is torch.Tensor
+    model(x).sum().backward()
+    assert step(model, x).dequantize().abs().max() > 0
+
+
+def test_room_that_was_left_is_used_before_there_is_more():
+    model, x = chain(), torch.randn(64, 40)
+    for factor in (1.0, 3.0, 9.0, 9.0):  # the second widens; what the third asks for is there
+        step(model, factor * x)
+    state_of(model).begin_step()
+    assert fe.scaling_state(model)["up.output"].margin == 2
 
 
 def test_a_frozen_clock_widens_nothing():
@@ -129,9 +136,13 @@ def test_a_state_without_outputs_loads_and_the_output_begins_again():
 
 
 def test_a_loss_scale_leaves_outputs_alone():
-    model = chain(fe.delayed(), storing(fe.delayed()))
-    before = fe.scaling_state(model)["up.output"]
+    model = converted(torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)]), storing(fe.delayed()))
+    for _ in range(2):
+        model(torch.randn(8, 16)).sum().backward()
+    names = [f"{i}.output" for i in range(3)]
+    before = [fe.scaling_state(model)[name] for name in names]
     fe.scaling_state(model).rescale_gradients(1024.0)
-    after = fe.scaling_state(model)["up.output"]
-    assert torch.equal(after.history, before.history)
-    assert after.scale == before.scale
+    for name, was in zip(names, before, strict=True):
+        now = fe.scaling_state(model)[name]
+        assert now.amax == was.amax > 0
+        assert torch.equal(now.history, was.history)
