@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chains import Chain
 from support import converted, numerics_of, state_of
 from torch import nn
 
@@ -220,16 +219,18 @@ def test_kinds_alone_are_a_flow_too():
 
 
 def test_shared_readers_take_one_tensor():
-    class Shared(Chain):
+    class Shared(Net):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(96, X)
+
         def forward(self, x):
             h = self.up(x)
             return self.down(h) + self.other(h)
 
     torch.manual_seed(5)
-    model = Shared((X, 96, X))
-    model.other = nn.Linear(96, X)
-    model = converted(model, fe.auto(interval=2))
+    model = converted(Shared(), fe.auto(interval=2))
     controllers_of(model)[0].follow({"up": [reader("matmul", "down"), reader("matmul", "other")]})
-    train(model, 6)  # type: ignore[arg-type]
+    train(model, 6)
     assert [line["after"] for line in outputs(model)] == ["E4M3/tensor"]
     assert numerics_of(model.down).ready == numerics_of(model.other).ready == {"": 4}

@@ -55,8 +55,8 @@ def test_codes_are_those_of_the_fp32_product_under_the_predicted_scale(dtype, fo
     x = torch.randn(19, 33).to(dtype)
     with torch.no_grad():
         y = model.up(x)
-        operands = [ops.quantize(t, ops.how(fe.Cast(fe.E4M3))) for t in (x, model.up.weight)]
-        product = ops.matmul(*operands, None, torch.float32, "fast")
+        a, b = (ops.quantize(t, ops.how(fe.Cast(fe.E4M3))) for t in (x, model.up.weight))
+        product = ops.matmul(a, b, None, torch.float32, "fast")
     assert isinstance(y, Float8Tensor)
     assert (y.format, y.dtype, y.granularity) == (format, dtype, fe.PerTensor())
     end = Epilogue(model.up.bias, format.dtype, "none", y.scale)
@@ -184,6 +184,7 @@ def test_what_was_stored_keeps_its_scale_when_the_next_step_begins():
     h = model.up(x)
     want = h.dequantize().detach()
     model.down(h).sum().backward(retain_graph=True)
+    assert model.down.weight.grad is not None
     first = model.down.weight.grad.clone()
     model(100 * x).sum().backward()
     state_of(model).begin_step()
@@ -225,6 +226,7 @@ def test_codes_along_rows_are_read_by_a_plan_of_rows():
     y = layer(fe.quantize(x, cast))
     assert torch.equal(y, layer(x))
     y.sum().backward()
+    assert layer.weight.grad is not None
     found = layer.weight.grad.clone()
     layer.zero_grad()
     layer(x).sum().backward()
