@@ -81,8 +81,8 @@ def norm_mlp(
     if not all(layer.numerics.plan.fp8 for layer in layers):
         made = norm_linear(x, norm, firsts, memory) if norm else [linear(x, *layer) for layer in firsts]
         return linear(_activation(made, kind), *second)
-    x = suited(x, *(layer.numerics for layer in firsts), why="a norm reads it" if norm else "")
     record = [enter(x, layer.weight_NK, layer.numerics) for layer in layers]
+    x = suited(x, *(layer.numerics for layer in firsts), why="a norm reads it" if norm else "")
     which, *of_norm = (None, None, None) if norm is None else norm
     spec = Spec(tuple(layer.numerics for layer in layers), which, memory, out, any(record), kind)
     parameters = [parameter for layer in layers for parameter in layer[:2]]
