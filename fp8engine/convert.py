@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from fp8engine import dispatch
+from fp8engine import dispatch, flow
 from fp8engine import fuse as fusing
 from fp8engine.controller import Controller, Plan
 from fp8engine.describe import describe
@@ -69,7 +69,8 @@ def convert(
     recipe: a name or a Recipe.  overrides: {"*.lm_head": "bf16", "blocks.0.*": fe.current()}, glob -> recipe.
     skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
     example_inputs: arguments of one forward (a tuple, or a dict of keywords), run without gradients beforehand:
-    layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.
+    layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.  `auto`
+    learns from it who reads each layer's result: what only FP8 matmuls read is stored in FP8.
     strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
     fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
     families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
@@ -98,9 +99,13 @@ def convert(
     if strict:
         _refuse(decisions, emulated)
     repeat = _plan_of(chosen)
+    decides = any(isinstance(used, Auto) for _, used in chosen)
+    readers = flow.record(model, example_inputs) if decides and example_inputs is not None else None
     record = Record({d.name: d.reason for d in decisions if d.recipe is None})
     _swap(chosen, record)
     record.controllers = _control(chosen, repeat)
+    for controller in record.controllers if readers is not None else ():
+        controller.follow(readers)
     fusion = fusing.fuse(model) if fuse else None
     for state in record.states:
         model.register_forward_pre_hook(state.begin_step)

@@ -17,7 +17,7 @@ from fp8engine.choice import groupings
 from fp8engine.prediction import HEADER, Measured
 from fp8engine.stats import length, measure, read
 
-ROLES = ("input", "weight", "grad_output")
+ROLES = ("input", "weight", "grad_output", "output")
 SAMPLE = 32768  # elements that are looked at, beside the exact amax
 NONFINITE = HEADER.index("nonfinite")
 

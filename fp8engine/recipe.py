@@ -49,6 +49,8 @@ class Recipe:
     cache_weights: whether the weight's FP8 copies, one byte an element and orientation, outlive what reads them.
         "auto": until backward, and across calls where one version is read again (frozen, inference, accumulation);
         True: as long as the weight stands; False: never.  A compiled graph keeps nothing across calls.
+    stored: FP8 cast under which the layer's result goes to memory, for FP8 matmuls that read it: per tensor, delayed
+        (the scale is predicted over `history`); None: 16 or 32 bits.  stored_margin: its headroom in powers of two.
     """
 
     input: Cast
@@ -63,6 +65,8 @@ class Recipe:
     fast_accumulation: tuple[str, ...] = ("forward", "dgrad")
     output: Format = BF16
     cache_weights: bool | str = "auto"
+    stored: Cast | None = None
+    stored_margin: int = 0
     name: str = "custom"
 
     def __post_init__(self):
@@ -90,6 +94,16 @@ class Recipe:
                 raise InvalidRecipe(f"{matmul} would multiply {a} by {b}: both operands in FP8 or neither")
             if a.format == b.format == E5M2:
                 raise InvalidRecipe(f"{matmul} would multiply E5M2 by E5M2, which Hopper's Tensor Cores refuse")
+        if self.stored is not None and not (
+            isinstance(self.stored, Cast)
+            and self.stored.delayed
+            and self.input.is_fp8
+            and 0 <= self.stored_margin <= 32
+        ):
+            raise InvalidRecipe(
+                f"stored={self.stored!r}: a result is in FP8 before its amax is known, so want a delayed fe.Cast, "
+                "stored_margin 0 to 32, and an FP8 forward"
+            )
 
     def operands(self, matmul: str) -> tuple[Cast, Cast]:
         """The casts of the two operands of "forward" (x, w), "dgrad" (dy, w) or "wgrad" (dy, x)."""
@@ -119,8 +133,8 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether any operand's scale is predicted from earlier steps."""
-        return any(cast.delayed for cast in self.casts)
+        """Whether any scale, an operand's or a stored result's, is predicted from earlier steps."""
+        return self.stored is not None or any(cast.delayed for cast in self.casts)
 
     @property
     def window(self) -> int:
@@ -129,10 +143,10 @@ class Recipe:
 
     def __str__(self) -> str:
         parts = [f"input {self.input}", f"weight {self.weight}", f"grad_output {self.grad_output}"]
-        parts += [f"{key} {getattr(self, key)}" for key in OTHER_CASTS if getattr(self, key) is not None]
+        parts += [f"{key} {getattr(self, key)}" for key in (*OTHER_CASTS, "stored") if getattr(self, key) is not None]
         if not self.is_fp8:
             return f"{self.name}: {', '.join(parts)}; no FP8."
-        if self.delayed:
+        if any(cast.delayed for cast in self.casts):
             window = f"the largest of {self.history} steps" if self.algo == "max" else "the last step"
             scales = f"scales predicted from {window}, margin 2^{self.margin}"
         else:

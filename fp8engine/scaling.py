@@ -1,5 +1,7 @@
 """The scaling state of a model: one table, a column ("slot") for each operand of each layer.
 
+A layer that stores its result in FP8 has one more, behind all operands' (output_slots.py).
+
     history [H, S]  amax of the last H steps, newest first          live [2, S]   this step's amax; the factor s
     counts  [7, S]  calls, elements, sampled, saturated, ...        rules [3, S]  MAX / 2^margin, window, power of two
 
@@ -11,6 +13,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -20,12 +23,14 @@ import torch
 from fp8engine import ops
 from fp8engine.errors import StateError
 from fp8engine.formats import Format
+from fp8engine.output_slots import OutputSlots
 from fp8engine.recipe import Cast, Recipe
 from fp8engine.reference import Operand, Slot
 from fp8engine.reference.operand import COUNTERS
 from fp8engine.reference.scale import FP32_MAX
 
 ROLES = ("input", "weight", "grad_output")
+OUTPUT = "output"
 # Operands made of one tensor, and the slot that counted each.
 Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "turned") for the transpose under it
 
@@ -42,7 +47,8 @@ class SlotView:
     scale: x ≈ q * scale, last used or predicted for the next step; 1 before the first use.
     amax: largest finite magnitude of the latest step.  history: of earlier steps, newest first.
     elements, saturated, nonfinite, recasts: counts since the start; `saturated` were beyond a predicted scale and
-    made the tensor be cast again.  underflowed: out of `sampled` elements, those that became zero.
+    made the tensor be cast again; an output's stayed so, and widened `margin`, the powers of two that are kept free.
+    underflowed: out of `sampled` elements, those that became zero; an output's are not counted.
     """
 
     name: str
@@ -58,6 +64,7 @@ class SlotView:
     underflowed: torch.Tensor
     nonfinite: torch.Tensor
     recasts: torch.Tensor
+    margin: int = 0
 
     def to_dict(self) -> dict:
         """Plain numbers, for JSON; shares of the elements looked at."""
@@ -74,6 +81,7 @@ class SlotView:
             "sampled": share(self.sampled, self.elements),
             "nonfinite": int(self.nonfinite),
             "recasts": int(self.recasts),
+            "margin": self.margin,
         }
 
 
@@ -120,6 +128,7 @@ class ScalingState:
         self.clock: Callable[[bool], None] | None = None
         self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
         self.closely: frozenset[int] = frozenset()  # layers whose tensors are looked at under every granularity
+        self.outputs = OutputSlots()
         self._reset(torch.device(device))
 
     def _reset(self, device: torch.device) -> None:
@@ -132,7 +141,32 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+        self.outputs.begin(device)
+        for layer, (_, recipe) in enumerate(self.layers):
+            self._follow(layer, recipe)
         self._see_on_host()
+
+    def _follow(self, layer: int, recipe: Recipe) -> None:
+        """The layer stores its result as the recipe says: with a column for it from the first time on."""
+        stored, outputs = recipe.stored, self.outputs
+        if stored is None:
+            if layer in outputs.places:
+                outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
+            return
+        if layer not in outputs.places:
+            if (missing := recipe.history - len(self.history_HS)) > 0:
+                self.history_HS = torch.nn.functional.pad(self.history_HS, (0, 0, 0, missing))
+            pad = torch.nn.functional.pad
+            self.rules_3S, self.history_HS, self.live_2S, self.counts_CS = (
+                pad(t, (0, 1)) for t in (self.rules_3S, self.history_HS, self.live_2S, self.counts_CS)
+            )
+            self.live_2S[0, -1] = -1.0
+            outputs.add(layer)
+            self._see_on_host()
+        column = outputs.column(layer, self.live_2S.shape[1])
+        self.rules_3S[1, column], self.rules_3S[2, column] = recipe.window, stored.power_of_2
+        top = stored.format.max
+        outputs.rule(layer, top / 2.0**recipe.stored_margin, top, self.rules_3S, self.live_2S)
 
     def _see_on_host(self) -> None:
         """NumPy's views of the two tables that every cast writes, where they are real CPU memory."""
@@ -163,6 +197,7 @@ class ScalingState:
             return
         for name in ("rules_3S", "history_HS", "live_2S", "counts_CS"):
             setattr(self, name, getattr(self, name).to(where))
+        self.outputs.to(where)
         self._see_on_host()
 
     def slot(self, index: int, record: bool, count: bool = True) -> Slot:
@@ -206,6 +241,9 @@ class ScalingState:
     def _update(self) -> None:
         if self.delayed:
             ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks)
+            if not torch.compiler.is_compiling() and len(self.outputs):
+                self.outputs.settle(self.counts_CS)
+                self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
         elif self._host is not None and not torch.compiler.is_compiling():
             self._host[0][0] = -1.0
         else:
@@ -218,6 +256,7 @@ class ScalingState:
         """
         name, before = self.layers[layer]
         self.layers[layer] = (name, recipe)
+        self._follow(layer, recipe)
         self.delayed = any(each.delayed for _, each in self.layers)
         if recipe.delayed and (more := recipe.history - len(self.history_HS)) > 0:
             self.history_HS = torch.cat([self.history_HS, self.history_HS.new_zeros(more, self.history_HS.shape[1])])
@@ -232,21 +271,42 @@ class ScalingState:
         """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""
         if not factor > 0:
             raise StateError(f"rescale_gradients({factor}): a loss scale changes by a positive factor")
-        gradients = slice(ROLES.index("grad_output"), None, len(ROLES))
+        gradients = slice(ROLES.index("grad_output"), len(ROLES) * len(self.layers), len(ROLES))
         self.history_HS[:, gradients] *= factor
         self.live_2S[1, gradients] = (self.live_2S[1, gradients] / factor).clamp_(max=FP32_MAX)
         amax = self.live_2S[0, gradients]
         self.live_2S[0, gradients] = torch.where(amax > 0, amax * factor, amax)
 
     def view(self, name: str, layer: int, role: str) -> SlotView:
-        """The slot of `role` of the layer-th layer, under that name."""
-        index = len(ROLES) * layer + ROLES.index(role)
+        """The slot of `role` of the layer-th layer, one of `roles`, under that name."""
         recipe = self.layers[layer][1]
-        cast = getattr(recipe, role)
+        self.outputs.settle(self.counts_CS)
+        index, margin = self.column(layer, role), recipe.margin
+        cast = recipe.stored or Cast(recipe.output) if role == OUTPUT else getattr(recipe, role)
         amax, s = self.live_2S[:, index].clone()
+        if role == OUTPUT:
+            stored = self.outputs.scale_O[self.outputs.places[layer]]
+            s = torch.where(stored > 0, 1.0 / stored, 0.0)
+            margin = round(math.log2(cast.format.max / float(self.rules_3S[0, index]))) if recipe.stored else 0
         history = self.history_HS[: recipe.history if recipe.delayed else 0, index].clone()
         if amax < 0:
             amax = history[0] if len(history) else torch.zeros_like(amax)
         scale = torch.where(s > 0, 1.0 / s, 1.0)
         counters = dict(zip(COUNTERS, self.counts_CS[:, index].clone(), strict=True))
-        return SlotView(name, cast.format, cast, scale, amax, history, **counters)
+        return SlotView(name, cast.format, cast, scale, amax, history, **counters, margin=margin)
+
+    def column(self, layer: int, role: str) -> int:
+        """Where the tables hold the slot of a role; "output" of a layer that stores its result."""
+        if role == OUTPUT:
+            return self.outputs.column(layer, self.live_2S.shape[1])
+        return len(ROLES) * layer + ROLES.index(role)
+
+    def row(self, layer: int, role: str) -> int:
+        """Where `samples` describes it: outputs behind all operands, one for each layer, stored in FP8 or not."""
+        if role == OUTPUT:
+            return len(ROLES) * len(self.layers) + layer
+        return len(ROLES) * layer + ROLES.index(role)
+
+    def roles(self, layer: int) -> tuple[str, ...]:
+        """The roles of which the layer has slots."""
+        return (*ROLES, OUTPUT) if layer in self.outputs.places else ROLES

@@ -3,7 +3,8 @@
     x ≈ data * scale        data [..., K] FP8; scale FP32: () per tensor, one per row, column or block otherwise
 
 A short list of operations keeps the FP8 form (detach, clone, moving device, views that keep groups whole, transposing
-a matrix, copying into one); everything else computes on the dequantised values and returns an ordinary tensor.
+a matrix, copying into one); everything else computes on the dequantised values and returns an ordinary tensor, and what
+would write into FP8 codes is refused.  One that a layer returned has a gradient, which is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8engine import device, ops, reference
 from fp8engine.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.formats import BF16, Format
-from fp8engine.reference import How, Operand
+from fp8engine.reference import How, Operand, Slot
 
 aten = torch.ops.aten
 
@@ -27,12 +28,15 @@ class Float8Tensor(torch.Tensor):
     """FP8 codes with their scale, of any shape; made by `fe.quantize`.
 
     data: the codes.  scale: FP32.  format: E4M3 or E5M2.  granularity: what one scale covers.
-    dtype (of the tensor) is what it dequantises to.  Saved, loaded and moved like any tensor; not differentiable.
+    dtype (of the tensor) is what it dequantises to.  Saved, loaded and moved like any tensor; `fe.quantize` has no
+    gradient, and what a layer under `Recipe.stored` returns has.
+    source: the slot that counted it when it was stored, if one did.
     """
 
     _data: torch.Tensor
     _scale: torch.Tensor
     granularity: Granularity
+    source: Slot | None = None
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
@@ -59,7 +63,11 @@ class Float8Tensor(torch.Tensor):
         return Format.of(self._data.dtype)
 
     def dequantize(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values as an ordinary tensor in this tensor's dtype, the product taken in FP32."""
+        """The values as an ordinary tensor in this tensor's dtype, the product taken in FP32; differentiable."""
+        return _Dequantize.apply(self) if torch.is_grad_enabled() and self.requires_grad else self.values()
+
+    def values(self) -> torch.Tensor:
+        """`dequantize` without a gradient."""
         how = _how(self.granularity, self._data.dtype)
         if how.per_tensor:
             return (ops.decode(self._data, torch.float32) * self._scale).to(self.dtype)
@@ -100,6 +108,12 @@ class Float8Tensor(torch.Tensor):
     def _map(self, fn) -> Float8Tensor:
         return Float8Tensor(fn(self._data), fn(self._scale), self.granularity, self.dtype)
 
+    def _viewed(self, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> Float8Tensor:
+        """Other shape, same numbers."""
+        found = Float8Tensor(data, scale, granularity, self.dtype)
+        found.source = self.source
+        return found
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
@@ -110,7 +124,19 @@ class Float8Tensor(torch.Tensor):
             result = keep(func, args, kwargs)
             if result is not None:
                 return result
+        if func._schema.is_mutable:
+            _refuse_writing(func, args, kwargs)
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Float8Tensor):
+        return x.values()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
 
 
 def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> Float8Tensor:
@@ -191,12 +217,35 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(x: Any) -> Any:
-    return x.dequantize() if isinstance(x, Float8Tensor) else x
+    return x.values() if isinstance(x, Float8Tensor) else x
+
+
+def _refuse_writing(func, args, kwargs) -> None:
+    """What is written to a dequantised copy would be lost without a word."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        values = [value, kwargs.get(argument.name)] if argument.alias_info and argument.alias_info.is_write else []
+        if any(isinstance(leaf, Float8Tensor) for leaf in tree_leaves(values)):
+            raise UnsupportedDtype(
+                f"{func} writes into a Float8Tensor, whose codes cannot hold what it computes: use the operation that "
+                "returns a new tensor, or x = x.dequantize() before (for a layer's result: Recipe(stored=None))"
+            )
 
 
 def _same(func, args, kwargs):
     """The operation on codes and scale alike."""
-    return args[0]._map(lambda inner: func(inner, *args[1:], **kwargs))
+    found = args[0]._map(lambda inner: func(inner, *args[1:], **kwargs))
+    found.source = args[0].source
+    return found
+
+
+def _view(func, args, kwargs):
+    """Any view of codes under one scale."""
+    x, *rest = args
+    if not isinstance(x.granularity, PerTensor):
+        return None
+    found = func(x._data, *rest, **kwargs)
+    parts = [x._viewed(data, x._scale, x.granularity) for data in tree_leaves(found)]
+    return parts[0] if isinstance(found, torch.Tensor) else parts
 
 
 def _move(func, args, kwargs):
@@ -208,6 +257,8 @@ def _move(func, args, kwargs):
 
 def _transpose(func, args, kwargs):
     x, *dims = args
+    if isinstance(x.granularity, PerTensor):
+        return _view(func, args, kwargs)
     if func is aten.permute.default:  # .T
         dims = dims[0] if x.dim() == 2 and dims[0][0] % 2 == 1 else [0, 0]
     if x.dim() != 2 or (dims and {dim % 2 for dim in dims} != {0, 1}):
@@ -218,20 +269,20 @@ def _transpose(func, args, kwargs):
         granularity = PerRow(-1 - granularity.dim)
     elif isinstance(granularity, PerBlock):
         granularity = PerBlock(granularity.cols, granularity.rows)
-    return Float8Tensor(x._data.t(), scale, granularity, x.dtype)
+    return x._viewed(x._data.t(), scale, granularity)
 
 
 def _reshape(func, args, kwargs):
     """A view keeps FP8 where no group is cut: per tensor always, per row as long as the last dimension stays."""
     x, shape = args[0], args[1]
     if isinstance(x.granularity, PerTensor):
-        return Float8Tensor(func(x._data, shape), x._scale, x.granularity, x.dtype)
+        return _view(func, args, kwargs)
     by_row = x.granularity == PerRow(-1) or (isinstance(x.granularity, PerBlock) and x.granularity.rows == 1)
     if by_row and len(shape) and shape[-1] in (x.shape[-1], -1):
         data = func(x._data, shape)
         if data.shape[-1] == x.shape[-1]:
             scale = x._scale.reshape(*data.shape[:-1], x._scale.shape[-1])
-            return Float8Tensor(data, scale, x.granularity, x.dtype)
+            return x._viewed(data, scale, x.granularity)
     return None
 
 
@@ -258,6 +309,8 @@ _KEEPING = {
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _reshape,
     aten.copy_.default: _copy,
+    **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default), _view),
+    **dict.fromkeys((aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default), _view),
 }
 
 # Our own classes and nothing else, so that torch.load(weights_only=True), the default, reads our tensors.

@@ -264,7 +264,7 @@ def with_a_slot_of_another_dtype(saved: dict) -> object:
 
 
 def of_another_version(saved: dict) -> object:
-    return {**saved, "version": 2}
+    return {**saved, "version": 3}
 
 
 def of_weights(_: dict) -> object:

@@ -20,6 +20,7 @@ class Arriving(NamedTuple):
     step: int
     samples: torch.Tensor
     counts: torch.Tensor
+    rules: torch.Tensor
     closely: frozenset[int]
     event: torch.cuda.Event | None = None
     together: bool = False
@@ -32,7 +33,8 @@ def send(step: int, state: ScalingState) -> Arriving:
     counts_CS = state.counts_CS.clone()
     together = ranks.agree(state.samples, state.ranks)
     ranks.agree(counts_CS, state.ranks)
-    return Arriving(step, _to_host(state.samples), _to_host(counts_CS), state.closely, _event(state.device), together)
+    samples, counts, rules = (_to_host(table) for table in (state.samples, counts_CS, state.rules_3S))
+    return Arriving(step, samples, counts, rules, state.closely, _event(state.device), together)
 
 
 def arrived(look: Arriving, just_sent: bool) -> bool:

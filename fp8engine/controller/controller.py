@@ -17,7 +17,6 @@ model does not come by here: it computes in the formats that it was compiled wit
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from fp8engine.choice import Choice, Slot, begin, in_16_bits, label, predicted, 
 from fp8engine.controller.arriving import Arriving, arrived, send
 from fp8engine.controller.history import History, trends_from_dict
 from fp8engine.controller.log import Change, Plan, SlotChange
+from fp8engine.controller.outputs import Outputs, decide_outputs, rounded
 from fp8engine.controller.saving import choices_from_list, choices_to_list
 from fp8engine.cost import speedup
 from fp8engine.errors import InvalidRecipe, StateError
@@ -39,7 +39,7 @@ from fp8engine.prediction import Measured
 from fp8engine.recipe import Auto
 from fp8engine.scaling import ROLES, ScalingState
 
-TABLES = ("counts", "samples", "pending_counts")  # of a saved state
+TABLES = ("counts", "samples", "pending_counts", "pending_rules")  # of a saved state
 CALLS, ELEMENTS, SATURATED = 0, 1, 3  # rows of the counters
 CLOCK = ("interval", "freeze_after", "plan", "objective")
 PATIENCE = 4  # forwards that a watched step's backward may be late by
@@ -68,6 +68,7 @@ class Controller:
         self.late = 0  # forwards since the watched one, without a backward
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
         self.plan = plan
+        self.outputs = Outputs(self.layers, self.recipes)
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
@@ -88,8 +89,18 @@ class Controller:
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing is decided any more."""
-        return self.recipe.freeze_after is not None and self.step > self.recipe.freeze_after
+        """Whether nothing is decided any more, in the run that a plan repeats too."""
+        recipe = self.recipe if self.plan is None else self.plan.start
+        last = recipe.freeze_after if isinstance(recipe, Auto) else None
+        return last is not None and self.step > last
+
+    def follow(self, flow: object) -> None:
+        """Who reads each layer's result, before the first step: a Flow, or {layer: kinds of its consumers}.
+
+        Without it every result is stored in 16 bits.
+        """
+        self.outputs.follow(flow)
+        self._watch()
 
     def begin_step(self, backward: bool) -> None:
         """A training step begins.  backward: whether a backward pass came since the last one began."""
@@ -101,6 +112,7 @@ class Controller:
 
     def _begin(self, backward: bool) -> None:
         self.step += 1
+        self.state.outputs.widen = not self.frozen
         if self.plan is not None:
             self._repeat(self.plan)
             return
@@ -130,9 +142,11 @@ class Controller:
             "choices": choices_to_list(self.choices),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
+            "outputs": self.outputs.state_dict(),
         }
         seen = state.samples if pending is None else pending.samples
-        tables = {"counts": self.counts, "samples": seen, "pending_counts": None if pending is None else pending.counts}
+        tables = {"counts": self.counts, "samples": seen}
+        tables |= {f"pending_{key}": None if pending is None else getattr(pending, key) for key in ("counts", "rules")}
         nothing = torch.empty(0)
         return {"decided": json.dumps(kept)} | {
             key: nothing if table is None else table.detach().cpu().clone() for key, table in tables.items()
@@ -150,7 +164,8 @@ class Controller:
             pending = None
             if kept["pending"] is not None:
                 at, near = kept["pending"]
-                pending = Arriving(int(at), found["samples"], found["pending_counts"], frozenset(map(int, near)))
+                samples, counts, rules = (found[key] for key in ("samples", "pending_counts", "pending_rules"))
+                pending = Arriving(int(at), samples, counts, rules, frozenset(map(int, near)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
         by_name = {numerics.name: numerics for numerics in self.layers}
@@ -161,6 +176,7 @@ class Controller:
         self.history.trends = trends
         for numerics, recipe in zip(self.layers, self.recipes, strict=True):
             numerics.adopt(recipe if self.plan is None else self.plan.start)
+        self.outputs.load_state_dict(kept["outputs"])
         for change in log:
             by_name[change.layer].adopt(change.recipe)
         self.state.closely = closely
@@ -183,7 +199,7 @@ class Controller:
         state.samples, self.late = None, 0
         due = (self.again or max(self.step, 0) % self.recipe.interval == 0) and not self._ending()
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
-            rows = len(ROLES) * len(state.layers)
+            rows = (len(ROLES) + self.outputs.any) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
 
     def _ending(self) -> bool:
@@ -197,10 +213,10 @@ class Controller:
         if state.samples is not None:
             self.pending = new = send(self.step - 1, state)
         if self.pending is not None and arrived(self.pending, self.pending is new):
-            step, samples, counts, closely, *_ = self.pending
-            self.pending = None
+            look, self.pending = self.pending, None
             if not self.frozen:
-                self._decide(step, self._read(samples, closely), counts)
+                self._decide(look.step, self._read(look.samples, look.closely), look.counts)
+                decide_outputs(self, look)
 
     def _read(self, samples: torch.Tensor, closely: Container[int]) -> dict[Slot, Measured]:
         """What the rows of this controller's layers say; layers that read one tensor become a group."""
@@ -265,17 +281,14 @@ class Controller:
             before, after = (recipe_of(self.recipes[i], choice, i) for choice in (old, new))
             if new.reasons and after != before:
                 slots = [self._explain(slot, why, (old, new), inside.get(slot)) for slot, why in reasons.items()]
-                self.layers[i].adopt(after)
+                self.layers[i].adopt(self.outputs.with_output(i, after))
                 self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, tuple(slots)))
 
     def _explain(self, slot: Slot, why: str, choices: tuple[Choice, Choice], measured: Measured | None) -> SlotChange:
         before, after = (label(slot, choice) for choice in choices)
         if measured is None:
             return SlotChange(self._name(slot), before, after, why)
-        found = predicted(measured, slot, choices[1])
-        # Where nothing is lost the SQNR is no number that JSON knows.
-        sqnr_db = round(float(found.sqnr_db), 2) if math.isfinite(found.sqnr_db) else None
-        return SlotChange(self._name(slot), before, after, why, sqnr_db, round(float(found.flushed), 6))
+        return SlotChange(self._name(slot), before, after, why, *rounded(predicted(measured, slot, choices[1])))
 
     def _name(self, slot: Slot) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"

@@ -23,6 +23,7 @@ import torch
 from fp8engine import ops
 from fp8engine.dispatch import asked, inherited
 from fp8engine.errors import GradientError
+from fp8engine.functional import stored
 from fp8engine.functional.numerics import Numerics, both, holding, operand, plain, transpose
 from fp8engine.reference import Operand, Store, column_sums
 from fp8engine.scaling import Kept
@@ -112,8 +113,13 @@ class Call:
             return q, q
         return q, q_t if self.turned_input else q_t.t()
 
-    def forward(self, a: Either, weight_NK: torch.Tensor, bias_N, out: torch.dtype) -> tuple[torch.Tensor, tuple]:
-        """(y, the weight's transpose as (codes, scale) where a graph saves it; else it waits here)."""
+    def forward(
+        self, a: Either, weight_NK: torch.Tensor, bias_N, out: torch.dtype, fp8: bool = False
+    ) -> tuple[torch.Tensor, tuple]:
+        """(y, the weight's transpose as (codes, scale) where a graph saves it; else it waits here).
+
+        fp8: y may be a Float8Tensor, where the recipe stores it so.
+        """
         numerics, second = self.numerics, self.plan.forward[1]
         self.observe("weight", weight_NK)
         weights = numerics.kept_of_weight(weight_NK, self.record)
@@ -125,7 +131,12 @@ class Call:
             turned = b_t[:2] if self.compiling else turned
         else:
             b = operand(weight_NK, second, weights, slot, hold)
-        y_MN = self._multiply(a, b, bias_N, out, "forward")
+        if fp8 and self.plan.stored is not None and not self.compiling:
+            y_MN = stored.multiply(self, a, b, bias_N, out)
+        else:
+            y_MN = self._multiply(a, b, bias_N, out, "forward")
+            if fp8 and self.record and numerics.looks_at_output:
+                self.observe("output", y_MN)
         if not self.compiling:
             if self.turned_weight or second is not self.plan.dgrad[1]:
                 numerics.weight.after_forward(weights, second.how.get(hold))

@@ -40,6 +40,7 @@ from fp8engine.functional.groups import (
 )
 from fp8engine.functional.linear import check, dtype_of_result, enter
 from fp8engine.functional.numerics import Casting, Numerics, operand, plain
+from fp8engine.functional.ready import suited
 from fp8engine.reference import How, Operand, Slot, column_sums
 from fp8engine.scaling import Kept
 
@@ -103,6 +104,7 @@ def _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics: Numerics) -> tor
             f"{name}: input is {list(x_TK.shape)}; want [T, {k}], the rows of each expert together: flatten and sort it"
         )
     check(x_TK, weight_ENK[0], bias_EN, name)
+    x_TK = suited(x_TK, numerics, why="its rows go to several experts")
     groups = Groups(sizes, x_TK, experts, name)
     out = dtype_of_result(x_TK, weight_ENK, name)
     # Autocast has had its say, and would promote codes where they are joined.

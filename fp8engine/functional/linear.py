@@ -14,7 +14,9 @@ from fp8engine import device, ops
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.functional.call import Call
 from fp8engine.functional.numerics import Numerics
+from fp8engine.functional.ready import suited, take
 from fp8engine.scaling import in_backward
+from fp8engine.tensor import Float8Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,6 +30,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     out = dtype_of_result(x, weight_NK, numerics.name)
     if numerics.state.clock is not None and not torch.compiler.is_compiling():
         numerics.state.enter()  # a step that begins here may change this layer's recipe
+    x = suited(x, numerics)
     if not numerics.plan.fp8:
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
         return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
@@ -84,8 +87,11 @@ class _Linear(torch.autograd.Function):
         # Without gradients torch still says that a parameter needs one: nothing is cast or kept for a backward then.
         needs = ctx.needs_input_grad[:3] if record else (False, False, False)
         call = Call(numerics, x, bias_N, needs, record)
-        a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
-        y_MN, turned = call.forward(a, weight_NK, bias_N, out)
+        if isinstance(x, Float8Tensor):
+            a, saved = take(call, x)
+        else:
+            a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
+        y_MN, turned = call.forward(a, weight_NK, bias_N, out, fp8=True)
         ctx.save_for_backward(*call.to_save(saved), weight_NK, *turned)
         ctx.call, ctx.x_like = call, (x.shape, x.dtype)
         return y_MN.view(*x.shape[:-1], weight_NK.shape[0])

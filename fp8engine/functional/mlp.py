@@ -44,6 +44,7 @@ from fp8engine.functional.parts import (
     produced_again,
     tensors_of,
 )
+from fp8engine.functional.ready import suited
 from fp8engine.reference.act_quantize import ACTIVATIONS
 from fp8engine.reference.cast_transpose import IN_16_BITS
 
@@ -81,6 +82,7 @@ def norm_mlp(
         made = norm_linear(x, norm, firsts, memory) if norm else [linear(x, *layer) for layer in firsts]
         return linear(_activation(made, kind), *second)
     record = [enter(x, layer.weight_NK, layer.numerics) for layer in layers]
+    x = suited(x, *(layer.numerics for layer in firsts), why="a norm reads it" if norm else "")
     which, *of_norm = (None, None, None) if norm is None else norm
     spec = Spec(tuple(layer.numerics for layer in layers), which, memory, out, any(record), kind)
     parameters = [parameter for layer in layers for parameter in layer[:2]]

@@ -43,8 +43,10 @@ from fp8engine.functional.parts import (
     produced_again,
     tensors_of,
 )
+from fp8engine.functional.ready import suited, take
 from fp8engine.reference import RowStatistics, column_sums
 from fp8engine.reference.norm_quantize import KINDS
+from fp8engine.tensor import Float8Tensor
 
 Saved = list[torch.Tensor | None]
 OWN = 6  # tensors that an Entry saves before those of its calls: x, its scale, two row statistics, gamma, beta
@@ -76,6 +78,7 @@ def norm_linear(
         out = dtype_of_result(x, weight_NK, numerics.name)
     if not layers:
         return ()
+    x = suited(x, layers[0].numerics, why="a norm reads it")
     if not all(layer.numerics.plan.fp8 for layer in layers):
         n = norm_in_16_bits(x, norm)
         return tuple(linear(n, *layer) for layer in layers)
@@ -136,7 +139,10 @@ class Entry:
         own: Saved = [None] * OWN
         if self.norm is None:
             x_MK = matrix(x)
-            pairs = [call.cast_input(x_MK, call.numerics.kept_of_input(x)) for call in self.calls]
+            pairs = [
+                take(call, x) if isinstance(x, Float8Tensor) else call.cast_input(x_MK, call.numerics.kept_of_input(x))
+                for call in self.calls
+            ]
         else:
             pairs, (rows,) = produced(self.calls, self._make(matrix(x), gamma_K, beta_K))
             if self.calls[0].needs_x:

@@ -7,7 +7,7 @@ those of the latest input, so that layers reading one tensor (q, k, v; gate, up)
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -47,6 +47,7 @@ class Plan:
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
         self.fp8 = recipe.is_fp8
         self.exact = recipe.output.dtype == torch.float32
+        self.stored = None if recipe.stored is None else recipe.stored.format.dtype
 
 
 plan = functools.cache(Plan)
@@ -57,7 +58,9 @@ class Numerics:
     """One layer's recipe and its place in the scaling state.
 
     name: as errors and reports print it.  layer: its index in `state`.  alone: no root updates the state for it.
-    ran: the backend of the latest eager forward.
+    ran: the backend of the latest eager forward.  consumers: (kind, name) of what reads its result, where known.
+    candidate: whether that could read FP8, so that the result is worth looking at.
+    ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     """
 
     name: str
@@ -66,6 +69,9 @@ class Numerics:
     layer: int = 0
     alone: bool = False
     ran: str | None = None
+    consumers: tuple[tuple[str, str], ...] = ()
+    candidate: bool = False
+    ready: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         self.plan = plan(self.recipe)
@@ -89,10 +95,15 @@ class Numerics:
         self.state.adopt(self.layer, recipe)
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
-        """Describe what "input", "weight" or "grad_output" holds, if somebody looks at this step."""
+        """Describe what "input", "weight", "grad_output" or "output" holds, if somebody looks at this step."""
         if self.state.samples is not None:
-            index = len(ROLES) * self.layer + ROLES.index(role)
-            observe(x_MK, self.state.samples, index, role if self.layer in self.state.closely else "")
+            closely = self.layer in self.state.closely and role in ROLES
+            observe(x_MK, self.state.samples, self.state.row(self.layer, role), role if closely else "")
+
+    @property
+    def looks_at_output(self) -> bool:
+        """Whether somebody looks at this step, and at the layer's result too: all who read it could read FP8."""
+        return self.candidate and self.state.samples is not None
 
     def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
         """Operands of this very weight; empty when it has changed since they were made."""

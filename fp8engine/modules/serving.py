@@ -40,7 +40,7 @@ def serving(recipe: Recipe) -> Recipe:
     """
     casts = {role: replace(getattr(recipe, role), scaling="current") for role in ROLES}
     others = dict.fromkeys(("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad"))
-    return replace(recipe, **casts, **others, name="current" if recipe.delayed else recipe.name)
+    return replace(recipe, **casts, **others, stored=None, name="current" if recipe.delayed else recipe.name)
 
 
 def scale_name(weight: Cast) -> str:

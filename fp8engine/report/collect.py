@@ -11,15 +11,18 @@ from __future__ import annotations
 import math
 import statistics
 
+import torch
 from torch import nn
 
 from fp8engine import ops
+from fp8engine.controller import Controller
 from fp8engine.convert import RECORD, Record
 from fp8engine.functional import Numerics
+from fp8engine.functional.ready import TAKEN
 from fp8engine.modules.linear import Float8Module
 from fp8engine.report.state import controllers_of, plain_name
 from fp8engine.report.table import Report
-from fp8engine.scaling import ROLES
+from fp8engine.scaling import OUTPUT, ROLES
 from fp8engine.select import experts_run, linear_layers, parameter_of, weight_of
 
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
@@ -83,6 +86,8 @@ def _why_left(name: str, records: list[tuple[str, Record]]) -> str:
 def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[int, ...]) -> dict:
     state, recipe = numerics.state, numerics.recipe
     slots = {role: state.view(f"{name}.{role}", numerics.layer, role).to_dict() for role in ROLES}
+    slots["input"]["ready"] = numerics.ready.get(TAKEN, 0)
+    slots["input"]["dequantised"] = {why: count for why, count in numerics.ready.items() if why != TAKEN}
     rows = slots["input"]["elements"] // max(shape[-1], 1)
     ran = rows > 0 or (slots["input"]["calls"] > 0)
     weight = weight_of(module, parameter_of(name, module))
@@ -100,7 +105,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "recipe": recipe.name,
         "backend": backend,
         "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
-        "reason": _why(recipe, ran, where, backend),
+        "reason": "; ".join(filter(None, (_why(recipe, ran, where, backend), *_dequantised(slots["input"])))),
         "fused": _fused(module),
         "ran": ran or not recipe.is_fp8,
         "rows": rows,
@@ -109,8 +114,37 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         "kept_why": numerics.weight.why,
         **slots,
-        "output": {"format": str(weight.dtype).removeprefix("torch."), "cast": "none"},
+        "output": _output(name, numerics, weight),
     }
+
+
+def _dequantised(slot: dict) -> list[str]:
+    """Inputs that came in FP8 and were not read so."""
+    return [f"{count} inputs in FP8 were dequantised: {why}" for why, count in slot["dequantised"].items()]
+
+
+def _output(name: str, numerics: Numerics, weight: torch.Tensor) -> dict:
+    """What the layer's result is stored in, who reads it, and why it is not FP8."""
+    state, layer = numerics.state, numerics.layer
+    readers = [" ".join(filter(None, consumer)) for consumer in numerics.consumers]
+    plain = {"format": str(weight.dtype).removeprefix("torch."), "cast": "none", "consumers": readers}
+    if layer not in state.outputs.places:
+        return plain | {"reason": _why_plain(numerics)}
+    found = state.view(f"{name}.{OUTPUT}", layer, OUTPUT).to_dict() | {"consumers": readers}
+    if numerics.recipe.stored is None:
+        return found | plain | {"reason": _why_plain(numerics)}
+    if layer not in state.outputs.known:
+        compiled = numerics.ran is None and state.view("", layer, "input").calls
+        why = "no scale is predicted yet" if not compiled else "torch.compile: a graph stores 16 bits"
+        return found | plain | {"reason": why}
+    return found | {"cast": f"{found['cast']} (delayed)", "reason": ""}
+
+
+def _why_plain(numerics: Numerics) -> str:
+    clock = getattr(numerics.state.clock, "__self__", None)
+    if not (numerics.consumers and isinstance(clock, Controller)):
+        return ""
+    return clock.outputs.why(numerics)
 
 
 def _why(recipe, ran: bool, where, backend: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,10 +12,10 @@ from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
 from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module
-from fp8engine.scaling import ROLES, SlotView
+from fp8engine.scaling import OUTPUT, ScalingState, SlotView
 from fp8engine.select import linear_layers, parameter_of
 
-VERSION = 1
+READS = (1, 2)  # 2 where there are slots of outputs
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module")
 
 
@@ -43,6 +43,17 @@ def float8_layers(model: nn.Module) -> dict[str, Numerics]:
     return found
 
 
+def slot_name(layer: str, role: str) -> str:
+    """As `scaling_state` has it."""
+    return f"{layer}.{role}" if layer else role
+
+
+def _slots_of(layers: Mapping[str, Numerics]) -> Iterator[tuple[str, Numerics, str]]:
+    for name, numerics in layers.items():
+        for role in numerics.state.roles(numerics.layer):
+            yield name, numerics, role
+
+
 class StateView(Mapping[str, SlotView]):
     """Slots by name, `blocks.0.mlp.up.input`; each look-up copies the numbers out."""
 
@@ -51,16 +62,16 @@ class StateView(Mapping[str, SlotView]):
 
     def __getitem__(self, name: str) -> SlotView:
         layer, _, role = name.rpartition(".")
-        if layer not in self._layers or role not in ROLES:
+        numerics = self._layers.get(layer)
+        if numerics is None or role not in numerics.state.roles(numerics.layer):
             raise KeyError(str(UnknownName("slot", name, self)))
-        numerics = self._layers[layer]
         return numerics.state.view(name, numerics.layer, role)
 
     def __iter__(self) -> Iterator[str]:
-        return _names(self._layers)
+        return (slot_name(name, role) for name, _, role in _slots_of(self._layers))
 
     def __len__(self) -> int:
-        return len(self._layers) * len(ROLES)
+        return sum(1 for _ in self)
 
     def rescale_gradients(self, factor: float) -> None:
         """The loss scale was multiplied by `factor`: the gradients' histories and predicted scales follow.
@@ -113,10 +124,6 @@ class StateView(Mapping[str, SlotView]):
         return stop
 
 
-def _names(layers: Iterable[str]) -> Iterator[str]:
-    return (f"{name}.{role}" if name else role for name in layers for role in ROLES)
-
-
 def controllers_of(model: nn.Module) -> list[Controller]:
     """Who decides for the model's layers under `auto`, one for each scaling state."""
     return _controllers(float8_layers(model))
@@ -157,15 +164,10 @@ def scaling_state_dict(model: nn.Module) -> dict:
 
 def _saved(layers: dict[str, Numerics]) -> dict:
     slots = {}
-    for name, numerics in layers.items():
-        for position, role in enumerate(ROLES):
-            index, state = len(ROLES) * numerics.layer + position, numerics.state
-            slots[f"{name}.{role}" if name else role] = {
-                "history": state.history_HS[:, index].clone(),
-                "live": state.live_2S[:, index].clone(),
-                "counts": state.counts_CS[:, index].clone(),
-            }
-    found: dict = {"version": VERSION, "slots": slots}
+    for name, numerics, role in _slots_of(layers):
+        slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
+    version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
+    found: dict = {"version": version, "slots": slots}
     if kept := [controller.state_dict() for controller in _controllers(layers)]:
         found["auto"] = kept
     return found
@@ -180,38 +182,56 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
 
 
 def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
-    if not isinstance(state_dict, Mapping) or state_dict.get("version") != VERSION:
-        raise StateError(f"not a scaling state dict of version {VERSION}")
-    slots = state_dict.get("slots")
-    expected = set(_names(layers))
-    if not isinstance(slots, Mapping) or set(slots) != expected:
-        names = set(slots) if isinstance(slots, Mapping) else set()
-        missing, unknown = sorted(expected - names), sorted(names - expected)
+    if not isinstance(state_dict, Mapping) or state_dict.get("version") not in READS:
+        raise StateError(f"not a scaling state dict of version {' or '.join(map(str, READS))}")
+    slots, controllers = state_dict.get("slots"), _controllers(layers)
+    expected = {slot_name(name, role) for name, _, role in _slots_of(layers)}
+    names = set(slots) if isinstance(slots, Mapping) else set()
+    # What an output lacks it finds out again; what auto stores, its log says.
+    missing = {name for name in expected - names if name.split(".")[-1] != OUTPUT}
+    unknown = {name for name in names - expected if not (controllers and name.split(".")[-1] == OUTPUT)}
+    if not isinstance(slots, Mapping) or missing or unknown:
+        missing, unknown = sorted(missing), sorted(unknown)
         raise StateError(
             f"scaling state of another model: {len(missing)} slots missing ({', '.join(missing[:3])}), "
             f"{len(unknown)} unknown ({', '.join(unknown[:3])})"
         )
-    todo = []
-    for name, numerics in layers.items():
-        state = numerics.state
-        for position, role in enumerate(ROLES):
-            saved = slots[f"{name}.{role}" if name else role]
-            index = len(ROLES) * numerics.layer + position
-            columns = {
-                "history": state.history_HS[:, index],
-                "live": state.live_2S[:, index],
-                "counts": state.counts_CS[:, index],
-            }
-            for key, target in columns.items():
-                value = saved.get(key) if isinstance(saved, Mapping) else None
-                if not isinstance(value, torch.Tensor) or value.shape != target.shape or value.dtype != target.dtype:
-                    raise StateError(
-                        f"{name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
-                        "was it saved under another recipe or history length?"
-                    )
-                todo.append((target, value))
-    _load_auto(_controllers(layers), state_dict.get("auto", []))
-    for target, value in todo:
-        target.copy_(value)
+    for name, numerics, role in _slots_of(layers):
+        _check(slots.get(slot_name(name, role)), numerics, role, deeper=bool(controllers))
+    _load_auto(controllers, state_dict.get("auto", []))
+    for name, numerics, role in _slots_of(layers):
+        saved = slots.get(slot_name(name, role), {})
+        for key, target in _columns(numerics, role).items() if saved else ():
+            target[: saved[key].numel()] = saved[key][: target.numel()]
     for state in {id(numerics.state): numerics.state for numerics in layers.values()}.values():
+        state.outputs.loaded(state.live_2S)
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
+
+
+def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
+    """What is saved of a slot, as views of the tables."""
+    state: ScalingState = numerics.state
+    index, place = state.column(numerics.layer, role), state.outputs.places.get(numerics.layer)
+    state.outputs.settle(state.counts_CS)
+    found = {
+        "history": state.history_HS[:, index],
+        "live": state.live_2S[:, index],
+        "counts": state.counts_CS[:, index],
+    }
+    if role == OUTPUT and place is not None:
+        found |= {"rule": state.rules_3S[:1, index], "scale": state.outputs.scale_O[place : place + 1]}
+    return found
+
+
+def _check(saved: object, numerics: Numerics, role: str, deeper: bool) -> None:
+    """Raise StateError unless these are a slot's numbers.  deeper: a history of another length may be cut or padded."""
+    if saved is None and role == OUTPUT:
+        return
+    for key, target in _columns(numerics, role).items():
+        value = saved.get(key) if isinstance(saved, Mapping) else None
+        same = isinstance(value, torch.Tensor) and value.dtype == target.dtype and value.dim() == 1
+        if not same or (value.shape != target.shape and not (deeper and key == "history")):  # pyright: ignore[reportOptionalMemberAccess]
+            raise StateError(
+                f"{numerics.name}.{role}: {key} should be {target.dtype} of {list(target.shape)}; "
+                "was it saved under another recipe or history length?"
+            )

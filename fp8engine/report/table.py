@@ -87,6 +87,7 @@ class Report:
         from rich.console import Console  # here: importing rich draws from Python's random numbers
         from rich.table import Table
 
+        stores = any(layer["output"]["cast"] != "none" for layer in self.layers)  # a result in FP8 is rare
         table = Table(title="FP8 engine: what ran, and why", title_justify="left")
         for heading in (
             "layer",
@@ -96,6 +97,7 @@ class Report:
             "input",
             "weight",
             "grad_output",
+            *["output"] * stores,
             "saturated",
             "flushed",
         ):
@@ -109,7 +111,7 @@ class Report:
                 "x".join(map(str, layer["shape"])),
                 layer["recipe"],
                 backend,
-                *[slot["cast"] for slot in slots],
+                *[slot["cast"] for slot in [*slots, layer["output"]][: len(ROLES) + stores]],
                 _percent([slot.get("saturated") for slot in slots]),
                 _percent([slot.get("underflowed") for slot in slots]),
                 "; ".join(filter(None, [_unless_emulated(layer), layer["fused"]])),

@@ -1,0 +1,236 @@
+"""fe.auto where a flow is known: results stored in FP8, why, repeated from a plan, resumed from a checkpoint."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import converted, numerics_of, state_of
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.report.state import controllers_of
+from fp8engine.tensor import Float8Tensor
+
+X = 64
+
+
+def reader(kind: str, name: str = "") -> SimpleNamespace:
+    """A stand-in of flow's Consumer."""
+    return SimpleNamespace(kind=kind, name=name)
+
+
+class Net(nn.Module):
+    """A chain, something between, and a layer whose result leaves."""
+
+    def __init__(self, between: nn.Module | None = None):
+        super().__init__()
+        self.up, self.down = nn.Linear(X, 96), nn.Linear(96, X)
+        self.between = between or nn.Identity()
+        self.last = nn.Linear(X, X)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.down(self.between(self.up(x)))))
+
+
+FLOW = {"up": [reader("matmul", "down")], "down": [reader("activation", "relu")], "last": [reader("output")]}
+
+
+def net(recipe=None, flow=FLOW, between: nn.Module | None = None, **options) -> Net:
+    torch.manual_seed(5)
+    model = converted(Net(between), recipe or fe.auto(interval=4), **options)
+    for controller in controllers_of(model):
+        controller.follow(flow)
+    return model
+
+
+def train(model: Net, steps: int, jump: int = -1, start: int = 0) -> list[float]:
+    """Losses of SGD on the same numbers every time; `jump`: the step whose input is 20 times as large."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(start, start + steps):
+        x = torch.randn(48, X, generator=torch.Generator().manual_seed(step)) * (20.0 if step == jump else 1.0)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def outputs(model: nn.Module) -> list[dict]:
+    """Decisions about results."""
+    return [line for line in fe.inspect(model).decisions if line["slot"].endswith(".output")]
+
+
+def test_a_result_that_a_matmul_alone_reads_is_stored_in_fp8_and_the_report_says_so():
+    model = net()
+    train(model, 8)
+    (line,) = outputs(model)
+    assert (line["step"], line["slot"], line["before"], line["after"]) == (1, "up.output", "16 bits", "E4M3/tensor")
+    assert line["why"] == "all that read it read FP8: down"
+    assert 31 < line["sqnr_db"] < 32
+    report = fe.inspect(model)
+    up, down, last = report.layers
+    assert (up["output"]["format"], up["output"]["cast"]) == ("E4M3", "E4M3 per tensor (delayed)")
+    assert up["output"]["consumers"] == ["matmul down"]
+    assert down["output"]["reason"] == "an activation of its own reads it"
+    assert last["output"]["reason"] == "it leaves the model"
+    assert down["output"]["format"] == "float32"
+    # step 0 before the look, step 1 finds the scale, 2 to 7 are in FP8
+    assert (up["output"]["calls"], down["input"]["ready"]) == (7, 6)
+    assert "E4M3 per tensor (delayed)" in report.table(width=240)
+    json.dumps(report.to_dict())
+    assert "down.output" not in list(fe.scaling_state(model))
+    assert isinstance(model.up(torch.randn(2, X)), Float8Tensor)
+
+
+def test_without_a_flow_nothing_is_stored():
+    model = net(flow={})
+    train(model, 8)
+    assert outputs(model) == []
+    assert type(model.up(torch.randn(2, X))) is torch.Tensor
+    assert state_of(model).live_2S.shape[1] == 9
+
+
+def test_storing_costs_the_training_little():
+    stored, plain = train(net(), 40), train(net(flow={}), 40)
+    assert stored[:2] == plain[:2]
+    assert stored[2:] != plain[2:]
+    assert sum(stored[-8:]) == pytest.approx(sum(plain[-8:]), rel=0.01)
+
+
+def test_a_plan_repeats_the_run_bit_for_bit(tmp_path):
+    model = net()
+    want = train(model, 24, jump=10)
+    assert [line["after"] for line in outputs(model)] == ["E4M3/tensor", "E4M3/tensor margin 2"]
+    path = tmp_path / "plan.json"
+    fe.inspect(model).save_plan(path)
+    again = net(fe.auto(plan=path))
+    assert train(again, 24, jump=10) == want
+    assert outputs(again) == outputs(model)
+
+
+def test_a_frozen_run_is_repeated_too(tmp_path):
+    model = net(fe.auto(interval=4, freeze_after=6))
+    want = train(model, 20, jump=10)
+    assert numerics_of(model.up).recipe.stored_margin == fe.scaling_state(model)["up.output"].margin == 0
+    path = tmp_path / "plan.json"
+    fe.inspect(model).save_plan(path)
+    assert train(net(fe.auto(plan=path)), 20, jump=10) == want
+
+
+def test_saturation_is_answered_at_the_next_step_and_logged_at_the_next_look():
+    model = net()
+    train(model, 11, jump=10)
+    assert fe.scaling_state(model)["up.output"].margin == 0
+    train(model, 1, start=11)
+    assert fe.scaling_state(model)["up.output"].margin == 2
+    assert len(outputs(model)) == 1
+    train(model, 6, start=12)
+    line = outputs(model)[-1]
+    assert line["step"] == 13
+    assert line["why"].endswith("of the elements saturated under a predicted scale: margin 2")
+    assert float(line["why"].split("%")[0]) > 1
+
+
+def test_looking_changes_no_number():
+    looked, unlooked = net(), net(fe.auto(interval=4, freeze_after=6))
+    assert train(looked, 14) == train(unlooked, 14)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit():
+    model = net()
+    train(model, 15, jump=14)
+    saved, weights = fe.scaling_state_dict(model), copy.deepcopy(model.state_dict())
+    want = train(model, 9, start=15)
+    assert len(outputs(model)) == 2
+    again = net()
+    again.load_state_dict(weights)
+    fe.load_scaling_state_dict(again, saved)
+    assert train(again, 9, start=15) == want
+    assert outputs(again) == outputs(model)
+
+
+def test_what_takes_the_codes_apart_on_the_way_is_found_out():
+    model = net(between=nn.Tanh())  # flow was wrong, or the model has changed
+    train(model, 16)
+    lines = outputs(model)
+    assert [line["after"] for line in lines] == ["E4M3/tensor", "16 bits"]
+    assert "down reads it, and got no codes since the last look" in lines[1]["why"]
+    assert type(model.up(torch.randn(2, X))) is torch.Tensor
+    assert fe.inspect(model).layers[0]["output"]["format"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("rowwise", "down reads it, and casts per row"),
+        ("bf16", "down reads it, and its matmul is in 16 bits"),
+    ],
+)
+def test_a_reader_under_another_recipe_is_named(recipe: str, why: str):
+    model = net(overrides={"down": recipe})
+    train(model, 8)
+    assert outputs(model) == []
+    assert fe.inspect(model).layers[0]["output"]["reason"] == why
+
+
+def test_a_reader_that_was_left_alone_is_named():
+    model = net(skip=lambda name, module: name == "down")
+    train(model, 8)
+    assert outputs(model) == []
+    assert fe.inspect(model).layers[0]["output"]["reason"] == "down reads it, and is no FP8 layer beside it"
+
+
+def test_a_layer_whose_operands_change_goes_on_storing():
+    model = net()
+    train(model, 8)
+    with torch.no_grad():
+        model.up.weight[:, 0] = 0
+    for _ in range(8):
+        x = torch.randn(48, X)
+        x[:, 0] = 1e7  # of which the result sees nothing
+        model(x).sum().backward()
+    assert any(line["slot"] == "up.input" and line["step"] > 8 for line in fe.inspect(model).decisions)
+    assert [line["after"] for line in outputs(model)] == ["E4M3/tensor"]
+    assert isinstance(model.up(torch.randn(4, X)), Float8Tensor)
+
+
+def test_a_result_of_wide_range_is_e5m2_as_its_reader_wants_it():
+    model = net()
+    with torch.no_grad():
+        model.up.bias[0] = 1e7
+    for _ in range(8):
+        model(torch.randn(48, X)).sum().backward()
+    assert [line["after"] for line in outputs(model)] == ["E5M2/tensor"]
+    assert numerics_of(model.down).recipe.input.format == fe.E5M2
+    h = model.up(torch.randn(4, X))
+    assert isinstance(h, Float8Tensor)
+    assert h.format == fe.E5M2
+    assert fe.inspect(model).layers[1]["input"]["dequantised"] == {}
+
+
+def test_kinds_alone_are_a_flow_too():
+    model = net(flow={"up": ["matmul"], "down": ["norm", "residual"]})
+    train(model, 4)
+    assert [line["slot"] for line in outputs(model)] == ["up.output"]
+    assert fe.inspect(model).layers[1]["output"]["reason"] == "a norm reads it"
+
+
+def test_shared_readers_take_one_tensor():
+    class Shared(Net):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(96, X)
+
+        def forward(self, x):
+            h = self.up(x)
+            return self.down(h) + self.other(h)
+
+    torch.manual_seed(5)
+    model = converted(Shared(), fe.auto(interval=2))
+    controllers_of(model)[0].follow({"up": [reader("matmul", "down"), reader("matmul", "other")]})
+    train(model, 6)
+    assert [line["after"] for line in outputs(model)] == ["E4M3/tensor"]
+    assert numerics_of(model.down).ready == numerics_of(model.other).ready == {"": 4}
