@@ -10,6 +10,7 @@ from autos import CALM, INTERVAL, TROUBLE, batch, controller, fused, lines, loss
 from blocks import WIDTH, Net
 from support import converted, same, state_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.controller import Controller
@@ -217,7 +218,7 @@ def test_checkpointed_blocks_are_seen_and_decided_as_without(reentrant: bool):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_model_recomputed_as_a_whole(reentrant: bool):
     """Its first forward has no gradients: the look of step 0 is taken one step later."""
-    model, checkpoint = plain(), torch.utils.checkpoint.checkpoint
+    model = plain()
     train(model, 16, lambda x: checkpoint(model, x, use_reentrant=reentrant))
     assert len(lines(model)) > 6
     assert controller(model).step >= 14
