@@ -6,6 +6,7 @@ operand is read by two matmuls, along its rows and along its columns, and cast f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Choice:
         return mine == theirs
 
 
+@functools.cache
 def casts(role: str, grain: str, format: Format, scaling: str = "current") -> tuple[Cast, ...]:
     """A slot's casts under a granularity, as each of its two matmuls reads it.
 

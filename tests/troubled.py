@@ -99,9 +99,9 @@ class Scene:
             used = model[0].numerics.recipe  # of this step
             y.backward(dy)
             with torch.no_grad():
-                grad = model[0].weight.grad
-                model[0].weight.sub_(grad / grad.norm(), alpha=0.01)
-                model[0].weight.grad = None
+                weight = model[0].weight
+                weight.sub_(nn.functional.normalize(weight.grad.flatten(), dim=0).view_as(weight), alpha=0.01)
+                weight.grad = None
             seen = x.detach() if self.role == "input" else dy
             found.append(of_recipe(seen, used, self.role, self.part))
         return model, found

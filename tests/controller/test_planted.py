@@ -157,11 +157,23 @@ def test_a_loss_scale_that_moves(objective: str, rescale: bool):
     assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
     slot = fe.scaling_state(model)["0.grad_output"]
     assert slot.nonfinite == 0
-    if objective == "speed":
-        recasts = int(slot.recasts)
-        assert recasts <= 12 if rescale else recasts > 12  # told or not: random amaxes exceed earlier ones now and then
-    else:
+    assert (int(slot.recasts) > 0) == (objective == "speed")  # random amaxes exceed earlier ones now and then
+    if objective == "accuracy":
         assert int(slot.saturated) == 0
+
+
+def test_predicted_scales_that_are_told_of_the_loss_scale_saturate_less():
+    """Of elements beyond a predicted scale, in 16 steps: the scale doubles twice and halves three times."""
+
+    def saturated(rescale: bool) -> int:
+        def before(model, step: int) -> None:
+            if rescale and step and loss_scale(step) != loss_scale(step - 1):
+                fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
+
+        model, _ = Scene(scaled, "grad_output").train(fe.auto(objective="speed"), 16, before)
+        return int(fe.scaling_state(model)["0.grad_output"].saturated)
+
+    assert 10 * saturated(rescale=True) < saturated(rescale=False)
 
 
 class Gated(nn.Module):
@@ -181,6 +193,7 @@ class Gated(nn.Module):
             self.gate.weight[3] = self.up.weight[3] = size * torch.ones(64) / 8
 
 
+@pytest.mark.slow
 def test_aligned_swiglu_weights_raise_an_alarm_long_before_fp8_loses_by_it():
     torch.manual_seed(0)
     model = converted(Gated(), fe.auto(interval=4))
