@@ -3,7 +3,7 @@
 The seed sets the weights and the batches; every recipe of a seed sees the same ones.  Paired by seed, because seeds
 differ from each other by more than recipes do; the spread printed is the standard error of the mean difference.
 
-    python benchmarks/accuracy.py [--seeds 3] [--steps N] [--json]
+    python benchmarks/accuracy.py [--seeds 3] [--steps N] [--recipes fp32 auto ...] [--json]
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=Config().steps)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="fp32, to compare with, and others")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     config = Config(steps=options.steps)
-    losses: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
+    losses: dict[str, list[float]] = {recipe: [] for recipe in options.recipes}
     start = time.monotonic()
     for seed in range(options.seeds):
-        for recipe in RECIPES:
+        for recipe in options.recipes:
             losses[recipe].append(run(config, recipe, seed).validation_loss)
             print(f"seed {seed} {recipe:14s} {losses[recipe][-1]:.4f}  {time.monotonic() - start:5.0f} s", flush=True)
     result = {

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402  after the path, which makes a bare checkout importable
 
 from fp8engine import device  # noqa: E402
-from fp8engine.bench import cases, casts, check, check_card, linear, run, steps  # noqa: E402
+from fp8engine.bench import cases, casts, check, check_card, generate, linear, run, steps  # noqa: E402
 
 SHARE_OF_BENCH = 0.55  # of the time, kept for the benchmark: the checks stop before
 
@@ -107,6 +107,8 @@ def _layers(where: torch.device, folder: Path, machine: dict, end: float) -> Non
         ("quantize", casts.SHAPES["cuda"], casts.casts, casts.line),
         ("linear", linear.SHAPES["cuda"], linear.linear, linear.line),
         ("block", steps.CASES["cuda"], steps.steps, steps.line),
+        ("generate", generate.CASES["cuda"], generate.generate, generate.line),
+        ("model", steps.MODELS["cuda"], steps.steps, steps.line),
     ):
         rows = []
         for shape in shapes:

@@ -1,8 +1,8 @@
-"""Forward and backward of models like Llama, BERT and ViT under every recipe, checked, then timed beside BF16's.
+"""Models like Llama, BERT and ViT under every recipe, forward, backward and writing tokens, timed beside BF16's.
 
     python benchmarks/model.py
 
-What is measured and how: fp8engine/bench/steps.py.  Needs torch, from a bare checkout too.
+What is measured and how: fp8engine/bench/steps.py and generate.py.  Needs torch, from a bare checkout too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common import save
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
 
-from fp8engine.bench import steps
+from fp8engine.bench import generate, steps
 
 
 def main() -> None:
@@ -27,6 +27,10 @@ def main() -> None:
     print(result["what"])
     for row in result["rows"]:
         print(steps.line(row))
+    result["generation"] = generate.generate(generate.CASES[where.type], where)
+    print(result["generation"]["what"])
+    for row in result["generation"]["rows"]:
+        print(generate.line(row))
     print(f"written to {save('model', result)}")
 
 

@@ -7,14 +7,14 @@ vit     patches of images -> such blocks -> logits of classes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine.functional.attention import Scores, attention, rotate
+from fp8engine.functional.attention import Cache, Scores, attention, rotate
 from fp8engine.modules import Heads, TransformerLayer
 from fp8engine.modules.layernorm_linear import norm_of
 
@@ -44,13 +44,16 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(size.hidden, size.of_keys * self.width, bias=False)
         self.o_proj = nn.Linear(size.hidden, size.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [batch, T, hidden]."""
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
+        """x [batch, T, hidden].  cache: keys and values of earlier calls; this call's are appended."""
         heads = [p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = heads
         if self.theta is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
+            start = 0 if cache is None else len(cache)
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
             q, k = rotate(q, positions, self.theta), rotate(k, positions, self.theta)
+        if cache is not None:
+            k, v = cache.append(k, v)
         return self.o_proj(attention(q, k, v, scores=self.scores).transpose(1, 2).flatten(-2))
 
 
@@ -89,9 +92,9 @@ class Block(nn.Module):
         self.self_attn = Attention(size, 1e4 if llama else None, llama)
         self.mlp = Gated(size) if llama else Plain(size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:
         """x [batch, T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x))
+        x = x + self.self_attn(self.input_layernorm(x), cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -137,13 +140,16 @@ class Model(nn.Module):
         self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(size.hidden)
         self.lm_head = nn.Linear(size.hidden, size.vocabulary, bias=False)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Tokens [batch, T] -> [batch, T, vocabulary]; images [batch, 3, H, W] -> [batch, patches, vocabulary]."""
+    def forward(self, inputs: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
+        """Tokens [batch, T] -> [batch, T, vocabulary]; images [batch, 3, H, W] -> [batch, patches, vocabulary].
+
+        caches: one a block, where tokens come piece by piece.
+        """
         x = self.embed(inputs)
         if x.dim() == 4:
             x = x.flatten(2).mT
-        for block in self.blocks:
-            x = block(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i]) if caches else block(x)
         return self.lm_head(self.norm(x))
 
 

@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
-from fp8engine.bench import amp, cases, casts, linear, run, steps
+from fp8engine.bench import amp, cases, casts, generate, linear, run, steps
 from fp8engine.bench.tune import OPERATIONS, difference, dump, tune, write
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
@@ -90,7 +90,7 @@ def mixed_precision(
 @bench.command("block")
 def block(
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -101,14 +101,18 @@ def block(
 
 @bench.command("model")
 def model(
+    writing: Annotated[bool, typer.Option("--generate", help="Write tokens one by one, instead of training.")] = False,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
+    """Models like Llama, BERT and ViT: forward and backward under every recipe, or generation, beside BF16's."""
     where = _where(device)
-    _give(steps.steps(steps.MODELS[where.type], where), steps.line, out, as_json)
+    if writing:
+        _give(generate.generate(generate.CASES[where.type], where), generate.line, out, as_json)
+    else:
+        _give(steps.steps(steps.MODELS[where.type], where), steps.line, out, as_json)
 
 
 @bench.command("tune")

@@ -98,8 +98,9 @@ def test_every_shape_is_saved_before_the_next_begins(script, monkeypatch, tmp_pa
 
 
 def test_casts_and_layers_are_measured_and_saved(script, monkeypatch, tmp_path: Path, capsys):
-    for name, module in (("casts", script.casts), ("linear", script.linear), ("steps", script.steps)):
-        row = {"name": name, "shape": [1], "network": "n", "size": "s", "correct": None, "why": "fake"}
+    measured = ("casts", "linear", "steps", "generate")
+    for name, module in ((name, getattr(script, name)) for name in measured):
+        row = {"name": name, "shape": [1], "network": "n", "size": "s", "case": "c", "correct": None, "why": "fake"}
         monkeypatch.setattr(module, name, lambda shapes, where, row=row: {"machine": {}, "rows": [row]})
     script._layers(CPU, tmp_path, {"date": "d"}, time.perf_counter() + 600)
     for what, name, shapes in (("quantize", "casts", script.casts.SHAPES), ("linear", "linear", script.linear.SHAPES)):

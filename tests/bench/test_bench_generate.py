@@ -1,0 +1,62 @@
+"""fp8engine bench model: what writes tokens is checked against the model that reads a text at once."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp8engine.bench import generate
+from fp8engine.bench.networks import NETWORKS, Size
+from fp8engine.bench.timing import WallClock
+
+CASE = generate.Case(Size(32, 64, 4, 2, 2, 64), 2, 5, 4)
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS["llama"].make(CASE.size).eval()
+
+
+def test_read_piece_by_piece_is_read_at_once():
+    """FP32, summed in another order: 2^-24 a sum of 64, some 120 dB; a wrong position or mask leaves under 20."""
+    net, text = model(), torch.randint(64, (2, 9))
+    with torch.inference_mode():
+        assert generate._sqnr(generate.piecewise(net, text, 5), net(text)) > 100
+
+
+def test_each_token_is_the_most_likely_after_those_before():
+    net, prompt = model(), torch.randint(64, (2, 5))
+    text = prompt
+    for _ in range(4):
+        with torch.inference_mode():
+            text = torch.cat([text, net(text)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(generate.write(net, prompt, 4), text[:, 5:])
+
+
+def test_every_variant_is_right_and_timed():
+    rows = generate.generate([CASE], CPU, turns=2)["rows"]
+    assert [row["correct"] for row in rows] == [True] * 6
+    assert [row["name"] for row in rows] == list(generate.variants())
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["served current"]["weights"] < 0.75 * by_name["bf16"]["weights"]  # all but the head in a byte
+    assert all(row["tokens_per_s"] == pytest.approx(2 * 4 / row["seconds"]) for row in rows)
+    assert "x bf16" in generate.line(rows[1])
+
+
+def test_a_wrong_variant_has_no_time():
+    def broken(net: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            net.blocks[0].mlp.down_proj.weight.mul_(-1)  # pyright: ignore
+        return net
+
+    def refused(net: nn.Module) -> nn.Module:
+        raise RuntimeError("no such kernel")
+
+    rows = generate.generate(
+        [CASE], CPU, {"bf16": lambda net: net, "broken": broken, "refused": refused}, WallClock(), 1
+    )
+    right, wrong, never = rows["rows"]
+    assert "seconds" in right
+    assert "seconds" not in wrong
+    assert "WRONG" in generate.line(wrong)
+    assert "cannot run: RuntimeError: no such kernel" in generate.line(never)
