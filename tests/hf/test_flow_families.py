@@ -1,6 +1,7 @@
 """Consumers by name on tiny Llama, GPT-2, BERT, ViT, T5, ALBERT and Mixtral; known ones on all other families."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,7 +173,10 @@ def test_a_converted_model_flows_alike_and_is_left_as_it_was(name: str):
     assert same(tables(model), state)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(module.training for module in model.modules())
-    assert after.layers == before.layers
+    # Experts in FP8 are multiplied by one after another, where torch has no grouped matmul for them.
+    once = {name: replace(layer, calls=before.layers[name].calls) for name, layer in after.layers.items()}
+    assert once == before.layers
+    assert all(layer.calls == once[name].calls or "experts" in name for name, layer in after.layers.items())
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "albert"])
