@@ -18,7 +18,7 @@ from fp8engine.prediction import HEADER, Measured
 from fp8engine.stats import length, measure, read
 
 ROLES = ("input", "weight", "grad_output", "output")
-SAMPLE = 32768  # elements that are looked at, beside the exact amax
+SAMPLE, CLOSELY = 16384, 65536  # elements that a look takes, beside the exact amax; a closer one, which is rare
 NONFINITE = HEADER.index("nonfinite")
 
 
@@ -52,7 +52,7 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) 
     with torch.no_grad():
         low, high = torch.aminmax(x_MK.detach())
         amax = torch.maximum(-low, high)  # of all of it: what one element does decides a scale
-        flat = measure(x_MK, groupings(role) if role else (), SAMPLE, amax)
+        flat = measure(x_MK, groupings(role) if role else (), CLOSELY if role else SAMPLE, amax)
         beyond = (amax - amax).ne(0).float()  # also where the sample missed it
         flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
         table_SL[index, : len(flat)].copy_(flat)

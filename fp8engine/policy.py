@@ -91,12 +91,17 @@ def known(measured: Measured, role: str) -> tuple[str, ...]:
 
 
 def enough(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs], previous: Choice) -> bool:
+    """Whether these statistics settle what `decide` says: of all granularities, or of tensors where those do."""
+    return all(measured.tables for measured in seen.values()) or per_tensor(seen, needs, previous)
+
+
+def per_tensor(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs], previous: Choice) -> bool:
     """Whether statistics per tensor alone settle what `decide` says.
 
     They do where every slot has a format per tensor that needs nothing better (no granularity gives an FP8 format more
     than MOST_DB), and what it has now is judged alike whatever that would give.
     """
-    if all(measured.tables for measured in seen.values()) or previous.changes >= MOST_CHANGES:
+    if previous.changes >= MOST_CHANGES:
         return True
     if previous.grain != GRAINS[0] or not all(format.is_fp8 for format in previous.formats.values()):
         return False
@@ -166,7 +171,9 @@ def decide(seen: Mapping[Slot, Measured], needs: Mapping[Slot, Needs] | Needs, p
     """
     want = {slot: needs if isinstance(needs, Needs) else needs[slot] for slot in seen}
     stay = replace(previous, reasons=None, cheaper=0)
-    if previous.changes >= MOST_CHANGES or not seen:
+    if not seen:
+        return replace(previous, reasons=None)
+    if previous.changes >= MOST_CHANGES:
         return stay
     wished = _wish(seen, want, previous)
     if wished.same_casts(previous):

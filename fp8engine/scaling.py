@@ -128,6 +128,7 @@ class ScalingState:
         self.clock: Callable[[bool], None] | None = None
         self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
         self.closely: frozenset[int] = frozenset()  # layers whose tensors are looked at under every granularity
+        self.others = True  # whether other layers are looked at too
         self.outputs = OutputSlots()
         self._reset(torch.device(device))
 

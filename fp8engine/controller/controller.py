@@ -34,7 +34,7 @@ from fp8engine.cost import speedup
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.functional.numerics import Numerics
 from fp8engine.observe import seen, width
-from fp8engine.policy import MOST_CHANGES, decide, enough, needs_of, widen
+from fp8engine.policy import MOST_CHANGES, decide, enough, needs_of, per_tensor, widen
 from fp8engine.prediction import Measured
 from fp8engine.recipe import Auto
 from fp8engine.scaling import ROLES, ScalingState
@@ -197,7 +197,8 @@ class Controller:
         """Begin or end watching, by the number of the step that begins."""
         state = self.state
         state.samples, self.late = None, 0
-        due = (self.again or max(self.step, 0) % self.recipe.interval == 0) and not self._ending()
+        state.others = max(self.step, 0) % self.recipe.interval == 0  # else closer looks are all that is wanted
+        due = (self.again or state.others) and not self._ending()
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
             rows = (len(ROLES) + self.outputs.any) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
@@ -225,10 +226,9 @@ class Controller:
         for i, numerics in enumerate(self.layers):
             for j, role in enumerate(ROLES):
                 row = samples[len(ROLES) * numerics.layer + j]
-                if (measured := seen(row, role if numerics.layer in closely else "")) is None:
-                    continue
-                found[i, role] = measured
-                if role == "input" and i not in self.choices and measured.amax > 0:
+                if measured := seen(row, role if numerics.layer in closely else ""):
+                    found[i, role] = measured
+                if measured and role == "input" and i not in self.choices and measured.amax > 0:
                     self._join(i, readers.setdefault(row.numpy().tobytes(), i))
         return {slot: measured for slot, measured in found.items() if slot[0] in self.choices}
 
@@ -252,13 +252,15 @@ class Controller:
         self.again = False
         for choice in list({id(choice): choice for choice in self.choices.values()}.values()):
             inside = {slot: found[slot] for slot in choice.formats if slot in found and _says_something(found[slot])}
+            places = {self.layers[i].layer for i, _ in choice.formats}
             if choice.changes == 0 and (slow := self._slow(choice, counts)):
                 new = in_16_bits(choice, slow)
             elif not enough(inside, needs, choice):
-                closely |= {self.layers[i].layer for i, _ in choice.formats}
-                self.again |= not all(measured.tables for measured in inside.values())
-                new = choice
+                closely |= places
+                self.again, new = True, choice
             else:
+                if not inside or not per_tensor(inside, needs, choice):  # seen closely now, and next time at once
+                    closely |= places & self.state.closely
                 new = decide(inside, needs, choice)
                 new = new if new.reasons else widen(new, self._saturated(choice, counts))
             self._adopt(choice, new, inside)

@@ -38,7 +38,8 @@ def formats(model: nn.Module) -> list[str]:
 
 def test_looks_every_interval_steps_and_once_more_where_a_cheap_one_does_not_settle():
     model = plain()
-    assert watched(model, 16) == [0, 4, 8, 9, 12, 13]  # trouble begins at step 5: seen at 8, looked into at 9
+    # Trouble begins at step 5: seen at 8, looked into at 9, and looked into at once from then on.
+    assert watched(model, 16) == [0, 4, 8, 9, 12]
     assert {int(line.split()[1]) for line in lines(model)} == {1, 10}
 
 
