@@ -242,9 +242,8 @@ class Controller:
             self.choices[i] = mine
 
     def _decide(self, step: int, found: Mapping[Slot, Measured], counts: torch.Tensor) -> None:
-        for (i, role), measured in found.items():
-            choice = self.choices[i]
-            slot = (i, role)
+        for slot, measured in found.items():
+            choice = self.choices[slot[0]]
             outcome = predicted(measured, slot, choice)
             self.history.enter(step, self._name(slot), label(slot, choice), measured, outcome)
         needs = {slot: needs_of(self.recipes[slot[0]]) for slot in found}
