@@ -264,7 +264,7 @@ class ScalingState:
         for j, role in enumerate(ROLES):
             cast, index = getattr(recipe, role), len(ROLES) * layer + j
             rule = torch.tensor(_rule(cast, recipe), dtype=torch.float32)
-            self.rules_3S[:, index] = rule.to(self.device)
+            self.rules_3S[:, index] = rule.to(self.device, non_blocking=True)  # a step begins: nobody waits
             if cast != getattr(before, role) or recipe.margin != before.margin:
                 self.live_2S[1, index] = 0.0
 

@@ -24,6 +24,7 @@ def checks(where: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]
         yield f"Linear, {recipe}: captured in a CUDA graph", lambda recipe=recipe: captured(where, recipe)
         yield f"Linear, {recipe}: no waiting in a step", lambda recipe=recipe: waits(where, recipe)
         yield f"Linear, {recipe}: torch.compile equals eager", lambda recipe=recipe: compiled(where, recipe)
+    yield "Linear, auto: no waiting in steps that look, read and decide", lambda: waits(where, "auto", 4)
     yield "a matmul is one launch", lambda: launches(where)
     if device.capability(where) == (9, 0):
         for promoted in (False, True):
@@ -61,8 +62,8 @@ def captured(where: torch.device, recipe: str) -> str | None:
     return None
 
 
-def waits(where: torch.device, recipe: str) -> str | None:
-    """A training step under torch's alarm for calls that wait for the card."""
+def waits(where: torch.device, recipe: str, steps: int = 1) -> str | None:
+    """Training steps under torch's alarm for calls that wait for the card."""
     for name in _backends(recipe):
         with dispatch.backend(name):
             made, x, dy = _layer(where, recipe)
@@ -70,7 +71,8 @@ def waits(where: torch.device, recipe: str) -> str | None:
             torch.cuda.synchronize(where)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                made(x).backward(dy)
+                for _ in range(steps):
+                    made(x).backward(dy)
             except RuntimeError as error:
                 return f"{name}: {error}"
             finally:
