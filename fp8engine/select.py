@@ -156,8 +156,8 @@ def _heads(model: nn.Module) -> set[int]:
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
                 found.add(id(_adapted(get())))
-            except (AttributeError, NotImplementedError):
-                continue  # models without a head say so thus, in transformers and outside: nothing to leave alone
+            except (AttributeError, NotImplementedError):  # a model without a head says so thus: none to leave alone
+                continue
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
     return found

@@ -132,14 +132,14 @@ def place(tensor: torch.Tensor) -> tuple:
 def _key(tensor: torch.Tensor) -> object:
     try:
         return StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # a subclass that has none: kept by itself, and kept alive
+    except RuntimeError:  # a subclass that has no storage: kept by itself, and kept alive
         return _ById(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # as above: a write to it is always one to all of it
         return 0
 
 

@@ -143,8 +143,8 @@ def _check_ids(model: nn.Module, largest: int) -> None:
     get = getattr(model, "get_input_embeddings", None)
     try:
         size = getattr(get(), "num_embeddings", None) if get is not None else None
-    except (AttributeError, NotImplementedError):
-        size = None  # transformers' answer for a model without one
+    except (AttributeError, NotImplementedError):  # transformers' answers for a model without embeddings of ids
+        size = None
     if size is not None and largest >= size:
         raise ConversionError(
             f"the text has token id {largest}, and {type(model).__name__} has embeddings for {size}: "

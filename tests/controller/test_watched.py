@@ -57,7 +57,7 @@ def test_the_detector_detects(wait):
         wait(torch.ones(4, 8))
     assert waits.found
     for refused in (wait, torch.Tensor.tolist, torch.Tensor.cpu):
-        with pytest.raises((NotImplementedError, RuntimeError)):
+        with pytest.raises(RuntimeError):  # torch: a meta tensor has no numbers to read or to copy
             refused(torch.ones(4, 8, device="meta"))
 
 
