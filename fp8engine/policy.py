@@ -136,7 +136,7 @@ def _at(measured: Measured, role: str, grain: str, needs: Needs, best_db: float,
     tried = []
     for format in (held,) if held is not None else (E4M3, E5M2)[: 1 if role == "weight" else 2]:
         each = [measured.predict(cast) for cast in casts(role, grain, format)]
-        why = [_why_not(prediction, needs, best_db) for prediction in each]
+        why = [misses(prediction, needs, best_db) for prediction in each]
         least = worst(each)
         good = tuple(not reason for reason in why)
         first = next((reason for reason in why if reason), "")
@@ -150,8 +150,8 @@ def _score(option: Option) -> tuple[int, float]:
     return sum(option.good), option.value
 
 
-def _why_not(found: Prediction, needs: Needs, best_db: float) -> str:
-    """The first need that is missed, in words; "" for none."""
+def misses(found: Prediction, needs: Needs, best_db: float = 0.0) -> str:
+    """The first need that is missed, in words; "" for none.  best_db: what can be had."""
     if found.sqnr_db < needs.min_sqnr_db:
         return f"predicted SQNR {found.sqnr_db:.1f} dB < {needs.min_sqnr_db:g} dB"
     if found.flushed > needs.max_flushed:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fp8engine.formats import BF16, E4M3, E5M2, Format
-from fp8engine.policy import MOST_CHANGES, PATIENCE, Needs
-from fp8engine.prediction import Measured, Prediction
+from fp8engine.policy import MOST_CHANGES, PATIENCE, Needs, misses
+from fp8engine.prediction import Measured
 from fp8engine.recipe import Cast, PerTensor
 
 
@@ -69,9 +69,9 @@ def decide_output(measured: Measured | None, readers: Sequence[Reader], needs: N
         formats = [format for format in (E4M3, E5M2) if format == E4M3 or all(reader.e5m2 for reader in readers)]
         table = {format: measured.predict(cast_of(format), previous.margin) for format in formats}
         found = max(table, key=lambda format: table[format].sqnr_db - 100.0 * table[format].flushed)
-        if fp8 and previous.format in table and not _misses(table[previous.format], wanted):
+        if fp8 and previous.format in table and not misses(table[previous.format], wanted):
             found = previous.format
-        why = _misses(table[found], wanted)
+        why = misses(table[found], wanted)
     if why or found is None:
         if not fp8:
             return previous._replace(reason=why, cheaper=0)
@@ -120,13 +120,3 @@ WORDS = {
     "output": "it leaves the model",
     "unknown": "something unknown reads it",
 }
-
-
-def _misses(found: Prediction, needs: Needs) -> str:
-    if found.sqnr_db < needs.min_sqnr_db:
-        return f"predicted SQNR {found.sqnr_db:.1f} dB < {needs.min_sqnr_db:g} dB"
-    if found.flushed > needs.max_flushed:
-        return f"{found.flushed:.1%} of the elements flushed to zero > {needs.max_flushed:.1%}"
-    if found.rows_lost > needs.max_rows_lost:
-        return f"{found.rows_lost:.1%} of the rows lost > {needs.max_rows_lost:.1%}"
-    return ""

@@ -209,3 +209,14 @@ def _chunks(rows: int, columns: int) -> list[tuple[int, int]]:
     """(first, last) runs of rows of at most CHUNK elements, each starting at a multiple of 128."""
     step = max(CHUNK // columns // 128, 1) * 128
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def sqnr(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """sum wanted^2 over sum (found - wanted)^2, in dB, in FP64.
+
+    >>> round(sqnr(torch.tensor([1.1]), torch.tensor([1.0])))
+    20
+    """
+    exact = wanted.detach().double()
+    noise = (found.detach().double() - exact).square().sum()
+    return (10 * torch.log10(exact.square().sum() / noise.clamp(min=1e-300))).item()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fp8engine import device
+from fp8engine.bench.cases import sqnr
 from fp8engine.bench.networks import NETWORKS, Size
 from fp8engine.bench.run import machine
 from fp8engine.bench.steps import BASE, LEAST_SQNR
@@ -105,7 +106,7 @@ def _compare(case: Case, where: torch.device, ways, ticks: Clock, turns: int) ->
         rows[label] = row
         try:
             model = make(copy.deepcopy(plain))
-            row["sqnr"] = round(_sqnr(piecewise(model, text, case.prompt), wanted), 1)
+            row["sqnr"] = round(sqnr(piecewise(model, text, case.prompt), wanted), 1)
         except Exception as error:  # any: a kernel or a recipe that does not take this
             row["why"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             continue
@@ -142,11 +143,6 @@ def _served(recipe: str) -> Callable[[nn.Module], nn.Module]:
         return model
 
     return make
-
-
-def _sqnr(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    noise = (found.double() - wanted.double()).square().sum()
-    return (10 * torch.log10(wanted.double().square().sum() / noise.clamp(min=1e-300))).item()
 
 
 def line(row: dict[str, Any]) -> str:

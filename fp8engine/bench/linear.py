@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fp8engine import cost, device
-from fp8engine.bench.cases import Shape
+from fp8engine.bench.cases import Shape, sqnr
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
 from fp8engine.modules.linear import Linear
@@ -136,7 +136,7 @@ def _checked(name: str, way: Variant, shape: Shape, weight, sets, wanted) -> tup
 
         y = step(0)
         found = [part for part in (y, sets[0][0].grad, parameter.grad) if part is not None]
-        row["sqnr"] = [round(_sqnr(one, exact), 1) for one, exact in zip(found, wanted, strict=True)]
+        row["sqnr"] = [round(sqnr(one, exact), 1) for one, exact in zip(found, wanted, strict=True)]
         row["host_us"] = _host_us(run, sets[0][0])
     except Exception as error:  # any: a kernel, a compiler or a peer that does not take this
         return row | {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}, lambda turn: None
@@ -147,11 +147,6 @@ def _checked(name: str, way: Variant, shape: Shape, weight, sets, wanted) -> tup
 def _exact(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
     w, x, dy = weight.double(), x.detach().double(), dy.double()
     return x @ w.t(), dy @ w, dy.t() @ x
-
-
-def _sqnr(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    noise = (found.detach().double() - wanted).square().sum()
-    return (10 * torch.log10(wanted.square().sum() / noise.clamp(min=1e-300))).item()
 
 
 def _host_us(run: Callable, x: torch.Tensor) -> float:

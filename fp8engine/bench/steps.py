@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fp8engine import device
+from fp8engine.bench.cases import sqnr
 from fp8engine.bench.networks import NETWORKS, Size, fused
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
@@ -157,7 +158,7 @@ def _checked(row: dict, way: Variant, network: nn.Module, sets, wanted) -> tuple
             y.backward(dy.to(y.dtype))
             return y
 
-        row["sqnr"] = [round(_sqnr(step(0), y_exact), 1), round(_sqnr(_first(made).grad, dw_exact), 1)]
+        row["sqnr"] = [round(sqnr(step(0), y_exact), 1), round(sqnr(_first(made).grad, dw_exact), 1)]
         row["activations"] = _saved(made, lambda: step(0))
         row |= _on_card(step, y_exact.device)
     except Exception as error:  # any: a kernel, a compiler or a peer that does not take this
@@ -166,7 +167,7 @@ def _checked(row: dict, way: Variant, network: nn.Module, sets, wanted) -> tuple
     return (row if row["correct"] else row | {"why": f"wrong: {row['sqnr']} dB; no time, no ratio"}), step
 
 
-def _first(network: nn.Module) -> torch.Tensor:
+def _first(network: nn.Module) -> Any:
     """The weight of the first linear layer."""
     return next(module.weight for module in network.modules() if isinstance(module, nn.Linear))
 
@@ -199,11 +200,6 @@ def _on_card(step: Callable[[int], object], where: torch.device) -> dict[str, in
         torch.cuda.synchronize(where)
     launches = sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
     return {"peak_bytes": peak, "launches": launches}
-
-
-def _sqnr(found: Any, wanted: Any) -> float:
-    noise = (found.detach().double() - wanted.double()).square().sum()
-    return (10 * torch.log10(wanted.double().square().sum() / noise.clamp(min=1e-300))).item()
 
 
 def line(row: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from fp8engine.report.table import Report
 from fp8engine.scaling import OUTPUT, ROLES
 from fp8engine.select import experts_run, linear_layers, parameter_of, weight_of
 
+NOT_LOOKED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 
 
@@ -105,7 +106,9 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "recipe": recipe.name,
         "backend": backend,
         "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
-        "reason": "; ".join(filter(None, (_why(recipe, ran, where, backend), *_dequantised(slots["input"])))),
+        "reason": "; ".join(
+            filter(None, (_not_looked(numerics, ran), _why(recipe, ran, where, backend), *_dequantised(slots["input"])))
+        ),
         "fused": _fused(module),
         "ran": ran or not recipe.is_fp8,
         "rows": rows,
@@ -145,6 +148,12 @@ def _why_plain(numerics: Numerics) -> str:
     if not (numerics.consumers and isinstance(clock, Controller)):
         return ""
     return clock.outputs.why(numerics)
+
+
+def _not_looked(numerics: Numerics, ran: bool) -> str:
+    """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
+    clock = getattr(numerics.state.clock, "__self__", None)
+    return NOT_LOOKED if ran and isinstance(clock, Controller) and clock.step < 0 else ""
 
 
 def _why(recipe, ran: bool, where, backend: str) -> str:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fp8engine.bench import generate
+from fp8engine.bench.cases import sqnr
 from fp8engine.bench.networks import NETWORKS, Size
 from fp8engine.bench.timing import WallClock
 
@@ -21,7 +22,7 @@ def test_read_piece_by_piece_is_read_at_once():
     """FP32, summed in another order: 2^-24 a sum of 64, some 120 dB; a wrong position or mask leaves under 20."""
     net, text = model(), torch.randint(64, (2, 9))
     with torch.inference_mode():
-        assert generate._sqnr(generate.piecewise(net, text, 5), net(text)) > 100
+        assert sqnr(generate.piecewise(net, text, 5), net(text)) > 100
 
 
 def test_each_token_is_the_most_likely_after_those_before():

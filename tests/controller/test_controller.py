@@ -293,3 +293,15 @@ def test_fused_layers_are_seen_and_change():
 def test_the_clock_of_a_fixed_recipe_is_none():
     assert state_of(plain("delayed")).clock is None
     assert isinstance(state_of(plain()).clock, types.MethodType)
+
+
+def test_the_report_says_that_nothing_was_looked_at_until_a_step_was():
+    """A model compiled whole, or only evaluated, computes in the formats that auto begins with: each layer says so."""
+    model = plain()
+    with torch.no_grad():
+        model(batch(0))
+    assert all(
+        "auto has seen no training step" in layer["reason"] for layer in fe.inspect(model).layers if layer["rows"]
+    )
+    train(model, 1)
+    assert not any("auto has seen" in layer["reason"] for layer in fe.inspect(model).layers)
