@@ -65,10 +65,12 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
         scale_b=scale_b,
         out_dtype=torch.bfloat16 if by_row else out,
         use_fast_accum=fast,
-    )[:, :n]
+    )
+    if y_MN.shape[1] != n:  # a copy: layers may write in place into what they are given, and a view would forbid it
+        y_MN = y_MN[:, :n].clone(memory_format=torch.contiguous_format)
     # The bias is added outside: cuBLASLt takes it only for 16-bit results of the bias's own dtype.
     y_MN = y_MN.to(out)
-    return (y_MN if bias_N is None else (y_MN + bias_N).to(out)).contiguous()
+    return y_MN if bias_N is None else (y_MN + bias_N).to(out)
 
 
 def _padded(data: torch.Tensor, rows: bool) -> torch.Tensor:

@@ -8,6 +8,7 @@ from fused import NORMS, Model, assert_equal, batches, like, train, with_root
 from support import FP8_RECIPES, tables
 from torch._dynamo.utils import counters
 
+import fp8engine as fe
 from fp8engine.functional import Memory
 
 K, F = 48, 40
@@ -91,3 +92,19 @@ def test_inductor_agrees(recipe):
         found, wanted = train(compiled, x, dys), train(eager, x, dys)
         for name in wanted:
             assert (found[name] - wanted[name]).norm() <= 1e-2 * wanted[name].norm(), name
+
+
+ALONE = {
+    "LayerNormLinear": lambda: fe.LayerNormLinear(K, 16, recipe="current"),
+    "LayerNormLinear rms, no bias": lambda: fe.LayerNormLinear(K, 16, bias=False, recipe="current", norm="rms"),
+    "LayerNormMLP": lambda: fe.LayerNormMLP(K, F, "swiglu", recipe="current"),
+    "TransformerLayer": lambda: fe.TransformerLayer(K, F, 4, recipe="current"),
+}
+
+
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("kind", ALONE)
+def test_every_fused_layer_compiles_with_and_without_gradients(kind: str, inference):
+    layer, x = ALONE[kind](), torch.randn(2, 8, K)
+    with inference():
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))

@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
         y_MN, turned = call.forward(a, weight_NK, bias_N, out, fp8=True)
         ctx.save_for_backward(*call.to_save(saved), weight_NK, *turned)
         ctx.call, ctx.x_like = call, (x.shape, x.dtype)
-        return y_MN.view(*x.shape[:-1], weight_NK.shape[0])
+        return in_shape_of(x, y_MN)
 
     @staticmethod
     def backward(ctx, dy):
@@ -109,6 +109,15 @@ class _Linear(torch.autograd.Function):
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
+    """y with the leading dimensions of x, for the result of an autograd Function.
+
+    Not `y.view`: autograd refuses in-place operations on a view that a Function returns.  `_unsafe_view` gives the same
+    memory as a tensor that is no view of another, which is right because the caller gives y_MN up.
+    """
+    return y_MN if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y_MN, [*x.shape[:-1], y_MN.shape[1]])
 
 
 def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:

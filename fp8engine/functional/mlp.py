@@ -28,7 +28,7 @@ import torch
 from fp8engine import producers
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.functional.call import Call
-from fp8engine.functional.linear import check, dtype_of_result, enter, linear, matrix
+from fp8engine.functional.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
 from fp8engine.functional.norm_linear import OWN, Entry, calls_of, norm_linear
 from fp8engine.functional.parts import (
     KEEP,
@@ -123,7 +123,8 @@ def _activation(made: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: Spec, x, gamma_K, beta_K, *parameters):
+    def forward(ctx, *arguments):
+        spec, x, gamma_K, beta_K, *parameters = arguments  # unpacked here for the reason that _NormLinear gives
         calls = calls_of(spec, x, parameters, ctx.needs_input_grad[1:], len(spec.numerics) - 1)
         *firsts, second = calls
         entry = Entry(spec, firsts)
@@ -144,7 +145,7 @@ class _NormMLP(torch.autograd.Function):
         saved += (None, None) if ctx.recompute else x2
         ctx.save_for_backward(*saved, *weights, weight_NK, *turned)
         ctx.entry, ctx.second, ctx.kind, ctx.dtype = entry, second, spec.kind, spec.out
-        return z_MN.view(*x.shape[:-1], z_MN.shape[1])
+        return in_shape_of(x, z_MN)
 
     @staticmethod
     def backward(ctx, dz):

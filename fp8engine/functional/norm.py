@@ -11,7 +11,7 @@ import torch
 
 from fp8engine import producers
 from fp8engine.errors import UnknownName
-from fp8engine.functional.linear import matrix
+from fp8engine.functional.linear import in_shape_of, matrix
 from fp8engine.functional.norm_linear import norm_in_16_bits
 from fp8engine.functional.parts import KEEP, Memory, NormOf, check_memory, keep, kept
 from fp8engine.reference import RowStatistics, column_sums
@@ -43,7 +43,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(*keep(matrix(x), memory), gamma_K, *rows)
         ctx.which, ctx.dtype = which, x.dtype
         ctx.beta_dtype = None if beta_K is None else beta_K.dtype
-        return y.view(x.shape)
+        return in_shape_of(x, y)
 
     @staticmethod
     def backward(ctx, dy):

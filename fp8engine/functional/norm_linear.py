@@ -29,7 +29,7 @@ import torch
 from fp8engine import producers
 from fp8engine.errors import UnknownName
 from fp8engine.functional.call import Call, Either
-from fp8engine.functional.linear import check, dtype_of_result, enter, linear, matrix
+from fp8engine.functional.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
 from fp8engine.functional.parts import (
     KEEP,
     Layer,
@@ -199,7 +199,10 @@ class Entry:
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec: Spec, x, gamma_K, beta_K, *parameters):
+    def forward(ctx, *arguments):
+        # One parameter beside ctx: torch 2.13's Dynamo, tracing without gradients, drops ctx where a Function is called
+        # with as many arguments as its forward has parameters.
+        spec, x, gamma_K, beta_K, *parameters = arguments
         calls = calls_of(spec, x, parameters, ctx.needs_input_grad[1:], len(spec.numerics))
         entry = Entry(spec, calls)
         operands, saved = entry.forward(x, gamma_K, beta_K)
@@ -207,7 +210,7 @@ class _NormLinear(torch.autograd.Function):
         for i, (call, a) in enumerate(zip(calls, operands, strict=True)):
             weight_NK, bias_N = parameters[2 * i : 2 * i + 2]
             y_MN, turned = call.forward(a, weight_NK, bias_N, spec.out)
-            results.append(y_MN.view(*x.shape[:-1], weight_NK.shape[0]))
+            results.append(in_shape_of(x, y_MN))
             saved += [weight_NK, *turned]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)  # a result that nobody read has no gradient to cast
