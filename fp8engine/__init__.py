@@ -13,7 +13,16 @@
 from fp8engine import amp, distributed, errors, flow, hf
 from fp8engine.convert import convert
 from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from fp8engine.modules import Attention, GroupedLinear, Heads, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
+from fp8engine.modules import (
+    Attention,
+    GroupedLinear,
+    Heads,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    TransformerLayer,
+    weights_changed,
+)
 from fp8engine.ops import backend
 from fp8engine.recipe import (
     Cast,
@@ -75,4 +84,5 @@ __all__ = [
     "rowwise_gw_hp",
     "scaling_state",
     "scaling_state_dict",
+    "weights_changed",
 ]

@@ -108,7 +108,7 @@ def convert(
         controller.follow(readers)
     fusion = fusing.fuse(model) if fuse else None
     for state in record.states:
-        model.register_forward_pre_hook(state.begin_step)
+        state.watch(model)
     setattr(model, RECORD, record)
     if emulated:
         why = next(iter(emulated.values()))

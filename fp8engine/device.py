@@ -48,6 +48,11 @@ def name(device: torch.device) -> str:
     return f"{platform.machine()} CPU" if device.type == "cpu" else device.type
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def check_one(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise BackendError, with the names of both, unless all the tensors that are there lie where the first one does.
 

@@ -14,25 +14,24 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fp8engine import ops
 from fp8engine.errors import StateError
 from fp8engine.formats import Format
 from fp8engine.output_slots import OutputSlots
 from fp8engine.recipe import Cast, Recipe
-from fp8engine.reference import Operand, Slot
+from fp8engine.reference import Slot
 from fp8engine.reference.operand import COUNTERS
 from fp8engine.reference.scale import FP32_MAX
+from fp8engine.shared_input import SharedInput, siblings
 
 ROLES = ("input", "weight", "grad_output")
 OUTPUT = "output"
-# Operands made of one tensor, and the slot that counted each.
-Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "turned") for the transpose under it
 
 
 def in_backward() -> bool:
@@ -85,26 +84,6 @@ class SlotView:
         }
 
 
-class LatestInput:
-    """Operands of the tensor that a layer of a model read last: forgotten when that tensor is freed or written."""
-
-    def __init__(self):
-        self.forget()
-
-    def forget(self, *_: object) -> None:
-        """Keep nothing."""
-        self.tensor, self.version, self.kept = None, -1, {}
-
-    def operands(self, x: torch.Tensor) -> Kept:
-        """What has been made of this very tensor so far; the caller adds to it."""
-        if self.tensor is None or self.tensor() is not x or self.version != x._version:
-            self.tensor, self.version, self.kept = weakref.ref(x, self.forget), x._version, {}
-        return self.kept
-
-    def __reduce__(self):
-        return LatestInput, ()
-
-
 def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
     """What `scale_update` knows of a slot."""
     return cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2
@@ -119,7 +98,8 @@ class ScalingState:
     def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
         self.layers = list(layers)
         self.delayed = any(recipe.delayed for _, recipe in self.layers)
-        self.latest = LatestInput()
+        self.shared = SharedInput()
+        self.parents = siblings(name for name, _ in self.layers)
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
@@ -210,8 +190,24 @@ class ScalingState:
             made = self._slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
         return made
 
-    def begin_step(self, *_: object) -> None:
-        """The root's forward begins: enter the last step's amaxes, if this is a training step and not a recompute."""
+    def begin_forward(self, *_: object) -> None:
+        """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
+        self.begin_step()
+        if not torch.compiler.is_compiling():
+            self.shared.begin()
+
+    def end_forward(self, *_: object) -> None:
+        """The root's forward has ended, or failed: nothing that was made of its inputs outlives it."""
+        if not torch.compiler.is_compiling():
+            self.shared.end()
+
+    def watch(self, root: nn.Module) -> None:
+        """Follow the forwards of the model that the layers are part of."""
+        root.register_forward_pre_hook(self.begin_forward)
+        root.register_forward_hook(self.end_forward, always_call=True)
+
+    def begin_step(self) -> None:
+        """Enter the last step's amaxes, if this is a training step and not a recompute."""
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self._update()
@@ -234,7 +230,6 @@ class ScalingState:
         """Enter this step's amaxes into the windows and predict the next scales."""
         came, self.begun = self.backward_seen, True
         self.backward_seen = self.recomputed = False
-        self.latest.forget()  # a tensor read again in the next step enters that step's amax again
         self._update()
         if self.clock is not None:
             self.clock(came)

@@ -150,7 +150,7 @@ def with_root(model: Model) -> Model:
     model._forward_pre_hooks.clear()
     for layer in model.layers:
         layer.numerics.alone = False
-    model.register_forward_pre_hook(state_of(model).begin_step)
+    state_of(model).watch(model)
     return model
 
 

@@ -1,6 +1,6 @@
-"""In-place operations on the results of converted and fused layers: the same bits as the operation that is not in place.
+"""In-place operations on the results of converted and fused layers: the bits of operations that are not in place.
 
-A view that an autograd Function returns cannot be written in place, and a result that is saved for backward must not be.
+Autograd refuses to write into a view that a Function returns, and into a result that a Function has saved.
 """
 
 import copy

@@ -28,7 +28,7 @@ HOUSE = (
     ("L2", "ops.py"),
     ("L2", "producers.py"),
     ("L3", "tensor.py", "prediction.py"),
-    ("L4", "output_slots.py"),
+    ("L4", "output_slots.py", "shared_input.py"),
     ("L4", "scaling.py", "stats.py"),
     ("L5", "choice.py"),
     ("L5", "policy.py", "flow/"),

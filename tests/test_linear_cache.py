@@ -184,16 +184,6 @@ def test_an_input_changed_in_place_between_two_layers_is_cast_again(recipe: str,
     assert fe.scaling_state(model)["b.input"].amax == x.abs().max()
 
 
-def test_kept_operands_do_not_outlive_their_tensor():
-    model = converted(Attention())
-    x = torch.randn(6, 48)
-    model(x)
-    latest = state_of(model).latest
-    assert len(latest.kept) == 1
-    del x
-    assert latest.kept == {}
-
-
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_the_same_tensor_in_the_next_step_enters_that_steps_history(recipe: str):
     # A benchmark, or a full-batch training, passes one tensor again and again.

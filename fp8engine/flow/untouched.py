@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.scaling import LatestInput, ScalingState
+from fp8engine.scaling import ScalingState
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
-FLAGS = ("backward_seen", "recomputed", "latest")
+FLAGS = ("backward_seen", "recomputed")
 
 
 @contextlib.contextmanager
@@ -50,8 +50,6 @@ def _scaling(model: nn.Module) -> Iterator[None]:
     ran = [(numerics, numerics.ran) for numerics in layers]
     tables = [(getattr(state, name), getattr(state, name).clone()) for state in states for name in TABLES]
     flags = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
-    for state in states:
-        state.latest = LatestInput()
     try:
         yield
     finally:

@@ -24,9 +24,10 @@ from fp8engine import ops
 from fp8engine.dispatch import asked, inherited
 from fp8engine.errors import GradientError
 from fp8engine.functional import stored
-from fp8engine.functional.numerics import Numerics, both, holding, operand, plain, transpose
+from fp8engine.functional.numerics import Numerics, both, holding, operand, transpose
+from fp8engine.functional.weight import Copies
 from fp8engine.reference import Operand, Store, column_sums
-from fp8engine.scaling import Kept
+from fp8engine.shared_input import Kept
 
 ON_CODES = ("triton", "cublas")  # backends that multiply FP8 codes, both operands lying along what is summed
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
@@ -49,16 +50,22 @@ class Gradient(NamedTuple):
 class Call:
     """What one call of a layer decides in forward and reads in backward, beside the tensors that are saved.
 
-    x: its input, for its device.  needs: whether input, weight and bias want gradients.  record: whether amaxes enter
-    the history.
+    x, weight: its input and its weight [..., N, K], for their device and sizes.  needs: whether input, weight and bias
+    want gradients.  record: whether amaxes enter the history.
     """
 
-    def __init__(self, numerics: Numerics, x: torch.Tensor, bias_N, needs: Sequence[bool], record: bool):
+    def __init__(
+        self, numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, needs: Sequence[bool], record: bool
+    ):
         self.numerics, self.record = numerics, record
         self.plan = numerics.plan  # as it is now: another step may begin, under another, before this one's backward
         self.needs_x, self.needs_w, self.needs_b = needs
         self.compiling = torch.compiler.is_compiling()
-        self.backend = graphs_run_on(x.device) if self.compiling else numerics.ran
+        if self.compiling:
+            self.backend = graphs_run_on(x.device)
+        else:
+            rows = x.numel() // max(x.shape[-1], 1)
+            self.backend = numerics.ran = ops.choose(x.device, self.plan.by_block, (rows, weight.shape[-2]))
         self.asked = None if self.compiling else asked()
         on_codes = self.backend in ON_CODES
         self.turned_input = self.needs_w and on_codes and self.plan.input_serves_both
@@ -124,7 +131,8 @@ class Call:
         self.observe("weight", weight_NK)
         weights = numerics.kept_of_weight(weight_NK, self.record)
         slot, hold = numerics.slot("weight", self.record), holding(weight_NK, self.backend)
-        holds = self.needs_x and (numerics.weight.holds if plain(weight_NK) else self.compiling)
+        copies = weights if isinstance(weights, Copies) else None  # None: nothing outlives the call
+        holds = self.needs_x and (self.compiling or (copies is not None and copies.held))
         turned = NOTHING
         if self.turned_weight and holds:
             b, b_t = both(weight_NK, second, weights, slot)
@@ -138,8 +146,8 @@ class Call:
             if fp8 and self.record and numerics.looks_at_output:
                 self.observe("output", y_MN)
         if not self.compiling:
-            if self.turned_weight or second is not self.plan.dgrad[1]:
-                numerics.weight.after_forward(weights, second.how.get(hold))
+            if copies is not None and (self.turned_weight or second is not self.plan.dgrad[1]):
+                copies.after_forward(second.how.get(hold))
             self.weights = weights if holds else {}
         return y_MN, turned
 

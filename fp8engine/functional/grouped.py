@@ -39,10 +39,11 @@ from fp8engine.functional.groups import (
     ungroupable,
 )
 from fp8engine.functional.linear import check, dtype_of_result, enter
-from fp8engine.functional.numerics import Casting, Numerics, operand, plain
+from fp8engine.functional.numerics import Casting, Numerics, operand
 from fp8engine.functional.ready import suited
+from fp8engine.functional.weight import Copies
 from fp8engine.reference import How, Operand, Slot, column_sums
-from fp8engine.scaling import Kept
+from fp8engine.shared_input import Kept
 
 
 def grouped_linear(
@@ -125,7 +126,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx, x_TK, weight_ENK, bias_EN, numerics: Numerics, asked_for: _Asked):
         # Without gradients torch says what would need some, and nothing will be read.
         needs = ctx.needs_input_grad[:3] if asked_for.record else (False, False, False)
-        call = _Experts(numerics, x_TK, bias_EN, needs, asked_for.record)
+        call = _Experts(numerics, x_TK, weight_ENK, bias_EN, needs, asked_for.record)
         call.groups_of_rows = asked_for.groups
         a, saved = call.cast_rows(x_TK)
         y_TN = call.experts_forward(a, weight_ENK, bias_EN, asked_for.out)
@@ -163,11 +164,12 @@ class _Experts(Call):
         self.observe("weight", weight_ENK.flatten(0, 1))
         weights = numerics.kept_of_weight(weight_ENK, self.record)
         slot, hold = numerics.slot("weight", self.record), self._holding(weight_ENK)
-        holds = self.needs_x and plain(weight_ENK) and numerics.weight.holds
+        copies = weights if isinstance(weights, Copies) else None
+        holds = self.needs_x and copies is not None and copies.held
         b = _of_weight(weight_ENK, second, weights, slot, hold)
         y_TN = self._each_row(a, b, False, bias_EN, out, "forward")
-        if second is not self.plan.dgrad[1]:
-            numerics.weight.after_forward(weights, second.how.get(hold))
+        if copies is not None and second is not self.plan.dgrad[1]:
+            copies.after_forward(second.how.get(hold))
         self.weights = weights if holds else {}
         return y_TN
 

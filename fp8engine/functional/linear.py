@@ -54,7 +54,6 @@ def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> bool:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         numerics.state.enter()
-        numerics.ran = ops.choose(x.device, numerics.plan.by_block, (x.numel() // max(x.shape[-1], 1), len(weight_NK)))
     elif numerics.alone:
         numerics.state.begin_step()
     return torch.is_grad_enabled() or (not compiling and in_backward())
@@ -86,7 +85,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
         # Without gradients torch still says that a parameter needs one: nothing is cast or kept for a backward then.
         needs = ctx.needs_input_grad[:3] if record else (False, False, False)
-        call = Call(numerics, x, bias_N, needs, record)
+        call = Call(numerics, x, weight_NK, bias_N, needs, record)
         if isinstance(x, Float8Tensor):
             a, saved = take(call, x)
         else:

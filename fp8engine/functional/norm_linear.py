@@ -39,6 +39,7 @@ from fp8engine.functional.parts import (
     check_memory,
     keep,
     kept,
+    made_together,
     produced,
     produced_again,
     tensors_of,
@@ -116,7 +117,8 @@ def calls_of(spec: Spec, x: torch.Tensor, parameters: Sequence, needs: Sequence[
     for i, numerics in enumerate(spec.numerics):
         before = 3 + (2 * made if i >= made else 0)
         own = needs[3 + 2 * i : 5 + 2 * i]
-        calls.append(Call(numerics, x, parameters[2 * i + 1], (any(needs[:before]), *own), spec.record))
+        weight_NK, bias_N = parameters[2 * i : 2 * i + 2]
+        calls.append(Call(numerics, x, weight_NK, bias_N, (any(needs[:before]), *own), spec.record))
     return calls
 
 
@@ -140,8 +142,8 @@ class Entry:
         if self.norm is None:
             x_MK = matrix(x)
             pairs = [
-                take(call, x) if isinstance(x, Float8Tensor) else call.cast_input(x_MK, call.numerics.kept_of_input(x))
-                for call in self.calls
+                take(call, x) if isinstance(x, Float8Tensor) else call.cast_input(x_MK, made_so_far)
+                for call, made_so_far in zip(self.calls, made_together(self.calls), strict=True)
             ]
         else:
             pairs, (rows,) = produced(self.calls, self._make(matrix(x), gamma_K, beta_K))

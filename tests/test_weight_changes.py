@@ -1,0 +1,185 @@
+"""Writes to a weight that move no version counter: found on a CPU by sampled values; on a card nothing relies on them.
+
+`as_on_a_card` takes the samples away: there, reading one would wait for the device.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import FP8_RECIPES, converted, numerics_of
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+import fp8engine as fe
+from fp8engine import device, execute
+from fp8engine.functional import weight as weights
+
+N, K = 32, 48
+
+
+@pytest.fixture
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a weight is read by the host."""
+    monkeypatch.setattr(weights, "_sample", lambda weight: [])
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operation of every cast of a weight."""
+    seen = []
+    for name in ("quantize", "cast_transpose"):
+        real = getattr(execute, name)
+
+        def spy(x_MK, how, *rest, name=name, real=real):
+            if x_MK.shape in ((N, K), (K, N)):
+                seen.append(name)
+            return real(x_MK, how, *rest)
+
+        monkeypatch.setattr(execute, name, spy)
+    return seen
+
+
+def train(layer: nn.Module, x: torch.Tensor, steps: int = 12) -> list[float]:
+    """Losses of steps of gradient descent that write `p.data`, as many optimizers of other people do."""
+    target, losses = x[:, 1:2].expand(-1, 8), []
+    for _ in range(steps):
+        layer.zero_grad()
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        for p in layer.parameters():
+            p.data -= 0.05 * p.grad
+        losses.append(loss.item())
+    return losses
+
+
+def recast_at_every_use(layer: fe.Linear) -> fe.Linear:
+    """The same layer, which keeps no copy of its weight."""
+    twin = fe.Linear(layer.in_features, layer.out_features, recipe=numerics_of(layer).recipe)
+    twin.load_state_dict(layer.state_dict())
+    numerics_of(twin).weight.cache = False
+    return twin
+
+
+@pytest.mark.parametrize("width", [48, 64, 784])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_an_optimizer_that_writes_data_learns_though_a_feature_is_always_zero(recipe: str, width: int):
+    """Like MNIST's first pixels: a column of zero gradients, in which all of eight samples once lay."""
+    x = torch.randn(64, width)
+    x[:, 0] = 0
+    layer = fe.Linear(width, 8, recipe=recipe)
+    twin = recast_at_every_use(layer)
+    assert train(layer, x) == train(twin, x)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_an_optimizer_that_writes_data_is_followed_where_nothing_is_sampled(recipe: str, as_on_a_card):
+    x, layer = torch.randn(64, K), fe.Linear(K, 8, recipe=recipe)
+    assert layer.weight._version > 0, "its counter stands still, but not at 0"
+    twin = recast_at_every_use(layer)
+    losses = train(layer, x)
+    assert losses == train(twin, x)
+    assert losses[-1] < 0.7 * losses[0], "the exact value is the twin's; without learning it stays at the first"
+
+
+def test_microbatches_share_a_cast_where_the_counter_was_seen_to_move(as_on_a_card, casts: list[str]):
+    layer = fe.Linear(K, N, recipe="current")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, foreach=False)
+    counts = []
+    for _ in range(4):
+        for _ in range(3):
+            layer(torch.randn(6, K, requires_grad=True)).sum().backward()
+        counts.append(len(casts))
+        casts.clear()
+        optimizer.step()
+    # Three microbatches cast three times until the counter has moved once, then twice, then once a version.
+    assert counts == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_weights_changed_casts_again(recipe: str, kind: str, as_on_a_card):
+    model = converted(nn.Sequential(nn.Linear(K, N) if kind == "linear" else Conv1D(N, K)), recipe).eval()
+    x = torch.randn(6, K)
+    with torch.no_grad():
+        model[0].bias.zero_()
+        before = model(x).clone()
+        model[0].weight.data.mul_(2)
+        fe.weights_changed(model)
+        after = model(x)
+    # Doubling is exact in every format and moves every scale by a power of two.
+    assert torch.equal(after, 2 * before)
+
+
+def test_weights_changed_refuses_a_model_that_is_not_converted():
+    with pytest.raises(fe.errors.ConversionError, match=r"Sequential has no converted layers; call fe\.convert first"):
+        fe.weights_changed(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_nothing_holds_the_storage_of_a_weight_that_was_moved_away():
+    layer = fe.Linear(K, N, recipe="current")
+    layer(torch.randn(6, K)).sum().backward()
+    layer.eval()(torch.randn(6, K))
+    storage = layer.weight.untyped_storage()
+    layer.weight.data = torch.empty(0)
+    assert torch._C._storage_Use_Count(storage._cdata) == 1, "this test's own"
+
+
+def test_a_new_parameter_at_the_old_address_is_another_weight(as_on_a_card):
+    layer = fe.Linear(K, N, bias=False, recipe="current").eval()
+    x, memory = torch.randn(6, K), torch.randn(N, K)
+    with torch.no_grad():
+        layer.weight = nn.Parameter(memory)
+        layer.weight.add_(0)
+        first = layer(x).clone()
+        memory.data.mul_(2)
+        layer.weight = nn.Parameter(memory.detach())  # the same address and version counter
+        assert torch.equal(layer(x), 2 * first)
+
+
+@pytest.mark.parametrize("stored_by_row", [True, False])
+@pytest.mark.parametrize("shape", [(10, 784), (784, 10), (1, 4096), (4096, 4096), (512, 512), (33, 5), (64, 128)])
+def test_samples_are_spread_over_rows_and_columns(shape: tuple[int, int], stored_by_row: bool):
+    n, k = shape
+    index = torch.arange(n * k).view(shape)
+    weight = index.float() if stored_by_row else index.t().contiguous().t().float()
+    found = torch.tensor(weights._sample(weight)).long()
+    assert 20 <= len(found) <= 64
+    rows, columns = (found // k).unique(), (found % k).unique()
+    assert len(rows) >= min(n, 20)
+    assert len(columns) >= min(k, 20)
+    for places, size in ((rows, n), (columns, k)):
+        gaps = torch.diff(torch.cat([torch.tensor([-1]), places, torch.tensor([size])]))
+        assert gaps.max() <= max(size // 8, 2), "no eighth of the rows or columns without a sample"
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_graph_that_is_captured_after_warm_up_casts_the_weight(
+    recipe: str, as_on_a_card, casts: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """docs/recipes.md: three steps on a side stream, then the capture.  A replay repeats the fourth step's launches."""
+    layer, x, dy = fe.Linear(K, N, recipe=recipe), torch.randn(16, K, requires_grad=True), torch.randn(16, N)
+    with fe.backend("reference"):
+        for _ in range(3):
+            layer(x).backward(dy)
+        casts.clear()
+        monkeypatch.setattr(device, "capturing", lambda where: True)
+        y = layer(x)
+        forward = len(casts)
+        y.backward(dy)
+        monkeypatch.setattr(device, "capturing", lambda where: False)
+    assert forward == 1
+    assert fe.inspect(layer).layers[0]["kept_bytes"] == 0
+
+
+@pytest.mark.parametrize("cache", ["auto", True])
+def test_a_replay_that_changed_the_weight_is_seen_by_eager_code(cache, as_on_a_card, monkeypatch: pytest.MonkeyPatch):
+    layer = fe.Linear(K, N, bias=False, recipe=replace(fe.current(), cache_weights=cache))
+    x = torch.randn(16, K)
+    monkeypatch.setattr(device, "capturing", lambda where: True)
+    layer(x).sum().backward()
+    monkeypatch.setattr(device, "capturing", lambda where: False)
+    with torch.no_grad():
+        before = layer(x).clone()
+        layer.weight.data.mul_(2)  # what a replay of forward, backward and optimizer does: no counter moves
+        assert torch.equal(layer(x), 2 * before)
