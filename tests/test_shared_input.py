@@ -6,6 +6,7 @@ A refill is a write that moves no version counter: through NumPy, through `.data
 import sys
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import fp8engine as fe
 from fp8engine import execute, shared_input
 
 WIDTH = 48
+MADE: Any = ()  # stands for an operand
 
 
 class Attention(nn.Module):
@@ -74,7 +76,7 @@ def by_data(x: torch.Tensor) -> None:
     x.data.mul_(-2)
 
 
-def apart(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def apart(model: Any, x: torch.Tensor) -> torch.Tensor:
     """q, k and v of three tensors, so that nothing can be shared."""
     return torch.cat([layer(x.clone()) for layer in (model.q, model.k, model.v)], -1)
 
@@ -142,7 +144,7 @@ def test_operands_are_freed_with_their_tensor():
     shared.begin()
     x = torch.randn(6, WIDTH)
     kept = shared.operands(x, 0, "attn")
-    kept["cast"] = None
+    kept["cast"] = MADE
     assert shared.operands(x, 1, "attn") is kept
     del x
     assert kept == {}
@@ -157,7 +159,7 @@ def test_another_thread_shares_nothing():
 
     shared.begin()
     mine = shared.operands(x, 0, "attn")
-    mine["cast"] = None
+    mine["cast"] = MADE
     worker = threading.Thread(target=serve)
     worker.start()
     worker.join()
@@ -169,7 +171,7 @@ def test_another_thread_shares_nothing():
 def test_what_a_sibling_does_not_read(change: str, monkeypatch: pytest.MonkeyPatch):
     shared, x = shared_input.SharedInput(), torch.randn(6, WIDTH)
     shared.begin()
-    shared.operands(x, 0, "attn")["cast"] = None
+    shared.operands(x, 0, "attn")["cast"] = MADE
     if change == "version":
         x.add_(0)
     if change == "capture":

@@ -48,6 +48,7 @@ def train(layer: nn.Module, x: torch.Tensor, steps: int = 12) -> list[float]:
         loss = (layer(x) - target).square().mean()
         loss.backward()
         for p in layer.parameters():
+            assert p.grad is not None
             p.data -= 0.05 * p.grad
         losses.append(loss.item())
     return losses
