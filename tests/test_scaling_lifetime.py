@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
+from fp8engine.reference.operand import COUNTERS
 
 RECIPES = ["delayed", "current"]
 
@@ -314,7 +315,7 @@ def test_a_root_that_is_passed_by_still_updates(start: Net, recipe: str):
     model, other = (converted(copy.deepcopy(start), recipe) for _ in range(2))
     assert train(other, other.forward) == train(model)
     assert same(weights(other), weights(model))
-    assert same(tables(other), tables(model))
+    assert same(exact_tables(other), exact_tables(model))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -329,7 +330,13 @@ def test_a_wrapper_around_the_model_changes_nothing(start: Net, recipe: str):
 
     model, wrapped = converted(copy.deepcopy(start), recipe), Wrapper(converted(copy.deepcopy(start), recipe))
     assert train(wrapped) == train(model)
-    assert same(tables(wrapped), tables(model))
+    assert same(exact_tables(wrapped), exact_tables(model))
+
+
+def exact_tables(model: nn.Module) -> list[torch.Tensor]:
+    """`tables` without the sampled counters: siblings share a cast, and its sample, only within a forward of the root."""
+    history, live, counts = tables(model)
+    return [history, live, counts[[i for i, name in enumerate(COUNTERS) if name not in ("sampled", "underflowed")]]]
 
 
 def test_two_converted_models_do_not_share_anything():
