@@ -153,8 +153,17 @@ def test_what_it_refuses(folder: Path, tmp_path: Path):
     refused("it is not UTF-8", *read, "--text", text)
     refused("device 'cuda:77' cannot be used", *read, "--device", "cuda:77")
     refused("cannot write in", *read, "--out", text)
-    refused("nothing to convert in LlamaForCausalLM", *read, "-r", "fp32", "--out", tmp_path)
     assert not (tmp_path / "compare.json").exists()
+
+
+def test_the_models_own_precision_is_a_row_of_the_table(folder: Path, tmp_path: Path):
+    arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
+    shown = call(*arguments, "-r", "fp32", "-r", "current")
+    assert shown.exit_code == 0, shown.output
+    (row,) = [line for line in shown.stdout.splitlines() if "100.00%" in line and "fp32" in line]
+    assert "equal" in row
+    assert "fp32: the worst" not in shown.stdout
+    assert "recipe: fp32, which it computes in already" in shown.stdout
 
 
 def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):

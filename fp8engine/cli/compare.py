@@ -100,7 +100,8 @@ def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     screen = console()
     screen.print(compare_show.table(found))
     for result in found.results:
-        screen.print(compare_show.layer_table(result))
+        if result.worst() is not None:
+            screen.print(compare_show.layer_table(result))
     for line in [*compare_show.left_alone(found), *(f"note: {note}" for note in notes)]:
         screen.print(line, soft_wrap=True, markup=False, highlight=False)
     if len(written) == 1:
