@@ -177,7 +177,12 @@ def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):
 def test_fp8_weights_are_not_dequantised_and_compared(folder: Path, tmp_path: Path):
     """transformers would do it without an FP8 card, and what is compared would be neither."""
     fe.hf.export(transformers.LlamaForCausalLM.from_pretrained(folder / "model"), tmp_path / "served", "blockwise")
-    refused("quantised already (fp8): want the 16- or 32-bit weights", tmp_path / "served", "--tokenizer", "bytes")
+    refused(
+        "quantised already (compressed-tensors): want the 16- or 32-bit weights",
+        tmp_path / "served",
+        "--tokenizer",
+        "bytes",
+    )
 
 
 def test_what_it_refuses_of_a_folder(tmp_path: Path, monkeypatch):

@@ -104,9 +104,10 @@ def fp8_layers(heads: Mapping[str, Header], stored: Stored) -> list[str]:
 
 def _check_scale(layer: str, heads: Mapping[str, Header], stored: Stored) -> None:
     weight = heads[layer + WEIGHT]
-    shapes = {scale_shape(stored.weight, *weight.shape)}
+    cast = stored.recipe_of(layer).weight
+    shapes = {scale_shape(cast, *weight.shape)}
     if stored.layout == OURS:
-        shapes.add(scale_shape(stored.weight, *reversed(weight.shape)))  # a Conv1D's weight is [K, N]
+        shapes.add(scale_shape(cast, *reversed(weight.shape)))  # a Conv1D's weight is [K, N]
     wanted = [(stored.scale_name, shapes)] + ([("input_scale", {(1,)})] if stored.static else [])
     for key, allowed in wanted:
         head = heads.get(f"{layer}.{key}")
@@ -119,5 +120,5 @@ def _check_scale(layer: str, heads: Mapping[str, Header], stored: Stored) -> Non
         if head.shape not in allowed and not (head.shape == () and (1,) in allowed):
             raise StateError(
                 f"{layer}.{key} in {head.file.name} is {list(head.shape)}; a weight of {list(weight.shape)} scaled "
-                f"{stored.weight.granularity} has {' or '.join(str(list(shape)) for shape in sorted(allowed))}"
+                f"{cast.granularity} has {' or '.join(str(list(shape)) for shape in sorted(allowed))}"
             )

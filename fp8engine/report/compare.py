@@ -139,7 +139,7 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
         raise ConversionError(f"{type(model).__name__} has no linear layers")
     twin = _converted(model, recipe, decisions)
     if isinstance(recipe, Auto):
-        show(twin, batches, lambda batch: _run(twin, batch))
+        run_steps(twin, batches)
     elif recipe.delayed:
         fill_history(batches[: recipe.window], lambda batch: _run(twin, batch))
     layers, scores = _Layers(model, twin, decisions), _Scores()
@@ -164,6 +164,11 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
         layers.results(),
     )
     return scores.mean(scores.loss_high), result
+
+
+def run_steps(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Let a model's `auto` layers decide from a few training steps without an optimizer.  Raises ConversionError."""
+    show(model, batches, lambda batch: _run(model, batch))
 
 
 def _converted(model: nn.Module, recipe: Recipe, decisions: list[Decision]) -> nn.Module:
