@@ -1,4 +1,4 @@
-"""What a copy has seen before fp8engine compare judges it: steps under `auto`, a history under `delayed`, else nothing."""
+"""What a copy runs before fp8engine compare judges it: steps under `auto`, a history under `delayed`, else nothing."""
 
 import copy
 import math
