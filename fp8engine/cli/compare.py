@@ -12,7 +12,7 @@ import typer
 from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.demo import files
-from fp8engine.recipe import RECIPES, resolve
+from fp8engine.recipe import RECIPES, Auto, resolve
 from fp8engine.report import compare_show
 from fp8engine.report.compare import Comparison, compare_recipes
 from fp8engine.report.compare_text import batches, pieces
@@ -47,6 +47,13 @@ def command(
     ids, cut = token_ids(chosen, tokens, length)
     if cut:
         notes.append(f"{cut} of {len(ids)} texts were cut to {length} tokens")
+    for asked in recipes:
+        if isinstance(asked, Auto):
+            notes.append(f"{asked.name} has run a few training steps on the text first, without an optimizer")
+        elif asked.delayed:
+            notes.append(
+                f"{asked.name} has read the text first (at most {asked.window} batches), for its predicted scales"
+            )
     found = compare_recipes(model, batches(model, ids, tokens), recipes)
     content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
     content |= compare_show.to_dict(found)

@@ -59,7 +59,7 @@ def command(
     choose(current() if decides else resolve(recipe), layout, "dynamic")  # said before gigabytes are read
     check_target(out)
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
-    loaded, random = load_weights(model, DTYPES[dtype])
+    loaded, notes = load_weights(model, DTYPES[dtype])
     with quiet():
         if skip or decides:
             with warnings.catch_warnings():
@@ -69,12 +69,15 @@ def command(
             tokens = tokens_of(model, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
             run_steps(loaded, batches(loaded, ids, tokens))
+            notes.append(
+                f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table"
+            )
         asked = None if skip or decides else recipe
         try:
             report = export(loaded, out, asked, layout=layout, max_shard_size=max_shard_size)
         except (OSError, SafetensorError) as error:  # no permission, no space
             raise ConversionError(f"cannot write {out}: {error}; nothing was written") from error
-    report = replace(report, notes=random + report.notes)
+    report = replace(report, notes=notes + report.notes)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -85,13 +88,14 @@ def _tell(report: ExportReport) -> None:
     """What a person reads."""
     screen = console()
     table = Table(title=f"{report.path}: {report.recipe}, layout {report.layout}", title_justify="left")
-    for heading in ("layer", "shape", "bytes", "in FP8", "left alone"):
+    for heading in ("layer", "shape", "recipe", "bytes", "in FP8", "left alone"):
         table.add_column(heading, justify="left" if heading[0] == "l" else "right", overflow="fold")
     for layer in report.layers:
         shape = "x".join(map(str, layer["shape"]))
-        table.add_row(layer["name"], shape, f"{layer['bytes_before']:,}", f"{layer['bytes_after']:,}", "")
+        before, after = (f"{layer[key]:,}" for key in ("bytes_before", "bytes_after"))
+        table.add_row(layer["name"], shape, layer["recipe"], before, after, "")
     for layer in report.left:
-        table.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", layer["reason"], style="dim")
+        table.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", "", layer["reason"], style="dim")
     screen.print(table)
     for note in report.notes:
         screen.print(f"note: {note}", markup=False, soft_wrap=True, highlight=False)

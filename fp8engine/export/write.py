@@ -231,12 +231,7 @@ def _write(model, tensors: dict[str, torch.Tensor], stored: Stored, target: Path
         beside = [name for name in BESIDE if (source / name).is_file() and source != folder]
         for name in beside:
             shutil.copy2(source / name, folder / name)
-        names = headers.fp8_layers(headers.read(headers.files_of(folder)), stored)
-        if other := sorted({*names} - {*stored.mixed}) if stored.mixed else []:
-            raise ConversionError(
-                f"export: the layers have several recipes, which config.json keeps by name, and transformers writes "
-                f"{other[0]!r} under another name than the model's: convert with one recipe for all"
-            )
+        headers.fp8_layers(headers.read(headers.files_of(folder)), stored)
         os.replace(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

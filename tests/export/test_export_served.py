@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.errors import ConversionError
+from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import Fp8EngineConfig, export, load
 from fp8engine.recipe import Auto
 from fp8engine.select import weight_of
@@ -133,6 +133,56 @@ def test_blocks_that_are_not_whole_become_rows(tmp_path: Path, ids):
     ours.save_pretrained(tmp_path / "again")
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "again")(ids).logits, got)
+
+
+def test_groups_that_do_not_fit_or_are_anothers(tmp_path: Path, ids, damage):
+    def edited(told: str, change) -> None:
+        written = (tmp_path / "out" / "config.json").read_text()
+        damage(tmp_path / "out", config=change)
+        with pytest.raises(StateError, match=told):
+            load(tmp_path / "out")
+        (tmp_path / "out" / "config.json").write_text(written)
+
+    export(odd_sides(), tmp_path / "out", "blockwise")
+    rows = lambda c: c["config_groups"]["group_1"]  # noqa: E731 - four uses, one line each
+    edited(
+        "contradicts itself: weights per tensor, recipe 'rowwise'",
+        lambda c: rows(c)["weights"].update(strategy="tensor"),
+    )
+    edited("a group of config_groups", lambda c: rows(c).update(targets=["re:.*mlp.*"]))
+    edited("a group of config_groups", lambda c: rows(c).update(targets=["Linear"]))
+    edited("static in some groups only", lambda c: rows(c)["input_activations"].update(dynamic=False))
+    edited("recipes is", lambda c: c["fp8engine"].update(recipes=[{"layers": [Q]}]))
+    with torch.no_grad():
+        want = load(tmp_path / "out")(ids).logits
+    damage(tmp_path / "out", config=lambda c: c.pop("fp8engine"))
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "out")(ids).logits, want)
+
+
+def test_names_that_transformers_changes_while_it_writes(tmp_path: Path):
+    """Llava's "model.language_model.layers" is "language_model.model.layers" in the files; groups name the model's."""
+    text = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=320, num_hidden_layers=1, num_attention_heads=2
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=63)
+    kind: Any = transformers.LlavaForConditionalGeneration
+    kind(config).save_pretrained(tmp_path / "plain")
+    model = kind.from_pretrained(tmp_path / "plain").eval()
+    report = export(model, tmp_path / "out", "blockwise")
+    assert report.recipe == "blockwise and rowwise"
+    names = {row["name"]: row["recipe"] for row in report.layers}
+    assert not names.keys() & scales(tmp_path / "out").keys()
+    ours, theirs = load(tmp_path / "out"), kind.from_pretrained(tmp_path / "out")
+    theirs(input_ids=torch.tensor([[1, 2]]))
+    for name, recipe in names.items():
+        layer: Any = ours.get_submodule(name)
+        assert layer.numerics.recipe.name == recipe
+        scale = layer.scale if recipe == "rowwise" else layer.scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert torch.equal(theirs.get_submodule(name).weight, layer.weight.float() * scale)
 
 
 def test_a_whole_layer_follows_the_one_it_is_fused_with(tmp_path: Path):
