@@ -22,7 +22,7 @@ from fp8engine.errors import ConversionError
 from fp8engine.export.layout import COMPRESSED, OURS
 from fp8engine.formats import E4M3
 from fp8engine.modules.linear import Float8Module
-from fp8engine.recipe import Auto, PerBlock, PerTensor, Recipe, blockwise, current, rowwise
+from fp8engine.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 from fp8engine.select import Decision, decide, is_conv1d, linear_layers, parameter_of
 
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
@@ -44,7 +44,9 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
     "compressed-tensors".  Raises ConversionError where nothing is left to write, or the layout cannot hold it.
     """
     decisions, notes = _asked(model, recipe)
-    decisions = [_leave(_decided(decision), model, layout) for decision in decisions]
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    decisions = [_leave(_decided(decision), uses, high, layout) for decision in decisions]
     changed: list[Decision] = []
     if layout != OURS:
         decisions, changed = _alike(decisions)
@@ -124,12 +126,10 @@ def _unseen(record: Record) -> list[str]:
 def _decided(decision: Decision) -> Decision:
     """A layer under `auto` with the recipe by name that serves what was decided; left in 16 bits where none does."""
     recipe = decision.recipe
-    if recipe is None:
-        return decision
-    decided = recipe.name == "auto" and (not isinstance(recipe, Auto) or isinstance(decision.module, Float8Module))
+    if recipe is None or not isinstance(decision.module, Float8Module):
+        return decision  # of a plain model: `layout.choose` refuses by name what cannot be written
+    decided = recipe.name == "auto"
     if not (recipe.input.is_fp8 and recipe.weight.is_fp8):
-        if not isinstance(decision.module, Float8Module):
-            return decision  # asked for of a plain model: refused by name
         why = f"auto decided on {recipe.input.format} here" if decided else f"asked for {recipe.name}"
         return replace(decision, recipe=None, reason=why)
     if not decided:
@@ -142,22 +142,23 @@ def _decided(decision: Decision) -> Decision:
     return replace(decision, recipe=None, reason=why)
 
 
-def _leave(decision: Decision, model: nn.Module, layout: str) -> Decision:
-    """Leave a layer in 16 bits that readers of the layout would not take back."""
+def _leave(decision: Decision, uses: Counter[int], high: list[str], layout: str) -> Decision:
+    """Leave a layer in 16 bits that readers of the layout would not take back.
+
+    uses: how many modules have a parameter, by its id.  high: what transformers keeps in FP32.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     if decision.recipe is None:
         return decision
-    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     conv1d = is_conv1d(decision.module) or not isinstance(decision.module, nn.Linear)
-    high = getattr(model, "_keep_in_fp32_modules", None)
     why = None
-    if shared[id(decision.module.weight)] > 1:
+    if uses[id(decision.module.weight)] > 1:
         why = "its weight is shared with another module, which reads it in 16 bits"
     elif conv1d and layout != OURS:
         held = COMPRESSED if layout == "auto" else layout
         why = f"{held!r} holds nn.Linear only, and this is a Conv1D (layout='fp8engine' holds both)"
-    elif high and not should_convert_module(decision.name, list(high)):
+    elif high and not should_convert_module(decision.name, high):
         why = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
     return decision if why is None else replace(decision, recipe=None, reason=why)
 
@@ -194,9 +195,16 @@ def _whole(decision: Decision, recipe: Recipe) -> bool:
 
 def one_scale(decisions: list[Decision], layout: str) -> list[list[Decision]]:
     """Lists of the layers that are cast under one scale: servers' groups, where scales are per tensor."""
-    per_tensor = [d for d in decisions if d.recipe is not None and isinstance(d.recipe.weight.granularity, PerTensor)]
-    groups = together(per_tensor) if layout != OURS else [[d] for d in per_tensor]
-    return groups + [[d] for d in decisions if d not in per_tensor]
+    if layout == OURS:
+        return [[decision] for decision in decisions]
+    joined: list[Decision] = []
+    single: list[list[Decision]] = []
+    for decision in decisions:
+        if decision.recipe is not None and isinstance(decision.recipe.weight.granularity, PerTensor):
+            joined.append(decision)
+        else:
+            single.append([decision])
+    return together(joined) + single
 
 
 def _grouped(decisions: list[Decision]) -> str:

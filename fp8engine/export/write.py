@@ -62,7 +62,7 @@ class ExportReport:
     def __str__(self) -> str:
         share = self.bytes_after / max(self.bytes_before, 1)
         return (
-            f"{self.path}: {len(self.layers)} layers in FP8 ({self.recipe}, layout {self.layout}), {len(self.left)} "
+            f"{self.path}: {len(self.layers)} layers in FP8 ({self.recipe}; layout {self.layout}), {len(self.left)} "
             f"left alone; {self.bytes_before:,} bytes became {self.bytes_after:,} ({share:.0%})"
         )
 
@@ -111,7 +111,7 @@ def export(
     left = [_row(d) for d in decisions if d.recipe is None] + _embeddings(model)
     notes += _notes(chosen, stored, model, beside)
     written = sum((target / name).stat().st_size for name in files if name.endswith(".safetensors"))
-    names = " and ".join(dict.fromkeys(row["recipe"] for row in layers))
+    names = ", ".join(dict.fromkeys(row["recipe"] for row in layers))
     return ExportReport(str(target), layout, names, layers, left, size, written, files, notes)
 
 

@@ -52,7 +52,7 @@ def test_a_person_gets_a_table(plain: Path, tmp_path: Path):
         "2,048",
         "output head",
         "note: ",
-        "14 layers in FP8 (current, layout fp8e",
+        "14 layers in FP8 (current; layout fp8e",
     ):
         assert part in result.stdout, part
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1

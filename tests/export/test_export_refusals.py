@@ -35,6 +35,10 @@ def test_models_that_are_not_to_be_exported(tmp_path: Path):
     refused("converted by themselves", part, out)
     refused("name an FP8 recipe", tiny_models.llama(), out, fe.Recipe(**bf16_forward()))
     refused("weights of recipe 'custom' are E5M2", tiny_models.llama(), out, e5m2_weights())
+    wide = fe.Recipe(input=fe.Cast(fe.E5M2), weight=fe.Cast(fe.E4M3), grad_output=fe.Cast(fe.E4M3))
+    refused(
+        "inputs of recipe 'custom' are E5M2; 'compressed-tensors' casts them to E4M3", tiny_models.llama(), out, wide
+    )
     refused("no scales per row", tiny_models.llama(), out, "rowwise", layout="fp8")
     refused("nothing to write", tiny_models.llama().to(torch.bfloat16), out, "bf16")
 

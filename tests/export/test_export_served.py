@@ -114,7 +114,7 @@ def test_blocks_that_are_not_whole_become_rows(tmp_path: Path, ids):
     what was written, and E4M3's 31.5 dB everywhere."""
     model = odd_sides()
     report = export(model, tmp_path / "out", "blockwise")
-    assert (report.layout, report.recipe) == ("compressed-tensors", "blockwise and rowwise")
+    assert (report.layout, report.recipe) == ("compressed-tensors", "blockwise, rowwise")
     assert {row["name"] for row in report.layers if row["recipe"] == "rowwise"} == {GATE, UP, DOWN}
     (note,) = [note for note in report.notes if "scale per row" in note]
     assert f"{GATE} and 2 more: its sides are no multiples of the block's" in note
@@ -173,7 +173,7 @@ def test_names_that_transformers_changes_while_it_writes(tmp_path: Path):
     kind(config).save_pretrained(tmp_path / "plain")
     model = kind.from_pretrained(tmp_path / "plain").eval()
     report = export(model, tmp_path / "out", "blockwise")
-    assert report.recipe == "blockwise and rowwise"
+    assert report.recipe == "blockwise, rowwise"
     names = {row["name"]: row["recipe"] for row in report.layers}
     assert not names.keys() & scales(tmp_path / "out").keys()
     ours, theirs = load(tmp_path / "out"), kind.from_pretrained(tmp_path / "out")
