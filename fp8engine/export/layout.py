@@ -86,7 +86,8 @@ def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
         raise ConversionError(f"layout 'fp8' has no scales per row (recipe {recipe.name!r}): {COMPRESSED!r} has")
     if layout != OURS and recipe.input.format != E4M3:
         raise ConversionError(
-            f"inputs of recipe {recipe.name!r} are {recipe.input.format}; {layout!r} casts them to E4M3: use layout={OURS!r}"
+            f"inputs of recipe {recipe.name!r} are {recipe.input.format}; {layout!r} casts them to E4M3: use "
+            f"layout={OURS!r}"
         )
     static = activations == "static"
     if static and not isinstance(recipe.input.granularity, PerTensor):
