@@ -166,6 +166,14 @@ def test_the_models_own_precision_is_a_row_of_the_table(folder: Path, tmp_path: 
     assert "recipe: fp32, which it computes in already" in shown.stdout
 
 
+def test_what_recipes_have_read_before_is_said(folder: Path, tmp_path: Path):
+    arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path, "--json")
+    told = json.loads(call(*arguments, "-r", "current", "-r", "delayed", "-r", "auto").stdout)["notes"]
+    assert "delayed has read the text first (at most 16 batches), for its predicted scales" in told
+    assert "auto has run a few training steps on the text first, without an optimizer" in told
+    assert not any(note.startswith("current") for note in told)
+
+
 def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):
     arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
     shown = call(*arguments, "-r", "current", "-r", "rowwise")

@@ -108,7 +108,7 @@ def _check_resumable(session: Session) -> None:
     keeping = session.keeping
     if any(keeping.path(recipe, session.seed).exists() for recipe in session.recipes):
         return
-    wanted = ", ".join(keeping.path(recipe, session.seed).name for recipe in session.recipes)
+    wanted = " or ".join(keeping.path(recipe, session.seed).name for recipe in session.recipes)
     there = sorted(path.name for path in keeping.folder.glob("*.pt"))
     told = f"{keeping.folder} holds {', '.join(there) or 'no checkpoint'}, and --resume needs {wanted}"
     beside = [path.parent.parent for path in session.out.resolve().parent.glob("*/checkpoints/*.pt")]
@@ -116,7 +116,7 @@ def _check_resumable(session: Session) -> None:
     if names:
         near = difflib.get_close_matches(session.out.name, names, n=1, cutoff=0.5)
         told += (
-            f"; did you mean {near[0]!r}?" * bool(near) + f" Folders beside it that hold some: {', '.join(names[:8])}"
+            f"; did you mean {near[0]!r}?" * bool(near) + f" Folders beside it with checkpoints: {', '.join(names[:8])}"
         )
     raise DemoError(f"nothing to resume: {told}. Name the folder with --out, or leave out --resume to start afresh")
 

@@ -174,7 +174,8 @@ def _alike(decisions: list[Decision]) -> tuple[list[Decision], list[Decision]]:
         for each in group:
             made = each
             if each.recipe is not None and left:
-                why = f"vLLM runs it as one matmul with {left[0].name}, which is in 16 bits (not in layout={OURS!r})"
+                why = f"vLLM runs it as one matmul with {left[0].name}, which stays in 16 bits"
+                why += f"; layout={OURS!r} keeps this layer in FP8"
                 made = replace(each, recipe=None, reason=why)
             elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(rowwise()):
                 why = "its sides are no multiples of the block's"
