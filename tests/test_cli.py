@@ -113,7 +113,13 @@ def test_resume_refuses_a_folder_without_the_checkpoint(tmp_path: Path):
     arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32")
     assert call(*arguments, "--out", tmp_path / "report").exit_code == 0
     refused("reprot/checkpoints holds no checkpoint", *arguments, "--resume", "--out", tmp_path / "reprot")
-    refused("did you mean 'report'?", *arguments, "--resume", "--out", tmp_path / "reprot")
+    refused(
+        "folders beside it with checkpoints: report (did you mean 'report'?). Name",
+        *arguments,
+        "--resume",
+        "--out",
+        tmp_path / "reprot",
+    )
     refused("leave out --resume to start afresh", *arguments, "--resume", "--out", tmp_path / "else" / "where")
     assert os.listdir(tmp_path) == ["report"]
     other = ("--resume", "--out", tmp_path / "report", "--seed", 1)

@@ -115,9 +115,8 @@ def _check_resumable(session: Session) -> None:
     names = sorted({folder.name for folder in beside} - {session.out.resolve().name})
     if names:
         near = difflib.get_close_matches(session.out.name, names, n=1, cutoff=0.5)
-        told += (
-            f"; did you mean {near[0]!r}?" * bool(near) + f" Folders beside it with checkpoints: {', '.join(names[:8])}"
-        )
+        told += f"; folders beside it with checkpoints: {', '.join(names[:8])}"
+        told += f" (did you mean {near[0]!r}?)" if near else ""
     raise DemoError(f"nothing to resume: {told}. Name the folder with --out, or leave out --resume to start afresh")
 
 
