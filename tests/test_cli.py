@@ -108,6 +108,24 @@ def test_resume_goes_on_with_what_is_there(tmp_path: Path):
     refused("steps 6 there, 7 here", *(7 if a == 6 else a for a in arguments), "-r", "fp32", "--resume")
 
 
+def test_resume_refuses_a_folder_without_the_checkpoint(tmp_path: Path):
+    """A misspelt --out once began again at step 0, with exit code 0."""
+    arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32")
+    assert call(*arguments, "--out", tmp_path / "report").exit_code == 0
+    refused("reprot/checkpoints holds no checkpoint", *arguments, "--resume", "--out", tmp_path / "reprot")
+    refused(
+        "folders beside it with checkpoints: report (did you mean 'report'?). Name",
+        *arguments,
+        "--resume",
+        "--out",
+        tmp_path / "reprot",
+    )
+    refused("leave out --resume to start afresh", *arguments, "--resume", "--out", tmp_path / "else" / "where")
+    assert os.listdir(tmp_path) == ["report"]
+    other = ("--resume", "--out", tmp_path / "report", "--seed", 1)
+    refused("holds fp32-seed0.pt, and --resume needs fp32-seed1.pt", *arguments, *other)
+
+
 def test_what_train_refuses(tmp_path: Path):
     (tmp_path / "file").write_text("")
     refused("did you mean 'rowwise'", "train", "--recipe", "rowise")

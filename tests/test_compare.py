@@ -326,8 +326,6 @@ def test_what_it_refuses():
         compare_recipes(model, made, ["curent"])
     with pytest.raises(ConversionError, match="no batches"):
         compare_recipes(model, [], ["current"])
-    with pytest.raises(ConversionError, match="nothing to convert in LlamaForCausalLM"):
-        compare_recipes(model, made, ["fp32"])
     with pytest.raises(ConversionError, match="converted already"):
         compare_recipes(converted(model, "current"), made, ["current"])
     with pytest.raises(ConversionError, match="the text is empty"):
@@ -337,6 +335,10 @@ def test_what_it_refuses():
     plain = nn.Sequential(nn.Embedding(256, 8))
     with pytest.raises(ConversionError, match="Sequential has no linear layers"):
         compare_recipes(plain, batches(plain, [[1, 2]], BYTES), ["current"])
+    only_a_head: Any = nn.ModuleDict({"embed": nn.Embedding(256, 8), "lm_head": nn.Linear(8, 8)})
+    only_a_head.forward = lambda ids: only_a_head.lm_head(only_a_head.embed(ids))
+    with pytest.raises(ConversionError, match="nothing to convert in ModuleDict"):
+        compare_recipes(only_a_head, batches(only_a_head, [[1, 2]], BYTES), ["current"])
     wide = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(ConversionError, match="Sequential cannot be run on token ids: RuntimeError"):
         compare_recipes(wide, batches(wide, [[1, 2]], BYTES), ["current"])

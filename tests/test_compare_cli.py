@@ -153,8 +153,25 @@ def test_what_it_refuses(folder: Path, tmp_path: Path):
     refused("it is not UTF-8", *read, "--text", text)
     refused("device 'cuda:77' cannot be used", *read, "--device", "cuda:77")
     refused("cannot write in", *read, "--out", text)
-    refused("nothing to convert in LlamaForCausalLM", *read, "-r", "fp32", "--out", tmp_path)
     assert not (tmp_path / "compare.json").exists()
+
+
+def test_the_models_own_precision_is_a_row_of_the_table(folder: Path, tmp_path: Path):
+    arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
+    shown = call(*arguments, "-r", "fp32", "-r", "current")
+    assert shown.exit_code == 0, shown.output
+    (row,) = [line for line in shown.stdout.splitlines() if "100.00%" in line and "fp32" in line]
+    assert "equal" in row
+    assert "fp32: the worst" not in shown.stdout
+    assert "recipe: fp32, which it computes in already" in shown.stdout
+
+
+def test_what_recipes_have_read_before_is_said(folder: Path, tmp_path: Path):
+    arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path, "--json")
+    told = json.loads(call(*arguments, "-r", "current", "-r", "delayed", "-r", "auto").stdout)["notes"]
+    assert "delayed has read the text first (at most 16 batches), for its predicted scales" in told
+    assert "auto has run a few training steps on the text first, without an optimizer" in told
+    assert not any(note.startswith("current") for note in told)
 
 
 def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):
@@ -168,7 +185,12 @@ def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):
 def test_fp8_weights_are_not_dequantised_and_compared(folder: Path, tmp_path: Path):
     """transformers would do it without an FP8 card, and what is compared would be neither."""
     fe.hf.export(transformers.LlamaForCausalLM.from_pretrained(folder / "model"), tmp_path / "served", "blockwise")
-    refused("quantised already (fp8): want the 16- or 32-bit weights", tmp_path / "served", "--tokenizer", "bytes")
+    refused(
+        "quantised already (compressed-tensors): want the 16- or 32-bit weights",
+        tmp_path / "served",
+        "--tokenizer",
+        "bytes",
+    )
 
 
 def test_what_it_refuses_of_a_folder(tmp_path: Path, monkeypatch):

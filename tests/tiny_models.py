@@ -15,7 +15,12 @@ def gpt2(**options) -> nn.Module:
 
 def llama(**options) -> nn.Module:
     """q, k, v and gate, up from one input; heads shared by queries."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_decoder(), **options))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_decoder(), **options}))
+
+
+def llama_of_blocks() -> nn.Module:
+    """A llama whose weights are whole numbers of 128x128 blocks."""
+    return llama(hidden_size=128, intermediate_size=256, num_key_value_heads=2, num_hidden_layers=1)
 
 
 def mixtral() -> nn.Module:

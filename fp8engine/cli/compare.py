@@ -9,15 +9,13 @@ from typing import Annotated
 import torch
 import typer
 
-from fp8engine.cli.pretrained import load_pretrained
+from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.demo import files
-from fp8engine.demo.config import DemoError
-from fp8engine.demo.data import read
-from fp8engine.recipe import RECIPES, resolve
+from fp8engine.recipe import RECIPES, Auto, resolve
 from fp8engine.report import compare_show
 from fp8engine.report.compare import Comparison, compare_recipes
-from fp8engine.report.compare_text import Tokens, batches, pieces
+from fp8engine.report.compare_text import batches, pieces
 
 
 @app.command("compare")
@@ -42,13 +40,20 @@ def command(
 ) -> None:
     """Compare a model with itself under FP8: loss, top-1 agreement, embeddings, SQNR of each linear layer."""
     recipes = [resolve(name) for name in dict.fromkeys(recipe or ["current"])]
-    chosen = pieces(_text(text), texts)
+    chosen = pieces(read_text(text), texts)
     files.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
-    _move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ids, cut = _ids(chosen, tokens, length)
+    move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ids, cut = token_ids(chosen, tokens, length)
     if cut:
         notes.append(f"{cut} of {len(ids)} texts were cut to {length} tokens")
+    for asked in recipes:
+        if isinstance(asked, Auto):
+            notes.append(f"{asked.name} has run a few training steps on the text first, without an optimizer")
+        elif asked.delayed:
+            notes.append(
+                f"{asked.name} has read the text first (at most {asked.window} batches), for its predicted scales"
+            )
     found = compare_recipes(model, batches(model, ids, tokens), recipes)
     content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
     content |= compare_show.to_dict(found)
@@ -57,34 +62,6 @@ def command(
         print_json(content | {"files": [str(path) for path in written]})
     else:
         _tell(found, notes, written)
-
-
-def _text(path: Path | None) -> str:
-    if path is None:
-        manual = read(None, 1)
-        return bytes(torch.cat([manual.train, manual.validation]).tolist()).decode()
-    try:
-        found = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DemoError(f"cannot read --text {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
-    if not found.strip():
-        raise DemoError(f"--text {path} is empty: want a text of paragraphs or lines")
-    return found
-
-
-def _move(model: torch.nn.Module, where: str) -> None:
-    try:
-        model.to(where)
-    except (RuntimeError, AssertionError) as error:  # no such device; a torch without CUDA asserts
-        raise DemoError(f"device {where!r} cannot be used: {str(error).splitlines()[0]}") from error
-
-
-def _ids(texts: list[str], tokens: Tokens, length: int) -> tuple[list[list[int]], int]:
-    """(token ids, how many texts were longer than `length`)."""
-    ids = [tokens.encode(text) for text in texts]
-    return [one[:length] for one in ids], sum(len(one) > length for one in ids)
 
 
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
@@ -100,7 +77,8 @@ def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     screen = console()
     screen.print(compare_show.table(found))
     for result in found.results:
-        screen.print(compare_show.layer_table(result))
+        if result.worst() is not None:
+            screen.print(compare_show.layer_table(result))
     for line in [*compare_show.left_alone(found), *(f"note: {note}" for note in notes)]:
         screen.print(line, soft_wrap=True, markup=False, highlight=False)
     if len(written) == 1:

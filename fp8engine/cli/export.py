@@ -12,46 +12,72 @@ import typer
 from rich.table import Table
 from safetensors import SafetensorError
 
-from fp8engine.cli.pretrained import load_weights, quiet
+from fp8engine.cli.pretrained import load_weights, quiet, read_text, token_ids, tokens_of
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.convert import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
 from fp8engine.export import ExportReport, export
 from fp8engine.export.layout import LAYOUTS, choose
 from fp8engine.export.write import check_target
-from fp8engine.recipe import resolve
+from fp8engine.recipe import Auto, current, resolve
+from fp8engine.report.compare import run_steps
+from fp8engine.report.compare_text import batches, pieces
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TEXTS, LENGTH = 64, 128  # paragraphs that auto decides from, and most tokens of each, as in `fp8engine compare`
 
 
 @app.command("export")
 def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; new or empty.", show_default=False)],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="Its weight cast is what is written.")] = "current",
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="Its weight cast is what is written; auto decides it from --text.")
+    ] = "current",
     layout: Annotated[str, typer.Option(help=f"auto, {', '.join(LAYOUTS)}.")] = "auto",
     skip: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help=f"Of everything else: {', '.join(DTYPES)}.")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="What the model reads for -r auto.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER|bytes", help="For --text.", show_default="in the model's folder")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write a model's linear weights in FP8; say what was written, what was left and why."""
     if dtype not in DTYPES:
         raise UnknownName("dtype", dtype, DTYPES)
-    choose(resolve(recipe), layout, "dynamic")  # said before gigabytes are read
+    decides = isinstance(resolve(recipe), Auto)
+    if (text is None) == decides:
+        raise ConversionError(
+            "recipe 'auto' decides from what the layers see while the model reads a text: give --text FILE, or a "
+            "recipe such as 'rowwise'"
+            if decides
+            else f"--text is what recipe 'auto' decides from; recipe {recipe!r} decides nothing: leave it out"
+        )
+    choose(current() if decides else resolve(recipe), layout, "dynamic")  # said before gigabytes are read
     check_target(out)
-    loaded, random = load_weights(model, DTYPES[dtype])
+    chosen = [] if text is None else pieces(read_text(text), TEXTS)
+    loaded, notes = load_weights(model, DTYPES[dtype])
     with quiet():
-        if skip:
+        if skip or decides:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", EmulationWarning)  # nothing is computed here
-                convert(loaded, recipe, overrides=dict.fromkeys(skip, "bf16"))
+                warnings.simplefilter("ignore", EmulationWarning)  # nothing is timed here
+                convert(loaded, recipe, overrides=dict.fromkeys(skip or (), "bf16"))
+        if decides:
+            tokens = tokens_of(model, tokenizer)
+            ids, _ = token_ids(chosen, tokens, LENGTH)
+            run_steps(loaded, batches(loaded, ids, tokens))
+            notes.append(
+                f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table"
+            )
+        asked = None if skip or decides else recipe
         try:
-            report = export(loaded, out, None if skip else recipe, layout=layout, max_shard_size=max_shard_size)
+            report = export(loaded, out, asked, layout=layout, max_shard_size=max_shard_size)
         except (OSError, SafetensorError) as error:  # no permission, no space
             raise ConversionError(f"cannot write {out}: {error}; nothing was written") from error
-    report = replace(report, notes=random + report.notes)
+    report = replace(report, notes=notes + report.notes)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -62,13 +88,14 @@ def _tell(report: ExportReport) -> None:
     """What a person reads."""
     screen = console()
     table = Table(title=f"{report.path}: {report.recipe}, layout {report.layout}", title_justify="left")
-    for heading in ("layer", "shape", "bytes", "in FP8", "left alone"):
+    for heading in ("layer", "shape", "recipe", "bytes", "in FP8", "left alone"):
         table.add_column(heading, justify="left" if heading[0] == "l" else "right", overflow="fold")
     for layer in report.layers:
         shape = "x".join(map(str, layer["shape"]))
-        table.add_row(layer["name"], shape, f"{layer['bytes_before']:,}", f"{layer['bytes_after']:,}", "")
+        before, after = (f"{layer[key]:,}" for key in ("bytes_before", "bytes_after"))
+        table.add_row(layer["name"], shape, layer["recipe"], before, after, "")
     for layer in report.left:
-        table.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", layer["reason"], style="dim")
+        table.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", "", layer["reason"], style="dim")
     screen.print(table)
     for note in report.notes:
         screen.print(f"note: {note}", markup=False, soft_wrap=True, highlight=False)

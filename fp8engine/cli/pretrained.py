@@ -1,4 +1,4 @@
-"""A Hugging Face model folder with its weights and its tokenizer; nothing is downloaded."""
+"""A Hugging Face model folder with its weights and its tokenizer, and the text it reads; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from fp8engine.cli.inspect import load
+from fp8engine.demo.config import DemoError
+from fp8engine.demo.data import read
 from fp8engine.errors import ConversionError
 from fp8engine.report.compare_text import BYTES, Tokens
 
@@ -30,7 +32,7 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
             raise ConversionError(f"{target}: a function brings no tokenizer: give --tokenizer FOLDER, or bytes")
     else:
         model, notes = load_weights(Path(target))
-    return model, _tokens(Path(target), tokenizer), notes
+    return model, tokens_of(Path(target), tokenizer), notes
 
 
 def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, list[str]]:
@@ -73,6 +75,36 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
+def read_text(path: Path | None) -> str:
+    """The text of a file, or of Python's own manual.  Raises DemoError."""
+    if path is None:
+        manual = read(None, 1)
+        return bytes(torch.cat([manual.train, manual.validation]).tolist()).decode()
+    try:
+        found = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DemoError(f"cannot read --text {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
+    if not found.strip():
+        raise DemoError(f"--text {path} is empty: want a text of paragraphs or lines")
+    return found
+
+
+def move(model: nn.Module, where: str) -> None:
+    """Put a model on a device.  Raises DemoError for one that is not there."""
+    try:
+        model.to(where)
+    except (RuntimeError, AssertionError) as error:  # no such device; a torch without CUDA asserts
+        raise DemoError(f"device {where!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def token_ids(texts: list[str], tokens: Tokens, length: int) -> tuple[list[list[int]], int]:
+    """(token ids, how many texts were longer than `length`)."""
+    ids = [tokens.encode(text) for text in texts]
+    return [one[:length] for one in ids], sum(len(one) > length for one in ids)
+
+
 def _check_plain(folder: Path, config: Any) -> None:
     """transformers would dequantise such weights without an FP8 card, and what is then measured is no longer them."""
     if found := getattr(config, "quantization_config", None):
@@ -83,7 +115,8 @@ def _check_plain(folder: Path, config: Any) -> None:
         )
 
 
-def _tokens(folder: Path, asked: str | None) -> Tokens:
+def tokens_of(folder: Path, asked: str | None) -> Tokens:
+    """The tokenizer asked for, or of a model's folder.  Raises ConversionError."""
     if asked == BYTES_NAME:
         return BYTES
     where = Path(asked) if asked else folder

@@ -7,6 +7,7 @@ there; a second Ctrl-C ends it at once, and what is on the disk is still whole.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import signal
 import threading
 from collections.abc import Iterator
@@ -66,9 +67,11 @@ class Outcome:
 def train(config: Config, session: Session, screen: Screen | None = None) -> Outcome:
     """Train under each recipe in turn; the report is written after each, of `auto` also its page and its plan.
 
-    Raises DemoError (a folder that cannot be written, before training; a full disk, with the last checkpoint and report
-    whole) and StateError (a checkpoint to resume that is not this run's).
+    Raises DemoError (nothing to resume, or a folder that cannot be written, before training; a full disk, with the last
+    checkpoint and report whole) and StateError (a checkpoint to resume that is not this run's).
     """
+    if session.resume:
+        _check_resumable(session)
     files.check_writable(session.out)
     screen = screen or Silent()
     results: list[Result] = []
@@ -98,6 +101,23 @@ def train(config: Config, session: Session, screen: Screen | None = None) -> Out
     picture = draw(summary, session.out / "loss.png")
     written += [*([picture] if picture else []), *pages]
     return Outcome(summary, written, received[0] if received else None)
+
+
+def _check_resumable(session: Session) -> None:
+    """Raise DemoError where none of the recipes has a checkpoint, naming what is there and the folders beside it."""
+    keeping = session.keeping
+    if any(keeping.path(recipe, session.seed).exists() for recipe in session.recipes):
+        return
+    wanted = " or ".join(keeping.path(recipe, session.seed).name for recipe in session.recipes)
+    there = sorted(path.name for path in keeping.folder.glob("*.pt"))
+    told = f"{keeping.folder} holds {', '.join(there) or 'no checkpoint'}, and --resume needs {wanted}"
+    beside = [path.parent.parent for path in session.out.resolve().parent.glob("*/checkpoints/*.pt")]
+    names = sorted({folder.name for folder in beside} - {session.out.resolve().name})
+    if names:
+        near = difflib.get_close_matches(session.out.name, names, n=1, cutoff=0.5)
+        told += f"; folders beside it with checkpoints: {', '.join(names[:8])}"
+        told += f" (did you mean {near[0]!r}?)" if near else ""
+    raise DemoError(f"nothing to resume: {told}. Name the folder with --out, or leave out --resume to start afresh")
 
 
 def _explain(trainer: Trainer, folder: Path) -> list[Path]:

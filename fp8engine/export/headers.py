@@ -104,9 +104,11 @@ def fp8_layers(heads: Mapping[str, Header], stored: Stored) -> list[str]:
 
 def _check_scale(layer: str, heads: Mapping[str, Header], stored: Stored) -> None:
     weight = heads[layer + WEIGHT]
-    shapes = {scale_shape(stored.weight, *weight.shape)}
+    recipes = [stored.mixed[layer]] if layer in stored.mixed else [stored.recipe, *stored.mixed.values()]
+    casts = {recipe.weight for recipe in recipes}  # several for a name that transformers will change while it loads
+    shapes = {scale_shape(cast, *weight.shape) for cast in casts}
     if stored.layout == OURS:
-        shapes.add(scale_shape(stored.weight, *reversed(weight.shape)))  # a Conv1D's weight is [K, N]
+        shapes |= {scale_shape(cast, *reversed(weight.shape)) for cast in casts}  # a Conv1D's weight is [K, N]
     wanted = [(stored.scale_name, shapes)] + ([("input_scale", {(1,)})] if stored.static else [])
     for key, allowed in wanted:
         head = heads.get(f"{layer}.{key}")
@@ -119,5 +121,5 @@ def _check_scale(layer: str, heads: Mapping[str, Header], stored: Stored) -> Non
         if head.shape not in allowed and not (head.shape == () and (1,) in allowed):
             raise StateError(
                 f"{layer}.{key} in {head.file.name} is {list(head.shape)}; a weight of {list(weight.shape)} scaled "
-                f"{stored.weight.granularity} has {' or '.join(str(list(shape)) for shape in sorted(allowed))}"
+                f"{recipes[0].weight.granularity} has {' or '.join(str(list(shape)) for shape in sorted(allowed))}"
             )

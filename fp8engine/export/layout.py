@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.formats import E4M3
 from fp8engine.modules.serving import scale_name
-from fp8engine.recipe import Cast, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
+from fp8engine.recipe import Auto, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
 
 OURS = "fp8engine"
 COMPRESSED = "compressed-tensors"
@@ -38,6 +38,7 @@ class Stored:
 
     recipe: what layers compute in once they are loaded; its weight cast is what one stored scale covers.
     scale_name: of a weight's scale.  static: whether `input_scale` is stored too.  left: modules that are not FP8.
+    mixed: the recipe of every FP8 layer by name, where they differ; empty where all have `recipe`.
     """
 
     layout: str
@@ -45,11 +46,19 @@ class Stored:
     scale_name: str
     static: bool
     left: tuple[str, ...]
+    mixed: Mapping[str, Recipe] = field(default_factory=dict)
 
-    @property
-    def weight(self) -> Cast:
-        """What one scale of a weight covers."""
-        return self.recipe.weight
+    def recipe_of(self, *names: str) -> Recipe:
+        """A layer's; names: what it may be called."""
+        return next((self.mixed[name] for name in names if name in self.mixed), self.recipe)
+
+
+def check_words(layout: str, activations: str) -> None:
+    """Raises UnknownName for a layout or a scheme of activations that is none."""
+    if layout != "auto" and layout not in LAYOUTS:
+        raise UnknownName("layout", layout, ("auto", *LAYOUTS))
+    if activations not in SCHEMES:
+        raise UnknownName("activation scheme", activations, SCHEMES)
 
 
 def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
@@ -60,10 +69,12 @@ def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
     >>> choose(current(), "auto", "dynamic").layout, choose(blockwise(), "auto", "dynamic").scale_name
     ('compressed-tensors', 'weight_scale_inv')
     """
-    if layout != "auto" and layout not in LAYOUTS:
-        raise UnknownName("layout", layout, ("auto", *LAYOUTS))
-    if activations not in SCHEMES:
-        raise UnknownName("activation scheme", activations, SCHEMES)
+    check_words(layout, activations)
+    if isinstance(recipe, Auto):
+        raise ConversionError(
+            "recipe 'auto' decides from training steps, and a plain model has run none: fe.convert(model, 'auto'), run "
+            "a few steps and export the converted model, or name a recipe such as 'rowwise'"
+        )
     weight, group = recipe.weight, recipe.weight.granularity
     if not (recipe.input.is_fp8 and weight.is_fp8):
         raise ConversionError(f"recipe {recipe.name!r} has no FP8 weight: name an FP8 recipe, such as 'current'")
@@ -73,6 +84,11 @@ def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
         layout = "fp8" if isinstance(group, PerBlock) else COMPRESSED
     if layout == "fp8" and isinstance(group, PerRow):
         raise ConversionError(f"layout 'fp8' has no scales per row (recipe {recipe.name!r}): {COMPRESSED!r} has")
+    if layout != OURS and recipe.input.format != E4M3:
+        raise ConversionError(
+            f"inputs of recipe {recipe.name!r} are {recipe.input.format}; {layout!r} casts them to E4M3: use "
+            f"layout={OURS!r}"
+        )
     static = activations == "static"
     if static and not isinstance(recipe.input.granularity, PerTensor):
         raise ConversionError(
@@ -91,14 +107,24 @@ def to_config(stored: Stored) -> dict[str, Any]:
     ('fp8', [128, 128], 'dynamic')
     """
     scheme, left = SCHEMES[stored.static], list(stored.left)
-    ours = {"recipe": json.loads(stored.recipe.to_json())}
-    group = stored.weight.granularity
+    ours: dict[str, Any] = {"recipe": json.loads(stored.recipe.to_json())}
+    by_recipe: dict[Recipe, list[str]] = {}
+    for name, recipe in stored.mixed.items():
+        by_recipe.setdefault(recipe, []).append(name)
+    if by_recipe:
+        ours["recipes"] = [{"recipe": json.loads(r.to_json()), "layers": names} for r, names in by_recipe.items()]
+    group = stored.recipe.weight.granularity
     if stored.layout == COMPRESSED:
+        # Where schemes differ, by name: vLLM finds "Linear" in QKVParallelLinear before it looks for q_proj.
+        groups = by_recipe or {stored.recipe: ["Linear"]}
         return {
             "quant_method": COMPRESSED,
             "format": "float-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": _scheme(stored)},
+            "config_groups": {
+                f"group_{i}": _scheme(recipe, targets, stored.static)
+                for i, (recipe, targets) in enumerate(groups.items())
+            },
             "ignore": left,
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
@@ -112,18 +138,18 @@ def to_config(stored: Stored) -> dict[str, Any]:
     return {"quant_method": OURS, **config, "scale_name": stored.scale_name, **ours}
 
 
-def _scheme(stored: Stored) -> dict[str, Any]:
+def _scheme(recipe: Recipe, targets: list[str], static: bool) -> dict[str, Any]:
     number = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = stored.weight.granularity
+    group = recipe.weight.granularity
     strategy = next(name for name, kind in STRATEGIES.items() if isinstance(group, kind))
     weights = {**number, "strategy": strategy, "dynamic": False}
-    inputs: dict[str, Any] = {**number, "strategy": "tensor", "dynamic": not stored.static}
+    inputs: dict[str, Any] = {**number, "strategy": "tensor", "dynamic": not static}
     if isinstance(group, PerBlock):
         weights["block_structure"] = [group.rows, group.cols]
         inputs |= {"strategy": "group", "group_size": group.cols}
-    elif isinstance(stored.recipe.input.granularity, PerRow):
+    elif isinstance(recipe.input.granularity, PerRow):
         inputs["strategy"] = "token"
-    return {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {"targets": targets, "weights": weights, "input_activations": inputs, "output_activations": None}
 
 
 def parse(config: Mapping[str, Any]) -> Stored:
@@ -137,37 +163,70 @@ def parse(config: Mapping[str, Any]) -> Stored:
     method = config.get("quant_method")
     if method not in LAYOUTS:
         raise UnknownName("quant_method of a checkpoint", method, LAYOUTS)
+    groups: dict[str, PerTensor | PerRow | PerBlock] = {}
     if method == COMPRESSED:
-        found, left = _compressed(config), config.get("ignore")
+        groups, static = _compressed(config)
+        left, weight = config.get("ignore"), groups.pop("Linear", None)
     else:
-        found = _fp8(config)
+        weight, static = _fp8(config)
         left = config.get("modules_to_not_convert") or config.get("ignored_layers")
     if not isinstance(left or [], list) or not all(isinstance(name, str) for name in left or []):
         raise _cannot_read("the list of modules left alone", left)
-    weight, static = found
-    recipe = _recipe(config, method, weight)
+    written = config if method == OURS else config.get(OURS)
+    written = written if isinstance(written, Mapping) else {}
+    recipe = _recipe(written.get("recipe"), method, weight or next(iter(groups.values()), None), check=not groups)
+    mixed = _mixed(written.get("recipes", []), groups)
     if static and not isinstance(recipe.input.granularity, PerTensor):
         raise StateError(f"quantization_config: static activations beside inputs cast {recipe.input.granularity}")
     name = config.get("scale_name") if method == OURS else None
     name = name or ("weight_scale" if method == COMPRESSED else scale_name(recipe.weight))
     if name not in ("weight_scale", "weight_scale_inv"):
         raise _cannot_read("scale_name", name)
-    return Stored(method, recipe, name, static, tuple(left or ()))
+    return Stored(method, recipe, name, static, tuple(left or ()), mixed)
 
 
-def _recipe(config: Mapping[str, Any], method: str, weight: Any) -> Recipe:
-    """Ours where it is written down and agrees with the rest; else the one whose weights are scaled so."""
-    written = config if method == OURS else config.get(OURS)
-    if isinstance(written, Mapping) and "recipe" in written:
-        recipe = Recipe.from_json(json.dumps(written["recipe"]))
-        if weight is not None and recipe.weight.granularity != weight:
-            raise StateError(
-                f"quantization_config contradicts itself: weights {weight}, recipe {recipe.name!r} has weights "
-                f"{recipe.weight.granularity}"
-            )
-        return recipe
+def read_recipes(written: Any) -> dict[str, Recipe]:
+    """The recipe of every layer, from the list that `to_config` writes where they differ.  Raises StateError.
+
+    >>> found = read_recipes([{"recipe": json.loads(rowwise().to_json()), "layers": ["a", "b"]}])
+    >>> [(name, recipe.name) for name, recipe in found.items()]
+    [('a', 'rowwise'), ('b', 'rowwise')]
+    """
+    try:
+        parts = [(Recipe.from_json(json.dumps(part["recipe"])), part["layers"]) for part in written]
+        return {str(name): recipe for recipe, names in parts for name in names}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise _cannot_read("recipes", written) from error
+
+
+def _mixed(written: Any, groups: Mapping[str, Any]) -> dict[str, Recipe]:
+    """The recipe of every layer where they differ: ours, or those under which each group's weights are scaled."""
+    ours = read_recipes(written)
+    if not groups:
+        return ours
+    return {name: _agreeing(ours[name], weight) if name in ours else _of(weight) for name, weight in groups.items()}
+
+
+def _recipe(written: Any, method: str, weight: Any, check: bool) -> Recipe:
+    """Ours where it is written down and, under check, agrees with the weights' scales; else one that has such."""
+    if written is not None:
+        recipe = Recipe.from_json(json.dumps(written))
+        return _agreeing(recipe, weight) if check and weight is not None else recipe
     if method == OURS:
         raise StateError("quantization_config of quant_method 'fp8engine' has no recipe: export the model again")
+    return _of(weight)
+
+
+def _agreeing(recipe: Recipe, weight: Any) -> Recipe:
+    if recipe.weight.granularity != weight:
+        raise StateError(
+            f"quantization_config contradicts itself: weights {weight}, recipe {recipe.name!r} has weights "
+            f"{recipe.weight.granularity}"
+        )
+    return recipe
+
+
+def _of(weight: Any) -> Recipe:
     if isinstance(weight, PerBlock):
         found = blockwise(weight.cols)
         return replace(found, weight=replace(found.weight, granularity=weight))
@@ -185,23 +244,30 @@ def _fp8(config: Mapping[str, Any]) -> tuple[PerTensor | PerBlock | None, bool]:
     return _block(config.get("weight_block_size"), "weight_block_size"), scheme == "static"
 
 
-def _compressed(config: Mapping[str, Any]) -> tuple[PerTensor | PerRow | PerBlock, bool]:
+def _compressed(config: Mapping[str, Any]) -> tuple[dict[str, PerTensor | PerRow | PerBlock], bool]:
+    """(what a scale covers by target: "Linear", or the layers' own names; whether activations are static)."""
     if config.get("format") not in ("float-quantized", "naive-quantized"):
         raise _cannot_read("format", config.get("format"))
     groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
+    if not isinstance(groups, Mapping) or not groups:
         raise _cannot_read("config_groups", groups)
-    (group,) = groups.values()
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise _cannot_read("the group of config_groups", group)
-    weights, inputs = _number(group, "weights"), _number(group, "input_activations")
-    strategy = weights["strategy"] if weights.get("strategy") in STRATEGIES else None
-    if strategy is None:
-        raise _cannot_read("strategy of the weights", weights.get("strategy"))
-    static = inputs.get("dynamic") is False
-    if strategy == "block":
-        return _block(weights.get("block_structure"), "block_structure", needed=True), static
-    return STRATEGIES[strategy](), static
+    found, static = {}, set()
+    for group in groups.values():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        names = [str(name) for name in targets] if isinstance(targets, list) else ["re:"]
+        if (names != ["Linear"] or len(groups) > 1) and any(n == "Linear" or n.startswith("re:") for n in names):
+            raise _cannot_read("a group of config_groups", group)
+        weights, inputs = _number(group, "weights"), _number(group, "input_activations")
+        strategy = weights["strategy"] if weights.get("strategy") in STRATEGIES else None
+        if strategy is None:
+            raise _cannot_read("strategy of the weights", weights.get("strategy"))
+        block = strategy == "block"
+        covers = _block(weights.get("block_structure"), "block_structure", True) if block else STRATEGIES[strategy]()
+        found |= dict.fromkeys(names, covers)
+        static.add(inputs.get("dynamic") is False)
+    if len(static) > 1:
+        raise _cannot_read("activations, static in some groups only,", groups)
+    return found, static.pop()
 
 
 def _number(group: Mapping[str, Any], what: str) -> Mapping[str, Any]:
@@ -223,5 +289,6 @@ def _block(size: Any, what: str, needed: bool = False) -> PerTensor | PerBlock:
 def _cannot_read(what: str, value: object) -> StateError:
     return StateError(
         f"quantization_config: {what} is {value!r}, which this engine does not read; it reads FP8 weights (E4M3) of "
-        "quant_method 'fp8', 'compressed-tensors' (float-quantized, one group for every Linear) or 'fp8engine'"
+        "quant_method 'fp8', 'compressed-tensors' (float-quantized, one group for every Linear or groups that name "
+        "their layers) or 'fp8engine'"
     )

@@ -21,7 +21,7 @@ from torch import nn
 from fp8engine.convert import RECORD, Record
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
-from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, to_config
+from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
 from fp8engine.modules.serving import Served, ServedLinear, attach, trouble
 from fp8engine.recipe import Recipe, resolve
 from fp8engine.select import decide, is_conv1d, weight_of
@@ -45,7 +45,8 @@ class Fp8EngineConfig(QuantizationConfigMixin):
 
     recipe: a Recipe or its name; its weight cast is what is stored (E4M3, one byte a weight), its input cast what
     activations go through when they come.  modules_to_not_convert: names or globs of layers that stay in 16 bits,
-    beside those that fe.convert would leave (heads, tied weights).  The rest is what config.json says of its files.
+    beside those that fe.convert would leave (heads, tied weights).  The rest is what config.json says of its files;
+    recipes: those of its layers, by name, where they differ.
     Raises UnknownName and ConversionError for a recipe that cannot be served.
 
     >>> Fp8EngineConfig("blockwise").to_dict()["scale_name"]
@@ -61,6 +62,7 @@ class Fp8EngineConfig(QuantizationConfigMixin):
         activation_scheme: str = "dynamic",
         scale_name: str | None = None,
         quant_method: str = OURS,
+        recipes: list | None = None,
     ):
         if quant_method != OURS:
             raise UnknownName("quant_method of Fp8EngineConfig", quant_method, [OURS])
@@ -71,16 +73,19 @@ class Fp8EngineConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = list(modules_to_not_convert or [])
         self.activation_scheme = activation_scheme
         self.scale_name = scale_name or stored.scale_name
+        self.mixed = read_recipes(recipes or [])
 
     @staticmethod
     def of(stored: Stored) -> Fp8EngineConfig:
         """The config under which this engine reads what another layout has stored."""
-        return Fp8EngineConfig(stored.recipe, stored.left, SCHEMES[stored.static], stored.scale_name)
+        made = Fp8EngineConfig(stored.recipe, stored.left, SCHEMES[stored.static], stored.scale_name)
+        made.mixed = dict(stored.mixed)
+        return made
 
     def stored(self) -> Stored:
         """What a checkpoint under this config holds."""
         left = tuple(self.modules_to_not_convert)
-        return Stored(OURS, self.recipe, self.scale_name, self.activation_scheme == "static", left)
+        return Stored(OURS, self.recipe, self.scale_name, self.activation_scheme == "static", left, self.mixed)
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json keeps it."""
@@ -126,11 +131,17 @@ class Fp8EngineQuantizer(HfQuantizer):
         else:
             layers, left = self._chosen_layers(model, heads, name_in_file)
         self.left = left
+        mixed, stored = {}, self.quantization_config.stored()
         for name, module in layers:
-            served = self._served(module)
+            key = name_in_file[f"{name}.weight"].removesuffix(".weight")
+            recipe = stored.recipe_of(key, name)
+            served = self._served(module, recipe)
+            if stored.mixed:
+                mixed[name] = recipe
             if self.pre_quantized:
-                _fit_scales(served, name_in_file[f"{name}.weight"].removesuffix("weight"), heads)
+                _fit_scales(served, f"{key}.", heads)
             model.set_submodule(name, served, strict=True)
+        self.quantization_config.mixed = mixed
         self.quantization_config.modules_to_not_convert = list(left)
 
     def _chosen_layers(self, model, heads, name_in_file) -> tuple[list, dict[str, str]]:
@@ -166,8 +177,8 @@ class Fp8EngineQuantizer(HfQuantizer):
             raise ConversionError(f"nothing to load into FP8 in {type(model).__name__}: {why or 'no linear layers'}")
         return layers, left
 
-    def _served(self, module: nn.Module) -> Served:
-        recipe, static = self.quantization_config.recipe, self.quantization_config.activation_scheme == "static"
+    def _served(self, module: nn.Module, recipe: Recipe) -> Served:
+        static = self.quantization_config.activation_scheme == "static"
         if isinstance(module, nn.Linear):
             n, k, bias = module.out_features, module.in_features, module.bias is not None
             made: Served = ServedLinear(k, n, bias, recipe=recipe, static=static, device="meta")

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.convert import RECORD
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import headers
-from fp8engine.export.layout import OURS, Stored, choose, to_config
+from fp8engine.export.layers import choose_layers, one_scale, scheme
+from fp8engine.export.layout import OURS, Stored, check_words, choose, to_config
 from fp8engine.modules.linear import Float8Module
 from fp8engine.modules.serving import Served, quantize_weight
 from fp8engine.recipe import PerBlock, Recipe
-from fp8engine.select import Decision, decide, is_conv1d, linear_layers, parameter_of, weight_of
+from fp8engine.select import Decision, weight_of
 
 # What a tokenizer or a processor is saved as, and nothing of a model.
 BESIDE = (
@@ -35,14 +35,12 @@ BESIDE = (
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 
-EXPERTS = "experts in one 3-D parameter: written in 16 bits"
-
 
 @dataclass(frozen=True)
 class ExportReport:
     """What an export wrote.
 
-    layers: one dict a layer in FP8: name, shape, bytes_before, bytes_after (codes and scales).
+    layers: one dict a layer in FP8: name, shape, recipe, bytes_before, bytes_after (codes and scales).
     left: one a layer or embedding that is not, with the reason.  bytes: of all the model's tensors, before and after.
     notes: what another program will make of it that a user should know.
     """
@@ -64,7 +62,7 @@ class ExportReport:
     def __str__(self) -> str:
         share = self.bytes_after / max(self.bytes_before, 1)
         return (
-            f"{self.path}: {len(self.layers)} layers in FP8 ({self.recipe}, layout {self.layout}), {len(self.left)} "
+            f"{self.path}: {len(self.layers)} layers in FP8 ({self.recipe}; layout {self.layout}), {len(self.left)} "
             f"left alone; {self.bytes_before:,} bytes became {self.bytes_after:,} ({share:.0%})"
         )
 
@@ -80,41 +78,61 @@ def export(
 ) -> ExportReport:
     """Write a transformers model to a new folder with its linear weights in FP8, for vLLM, transformers and `load`.
 
-    recipe: of a model that is not converted ("current" without); a converted one has its own, layer by layer.
-    layout: "compressed-tensors" (scales per tensor or row), "fp8" (128x128 blocks; per tensor for vLLM only),
-    "fp8engine" (also GPT-2's Conv1D; read by `load` only), or "auto": the one that most programs read.
+    recipe: of a model that is not converted ("current" without); a converted one has its own, layer by layer, and of
+    `auto` what it has decided.
+    layout: "compressed-tensors" (scales per tensor, row or block, and layers that differ), "fp8" (128x128 blocks; per
+    tensor for vLLM only), "fp8engine" (also GPT-2's Conv1D; read by `load` only), or "auto": what most programs read.
+    What vLLM and transformers could not read gets a scale per row, or stays in 16 bits; layers and notes say so.
     activations: "dynamic", or "static": a converted model's latest input amaxes become stored scales.
 
     Other tensors keep the model's dtype: `model.to(torch.bfloat16)` first halves what was trained in FP32.
-    Raises ConversionError (no transformers model, quantised already, nothing to export, several recipes, a folder
-    that is not empty), StateError (no scale yet, weights that are not finite), OSError or SafetensorError (no space, no
-    permission).  Nothing is left behind by an error.
+    Raises ConversionError (no transformers model, quantised already, nothing to export, a layout that does not hold
+    the recipes, `auto` that has decided nothing, a folder that is not empty), StateError (no scale yet, weights that
+    are not finite), OSError or SafetensorError (no space, no permission).  Nothing is left behind by an error.
     """
     target = Path(path)
     _check(model, target)
-    decisions = _decisions(model, recipe)
-    stored = choose(_one_recipe(decisions), layout, activations)
-    decisions = [_settle(decision, model, stored) for decision in decisions]
+    check_words(layout, activations)
+    layout, decisions, notes = choose_layers(model, recipe, layout)
+    recipes = {decision.name: decision.recipe for decision in decisions if decision.recipe is not None}
     chosen = [decision for decision in decisions if decision.recipe is not None]
-    if not chosen:
-        raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {_grouped(decisions)}")
-    stored = replace(stored, left=tuple(_left_modules(decisions)))
+    stored = replace(_stored(recipes, layout, activations), left=tuple(_left_modules(decisions)))
     _check_patterns(stored, chosen)
     before = model.state_dict()
     size = sum({t.data_ptr(): t.nbytes for t in before.values()}.values())
-    layers, tensors = [], dict(before)
-    for decision in chosen:
-        made = _quantised(decision, stored)
-        key = f"{decision.name}.weight" if decision.name else "weight"
-        tensors |= {key.removesuffix("weight") + name: tensor for name, tensor in made.items()}
-        after = sum(tensor.nbytes for tensor in made.values())
-        row = {"name": decision.name, "shape": list(decision.shape)}
-        layers.append(row | {"bytes_before": before[key].nbytes, "bytes_after": after})
+    tensors, after = dict(before), {}
+    for group in one_scale(chosen, layout):
+        for decision, made in zip(group, _quantised(group, stored), strict=True):
+            key = f"{decision.name}." if decision.name else ""
+            tensors |= {key + name: tensor for name, tensor in made.items()}
+            after[decision.name] = sum(tensor.nbytes for tensor in made.values())
     files, beside = _write(model, tensors, stored, target, max_shard_size)
+    layers = [_written(decision, recipes[decision.name], after[decision.name]) for decision in chosen]
     left = [_row(d) for d in decisions if d.recipe is None] + _embeddings(model)
-    notes = _notes(chosen, stored, model, beside)
+    notes += _notes(chosen, stored, model, beside)
     written = sum((target / name).stat().st_size for name in files if name.endswith(".safetensors"))
-    return ExportReport(str(target), stored.layout, stored.recipe.name, layers, left, size, written, files, notes)
+    names = ", ".join(dict.fromkeys(row["recipe"] for row in layers))
+    return ExportReport(str(target), layout, names, layers, left, size, written, files, notes)
+
+
+def _stored(recipes: dict[str, Recipe], layout: str, activations: str) -> Stored:
+    """The layout under the recipe that most layers have, and which layers have another."""
+    schemes = {name: scheme(recipe) for name, recipe in recipes.items()}
+    most, _ = Counter(schemes.values()).most_common(1)[0]
+    for name, recipe in recipes.items():
+        try:
+            choose(recipe, layout, activations)
+        except ConversionError as error:
+            raise ConversionError(f"export: {name}: {error}") from error
+    main = next(recipe for name, recipe in recipes.items() if schemes[name] == most)
+    mixed = recipes if len(set(schemes.values())) > 1 else {}
+    if mixed and layout == "fp8":
+        first, other = (next(name for name in recipes if (schemes[name] == most) is same) for same in (True, False))
+        raise ConversionError(
+            f"export: layout='fp8' holds one recipe, and {first!r} has {recipes[first].name!r}, {other!r} "
+            f"{recipes[other].name!r}: use layout='compressed-tensors'"
+        )
+    return replace(choose(main, layout, activations), mixed=mixed)
 
 
 def _check(model: nn.Module, target: Path) -> None:
@@ -141,76 +159,6 @@ def check_target(target: Path) -> None:
         raise ConversionError(f"export: {target} exists and is not an empty folder: remove it or name another")
 
 
-def _decisions(model: nn.Module, recipe: str | Recipe | None) -> list[Decision]:
-    record = getattr(model, RECORD, None)
-    if record is None:
-        if any(isinstance(module, Float8Module) for module in model.modules()):
-            raise ConversionError("export: parts of the model were converted by themselves: convert the whole model")
-        made = decide(model, recipe or "current")
-        return [d if d.parameter == "weight" else replace(d, recipe=None, reason=EXPERTS) for d in made]
-    if recipe is not None:
-        raise ConversionError("export: the model is converted, and its layers have recipes: leave out recipe=")
-    found = []
-    for name, module, shape in linear_layers(model):
-        if isinstance(module, Float8Module) and parameter_of(name, module) == "weight":
-            own = module.numerics.recipe
-            used = own if own.weight.is_fp8 and own.input.is_fp8 else None
-            reason = f"recipe: {own.name}" if used else f"asked for {own.name}"
-            found.append(Decision(name, module, used, reason, shape))
-        else:
-            why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
-            found.append(Decision(name, module, None, why, shape))
-    return found
-
-
-def _one_recipe(decisions: list[Decision]) -> Recipe:
-    """The recipe of all; layers that differ in forward's casts cannot share a checkpoint's one config."""
-    chosen = [(d.name, d.recipe) for d in decisions if d.recipe is not None]
-    if not chosen:
-        raise ConversionError(f"export: nothing to write in FP8: {_grouped(decisions)}")
-    first, recipe = chosen[0]
-    for name, other in chosen:
-        if other.operands("forward") != recipe.operands("forward"):
-            raise ConversionError(
-                f"export: {first!r} has recipe {recipe.name!r} and {name!r} {other.name!r}; a checkpoint has one: "
-                "convert with one recipe, and 'bf16' for the layers to leave"
-            )
-    return recipe
-
-
-def _grouped(decisions: list[Decision]) -> str:
-    """Each reason once, with the first of its layers and how many more."""
-    by_reason: dict[str, list[str]] = {}
-    for decision in decisions:
-        by_reason.setdefault(decision.reason, []).append(decision.name)
-    return (
-        "; ".join(
-            names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
-            for reason, names in by_reason.items()
-        )
-        or "it has no linear layers"
-    )
-
-
-def _settle(decision: Decision, model: nn.Module, stored: Stored) -> Decision:
-    """Leave a layer alone that readers of the layout would not take back."""
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    if decision.recipe is None:
-        return decision
-    shared = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    conv1d = is_conv1d(decision.module) or not isinstance(decision.module, nn.Linear)
-    high = getattr(model, "_keep_in_fp32_modules", None)
-    why = None
-    if shared[id(decision.module.weight)] > 1:
-        why = "its weight is shared with another module, which reads it in 16 bits"
-    elif conv1d and stored.layout != OURS:
-        why = f"{stored.layout!r} holds nn.Linear only, and this is a Conv1D (layout='fp8engine' holds both)"
-    elif high and not should_convert_module(decision.name, list(high)):
-        why = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
-    return decision if why is None else replace(decision, recipe=None, reason=why)
-
-
 def _left_modules(decisions: list[Decision]) -> list[str]:
     """Names of modules that readers must not look for FP8 in; experts in 3-D parameters go by their module's name."""
     names = (
@@ -234,17 +182,24 @@ def _check_patterns(stored: Stored, chosen: list[Decision]) -> None:
                 )
 
 
-def _quantised(decision: Decision, stored: Stored) -> dict[str, torch.Tensor]:
-    """The layer's tensors by name: codes in the shape of its weight, the scale, and a static input's."""
-    weight = weight_of(decision.module).detach()
-    if not bool(torch.isfinite(weight).all()):
-        bad = int((~torch.isfinite(weight)).sum())
-        raise StateError(f"export: {decision.name}.weight holds {bad} values that are NaN or Inf: nothing was written")
-    turned = tuple(weight.shape) != decision.shape or not isinstance(decision.module, nn.Linear)
-    codes, scale = quantize_weight(weight.t() if turned else weight, stored.weight)
-    made = {"weight": codes.t().contiguous() if turned else codes, stored.scale_name: scale}
-    if stored.static:
-        made["input_scale"] = _input_scale(decision)
+def _quantised(group: list[Decision], stored: Stored) -> list[dict[str, torch.Tensor]]:
+    """Of layers under one scale, each one's tensors by name: codes as its weight lies, the scale, a static input's."""
+    made, weights, turned = [], [], []
+    for decision in group:
+        weight = weight_of(decision.module).detach()
+        if not bool(torch.isfinite(weight).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise StateError(
+                f"export: {decision.name}.weight holds {bad} values that are NaN or Inf: nothing was written"
+            )
+        turned.append(tuple(weight.shape) != decision.shape or not isinstance(decision.module, nn.Linear))
+        weights.append(weight.t() if turned[-1] else weight)
+    whole = weights[0] if len(group) == 1 else torch.cat([weight.to(weights[0].device) for weight in weights])
+    codes_NK, scale = quantize_weight(whole, stored.recipe_of(group[0].name).weight)
+    parts = codes_NK.split([len(weight) for weight in weights])
+    for decision, codes, is_turned in zip(group, parts, turned, strict=True):
+        tensors = {"weight": codes.t().contiguous() if is_turned else codes.clone(), stored.scale_name: scale.clone()}
+        made.append(tensors | ({"input_scale": _input_scale(decision)} if stored.static else {}))
     return made
 
 
@@ -284,6 +239,11 @@ def _write(model, tensors: dict[str, torch.Tensor], stored: Stored, target: Path
     return sorted(path.name for path in target.iterdir()), beside
 
 
+def _written(decision: Decision, recipe: Recipe, after: int) -> dict:
+    row = {"name": decision.name, "shape": list(decision.shape), "recipe": recipe.name}
+    return row | {"bytes_before": weight_of(decision.module).nbytes, "bytes_after": after}
+
+
 def _row(decision: Decision) -> dict:
     kind = type(decision.module).__name__
     return {"name": decision.name, "kind": kind, "shape": list(decision.shape), "reason": decision.reason}
@@ -299,19 +259,10 @@ def _embeddings(model: nn.Module) -> list[dict]:
 
 
 def _notes(chosen: list[Decision], stored: Stored, model, beside: list[str]) -> list[str]:
-    group, notes = stored.weight.granularity, []
-    if isinstance(group, PerBlock):
-        sizes = (group.rows, group.cols)
-        ragged = [d.name for d in chosen if any(s > g and s % g for s, g in zip(d.shape, sizes, strict=True))]
-        if group != PerBlock(128, 128):
-            notes.append(f"blocks are {group.rows}x{group.cols}: vLLM's and transformers' kernels take 128x128")
-        if ragged:
-            notes.append(
-                f"{len(ragged)} weights are no whole number of blocks ({ragged[0]} the first): vLLM refuses such a "
-                "layer inside a fused q/k/v or gate/up, and transformers 5 misreads it where it dequantises while "
-                "loading (no FP8 card); fe.hf.load reads it"
-            )
-    elif stored.layout == "fp8":
+    group, notes = stored.recipe.weight.granularity, []
+    if isinstance(group, PerBlock) and group != PerBlock(128, 128):
+        notes.append(f"blocks are {group.rows}x{group.cols}: vLLM's and transformers' kernels take 128x128")
+    if stored.layout == "fp8" and not isinstance(group, PerBlock):
         notes.append("layout 'fp8' with a scale per tensor is vLLM's (weight_scale); transformers calls it otherwise")
     get = getattr(model, "get_output_embeddings", lambda: None)
     if (head := get()) is not None and any(d.module is head for d in chosen):

@@ -34,7 +34,7 @@ from fp8engine.convert import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
 from fp8engine.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
-from fp8engine.report.compare_auto import show
+from fp8engine.report.compare_auto import fill_history, show
 from fp8engine.report.compare_text import NOTHING, Batch, pooled, real_rows
 from fp8engine.select import Decision
 
@@ -96,10 +96,12 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     """Run `model` as it is and a converted copy under each recipe, one copy at a time, on the same batches.
 
     batches: from `fp8engine.report.compare_text.batches`.  Forwards only, in eval mode; the model is left as it was.
-    "auto" is shown a few steps first.  Memory: the model, one copy, and what its linear layers give for one batch.
+    "auto" runs a few training steps first, without an optimizer; "delayed" a forward over each of the first batches,
+    which fills its history.  A 16- or 32-bit recipe that every layer computes in already gives the model itself.
+    Memory: the model, one copy, and what its linear layers give for one batch.
 
-    Raises UnknownName (a recipe), ConversionError (no batch, no linear layer that can be converted, a model that
-    cannot be copied or does not run on the batches).
+    Raises UnknownName (a recipe), ConversionError (no batch, no linear layer that can be converted to FP8, a model
+    that cannot be copied or does not run on the batches).
 
     >>> from fp8engine.report.compare_text import BYTES, batches
     >>> model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
@@ -135,9 +137,11 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
     decisions = plan(model, recipe)
     if not decisions:
         raise ConversionError(f"{type(model).__name__} has no linear layers")
-    twin = _converted(model, recipe)
+    twin = _converted(model, recipe, decisions)
     if isinstance(recipe, Auto):
-        show(twin, batches, lambda batch: _run(twin, batch))
+        run_steps(twin, batches)
+    elif recipe.delayed:
+        fill_history(batches[: recipe.window], lambda batch: _run(twin, batch))
     layers, scores = _Layers(model, twin, decisions), _Scores()
     with torch.no_grad():
         for batch in batches:
@@ -162,11 +166,19 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
     return scores.mean(scores.loss_high), result
 
 
-def _converted(model: nn.Module, recipe: Recipe) -> nn.Module:
+def run_steps(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Let a model's `auto` layers decide from a few training steps without an optimizer.  Raises ConversionError."""
+    show(model, batches, lambda batch: _run(model, batch))
+
+
+def _converted(model: nn.Module, recipe: Recipe, decisions: list[Decision]) -> nn.Module:
+    """A copy under the recipe; the copy as it is, where every layer computes in a 16- or 32-bit recipe already."""
     try:
         twin = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:  # what copy and torch raise for what cannot be copied
         raise ConversionError(f"{type(model).__name__} cannot be copied to convert the copy: {error}") from error
+    if not recipe.is_fp8 and all(decision.recipe is None for decision in decisions):
+        return twin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationWarning)  # the result says it
         return convert(twin, recipe)

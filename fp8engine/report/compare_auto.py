@@ -1,8 +1,10 @@
-"""What a comparison of forwards shows an `auto` recipe beforehand: a few steps with gradients, and no optimizer.
+"""The steps that a copy runs before a comparison of forwards, where its recipe depends on earlier steps.
 
 `auto` decides from what it sees in training steps, and a forward without gradients is none.  So the copy runs a few
 forwards and backwards of a loss (cross-entropy where there are targets, else the mean square of the output) on the
 first batches; its weights are not changed, and its gradients are thrown away.
+
+`delayed` predicts its scales from the amaxes of earlier steps; a forward with gradients enabled records them.
 """
 
 from __future__ import annotations
@@ -38,6 +40,13 @@ def show(model: nn.Module, batches: Sequence[Batch], run: Callable[[Batch], obje
     finally:
         for parameter in floats:
             parameter.requires_grad_(False)
+
+
+def fill_history(batches: Sequence[Batch], run: Callable[[Batch], object]) -> None:
+    """Enter each batch's amaxes into the windows of a model under delayed scaling.  run: the model on a batch."""
+    with torch.enable_grad():  # without gradients nothing is recorded
+        for batch in [*batches, batches[0]]:  # a step's amaxes are entered when the next step begins
+            run(batch)
 
 
 def _loss(output: object, batch: Batch) -> torch.Tensor:

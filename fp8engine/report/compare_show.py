@@ -78,7 +78,7 @@ def layer_table(result: RecipeResult) -> Table:
     worst = sorted(called, key=lambda layer: -math.inf if _odd(layer.own_sqnr_db) else layer.own_sqnr_db or 0.0)
     title = f"{result.recipe}: the worst {min(SHOWN, len(worst))} of {len(called)} converted layers, SQNR in dB"
     shown = Table(title=title, title_justify="left")
-    for heading in ("layer", "shape", "of its own", "in the model"):
+    for heading in ("layer", "shape", "layer alone", "in the model"):
         shown.add_column(heading, justify="left" if heading == "layer" else "right", overflow="fold")
     for layer in worst[:SHOWN]:
         shape = "x".join(map(str, layer.shape))

@@ -29,7 +29,8 @@ def exported(tmp_path: Path) -> Callable[..., Path]:
     """Export a tiny Llama (or another model); returns the folder."""
 
     def make(recipe: str | None = "current", model: nn.Module | None = None, **options: Any) -> Path:
-        export(tiny_models.llama().eval() if model is None else model, tmp_path / "out", recipe, **options)
+        made = tiny_models.llama_of_blocks if recipe == "blockwise" else tiny_models.llama
+        export(made().eval() if model is None else model, tmp_path / "out", recipe, **options)
         return tmp_path / "out"
 
     return make

@@ -30,13 +30,15 @@ def plain(tmp_path: Path) -> Path:
 
 def test_json_says_what_was_written(plain: Path, tmp_path: Path):
     out = tmp_path / "out"
+    model: Any = tiny_models.llama_of_blocks()
+    model.save_pretrained(plain)
     result = call(plain, out, "--recipe", "blockwise", "--dtype", "bf16", "--skip", "*.down_proj", "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert told["files"] == sorted(os.listdir(out))
-    assert (told["layout"], told["recipe"], len(told["layers"])) == ("fp8", "blockwise", 12)
+    assert (told["layout"], told["recipe"], len(told["layers"])) == ("fp8", "blockwise", 6)
     left = {row["name"]: row["reason"] for row in told["left"]}
-    assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj"} <= set(left)
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.mlp.down_proj"} <= set(left)
     assert told["bytes_after"] == (out / "model.safetensors").stat().st_size < told["bytes_before"]
     assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
     assert load(out)
@@ -50,7 +52,7 @@ def test_a_person_gets_a_table(plain: Path, tmp_path: Path):
         "2,048",
         "output head",
         "note: ",
-        "14 layers in FP8 (current, layout fp8e",
+        "14 layers in FP8 (current; layout fp8e",
     ):
         assert part in result.stdout, part
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -115,3 +117,35 @@ def refuse(told: str, *arguments: object) -> None:
     assert result.stdout == ""
     assert told in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_auto_decides_from_the_given_text(tmp_path: Path):
+    """`-r auto` of a plain folder once wrote `current`.  Rows of o_proj that are a million times smaller need a scale
+    of their own."""
+    model: Any = tiny_models.llama(vocab_size=256, num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight[::2] *= 1e-6
+    model.save_pretrained(tmp_path / "plain")
+    (tmp_path / "text.txt").write_text("\n".join(f"Line {number} of the text." for number in range(20)))
+    text = ("--text", tmp_path / "text.txt", "--tokenizer", "bytes")
+    refuse(
+        "recipe 'auto' decides from what the layers see while the model reads a text",
+        tmp_path / "plain",
+        tmp_path / "out",
+        "-r",
+        "auto",
+    )
+    refuse("leave it out", tmp_path / "plain", tmp_path / "out", "-r", "rowwise", *text)
+    refuse("has no tokenizer", tmp_path / "plain", tmp_path / "out", "-r", "auto", *text[:2])
+    skipped = ("--skip", "*.down_proj")
+    result = call(tmp_path / "plain", tmp_path / "out", "-r", "auto", *text, *skipped, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    recipes = {row["name"].rpartition(".")[2]: row["recipe"] for row in told["layers"]}
+    assert recipes["o_proj"] == "rowwise"
+    assert recipes["gate_proj"] == recipes["up_proj"] == "current"
+    assert "down_proj" not in recipes
+    back = load(tmp_path / "out")
+    assert back.model.layers[0].self_attn.o_proj.weight_scale.shape == (32, 1)
+    kept = {name: p for name, p in model.state_dict().items() if "norm" in name or "embed" in name}
+    assert all(torch.equal(back.state_dict()[name], p) for name, p in kept.items()), "auto's steps train nothing"

@@ -35,6 +35,10 @@ def test_models_that_are_not_to_be_exported(tmp_path: Path):
     refused("converted by themselves", part, out)
     refused("name an FP8 recipe", tiny_models.llama(), out, fe.Recipe(**bf16_forward()))
     refused("weights of recipe 'custom' are E5M2", tiny_models.llama(), out, e5m2_weights())
+    wide = fe.Recipe(input=fe.Cast(fe.E5M2), weight=fe.Cast(fe.E4M3), grad_output=fe.Cast(fe.E4M3))
+    refused(
+        "inputs of recipe 'custom' are E5M2; 'compressed-tensors' casts them to E4M3", tiny_models.llama(), out, wide
+    )
     refused("no scales per row", tiny_models.llama(), out, "rowwise", layout="fp8")
     refused("nothing to write", tiny_models.llama().to(torch.bfloat16), out, "bf16")
 
@@ -116,12 +120,12 @@ def test_what_transformers_keeps_in_fp32_is_left(tmp_path: Path):
     size: dict = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     size["decoder_start_token_id"] = 0
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**size))
-    report = export(model, tmp_path / "out")
+    report = export(model, tmp_path / "out", "rowwise")
     kept = {row["name"] for row in report.left if "_keep_in_fp32_modules" in row["reason"]}
     assert kept == {"encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo"}
     ids = tiny_models.tokens()
     back = load(tmp_path / "out")
-    fe.convert(model.eval(), "current", overrides={"*.wo": "fp32"})
+    fe.convert(model.eval(), "rowwise", overrides={"*.wo": "fp32"})
     with torch.no_grad():
         want, got = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (model, back))
     assert torch.equal(got, want)
@@ -132,11 +136,11 @@ class Renamed(transformers.LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.proj = nn.Linear(32, 32)
+        self.proj = nn.Linear(128, 128)
 
 
 def test_a_name_that_transformers_would_misread(tmp_path: Path):
-    config: Any = tiny_models.llama().config
+    config: Any = tiny_models.llama_of_blocks().config
     model = Renamed(config)
     fe.convert(model, "blockwise", overrides={"proj": "bf16"})
     refused("'proj' is left in 16 bits, and transformers would take that name for", model, tmp_path / "out")

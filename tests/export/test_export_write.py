@@ -31,27 +31,37 @@ Q = "model.layers.0.self_attn.q_proj"
 
 @pytest.mark.parametrize(("recipe", "layout"), COMBINATIONS)
 def test_codes_and_scales_are_those_of_a_cast(exported, ids, recipe, layout):
-    model: Any = tiny_models.llama().eval()
+    model: Any = (tiny_models.llama_of_blocks() if recipe == "blockwise" else tiny_models.llama()).eval()
     folder = exported(recipe, model, layout=layout)
     held, back = load_file(folder / "model.safetensors"), load(folder)
     assert back.training is False
     scale = "weight_scale_inv" if recipe == "blockwise" and layout != "compressed-tensors" else "weight_scale"
     cast = resolve(recipe).weight
     layers = {name: module for name, module in back.named_modules() if isinstance(module, Served)}
-    assert len(layers) == 14
+    assert len(layers) == (7 if recipe == "blockwise" else 14)
+    weights = {name: model.get_submodule(name).weight.detach() for name in layers}
+    if recipe in ("current", "delayed") and layout != "fp8engine":  # what others fuse has one scale
+        weights = {name: fused(name, weights) for name in layers}
     for name, layer in layers.items():
-        want = fe.quantize(
-            model.get_submodule(name).weight.detach(),
-            fe.Cast(cast.format, cast.granularity, power_of_2=cast.power_of_2),
-        )
+        want = fe.quantize(weights[name], fe.Cast(cast.format, cast.granularity, power_of_2=cast.power_of_2))
+        want_codes = want.data[: layer.out_features]
         for codes, scales in ((held[f"{name}.weight"], held[f"{name}.{scale}"]), (layer.weight, layer.scale)):
             assert codes.dtype == torch.float8_e4m3fn
-            assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8))
+            assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
             assert scales.dtype == torch.float32
             assert scales.tolist() == want.scale.reshape(scales.shape).tolist()
     fe.convert(model, recipe)
     with torch.no_grad():  # delayed: its first forward has no window yet, and measures, as serving does
-        assert torch.equal(back(ids).logits, model(ids).logits)
+        equal = torch.equal(back(ids).logits, model(ids).logits)
+    assert equal == (recipe not in ("current", "delayed") or layout == "fp8engine")
+
+
+def fused(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The layer's weight, and below it those of the layers that servers run with it."""
+    parent, _, own = name.rpartition(".")
+    groups = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    others = [other for names in groups if own in names for other in names if other != own]
+    return torch.cat([weights[name], *(weights[f"{parent}.{other}"] for other in others)])
 
 
 def test_what_is_left_is_there_as_it_was(exported):
@@ -65,16 +75,17 @@ def test_what_is_left_is_there_as_it_was(exported):
 
 def test_the_report_adds_up(tmp_path: Path):
     model: Any = tiny_models.llama(tie_word_embeddings=True).to(torch.bfloat16)
-    report = export(model, tmp_path / "out", "blockwise")
+    report = export(model, tmp_path / "out", "rowwise")
     assert report.bytes_before == sum(p.nbytes for p in model.parameters())  # parameters() gives a tie once
     assert report.bytes_after == (tmp_path / "out" / "model.safetensors").stat().st_size
     assert report.files == sorted(os.listdir(tmp_path / "out"))
-    assert (report.layout, report.recipe, len(report.layers)) == ("fp8", "blockwise", 14)
-    assert report.layers[0] == {"name": Q, "shape": [32, 32], "bytes_before": 2048, "bytes_after": 1024 + 4}
+    assert (report.layout, report.recipe, len(report.layers)) == ("compressed-tensors", "rowwise", 14)
+    size = {"bytes_before": 2048, "bytes_after": 1024 + 4 * 32}
+    assert report.layers[0] == {"name": Q, "shape": [32, 32], "recipe": "rowwise"} | size
     left = {row["name"]: row["reason"] for row in report.left}
     assert "head" in left["lm_head"]
     assert "looked up" in left["model.embed_tokens"]
-    assert json.loads(json.dumps(report.to_dict()))["recipe"] == "blockwise"
+    assert json.loads(json.dumps(report.to_dict()))["recipe"] == "rowwise"
     assert "14 layers in FP8" in str(report)
 
 
@@ -179,13 +190,13 @@ def test_conv1d_keeps_its_storage(tmp_path: Path, ids):
 
 def test_large_models_come_in_shards(exported, ids):
     model: Any = tiny_models.llama(tie_word_embeddings=True).eval()
-    folder = exported("current", model, max_shard_size="10KB")
+    folder = exported("rowwise", model, max_shard_size="10KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 2
     assert "lm_head.weight" not in index, "a tied head is written once"
     back = load(folder)
     assert back.lm_head.weight is back.model.embed_tokens.weight
-    fe.convert(model)
+    fe.convert(model, "rowwise")
     with torch.no_grad():
         assert torch.equal(back(ids).logits, model(ids).logits)
 
@@ -219,10 +230,6 @@ def test_a_converted_model_brings_its_recipes(tmp_path: Path, ids):
         export(plain, tmp_path / "none")
     back = load(tmp_path / "out")
     assert isinstance(back.lm_head, Served)
-    mixed = tiny_models.llama()
-    fe.convert(mixed, "rowwise", overrides={"*.up_proj": "current"})
-    with pytest.raises(ConversionError, match="up_proj' 'current'; a checkpoint has one"):
-        export(mixed, tmp_path / "mixed")
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "fp8", "fp8engine"])
@@ -241,7 +248,8 @@ def test_static_scales_are_the_amax_that_was_seen(tmp_path: Path, ids, layout):
     with torch.no_grad():
         got = back(ids).logits
     # 1 / (amax / 448) may be an ulp from 448 / amax: a code in 2^20 falls on its other side, one E4M3 step (2^-3) off.
-    assert (got - want).norm() < 1e-3 * want.norm()
+    # Elsewhere q, k, v share a scale, and a code has 31.5 dB (2.7 %) of other noise: a few layers of that.
+    assert (got - want).norm() < (1e-3 if layout == "fp8engine" else 0.1) * want.norm()
     slot = fe.inspect(back).layers[0]["input"]
     assert slot["scale"] == pytest.approx(float(amax) / 448, rel=1e-6)
     assert slot["calls"] == 1
@@ -249,23 +257,9 @@ def test_static_scales_are_the_amax_that_was_seen(tmp_path: Path, ids, layout):
         export(tiny_models.llama(), tmp_path / "rows", "rowwise", activations="static")
 
 
-def test_ragged_blocks_are_written_and_said(tmp_path: Path, ids):
-    size: dict = {"vocab_size": 64, "hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**size, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
-    model = transformers.LlamaForCausalLM(config).eval()
-    report = export(model, tmp_path / "out", "blockwise")
-    assert any("no whole number of blocks" in note and "7 weights" in note for note in report.notes)
-    held = load_file(tmp_path / "out" / "model.safetensors")
-    assert held["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape == (2, 2)
-    back = load(tmp_path / "out")
-    fe.convert(model, "blockwise")
-    with torch.no_grad():
-        assert torch.equal(back(ids).logits, model(ids).logits)
-
-
 def test_experts_are_left_by_their_modules_name(exported):
-    config = json.loads((exported("blockwise", tiny_models.mixtral()) / "config.json").read_text())
-    assert "model.layers.0.mlp.experts" in config["quantization_config"]["modules_to_not_convert"]
+    config = json.loads((exported("rowwise", tiny_models.mixtral()) / "config.json").read_text())
+    assert "model.layers.0.mlp.experts" in config["quantization_config"]["ignore"]
 
 
 def test_experts_in_fp8_are_written_in_16_bits(tmp_path: Path):
@@ -293,7 +287,7 @@ def test_a_converted_models_own_reasons_are_told(tmp_path: Path):
     """Those of fe.convert, and of fe.inspect: a layer put in later is no layer that was skipped."""
     model: Any = fe.convert(tiny_models.llama(), "current", skip=lambda name, _: name.endswith(("up_proj", "lm_head")))
     model.model.layers[0].mlp.down_proj = torch.nn.Linear(64, 32, bias=False)
-    report = export(model, tmp_path / "out")
+    report = export(model, tmp_path / "out", layout="fp8engine")
     left = {row["name"]: row["reason"] for row in report.left if row["kind"] != "Embedding"}
     assert left["model.layers.1.mlp.up_proj"] == left["lm_head"] == "skip() returned True"
     assert left["model.layers.0.mlp.down_proj"].startswith("a new layer stands where fe.convert changed one")

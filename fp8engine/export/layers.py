@@ -1,0 +1,222 @@
+"""The layers of a model that an export writes in FP8, and what one scale of each covers.
+
+    layout="fp8engine"   as the layer's recipe says, or as `auto` decided
+    other layouts        the same, within what vLLM and transformers read:
+                         scales per block where both sides are whole numbers of blocks, else per row
+                         q, k, v (gate, up) alike: per tensor, per row or per block, or all of them in 16 bits
+
+vLLM runs q, k, v as one matmul, and gate and up (its models' packed_modules_mapping; FUSED below).  It takes one scheme
+for such a group, refuses one that is partly in 16 bits, and puts scales per tensor on the largest by rounding the other
+layers' codes a second time, which costs 3 dB: so they are cast under the scale of the group's amax here, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from torch import nn
+
+from fp8engine.convert import RECORD, Record
+from fp8engine.errors import ConversionError
+from fp8engine.export.layout import COMPRESSED, OURS
+from fp8engine.formats import E4M3
+from fp8engine.modules.linear import Float8Module
+from fp8engine.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
+from fp8engine.select import Decision, decide, is_conv1d, linear_layers, parameter_of
+
+EXPERTS = "experts in one 3-D parameter: written in 16 bits"
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+
+
+def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) -> tuple[str, list[Decision], list[str]]:
+    """(layout, a Decision for every linear layer, notes for the user); recipe None in a Decision: written in 16 bits.
+
+    recipe: of a model that is not converted.  layout: "auto" becomes "fp8" where all scales cover blocks, else
+    "compressed-tensors".  Raises ConversionError where nothing is left to write, or the layout cannot hold it.
+    """
+    decisions, notes = _asked(model, recipe)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    decisions = [_leave(_decided(decision), uses, high, layout) for decision in decisions]
+    changed: list[Decision] = []
+    if layout != OURS:
+        decisions, changed = _alike(decisions)
+    chosen = [decision for decision in decisions if decision.recipe is not None]
+    if not chosen:
+        raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {_grouped(decisions)}")
+    if layout == "auto":
+        blocks = (isinstance(d.recipe.weight.granularity, PerBlock) for d in chosen if d.recipe is not None)
+        layout = "fp8" if all(blocks) else COMPRESSED
+    if changed and layout == "fp8":
+        raise ConversionError(
+            f"export: layout='fp8' has no scales per row, which these layers need: {_grouped(changed)}; use "
+            f"layout={COMPRESSED!r}, or leave them in 16 bits"
+        )
+    if changed:
+        notes.append(f"a scale per row, not as the recipe says: {_grouped(changed)}")
+    return layout, decisions, notes
+
+
+def together(decisions: list[Decision]) -> list[list[Decision]]:
+    """The layers that servers run as one matmul, and every other layer as a list of its own."""
+    found: dict[tuple, list[Decision]] = {}
+    for decision in decisions:
+        parent, _, name = decision.name.rpartition(".")
+        group = next((names for names in FUSED if name in names), name)
+        found.setdefault((parent, group, decision.shape[-1]), []).append(decision)
+    return list(found.values())
+
+
+def scheme(recipe: Recipe) -> tuple:
+    """What a checkpoint keeps of a recipe: recipes with one scheme need not be told apart."""
+    return tuple(replace(cast, scaling="current") for cast in recipe.operands("forward"))
+
+
+def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision], list[str]]:
+    """(each linear layer and the recipe that it has or is to have, notes)."""
+    record: Record | None = getattr(model, RECORD, None)
+    if record is None:
+        if any(isinstance(module, Float8Module) for module in model.modules()):
+            raise ConversionError("export: parts of the model were converted by themselves: convert the whole model")
+        made = decide(model, recipe or "current")
+        return [d if d.parameter == "weight" else replace(d, recipe=None, reason=EXPERTS) for d in made], []
+    if recipe is not None:
+        raise ConversionError("export: the model is converted, and its layers have recipes: leave out recipe=")
+    found = []
+    for name, module, shape in linear_layers(model):
+        if isinstance(module, Float8Module) and parameter_of(name, module) == "weight":
+            own = module.numerics.recipe
+            found.append(Decision(name, module, own, f"recipe: {own.name}", shape))
+        else:
+            why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
+            found.append(Decision(name, module, None, why, shape))
+    return found, _unseen(record)
+
+
+def _unseen(record: Record) -> list[str]:
+    """A note of the layers that `auto` has never seen.  Raises ConversionError where it has seen none."""
+    names, total = [], 0
+    for controller in record.controllers:
+        seen = (
+            range(len(controller.layers))
+            if controller.plan is not None and controller.step >= 0
+            else controller.choices
+        )
+        names += [layer.name for i, layer in enumerate(controller.layers) if i not in seen]
+        total += len(controller.layers)
+    if total and len(names) == total:
+        raise ConversionError(
+            f"export: recipe 'auto' has decided nothing yet for its {total} layers ({names[0]} the first): run a few "
+            "training steps first, or convert with a recipe such as 'rowwise'"
+        )
+    if not names:
+        return []
+    return [f"'auto' has never seen {len(names)} of its layers run, {names[0]} the first: written as they began"]
+
+
+def _decided(decision: Decision) -> Decision:
+    """A layer under `auto` with the recipe by name that serves what was decided; left in 16 bits where none does."""
+    recipe = decision.recipe
+    if recipe is None or not isinstance(decision.module, Float8Module):
+        return decision  # of a plain model: `layout.choose` refuses by name what cannot be written
+    decided = recipe.name == "auto"
+    if not (recipe.input.is_fp8 and recipe.weight.is_fp8):
+        why = f"auto decided on {recipe.input.format} here" if decided else f"asked for {recipe.name}"
+        return replace(decision, recipe=None, reason=why)
+    if not decided:
+        return decision
+    known = next((each for each in (current(), rowwise(), blockwise()) if scheme(each) == scheme(recipe)), None)
+    if known is not None:
+        return replace(decision, recipe=known)
+    role, cast = next((r, c) for r, c in (("input", recipe.input), ("weight", recipe.weight)) if c.format != E4M3)
+    why = f"auto decided on {cast.format} for its {role}, and checkpoints hold E4M3: written in 16 bits"
+    return replace(decision, recipe=None, reason=why)
+
+
+def _leave(decision: Decision, uses: Counter[int], high: list[str], layout: str) -> Decision:
+    """Leave a layer in 16 bits that readers of the layout would not take back.
+
+    uses: how many modules have a parameter, by its id.  high: what transformers keeps in FP32.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    if decision.recipe is None:
+        return decision
+    conv1d = is_conv1d(decision.module) or not isinstance(decision.module, nn.Linear)
+    why = None
+    if uses[id(decision.module.weight)] > 1:
+        why = "its weight is shared with another module, which reads it in 16 bits"
+    elif conv1d and layout != OURS:
+        held = COMPRESSED if layout == "auto" else layout
+        why = f"{held!r} holds nn.Linear only, and this is a Conv1D (layout='fp8engine' holds both)"
+    elif high and not should_convert_module(decision.name, high):
+        why = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
+    return decision if why is None else replace(decision, recipe=None, reason=why)
+
+
+def _alike(decisions: list[Decision]) -> tuple[list[Decision], list[Decision]]:
+    """(decisions under which vLLM and transformers read every layer, those of them that got a scale per row)."""
+    settled: dict[str, Decision] = {}
+    changed: list[Decision] = []
+    for group in together(decisions):
+        left = [d for d in group if d.recipe is None]
+        ragged = [d for d in group if d.recipe is not None and not _whole(d, d.recipe)]
+        schemes = {scheme(d.recipe) for d in group if d.recipe is not None}
+        for each in group:
+            made = each
+            if each.recipe is not None and left:
+                why = f"vLLM runs it as one matmul with {left[0].name}, which stays in 16 bits"
+                why += f"; layout={OURS!r} keeps this layer in FP8"
+                made = replace(each, recipe=None, reason=why)
+            elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(rowwise()):
+                why = "its sides are no multiples of the block's"
+                if each not in ragged:
+                    other = ragged or [d for d in group if d.recipe and scheme(d.recipe) != scheme(each.recipe)]
+                    why = f"vLLM runs it as one matmul with {other[0].name}, whose scales differ"
+                made = replace(each, recipe=rowwise(), reason=why)
+                changed.append(made)
+            settled[each.name] = made
+    return [settled[decision.name] for decision in decisions], changed
+
+
+def _whole(decision: Decision, recipe: Recipe) -> bool:
+    """Whether every scale of a weight covers a whole block: kernels and loaders take no other."""
+    group = recipe.weight.granularity
+    return not isinstance(group, PerBlock) or not (decision.shape[0] % group.rows or decision.shape[1] % group.cols)
+
+
+def one_scale(decisions: list[Decision], layout: str) -> list[list[Decision]]:
+    """Lists of the layers that are cast under one scale: servers' groups, where scales are per tensor."""
+    if layout == OURS:
+        return [[decision] for decision in decisions]
+    joined: list[Decision] = []
+    single: list[list[Decision]] = []
+    for decision in decisions:
+        if decision.recipe is not None and isinstance(decision.recipe.weight.granularity, PerTensor):
+            joined.append(decision)
+        else:
+            single.append([decision])
+    return together(joined) + single
+
+
+def _grouped(decisions: list[Decision]) -> str:
+    """Each reason once, with the first of its layers and how many more."""
+    by_reason: dict[str, list[str]] = {}
+    for decision in decisions:
+        by_reason.setdefault(decision.reason, []).append(decision.name)
+    return (
+        "; ".join(
+            names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
+            for reason, names in by_reason.items()
+        )
+        or "it has no linear layers"
+    )
