@@ -334,7 +334,7 @@ def test_a_wrapper_around_the_model_changes_nothing(start: Net, recipe: str):
 
 
 def exact_tables(model: nn.Module) -> list[torch.Tensor]:
-    """`tables` without the sampled counters: siblings share a cast, and its sample, within a forward of the root alone."""
+    """`tables` without the sampled counters: siblings share a cast, and its sample, only in a forward of the root."""
     history, live, counts = tables(model)
     return [history, live, counts[[i for i, name in enumerate(COUNTERS) if name not in ("sampled", "underflowed")]]]
 
