@@ -148,6 +148,26 @@ def assert_within(found: torch.Tensor, wanted: np.ndarray, bound: np.ndarray, wh
     assert not over.any(), f"{what}: {over.sum()} of {error.size} beyond the bound, the worst by {worst:.2f}x"
 
 
+def bound(
+    value: np.ndarray, before_bias: np.ndarray, absolute: np.ndarray, sums: int, dtype, rounds: bool
+) -> np.ndarray:
+    """How far a Linear's result may lie from `products`, element by element: the sum of
+
+    products leave in BF16 unless the recipe's output is FP32    2^-8 |y - b|
+    sums of K products in FP32, in any order                     K 2^-24 sum |a b|
+    one rounding to the layer's dtype                            u |y|, or half the smallest subnormal
+    scales: a reciprocal and a product in FP32                   2^-22 |y|
+    """
+    tiny = torch.finfo(dtype).smallest_normal * UNIT[dtype]
+    # 1.01: the errors of later roundings on earlier errors
+    return 1.01 * (
+        rounds * 2.0**-8 * np.abs(before_bias)
+        + sums * 2.0**-24 * absolute
+        + (UNIT[dtype] + 2.0**-22) * np.abs(value)
+        + tiny
+    )
+
+
 class Block(nn.Module):
     """A gated MLP with a norm and a residual: two layers that read one tensor, one that reads a product."""
 

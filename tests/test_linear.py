@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support import DTYPES, FP8_RECIPES, UNIT, Products, assert_within, exact, products, sqnr
+from support import DTYPES, FP8_RECIPES, Products, assert_within, bound, exact, products, sqnr
 from torch import nn
 
 import fp8engine as fe
@@ -40,20 +40,6 @@ def run(recipe: Recipe | str, shape, dtype=torch.float32, scale=1.0, spread=0):
     y = layer(x)
     y.backward(dy)
     return layer, x, dy, y
-
-
-def bound(
-    value: np.ndarray, before_bias: np.ndarray, absolute: np.ndarray, sums: int, dtype, rounds: bool
-) -> np.ndarray:
-    """The sum of the errors above, element by element."""
-    tiny = torch.finfo(dtype).smallest_normal * UNIT[dtype]
-    # 1.01: the errors of later roundings on earlier errors
-    return 1.01 * (
-        rounds * 2.0**-8 * np.abs(before_bias)
-        + sums * 2.0**-24 * absolute
-        + (UNIT[dtype] + 2.0**-22) * np.abs(value)
-        + tiny
-    )
 
 
 def check(recipe: Recipe, shape, dtype) -> None:
