@@ -142,7 +142,9 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
-        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)  # whether a save decides the next join: ranks.py
+        self.saved_1 = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # whether a save decides the next join: ranks.py
         self.outputs.begin(device)
         for layer, (_, recipe) in enumerate(self.layers):
             self._follow(layer, recipe)
