@@ -86,18 +86,16 @@ def run(how: str, rank: int) -> dict:
     try:
         inner, outer = wrapped(how)
         train(how, inner, outer, 0, SAVED, rank)
-        own, box = None, [None]
+        file, box = io.BytesIO(), [b""]
         if rank == 0 or how in ("everybody", "sharded"):
-            own = io.BytesIO()
-            torch.save({"model": inner.state_dict(), "scaling": fe.scaling_state_dict(inner)}, own)
-            box = [own.getvalue()]
+            torch.save({"model": inner.state_dict(), "scaling": fe.scaling_state_dict(inner)}, file)
+            box = [file.getvalue()]
         went_on = train(how, inner, outer, SAVED, STEPS, rank)
     finally:
         dist.all_reduce = real
     dist.broadcast_object_list(box, 0)
-    file = own if how == "everybody" else io.BytesIO(box[0])
-    file.seek(0)
-    resumed = train(how, *wrapped(how, torch.load(file, weights_only=True)), SAVED, STEPS, rank)
+    content = file.getvalue() if how == "everybody" else box[0]
+    resumed = train(how, *wrapped(how, torch.load(io.BytesIO(content), weights_only=True)), SAVED, STEPS, rank)
     return {
         "equal": [torch.equal(a, b) for a, b in zip(went_on, resumed, strict=True)],
         "joined": sum(op == dist.ReduceOp.MAX for op in joined),

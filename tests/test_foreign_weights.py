@@ -1,6 +1,7 @@
 """Weights and inputs of other tensor classes in a converted layer: refused by name, with what to do instead."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_parallelize_module_is_refused_by_name(recipe: str, mesh):
 
 
 def test_a_sharded_weight_is_refused_by_name_where_the_input_is_plain(mesh):
+    module: Any
     for module, name in (
         (converted(net(), "current")[0], "0"),
         (fe.LayerNormLinear(32, 64, recipe="current"), "linear"),
