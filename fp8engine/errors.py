@@ -73,6 +73,10 @@ class GradientError(Fp8EngineError, RuntimeError):
     """A gradient that is not there: of an FP8 matmul's gradient, or of an operation whose caller differentiates it."""
 
 
+class ScriptError(Fp8EngineError, RuntimeError):
+    """A converted layer given to torch.jit.script or torch.jit.trace, or to torch.fx without a module around it."""
+
+
 class OpListError(Fp8EngineError, ValueError):
     """Lists of autocast that contradict each other: a function in two of them."""
 

@@ -63,9 +63,10 @@ def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.T
     return reference.quantize_given(x_MK, how, scale)
 
 
-def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor, name: str = "") -> None:
-    """Enter a step's amaxes, of all the ranks of a process group, and predict the next scales."""
-    ranks.join(live_2S[0], name)
+def scale_update(history_HS, live_2S, rules_3S, name: str = "", saved_1: torch.Tensor | None = None) -> None:
+    """Enter a step's amaxes, of all the ranks of a process group, and predict the next scales; see ops.scale_update."""
+    if saved_1 is not None:
+        ranks.join(live_2S[0], name, saved_1)
     if choose_casts(history_HS.device) == "triton":
         native.scale_update(history_HS, live_2S, rules_3S)
     else:

@@ -129,9 +129,9 @@ define(
     lambda codes, dtype: torch.empty_like(codes, dtype=dtype),
 )
 define(
-    "scale_update(Tensor history, Tensor live, Tensor rules, str ranks='') -> ()",
+    "scale_update(Tensor history, Tensor live, Tensor rules, str ranks='', Tensor? saved=None) -> ()",
     execute.scale_update,
-    lambda history, live, rules, ranks="": None,
+    lambda history, live, rules, ranks="", saved=None: None,
 )
 
 

@@ -169,12 +169,13 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ops.fp8engine.decode(codes, dtype)
 
 
-def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor, ranks: str = "") -> None:
+def scale_update(history_HS, live_2S, rules_3S, ranks: str = "", saved_1: torch.Tensor | None = None) -> None:
     """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
 
-    ranks: name of the process group whose amaxes are joined first; "" for DistributedDataParallel's, inside of one.
+    saved_1: where given, the amaxes of several ranks are joined first, as ranks.py says.
+    ranks: name of the process group that is joined; "" for DistributedDataParallel's, inside of one.
     """
-    torch.ops.fp8engine.scale_update(history_HS, live_2S, rules_3S, ranks)
+    torch.ops.fp8engine.scale_update(history_HS, live_2S, rules_3S, ranks, saved_1)
 
 
 def direct(x: torch.Tensor) -> bool:

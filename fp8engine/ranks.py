@@ -2,6 +2,11 @@
 
     amax[slot] = max over ranks of the amax that each has seen        -1 where none has
 
+A state that one rank saves alone holds that rank's amaxes, which are not joined yet.  So that a run that is resumed
+from it on all ranks repeats the run that went on, bit for bit, a save decides the join that follows it: the amaxes of
+the first rank that has saved, or loaded, since the last join replace those of all ranks.  The same all-reduce tells
+who that is; saving itself needs no other rank.
+
 Inside DistributedDataParallel's forward it goes over the group of that wrapper.  Elsewhere ranks may hold different
 models, and a collective that only some of them call would wait for ever: there it takes a group that the user names
 (fp8engine/distributed/amax.py).  Only predicted scales depend on it; ranks that scale for themselves compute correctly.
@@ -17,9 +22,10 @@ import torch.distributed as dist
 from fp8engine.errors import ParallelError
 
 
-def join(amax_S: torch.Tensor, name: str) -> None:
+def join(amax_S: torch.Tensor, name: str, saved_1: torch.Tensor) -> None:
     """Replace this rank's amaxes by the largest of all ranks'.  name: of a process group, or "" for that of DDP.
 
+    saved_1: 1 where this rank has saved or loaded its amaxes since the last join, else 0, which it then becomes.
     Raises ParallelError for a group that is gone.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -29,8 +35,15 @@ def join(amax_S: torch.Tensor, name: str) -> None:
             )
         return
     group = _named(name) if name else _of_data_parallel()
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(amax_S, dist.ReduceOp.MAX, group)
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    # Above the 32 bits of each number stands the priority of its rank, 0 where nothing was saved.  The bits of floats
+    # that are not negative are ordered as the floats are, and those of -1 are below them.
+    words_S = amax_S.view(torch.int32)
+    ranked_S = words_S + ((dist.get_world_size(group) - dist.get_rank(group)) * saved_1 << 32)
+    dist.all_reduce(ranked_S, dist.ReduceOp.MAX, group)
+    words_S.copy_(ranked_S.view(torch.int32)[::2])  # the lower halves
+    saved_1.zero_()
 
 
 def agree(table: torch.Tensor, name: str) -> bool:

@@ -122,6 +122,9 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+        self.saved_1 = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # whether a save decides the next join: ranks.py
         self.outputs.begin(device)
         for layer, (_, recipe) in enumerate(self.layers):
             self._follow(layer, recipe)
@@ -176,7 +179,7 @@ class ScalingState:
         if self.device.type == "meta":
             self._reset(where)
             return
-        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS"):
+        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1"):
             setattr(self, name, getattr(self, name).to(where))
         self.outputs.to(where)
         self._see_on_host()
@@ -236,7 +239,7 @@ class ScalingState:
 
     def _update(self) -> None:
         if self.delayed:
-            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks)
+            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
             if not torch.compiler.is_compiling() and len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)

@@ -22,6 +22,7 @@ BUILTIN = {
     errors.VersionError: RuntimeError,
     errors.ParallelError: RuntimeError,
     errors.GradientError: RuntimeError,
+    errors.ScriptError: RuntimeError,
     errors.OpListError: ValueError,
     errors.OptimizerError: RuntimeError,
     errors.LossScaleError: ValueError,

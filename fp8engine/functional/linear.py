@@ -15,6 +15,8 @@ from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.functional.call import Call
 from fp8engine.functional.numerics import Numerics
 from fp8engine.functional.ready import suited, take
+from fp8engine.functional.refusals import check_caller, check_classes, no_transform, under_transforms
+from fp8engine.functional.transforms import linear_transformed
 from fp8engine.scaling import in_backward
 from fp8engine.tensor import Float8Tensor
 
@@ -24,7 +26,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.Tensor:
     """x [..., K] times a weight [N, K] plus a bias [N]; [..., N] in x's dtype, or autocast's where that is on.
 
-    Raises ShapeError (with nn.Linear's words), UnsupportedDtype and BackendError (several devices), naming the layer.
+    Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
+    refusals.py lists; all name the layer.
     """
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
@@ -34,7 +37,11 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     if not numerics.plan.fp8:
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
         return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
-    record = enter(x, weight_NK, numerics)
+    transformed = under_transforms()
+    record = enter(x, weight_NK, numerics, transformed)
+    if transformed:
+        y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
+        return y_MN.view(*x.shape[:-1], len(weight_NK))
     return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
 
 
@@ -49,10 +56,18 @@ def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torc
     return x.dtype
 
 
-def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> bool:
-    """A layer's FP8 forward begins: its state and its record hear of it.  Returns whether amaxes enter the history."""
+def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics, transformed: bool | None = None) -> bool:
+    """A layer's FP8 forward begins: its state and its record hear of it.  Returns whether amaxes enter the history.
+
+    transformed: whether a transform of torch.func runs, from a caller that takes them; None: from one that does not.
+    Raises for what refusals.py lists, naming the layer.
+    """
     compiling = torch.compiler.is_compiling()
+    check_classes(x, weight_NK, numerics.name)
     if not compiling:
+        if transformed is None and under_transforms():
+            raise no_transform(numerics.name, "torch.func's transforms where it is fused with others")
+        check_caller(x, weight_NK, numerics.name)
         numerics.state.enter()
     elif numerics.alone:
         numerics.state.begin_step()
@@ -69,7 +84,10 @@ def check(
             "convert it first"
         )
     if weight_NK.dtype not in FLOATS:
-        raise UnsupportedDtype(f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16")
+        raise UnsupportedDtype(
+            f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16: cast it, or, where "
+            "another library has quantised it, let that come before fe.convert, which then leaves the layer as it is"
+        )
     read = x.shape[-1] if columns is None and x.dim() else columns
     if x.dim() == 0 or read != weight_NK.shape[1]:
         rows = x.numel() // max(x.shape[-1], 1) if x.dim() else 1

@@ -9,7 +9,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from fp8engine.functional import Layer, linear
-from fp8engine.modules.lazy import Lazy, read
+from fp8engine.modules.lazy import UNREAL, read
 from fp8engine.modules.linear import Float8Module
 
 
@@ -24,6 +24,6 @@ class Float8Conv1D(Float8Module, Conv1D):
         return Layer(self.weight.t(), self.bias, self.numerics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(x, Lazy):
+        if self.fused is not None or isinstance(x, UNREAL):
             return read(self, x)
         return linear(x, self.weight.t(), self.bias, self.numerics)

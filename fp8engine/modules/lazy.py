@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 from torch.nn.modules import module as torch_module
 
-from fp8engine.errors import StateError
+from fp8engine.errors import ScriptError, StateError
 from fp8engine.functional.linear import FLOATS, linear
 from fp8engine.functional.mlp import norm_mlp
 from fp8engine.functional.norm_linear import norm_linear
@@ -237,6 +238,9 @@ def gated(one: Any, other: Any) -> Gated | None:
     return None
 
 
+UNREAL = (Lazy, Proxy)  # what stands for a tensor
+
+
 def value_of(x: Any) -> Any:
     """The numbers of what may be lazy."""
     return x.value() if isinstance(x, Lazy) else x
@@ -249,7 +253,18 @@ def _values(nest: Any) -> Any:
 
 
 def read(layer: Any, x: Any) -> Any:
-    """layer(x) of a converted layer that belongs to a group, or that is given something lazy."""
+    """layer(x) of a converted layer that belongs to a group, or that is given something lazy, or fx's Proxy.
+
+    For torch.fx it is a leaf, one node of the graph, as nn.Linear is because its class is torch's own.
+    """
+    if isinstance(x, Proxy):
+        tracer: Any = x.tracer
+        place = tracer.path_of_module(layer)
+        if not place:
+            raise ScriptError(
+                f"{layer.numerics.name}: a leaf of torch.fx; symbolic_trace takes the module that holds it"
+            )
+        return tracer.create_proxy("call_module", place, (x,), {})
     group: Group | None = layer.fused
     if group is not None:
         if isinstance(x, Normed) and x.group is group:

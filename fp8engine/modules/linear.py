@@ -8,7 +8,8 @@ from torch import nn
 from fp8engine.controller import attach
 from fp8engine.errors import ParallelError
 from fp8engine.functional import Layer, Numerics, linear
-from fp8engine.modules.lazy import Group, Lazy, read
+from fp8engine.functional.refusals import no_script
+from fp8engine.modules.lazy import UNREAL, Group, read
 from fp8engine.recipe import Recipe, resolve
 from fp8engine.scaling import ScalingState
 
@@ -34,6 +35,9 @@ class Float8Module(nn.Module):
             f"{self.numerics.name}: nn.DataParallel copies layers every step and loses their scaling state; "
             "use torch.nn.parallel.DistributedDataParallel, one process per device"
         )
+
+    def __prepare_scriptable__(self):  # torch.jit.script calls it on every module of a model first
+        raise no_script(self.numerics.name, "torch.jit.script")
 
     def extra_repr(self) -> str:
         recipe = self.numerics.recipe
@@ -76,6 +80,6 @@ class Linear(Float8Module, nn.Linear):
         return Layer(self.weight, self.bias, self.numerics)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(input, Lazy):
+        if self.fused is not None or isinstance(input, UNREAL):
             return read(self, input)
         return linear(input, self.weight, self.bias, self.numerics)

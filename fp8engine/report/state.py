@@ -130,9 +130,12 @@ def controllers_of(model: nn.Module) -> list[Controller]:
 
 
 def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
-    states = {id(numerics.state): numerics.state for numerics in layers.values()}
-    clocks = [getattr(state.clock, "__self__", None) for state in states.values()]
+    clocks = [getattr(state.clock, "__self__", None) for state in _states(layers)]
     return [clock for clock in clocks if isinstance(clock, Controller)]
+
+
+def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:
+    return list({id(numerics.state): numerics.state for numerics in layers.values()}.values())
 
 
 def _load_auto(controllers: list[Controller], kept: Sequence[Mapping]) -> None:
@@ -158,12 +161,18 @@ def scaling_state(model: nn.Module) -> StateView:
 
 
 def scaling_state_dict(model: nn.Module) -> dict:
-    """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads."""
+    """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads.
+
+    Of several ranks any one can call it alone: a run resumed from its file on all ranks repeats the run that goes on.
+    For that, the first rank that has saved decides this step's amaxes for all, in place of the largest of all ranks.
+    """
     return _saved(float8_layers(model))
 
 
 def _saved(layers: dict[str, Numerics]) -> dict:
     slots = {}
+    for state in _states(layers):
+        state.saved_1.fill_(1)
     for name, numerics, role in _slots_of(layers):
         slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
     version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
@@ -203,8 +212,9 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         saved = slots.get(slot_name(name, role), {})
         for key, target in _columns(numerics, role).items() if saved else ():
             target[: saved[key].numel()] = saved[key][: target.numel()]
-    for state in {id(numerics.state): numerics.state for numerics in layers.values()}.values():
+    for state in _states(layers):
         state.outputs.loaded(state.live_2S)
+        state.saved_1.fill_(1)
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
 
 
