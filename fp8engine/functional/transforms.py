@@ -56,7 +56,7 @@ class _Transformed(_Named):
     @staticmethod
     def forward(x_MK, weight_NK, bias_N, pending: Pending):
         needs = (pending.record, pending.record, pending.record and bias_N is not None)
-        pending.call = call = Call(pending.numerics, x_MK, bias_N, needs, pending.record)
+        pending.call = call = Call(pending.numerics, x_MK, weight_NK, bias_N, needs, pending.record)
         a, saved = call.cast_input(x_MK, {})
         y_MN, turned = call.forward(a, weight_NK, bias_N, pending.out)
         pending.saved, pending.weights = call.to_save(saved), (weight_NK, *turned)
