@@ -34,7 +34,13 @@ def test_equals_a_linear_for_each_expert_bit_for_bit(recipe: str, bias: bool, dt
     ran = run(layer, sizes, dtype)
     want = linears(layer, ran, sizes)
     assert torch.equal(ran.y, want["y"])
-    assert torch.equal(ran.x.grad, want["dx"])
+    if dtype == torch.float32:  # a CPU may sum another way where an expert's weight lies within the others'
+        experts = torch.repeat_interleave(torch.tensor(sizes))
+        absolute = torch.einsum("tn,tnk->tk", ran.dy.abs().double(), layer.weight.detach().abs().double()[experts])
+        # Each sum of n products is within n 2^-24 of exact; casts have changed each factor by 2^-4 at most.
+        assert ((ran.x.grad - want["dx"]).abs() <= 2 * n * 2.0**-24 * (1 + 2.0**-4) ** 2 * absolute).all()
+    else:
+        assert torch.equal(ran.x.grad, want["dx"])
     assert torch.equal(ran.dw, want["dw"])
     assert not bias or torch.equal(ran.db, want["db"])
     assert not ran.dw[1].any()
