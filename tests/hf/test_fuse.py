@@ -49,9 +49,9 @@ def test_numbers_counts_and_outside(name: str):
     want, first, second = exact(copy.deepcopy(plain), batch), step(one, batch), step(two, batch)
     near(family, want, second)
     near(family, want, first)
-    # In FP32 both levels cast the same numbers but for the order of FP32 sums, 2^-24, which differs between CPUs.  A
-    # value that falls to the other side of a rounding boundary moves by 2^-3 of itself, and a ReLU's slope with it; that
-    # happens on one batch in six (opt, 41.7 dB), the others have 127 dB and more.  Three in a row: once in 200 machines.
+    # In FP32 both levels cast the same numbers but for the order of FP32 sums, 2^-24, and CPUs differ.  A
+    # value that falls to the other side of a rounding boundary moves by 2^-3 of itself, and a ReLU with it.  That
+    # happened on one batch in six (opt, 41.7 dB); the others had 127 dB and more.  Three in a row: on one CPU in 200.
     for _ in range(3):
         if alike := min(map(sqnr, first, second)) > 60:
             break
