@@ -17,6 +17,7 @@ Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.1.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -188,7 +189,10 @@ class MasterWeights(Wrapped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return getattr(self.inner, "_step_supports_amp_scaling", False)
+        # An inner step(grad_scaler=...) would look for its gradients under the inner optimizer; a scaler that unscales
+        # the masters' gradients and then calls step() needs nothing of it.
+        takes_scaler = "grad_scaler" in inspect.signature(self.inner.step).parameters
+        return getattr(self.inner, "_step_supports_amp_scaling", False) and not takes_scaler
 
     def master_parameters(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps, group by group: masters, and FP32 parameters themselves; .grad up to date."""
