@@ -31,10 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp8engine import device as hardware
 from fp8engine.amp.autocast import BF16_CAPABILITY, autocast
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.master import LOW, MasterWeights, Wrapped
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.pair import LOW
 from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
+from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import (
     BackendError,
     ConversionError,

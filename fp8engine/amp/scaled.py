@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.amp.master import MasterWeights, Wrapped
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
 
 SCALER = "scaler"  # key in the state_dict, beside torch's own two

@@ -1,7 +1,7 @@
 """decorate: every term of a loss has its own weight in the gradients, whatever its way to them, or step() refuses.
 
-The reference is the same script in FP32.  Terms that go past the model's outputs: a penalty on the weights, an auxiliary
-loss that the model keeps, a penalty on the gradient of the input.
+The reference is the same script in FP32.  Terms that go past the model's outputs: a penalty on the weights, an
+auxiliary loss that the model keeps, a penalty on the gradient of the input.
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def test_training_with_a_penalty_ends_where_fp32_does(level: str):
             (optimizer.backward if decorated else torch.Tensor.backward)(loss)
             optimizer.step()
         ends.append(loss.item())
-    # the penalty contracts: an error of 2^-11 of the loss a step dies out as a series of ratio 0.9, ten times one step's
+    # the penalty contracts: an error of 2^-11 of the loss a step dies out as a series of ratio 0.9: ten of them
     assert abs(ends[1] - ends[0]) < 10 * 2.0**-11 * ends[0]
 
 

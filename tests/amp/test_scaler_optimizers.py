@@ -94,7 +94,7 @@ def test_steps_scales_and_results_are_torchs(name: str, clipped: bool):
 
 
 def test_an_optimizer_that_tells_the_scaler_nothing():
-    """It has stepped when step() returns; torch's update() then knows of no check, unless another optimizer made one."""
+    """It has stepped when step() returns; update() then knows of no check, unless another optimizer made one."""
     for kind in KINDS:
         weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         optimizer, beside = Alone([weight], lr=0.125), torch.optim.SGD([other], lr=0.125)
@@ -102,7 +102,7 @@ def test_an_optimizer_that_tells_the_scaler_nothing():
         scaler.scale(weight.sum()).backward()
         scaler.step(optimizer)
         assert weight.tolist() == [0.875] * 2
-        with pytest.raises((AssertionError, OptimizerError), match=r"No inf checks|step takes a grad_scaler"):
+        with pytest.raises((AssertionError, OptimizerError), match=r"No inf checks|takes a grad_scaler must"):
             scaler.update()
         with pytest.raises(RuntimeError, match="already"):
             scaler.step(optimizer)
