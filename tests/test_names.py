@@ -157,4 +157,4 @@ def test_a_module_that_is_no_wrapper_keeps_its_part_of_the_name():
         fe.amp.pin_fp32(wrapped.get_submodule(name))
     inner = Holder(converted(nn.Sequential(nn.Linear(16, 16))))
     assert [layer["name"] for layer in fe.inspect(inner).layers] == ["module.0"]
-    assert list(fe.scaling_state(inner))[0] == "module.0.input"
+    assert next(iter(fe.scaling_state(inner))) == "module.0.input"
