@@ -117,8 +117,9 @@ class OverflowWatch:
                 continue
             self.pinned[name] = pin_fp32(modules[name])
             names.append(name)
-        searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer came near")
-        shown = ", ".join(name or type(self.model).__name__ for name in names) or f"nothing: {searched}"
+        searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer is guilty")
+        why = "what overflows is pinned already" if self._blamed else searched
+        shown = ", ".join(name or type(self.model).__name__ for name in names) or f"nothing: {why}"
         logging.getLogger(__name__).warning("pinned to FP32: %s", shown)
         return names
 

@@ -126,6 +126,16 @@ def test_a_gradient_that_grows_is_guilty(mode: str):
 
 
 @MODES
+def test_one_search_that_passes_scales_that_were_fine_counts_once(mode: str):
+    run = Run(init_scale=2.0**8, mode=mode)
+    with run.watch:
+        run.steps(6, 10, 10, 10, 10)  # 2^8 passes; then it, 2^7 and 2^6 are over, and 2^5 passes
+    found = run.watch.first()
+    assert found is not None
+    assert (found.guilty, found.cured_by) == (False, 2.0**5)
+
+
+@MODES
 def test_a_gradient_beyond_fp16_without_any_scale_is_guilty(mode: str):
     run = Run(init_scale=4.0, mode=mode)
     with run.watch:
@@ -171,7 +181,11 @@ def test_pins_repeat_until_nothing_overflows(caplog):
         def forward(self, x):
             return (x.float().abs() ** 0.5).half()
 
-    model = nn.Sequential(Square(), Halve(), Square(), Halve(), nn.Identity(), Square())
+    class Near(nn.Module):
+        def forward(self, x):
+            return x.half() * 0 + 8000  # an eighth of FP16's range: pinned after the guilty, and not without them
+
+    model = nn.Sequential(Square(), Halve(), Square(), Halve(), nn.Identity(), Square(), Halve(), Near())
     rounds = []
     with find_overflow(model) as watch, torch.autocast("cpu", torch.float16), torch.no_grad():
         for _ in range(6):
@@ -179,7 +193,7 @@ def test_pins_repeat_until_nothing_overflows(caplog):
             rounds.append(watch.pin(1))
     assert [*filter(None, rounds)] == [["0"], ["2"], ["5"]]
     assert rounds[3:] == [[]] * 3
-    assert "nothing: no layer came near" in caplog.text
+    assert "nothing: no layer is guilty" in caplog.text
     with torch.autocast("cpu", torch.float16):
         output = model(torch.full((2, 2), 600.0, dtype=torch.float16))
     assert output.isfinite().all()
