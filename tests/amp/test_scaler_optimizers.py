@@ -75,7 +75,8 @@ def test_steps_scales_and_results_are_torchs(name: str, clipped: bool):
     runs = []
     for kind in KINDS:
         weight, seen = nn.Parameter(torch.ones(2)), []
-        optimizer, scaler = OPTIMIZERS[name]([weight]), kind("cpu", 16.0, growth_interval=2)
+        optimizer = OPTIMIZERS[name]([weight])
+        scaler: Any = kind("cpu", 16.0, growth_interval=2)
         for value in VALUES:
             optimizer.zero_grad()
             scaler.scale((weight * value).sum()).backward()
