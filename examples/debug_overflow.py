@@ -5,9 +5,10 @@
 linear attention    keys and values are summed over the sequence; the sums leave FP16's range (65504): NaN at once
 camera matrices     focal lengths over 1000 times distances over 50: a projected point is Inf before its division
 pre-norm ViT        a norm written by hand; forward is fine, but the gradient of its variance, which grows as
-                    var^-1.5, overflows: steps are skipped while the loss scale falls
+                    var^-1.5, overflows: steps are skipped while the loss scale falls.  It is no search for the
+                    scale, which would end: the gradient overflows again at scales that have been fine
 
-Each is trained for a few steps under a watch, which names the layer and the op; `pin` then runs that layer in FP32.
+Each is trained for some steps under a watch, which names the layer and the op; `pin` then runs that layer in FP32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 import fp8engine as fe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WATCHED, TRAINED = 3, 100  # steps
+TRAINED = 100  # steps, with the layer pinned
 
 
 class SumOverTime(nn.Module):
@@ -142,18 +143,19 @@ def dim_images() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Story:
-    """A model, its data and its loss."""
+    """A model, its data, its loss, and how many steps show who is guilty: a gradient must overflow more than once."""
 
     name: str
     model: Callable[[], nn.Module]
     data: Callable[[], tuple[tuple[torch.Tensor, ...], torch.Tensor]]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    watched: int = 3
 
 
 STORIES = (
     Story("linear attention", LinearAttention, counted_tokens, F.cross_entropy),
     Story("camera matrices", Cameras, squares, F.mse_loss),
-    Story("pre-norm ViT", Vit, dim_images, F.cross_entropy),
+    Story("pre-norm ViT", Vit, dim_images, F.cross_entropy, watched=24),
 )
 
 
@@ -194,8 +196,10 @@ def debug(story: Story) -> Outcome:
     scaler = fe.amp.GradScaler(DEVICE)
     print(f"\n{story.name}")
     with fe.amp.find_overflow(model, scaler) as watch:
-        before, skipped = train(story, model, scaler, WATCHED)
-    print(f"  broken: loss {shown(before)}, {skipped} of {WATCHED} steps skipped, loss scale {scaler.get_scale():g}")
+        before, skipped = train(story, model, scaler, story.watched)
+    print(
+        f"  broken: loss {shown(before)}, {skipped} of {story.watched} steps skipped, loss scale {scaler.get_scale():g}"
+    )
     print(f"  found:  {watch.first()}")
     pinned = watch.pin(1)
     print(f"  pinned: {', '.join(pinned)}")

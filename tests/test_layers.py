@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # DESIGN section 2, bottom first.  Layers 0, 2, 8 and 11 have an order of their own, one row each.
 HOUSE = (
     ("L0", "errors.py"),
+    ("L0", "names.py"),
     ("L0", "formats.py"),
     ("L0", "device.py"),
     ("L0", "reference/"),
@@ -53,7 +54,7 @@ LAYER = {place: layer for layer, *places in HOUSE for place in places}
 # Places that may import less of fp8engine than the rows below them.
 ONLY = {
     "kernels/": set(),  # kernels speak torch.dtype
-    "amp/": {"errors.py", "formats.py", "device.py"},  # the FP16 baseline knows nothing of FP8
+    "amp/": {"errors.py", "formats.py", "device.py", "names.py"},  # the FP16 baseline knows nothing of FP8
 }
 NOT_OURS_TO_IMPORT = {"kernels", "tests", "benchmarks", "examples"}  # top-level folders that are no packages
 KERNELS_USE = {"torch", "triton", *sys.stdlib_module_names}

@@ -1,25 +1,26 @@
-"""One line turns a plain FP32 training script into mixed precision.
+"""Mixed precision for a plain FP32 training script, in one line and one word.
 
-    model, optimizer = fe.amp.decorate(model, optimizer)        the rest of the script stays as it is
+    model, optimizer = fe.amp.decorate(model, optimizer)
+    optimizer.backward(loss)                                    for loss.backward(), where the dtype is FP16
 
 O1: the weights stay FP32, the forward runs under autocast.  O2: the weights are cast too, and stepped through FP32
-masters; norms stay FP32.  In FP16 the loss is scaled (BF16 has FP32's range and needs none).
+masters; norms stay FP32.  In FP16 the loss is scaled (BF16 has FP32's range and needs no scale: there loss.backward()
+may stay).
 
-Why the scaler hides in the two objects that the script has already, and is no third object or `with`: a loop says
-`loss.backward()` and `optimizer.step()` in places of its own, and neither a context manager nor a scaler beside them
-reaches both without editing it.  How the scale enters a plain loss.backward(), and when to write
-optimizer.backward(loss) instead: fp8engine/amp/scaled.py.
+The scale enters at the loss, as with torch.amp, and nowhere else: a scale that entered where the loss's gradient
+reaches the model's outputs would miss every term of the loss that goes past these (a penalty on the weights, an
+auxiliary loss kept inside the model, a gradient penalty), and step() would divide such a term by the scale all the
+same.  step() refuses gradients that did not come through optimizer.backward: fp8engine/amp/scaled.py.
 
 Outputs in 16 bits are returned in FP32, so the loss is computed in FP32 and its gradient enters the model in FP32.
-The class of the very module is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.  Copies
-and pickles of a decorated model keep its precision and leave its loss scale behind: that belongs to its optimizer.
+The class of the very module is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,10 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fp8engine import device as hardware
 from fp8engine.amp.autocast import BF16_CAPABILITY, autocast
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.master import LOW, MasterWeights, Wrapped
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.pair import LOW
 from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
-from fp8engine.amp.scaled import ScaledOptimizer, ScaledOutput, Scaling
+from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
+from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import (
     BackendError,
     ConversionError,
@@ -56,7 +59,6 @@ class Precision:
     level: str
     dtype: torch.dtype
     lists: OpLists
-    scaling: Scaling | None
 
     def inward(self, x: Any) -> Any:
         """An input as O2's weights take it; FP64 and integers are left."""
@@ -68,17 +70,6 @@ class Precision:
         return y.float() if isinstance(y, torch.Tensor) and y.dtype in LOW else y
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import the compiler, and with it Triton, here and now
-def scaled(output: Any, scaling: Scaling) -> Any:
-    """The outputs, whose gradients are scaled; apart because a compiled backward could not tell that it ran."""
-
-    def one(y: Any) -> Any:
-        wanted = isinstance(y, torch.Tensor) and y.requires_grad
-        return ScaledOutput.apply(y, scaling) if wanted else y
-
-    return tree_map(one, output)
-
-
 class Decorated:
     """Mixed into the class of a decorated model; the class it had is the next in line."""
 
@@ -87,9 +78,7 @@ class Decorated:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle and deepcopy look a class up by its name, and this one was made while running
         kind = type(self)
-        state: Any = self.__getstate__()
-        state = {**state, "_fp8engine_amp": replace(self._fp8engine_amp, scaling=None)}
-        return _rebuild, (kind.__mro__[kind.__mro__.index(Decorated) + 1],), state
+        return _rebuild, (kind.__mro__[kind.__mro__.index(Decorated) + 1],), self.__getstate__()
 
 
 def _rebuild(kind: type[nn.Module]) -> Any:
@@ -108,8 +97,7 @@ def decorated_class(kind: type[nn.Module]) -> type[nn.Module]:
             args, kwargs = tree_map(how.inward, (args, kwargs))
         with autocast(_device_type(self, args, kwargs), how.dtype, lists=how.lists):
             output = kind.forward(self, *args, **kwargs)
-        output = tree_map(how.outward, output)
-        return output if how.scaling is None else scaled(output, how.scaling)
+        return tree_map(how.outward, output)
 
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
     return type(kind.__name__, (Decorated, kind), body)
@@ -140,9 +128,9 @@ def decorate(
     scaler: None a GradScaler inside the optimizer for FP16; False none, for scripts that keep their own; True, or a
     GradScaler of yours.  One scaler for all that is decorated in one call.
 
-    An optimizer alone comes back with `backward(loss)`, to write for `loss.backward()`, and `step()`; the forward then
-    is yours to put under fe.amp.autocast.  With a plain loss.backward() its step() refuses.
-    Wrap for several devices and compile afterwards; compiled, the graph breaks once, where the scale enters.
+    The optimizer has `backward(loss)`, to write for `loss.backward()`; after a plain loss.backward() its step() refuses
+    where the loss is scaled.  With an optimizer alone the forward is yours to put under fe.amp.autocast.
+    Wrap for several devices and compile afterwards.
 
     Raises ConversionError (no parameters, decorated or wrapped already, layers that are not there), OptimizerError
     (wrapped already, of another model), UnknownName (level, glob), UnsupportedDtype, BackendError (BF16 on a card
@@ -152,7 +140,7 @@ def decorate(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> model, optimizer = decorate(model, optimizer, level="O2")
     >>> loss = model(torch.ones(2, 4)).square().mean()
-    >>> loss.backward()
+    >>> optimizer.backward(loss)
     >>> optimizer.step()
     >>> loss.dtype, model[0].weight.dtype, model[1].weight.dtype, isinstance(model, nn.Sequential)
     (torch.float32, torch.float16, torch.float32, True)
@@ -181,7 +169,7 @@ def decorate(
         for module in one.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
-        one._fp8engine_amp = Precision(level, dtype, lists or UNCHANGED, scaling if scales else None)
+        one._fp8engine_amp = Precision(level, dtype, lists or UNCHANGED)
         one.__class__ = decorated_class(type(one))
     wrapped = [
         MasterWeights(one, originals=originals) if needed else _with_state_cast(one)

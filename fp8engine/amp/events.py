@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from fp8engine.amp.readings import Reading
-
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")  # names that torch.compile and FSDP put between a name's parts
-PARALLEL = ("DistributedDataParallel", "DataParallel")  # these hold the model as their `module`
+from fp8engine.names import plain_name
 
 
 class Call:
@@ -101,26 +99,15 @@ class Batch:
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module that can be hooked, by its name in the model before torch.compile, DDP or FSDP wrapped it."""
+    """Every module that can be hooked, by its name in the model before it was wrapped."""
     for name, module in model.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):
-            yield (plain(model, name), module)
+            yield (plain_name(model, name), module)
 
 
 def named(model: nn.Module, held: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Parameters or buffers by such names."""
-    return ((plain(model, name), tensor) for name, tensor in held)
-
-
-def plain(model: nn.Module, name: str) -> str:
-    """A name as before wrappers were put around the model or its parts."""
-    kept, here = [], model
-    for part in name.split("."):
-        wrapper = part in WRAPPERS or (part == "module" and type(here).__name__ in PARALLEL)
-        if not wrapper:
-            kept.append(part)
-        here = here._modules.get(part) or here
-    return ".".join(kept)
+    return ((plain_name(model, name), tensor) for name, tensor in held)
 
 
 def is_compiled(module: nn.Module) -> bool:

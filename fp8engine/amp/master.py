@@ -17,111 +17,19 @@ Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.1.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from fp8engine.amp.pair import LOW, Pair, errors, sums
+from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
 
-LOW = (torch.float16, torch.bfloat16)
 MASTERS = "masters"  # key in the state_dict, beside torch's own two
-
-
-class Wrapped(torch.optim.Optimizer):
-    """An optimizer around another: groups, state and defaults are the inner one's."""
-
-    def __init__(self, inner: torch.optim.Optimizer):
-        self.inner = inner
-        for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-            name = f"_optimizer_{moment}_hooks"
-            setattr(self, name, getattr(inner, name))  # one table: the inner optimizer runs them
-        self.__setstate__({})  # torch's tables of hooks; its __init__ would want parameters of its own
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The inner optimizer's groups."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The inner optimizer's state, by parameter."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The inner optimizer's defaults."""
-        return self.inner.defaults
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner!r})"
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model's parameters."""
-        self.inner.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
-        self.inner.add_param_group(param_group)
-
-
-class Pair:
-    """A 16-bit parameter, its master, and what was copied from one to the other last."""
-
-    def __init__(self, parameter: nn.Parameter, master: nn.Parameter):
-        self.parameter, self.master = parameter, master
-        self.copied: tuple[int, int] | None = None  # which gradient, in which version
-        self.accumulated = False  # a backward pass has added to the gradient since
-        self.overwritten = False  # another hand has written it, when the masters' had been changed too
-        self.rounded = self.now()
-        watching: weakref.ref[Pair] = weakref.ref(self)
-        frozen = not parameter.requires_grad  # torch hooks only what it may differentiate; it may be thawed later
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: _mark(watching))
-        parameter.requires_grad_(not frozen)
-
-    def now(self) -> tuple[int, int]:
-        """Changes whenever the parameter is written; not through `.data` in place, which torch does not count."""
-        return self.parameter._version, self.parameter.data_ptr()
-
-    def new_gradient(self) -> torch.Tensor | None:
-        """The parameter's gradient, if it is not what the master's was made of."""
-        grad = self.parameter.grad
-        if grad is None:
-            self.forget()
-            return None
-        now = (id(grad), grad._version)
-        if not self.accumulated and self.copied == now:
-            return None
-        self.overwritten = self.copied is not None and not self.accumulated
-        self.copied, self.accumulated = now, False
-        return grad
-
-    def forget(self) -> None:
-        """No gradient on the master, and none copied."""
-        self.master.grad, self.copied, self.accumulated, self.overwritten = None, None, False, False
-
-    def follow(self) -> None:
-        """Take the parameter's values where the master's rounding is no longer theirs."""
-        p, m = self.parameter, self.master
-        if p.dtype not in LOW or p.device != m.device or p.shape != m.shape:
-            raise OptimizerError(
-                f"a parameter {tuple(m.shape)} of MasterWeights is {p.dtype} {tuple(p.shape)} on {p.device} now, its"
-                f" master on {m.device}: move and cast the model first, then wrap the optimizer"
-            )
-        m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(torch.float32)))
-        self.rounded = self.now()
-
-
-def _mark(watching: weakref.ref[Pair]) -> None:
-    pair = watching()
-    if pair is not None:
-        pair.accumulated = True
 
 
 class MasterWeights(Wrapped):
@@ -162,7 +70,6 @@ class MasterWeights(Wrapped):
             )
         super().__init__(optimizer)
         self._pairs: dict[nn.Parameter, Pair]
-        self._probe: tuple[torch.Tensor, torch.Tensor] | None
         state = optimizer.state_dict() if optimizer.state else None
         for group in optimizer.param_groups:
             self._put_masters(group, originals or {})
@@ -183,12 +90,16 @@ class MasterWeights(Wrapped):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The inner optimizer's groups: masters, whose .grad is the parameter's gradient in FP32."""
-        self._gather()
+        copied = self._gather()
+        for pair, total in zip(copied, sums(copied), strict=True):
+            pair.given = total, cast(torch.Tensor, pair.master.grad)._version
         return self.inner.param_groups
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return getattr(self.inner, "_step_supports_amp_scaling", False)
+        # An inner step(grad_scaler=...) would ask the scaler for its own gradients: the scaler unscales the masters'
+        takes_scaler = "grad_scaler" in inspect.signature(self.inner.step).parameters
+        return getattr(self.inner, "_step_supports_amp_scaling", False) and not takes_scaler
 
     def master_parameters(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps, group by group: masters, and FP32 parameters themselves; .grad up to date."""
@@ -201,30 +112,51 @@ class MasterWeights(Wrapped):
         return (of.get(id(p), p) for group in self.inner.param_groups for p in group["params"])
 
     @torch.no_grad()
-    def _gather(self) -> None:
-        """Copy gradients that are new to the masters."""
-        new = [(pair, grad) for pair in self._pairs.values() if (grad := pair.new_gradient()) is not None]
-        if any(pair.overwritten for pair, _ in new) and not self._changed():
-            for pair, _ in new:
+    def _gather(self) -> list[Pair]:
+        """Copy gradients that are new to the masters; the pairs, without those of sparse gradients."""
+        new = [pair for pair in self._pairs.values() if pair.new_gradient()]
+        if any(pair.overwritten for pair in new) and not self._changed():
+            for pair in new:
                 pair.overwritten = False
-        copies, sources = [], []
-        for pair, grad in new:
-            master = pair.master
-            if grad.is_sparse:
-                master.grad = grad.to(torch.float32)
-                continue
-            if master.grad is None or master.grad.is_sparse:
-                master.grad = torch.empty_like(master)
-            copies.append(master.grad)
-            sources.append(grad)
-        if copies:
-            torch._foreach_copy_(copies, sources)
-            smallest = min(copies, key=torch.Tensor.numel)
-            self._probe = smallest, smallest.clone()
+        return self._copy(new)
+
+    def _copy(self, pairs: list[Pair]) -> list[Pair]:
+        dense = [pair for pair in pairs if not pair.gradient.is_sparse]
+        for pair in pairs:
+            pair.given = None
+            if pair.gradient.is_sparse:
+                pair.master.grad = pair.gradient.to(torch.float32)
+            elif pair.master.grad is None or pair.master.grad.is_sparse:
+                pair.master.grad = torch.empty_like(pair.master)
+        if dense:
+            torch._foreach_copy_([cast(torch.Tensor, p.master.grad) for p in dense], [p.gradient for p in dense])
+        return dense
+
+    @torch.no_grad()
+    def _compare(self) -> None:
+        """Find gradients written through `.data` after the masters' copies were given away: no version tells of these.
+
+        Waits for the device only if they were given away before step(): to a scaler, which has waited too.  Before a
+        fused step the scaler unscales nothing: they are copied again, and nobody waits.
+        """
+        given = [pair for pair in self._pairs.values() if pair.given is not None]
+        if self.__dict__.get("grad_scale") is not None:
+            self._copy([pair for pair in given if not pair.clipped])
+        elif written := [pair for pair, error in zip(given, errors(given, sums(given)), strict=True) if error]:
+            if self._changed():
+                for pair in written:
+                    pair.overwritten = True
+            else:
+                self._copy(written)
 
     def _changed(self) -> bool:
-        """Whether the masters' gradients are other than copied; by one of them, as unscaling counts no version."""
-        return self._probe is not None and not torch.equal(*self._probe)
+        """Whether the masters' gradients are other than copied: clipped, or unscaled, which counts no version."""
+        given = [pair for pair in self._pairs.values() if pair.given is not None]
+        if not given or any(pair.clipped for pair in given):
+            return bool(given)
+        # FP32 sums of the same numbers in another order; a scale is off by far more
+        now = torch._foreach_norm([cast(torch.Tensor, pair.master.grad) for pair in given], 1)
+        return any(error > 2.0**-10 for error in errors(given, now))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -253,11 +185,13 @@ class MasterWeights(Wrapped):
         """
         self._follow()
         self._gather()
+        self._compare()
         for i, pair in enumerate(self._pairs.values()):
             if pair.overwritten:
                 raise OptimizerError(
                     f"the 16-bit gradient of parameter {i} {tuple(pair.master.shape)} was changed after its FP32 copy"
-                    " had been unscaled or clipped: change those of optimizer.master_parameters(), not the model's"
+                    " had been read (optimizer.param_groups), and the copy unscaled or clipped: change the gradients of"
+                    " optimizer.master_parameters(), not the model's"
                 )
 
         def evaluate() -> Any:
@@ -336,4 +270,3 @@ class MasterWeights(Wrapped):
         pairs = state.pop("pairs", ())
         super().__setstate__(state)
         self._pairs = {parameter: Pair(parameter, master) for parameter, master in pairs}
-        self._probe = None

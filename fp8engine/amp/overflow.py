@@ -28,6 +28,7 @@ from torch import nn
 from fp8engine.amp.events import Batch, is_compiled
 from fp8engine.amp.pin import Fp32Pinned, Pin, pin_fp32
 from fp8engine.amp.readings import Transfer
+from fp8engine.amp.search import ScaleSearch
 from fp8engine.amp.table import LayerStats, OverflowReport
 from fp8engine.amp.verdict import Finding, Judge, explains, unexplained
 from fp8engine.amp.watch import Recorder
@@ -49,6 +50,10 @@ class OverflowWatch:
         self.layers: dict[str, LayerStats] = {}
         self._recorder = Recorder(model, scaler, mode == "ops", self._poll)
         self._seen: dict[tuple[str | None, str], int] = {}  # (layer, operand), guesses included -> which finding
+        self._times: Counter[int] = Counter()  # how often each finding came
+        self._search = ScaleSearch()
+        self._before: tuple[int, Counter[str]] = (0, Counter())  # passes and guilty layers when pin() was called last
+        self._blamed: Counter[str] = Counter()  # guilty layers of the passes before that call
         self._transfers: list[tuple[Batch, Transfer]] = []
         layers = self._recorder.layers
         leaves = {name for name, module in layers if not list(module.children())}
@@ -91,14 +96,18 @@ class OverflowWatch:
         )
 
     def pin(self, k: int = 1) -> list[str]:
-        """Pin the k worst layers to FP32 (see `pin_fp32`) and return their names.
+        """Pin the k worst layers to FP32 (see `pin_fp32`) and return their names; none, if no layer is to blame.
 
         Worst: the guilty ones, the most often guilty first; after them those whose outputs came nearest the end of
         their range, above 1/16 of it.  Fewer than k where fewer are.  They stay pinned, until
-        `watch.pinned[name].remove()`.
+        `watch.pinned[name].remove()`.  A pin can move the overflow to the next layer: train on inside the block and
+        call pin() again.  It goes by what was found since the last call, and returns nothing once nothing overflows.
         Raises ConversionError when what overflowed lies outside the model, where no pin can reach it.
         """
         self._settle()
+        blamed = [finding for finding in self.findings if finding.guilty]
+        if blamed and all(finding.layer is None for finding in blamed):
+            raise ConversionError(f"no layer to pin: {blamed[0]}")
         names: list[str] = []
         modules = dict(self._recorder.layers)
         for name in self._worst():
@@ -108,17 +117,24 @@ class OverflowWatch:
                 continue
             self.pinned[name] = pin_fp32(modules[name])
             names.append(name)
-        if not names and self.findings and all(finding.layer is None for finding in self.findings):
-            raise ConversionError(f"no layer to pin: {self.findings[0]}")
-        shown = ", ".join(name or type(self.model).__name__ for name in names) or "nothing: no layer came near"
+        searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer is guilty")
+        why = "what overflows is pinned already" if self._blamed else searched
+        shown = ", ".join(name or type(self.model).__name__ for name in names) or f"nothing: {why}"
         logging.getLogger(__name__).warning("pinned to FP32: %s", shown)
         return names
 
     def _worst(self) -> list[str]:
-        guilty = sorted((layer for layer in self.layers.values() if layer.guilty), key=lambda layer: -layer.guilty)
+        """The guilty since the last call before the latest passes, and behind them who came near."""
+        passes, before = self._before
+        guilty = Counter({name: layer.guilty for name, layer in self.layers.items() if layer.guilty})
+        if self._recorder.passes > passes:
+            self._before = self._recorder.passes, guilty
+            self._blamed = guilty - before
+        if not self._blamed:
+            return []
         low = (layer for layer in self.layers.values() if layer.low and layer.share >= NEAR)
         near = sorted(low, key=lambda layer: -layer.share)
-        return list(dict.fromkeys(layer.name for layer in (*guilty, *near)))
+        return list(dict.fromkeys([*(name for name, _ in self._blamed.most_common()), *(layer.name for layer in near)]))
 
     def _send(self) -> None:
         for batch in self._recorder.sealed:
@@ -136,6 +152,13 @@ class OverflowWatch:
         for batch, transfer in self._transfers:
             self._take(batch, transfer)
         self._transfers = []
+        for layer in self.layers.values():
+            layer.guilty = layer.scaled = 0
+        for index, finding in enumerate(self.findings):
+            if finding.layer is not None and finding.operand not in ("weight", "input"):
+                row = self.layers[finding.layer]
+                row.guilty += self._times[index] * finding.guilty
+                row.scaled += self._times[index] * (not finding.guilty)
 
     def _take(self, batch: Batch, transfer: Transfer) -> None:
         transfer.finish()
@@ -149,6 +172,7 @@ class OverflowWatch:
             self.hidden.update((c.layer, c.op, c.made) for c in batch.creations)
         for finding in found:
             self._enter(finding)
+        self._passed(self._search.follow(batch))
         suspects = self._judge.suspects - self._judge.cleared
         places = {self._seen[finding.layer, finding.operand] for finding in found}
         if not batch.opwise and (suspects or any(unexplained(self.findings[place]) for place in places)):
@@ -163,11 +187,20 @@ class OverflowWatch:
             self.findings.append(finding)
         first = self.findings[index]
         self._seen[finding.layer, finding.operand] = index
-        if explains(finding, first, self._judge.compiled):
-            self.findings[index] = replace(finding, step=first.step, loss_scale=first.loss_scale)
-            self._guilt(first.layer, finding.layer)
-        if finding.layer is not None and finding.operand not in ("weight", "input"):
-            self.layers[self.findings[index].layer or ""].guilty += 1
+        guilty = self._search.guilty(index, finding) or (first.guilty and self._times[index] > 0)
+        self._times[index] += 1
+        told = finding if explains(finding, first, self._judge.compiled) else first
+        cured_by = None if guilty else self._search.lowest
+        told = replace(told, step=first.step, loss_scale=first.loss_scale, guilty=guilty, cured_by=cured_by)
+        self.findings[index] = told
+        if finding.layer is not None:
+            self.layers[finding.layer].enter(finding)
+
+    def _passed(self, scale: float | None) -> None:
+        """A step has passed with this loss scale: the gradients that overflowed at a larger one are cured."""
+        for index, finding in enumerate(self.findings if scale is not None else ()):
+            if not finding.guilty and finding.cured_by is None:
+                self.findings[index] = replace(finding, cured_by=scale)
 
     def _index(self, finding: Finding) -> int | None:
         """Where the same overflow stands already: it came again, or is now seen op by op."""
@@ -175,11 +208,6 @@ class OverflowWatch:
             if explains(finding, first, self._judge.compiled):
                 return index
         return self._seen.get((finding.layer, finding.operand))
-
-    def _guilt(self, of: str | None, to: str | None) -> None:
-        if of != to and of is not None and to is not None:
-            self.layers[to].guilty += self.layers[of].guilty
-            self.layers[of].guilty = 0
 
 
 def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters") -> OverflowWatch:
@@ -191,7 +219,7 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
 
     `watch.first()`: the first Finding (layer, operand, op, step, amaxes) or None.  `watch.report()`: all of it, a table
     when printed.  `watch.pin(k)`: the worst k layers in FP32 from now on.  A gradient that overflows under a scaler is
-    found too: the scaler skips that step and halves the scale, and only a layer that comes again and again is ill.
+    found too, but the scaler skips that step and halves the scale: no layer is guilty where a smaller scale cures it.
 
     Raises UnknownName (mode), ConversionError (model is not an nn.Module).
 

@@ -1,26 +1,28 @@
-"""An optimizer with its loss scaler inside: step() unscales, skips and updates.
+"""An optimizer with its loss scaler inside: backward(loss) scales, step() unscales, skips and updates.
 
-The scale S enters the gradients at one of two places, as the script is written:
+    optimizer.backward(loss):  gradients of S·loss, for every term of the loss, whatever its way to the weights
 
-    loss.backward()            where the loss's gradient enters a decorated model's outputs:  dy -> S·dy
-    optimizer.backward(loss)   at the loss:  S·loss
+Between backward and step each gradient is S times too large, also those of tensors that no decorated optimizer holds.
+Clip with `optimizer.clip_grad_norm_`, or after `optimizer.unscale_()`.
 
-Backward is linear, so the gradients of the model are S times as large either way.  The first needs no change of the
-script; what reaches weights beside the model's outputs (a penalty on them, added to the loss) is not scaled by it, so
-such a script says optimizer.backward(loss).  Gradients are S times too large until step(): clip with
-`optimizer.clip_grad_norm_`, or after `optimizer.unscale_()`.  A step whose gradients were not scaled, or were changed
-while scaled, is refused: both would train, and wrongly.
+A gradient that is divided by S although a part of it holds no S would train, and wrongly.  So step() refuses, by the
+parameter's number, a gradient that a plain loss.backward() has made or added to (before, between or after the scaled
+passes), and one that was changed while it held S; a scaled pass after unscale_() is refused too.  The gradient's
+tensor and version, noted after each scaled pass, tell.  Only where a gradient that is not noted stands there when a
+scaled pass begins (zeroed in place by the model, or without S) its largest magnitude is kept for step() to read.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8engine.amp.master import MasterWeights, Wrapped
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
 
 SCALER = "scaler"  # key in the state_dict, beside torch's own two
@@ -32,50 +34,36 @@ class Scaling:
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
         self.optimizers: list[ScaledOptimizer] = []
-        self.at_loss = False  # optimizer.backward is running: the model's outputs add no scale
-        self.entered = False  # this iteration's gradients are scaled
         self.stepped: set[int] = set()
-        self._watched = -1
 
-    def at_output(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a decorated model's output, scaled unless the loss was."""
-        if self.at_loss:
-            return grad
-        self.entered = True
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, self._watched):
-            # Queued twice: DistributedDataParallel's own last word in a backward pass writes the gradients.
-            self._watched, engine = task, torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self.note))
-        return self.scaler.scale(grad)
-
-    def note(self) -> None:
-        """A backward pass has ended."""
-        for optimizer in self.optimizers:
-            optimizer._note()
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Gradients of the scaled loss, for all optimizers."""
+        watched = self.optimizers if self.scaler.is_enabled() else []
+        for optimizer in watched:
+            optimizer._before_pass()
+        self.scaler.scale(loss).backward(**options)
+        for optimizer in watched:
+            optimizer._after_pass()
 
     def ended(self, optimizer: ScaledOptimizer) -> None:
         """This optimizer has stepped."""
         self.stepped.add(id(optimizer))
         if len(self.stepped) == len(self.optimizers):
             self.stepped.clear()
-            self.entered = False
             self.scaler.update()
 
 
-class ScaledOutput(torch.autograd.Function):
-    """y -> y, whose gradient is scaled."""
+class Noted:
+    """A gradient as a scaled pass left it."""
 
-    @staticmethod
-    def forward(ctx, y, scaling):
-        """y itself, under a new name."""
-        ctx.scaling = scaling
-        return y.view_as(y)
+    __slots__ = ("tensor", "version")
 
-    @staticmethod
-    def backward(ctx, *grads):
-        """S·dy."""
-        return ctx.scaling.at_output(grads[0]), None
+    def __init__(self, grad: torch.Tensor):
+        self.tensor, self.version = weakref.ref(grad), grad._version
+
+    def is_still(self, grad: torch.Tensor) -> bool:
+        """Whether it is this tensor, and nobody has written it."""
+        return self.tensor() is grad and self.version == grad._version
 
 
 class ScaledOptimizer(Wrapped):
@@ -96,7 +84,8 @@ class ScaledOptimizer(Wrapped):
         super().__init__(optimizer)
         self._scaling = scaling
         self._unscaled = False
-        self._noted: dict[int, tuple[int, int]] = {}
+        self._noted: dict[int, Noted] = {}
+        self._unknown: dict[int, torch.Tensor] = {}  # largest magnitude that was there, not noted, before a scaled pass
         scaling.optimizers.append(self)
 
     @property
@@ -115,15 +104,17 @@ class ScaledOptimizer(Wrapped):
         return getattr(self.inner, "_step_supports_amp_scaling", False)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Gradients of the scaled loss; options are those of Tensor.backward."""
-        scaling = self._scaling
-        scaling.at_loss = True
-        try:
-            self.scaler.scale(loss).backward(**options)
-        finally:
-            scaling.at_loss = False
-        scaling.entered = True
-        scaling.note()
+        """Gradients of the scaled loss; options are those of Tensor.backward.
+
+        Raises OptimizerError if it has added to gradients that were unscaled already.
+        """
+        self._scaling.backward(loss, **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters."""
+        super().zero_grad(set_to_none)
+        self._unknown.clear()
+        self._note()  # zeros hold every scale
 
     def unscale_(self) -> None:
         """Divide the gradients by the scale now, to clip or look at them; step() does it otherwise."""
@@ -142,8 +133,8 @@ class ScaledOptimizer(Wrapped):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unscale, step or skip, and after the last optimizer of the iteration update the scale.
 
-        Raises OptimizerError: gradients that were not scaled or were changed while they were, a closure, or a second
-        step before the other optimizers that were decorated together have taken theirs.
+        Raises OptimizerError: gradients that hold the scale in part or not at all, or were changed while they held it;
+        a closure; a second step before the other optimizers that were decorated together have taken theirs.
         """
         if not self.scaler.is_enabled():
             return self.inner.step() if closure is None else self.inner.step(closure)
@@ -160,26 +151,62 @@ class ScaledOptimizer(Wrapped):
         if not self._unscaled:
             self._check()
         result = self.scaler.step(self.inner)
-        self._unscaled, self._noted = False, {}
+        self._unscaled = False
+        self._noted.clear()
+        self._unknown.clear()
         self._scaling.ended(self)
         return result
 
     def _check(self) -> None:
-        if not self._scaling.entered:
+        held = list(self._gradients())
+        if held and not any(i in self._noted for i, _ in held):
             raise OptimizerError(
-                "these gradients hold no loss scale: they came neither through a decorated model's outputs nor from"
-                " optimizer.backward(loss); write optimizer.backward(loss) for loss.backward()"
+                "these gradients hold no loss scale: they do not come from optimizer.backward(loss) of an optimizer"
+                " decorated in the same call; write optimizer.backward(loss) for loss.backward()"
             )
-        for i, p in enumerate(self._parameters()):
-            grad, (noted, version) = p.grad, self._noted.get(i, (0, 0))
-            if grad is not None and id(grad) == noted and grad._version != version:
+        for i, grad in held:
+            if not self._as_noted(i, grad):
                 raise OptimizerError(
-                    f"the gradient of parameter {i} {tuple(p.shape)} was changed while it held the loss scale"
-                    " (clipped?): call optimizer.unscale_() first, or optimizer.clip_grad_norm_(...)"
+                    f"the gradient of parameter {i} {tuple(grad.shape)} was changed while it held the loss scale: write"
+                    " optimizer.backward(loss) for every loss.backward(); to clip, use optimizer.clip_grad_norm_(...)"
+                    " or call optimizer.unscale_() first"
+                )
+        for i, grad in held:
+            if i in self._unknown and bool(self._unknown[i] != 0):
+                raise OptimizerError(
+                    f"the gradient of parameter {i} {tuple(grad.shape)} holds the loss scale in part: another value was"
+                    " there when optimizer.backward(loss) added to it; write optimizer.backward(loss) for every"
+                    " loss.backward(), and optimizer.zero_grad() after step()"
                 )
 
+    def _before_pass(self) -> None:
+        """Keep what step() must know of gradients that a scaled pass may add to."""
+        if self._unscaled:
+            self._note()
+            return
+        held = dict(self._gradients())
+        self._unknown = {i: amax for i, amax in self._unknown.items() if i in held}
+        for i, grad in held.items():
+            if grad.numel() and not self._as_noted(i, grad):
+                values: Any = grad.to_local() if hasattr(grad, "to_local") else grad  # pyright: ignore[reportAttributeAccessIssue]
+                self._unknown[i] = (values._values() if values.is_sparse else values).abs().max()
+
+    def _after_pass(self) -> None:
+        if self._unscaled and not all(self._as_noted(i, grad) for i, grad in self._gradients()):
+            raise OptimizerError(
+                "optimizer.backward(loss) has added to gradients that were unscaled already: call unscale_() and"
+                " clip_grad_norm_() after the last backward, and step() after them (it skips what is not finite)"
+            )
+        self._note()
+
     def _note(self) -> None:
-        self._noted = {i: (id(p.grad), p.grad._version) for i, p in enumerate(self._parameters()) if p.grad is not None}
+        self._noted = {i: Noted(grad) for i, grad in self._gradients()}
+
+    def _as_noted(self, i: int, grad: torch.Tensor) -> bool:
+        return i in self._noted and self._noted[i].is_still(grad)
+
+    def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
+        return ((i, p.grad) for i, p in enumerate(self._parameters()) if p.grad is not None)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         if isinstance(self.inner, MasterWeights):
@@ -203,4 +230,4 @@ class ScaledOptimizer(Wrapped):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner, "_scaling": self._scaling, "_unscaled": False, "_noted": {}}
+        return {"inner": self.inner, "_scaling": self._scaling, "_unscaled": False, "_noted": {}, "_unknown": {}}

@@ -149,7 +149,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale unless done already, then optimizer.step() or skip it; returns what that returned, or None.
 
         `step_skipped()` tells which.  Raises OptimizerError for a closure (its gradients would not be unscaled), a
-        second step in one iteration, or an optimizer without any gradient.
+        second step in one iteration, or an optimizer without any gradient.  Optimizers that handle the scale themselves
+        (fused ones, and those whose step takes a grad_scaler) are stepped as torch's scaler steps them.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -165,15 +166,16 @@ class GradScaler(torch.amp.GradScaler):
                 f"{type(optimizer).__name__} has stepped already in this iteration: scaler.update() ends the iteration"
             )
         params = (p for group in optimizer.param_groups for p in group["params"])
-        if state["stage"] is OptState.READY and all(p.grad is None for p in params):
+        scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if state["stage"] is OptState.READY and not scales_itself and all(p.grad is None for p in params):
             raise OptimizerError(
                 f"no parameter of {type(optimizer).__name__} has a gradient: call scaler.scale(loss).backward() first"
             )
         if self._ended:
             self._skips, self._ended = {}, False
         result = super().step(optimizer, *args, **kwargs)
-        if id(optimizer) not in self._skips:  # fused: it looked at found_inf on the device
-            self._skips[id(optimizer)] = self._combined([state])
+        if id(optimizer) not in self._skips:  # it scales itself: what it found is on the device, or nowhere
+            self._skips[id(optimizer)] = self._combined([state]) if state["found_inf_per_device"] else False
         return result
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
@@ -205,7 +207,10 @@ class GradScaler(torch.amp.GradScaler):
             self._skips = {}
         checked = {key: state for key, state in self._per_optimizer_states.items() if state["found_inf_per_device"]}
         if not checked:
-            raise OptimizerError("update() without a step: call scaler.step(optimizer) before it")
+            raise OptimizerError(
+                "update() without a step that looked for Inf and NaN: call scaler.step(optimizer) before it; a step"
+                " that takes a grad_scaler must call grad_scaler.unscale_(self)"
+            )
         read = [found for key in checked if isinstance(found := self._skips.get(key), bool)]
         self._per_optimizer_states.clear()
         self._ended = True

@@ -19,7 +19,9 @@ class LayerStats:
     """One layer's numbers over all passes.
 
     peak: largest finite magnitude it returned, in dtype.  grad_peak: of the gradients of what it returned, scaled.
-    nonfinite, grad_nonfinite: how many times they held NaN or Inf.  guilty: how many batches named it.
+    nonfinite, grad_nonfinite: how many times they held NaN or Inf.  guilty: how many batches named it; scaled: how many
+    named it for a gradient that a smaller loss scale cures, or may cure.  made, grad_made: the NaN or Inf that it was
+    named for; 0 if none.
     """
 
     name: str
@@ -31,6 +33,9 @@ class LayerStats:
     grad_peak: float = 0.0
     grad_nonfinite: int = 0
     guilty: int = 0
+    scaled: int = 0
+    made: float = 0.0
+    grad_made: float = 0.0
 
     @property
     def share(self) -> float:
@@ -54,10 +59,19 @@ class LayerStats:
             self.grad_peak = max(self.grad_peak, finite)
             self.grad_nonfinite += not reading.finite
 
+    def enter(self, finding: Finding) -> None:
+        """Keep what it was named for."""
+        if finding.backward:
+            self.grad_made = finding.output_amax
+            self.grad_nonfinite += 1
+        else:
+            self.made = finding.output_amax
+
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype else None
-        return vars(self) | {"dtype": dtype, "share": self.share}
+        numbers = {"made": number(self.made), "grad_made": number(self.grad_made)}
+        return vars(self) | {"dtype": dtype, "share": self.share} | numbers
 
 
 @dataclass(frozen=True)
@@ -91,8 +105,8 @@ class OverflowReport:
         from rich.console import Console  # here: importing rich draws from Python's random numbers
         from rich.table import Table
 
-        ran = [layer for layer in self.layers if layer.calls or layer.guilty]
-        worst = sorted(ran, key=lambda x: (-x.guilty, -(x.nonfinite + x.grad_nonfinite), -x.share))
+        ran = [layer for layer in self.layers if layer.calls or layer.guilty or layer.scaled]
+        worst = sorted(ran, key=lambda x: (-x.guilty, -x.scaled, -(x.nonfinite + x.grad_nonfinite), -x.share))
         table = Table(title=f"Overflow: {self.passes} passes watched", title_justify="left", expand=True)
         table.add_column("layer", overflow="fold", ratio=1)
         table.add_column("kind", overflow="fold", max_width=20)
@@ -104,10 +118,10 @@ class OverflowReport:
                 layer.name or "(model)",
                 layer.kind,
                 row["dtype"] or "-",
-                f"{layer.peak:.4g}",
-                f"{layer.share:.1%}" if layer.low else "-",
+                _shown(layer.made or layer.peak),
+                "over" if layer.made else f"{layer.share:.1%}" if layer.low else "-",
                 str(layer.nonfinite),
-                f"{layer.grad_peak:.4g}",
+                _shown(layer.grad_made or layer.grad_peak),
                 str(layer.grad_nonfinite),
                 self._verdict(layer),
             )
@@ -122,6 +136,8 @@ class OverflowReport:
         words = []
         if layer.guilty:
             words.append(f"guilty x{layer.guilty}")
+        elif layer.scaled:
+            words.append("loss scale")
         elif layer.nonfinite or layer.grad_nonfinite:
             words.append("victim" if self.findings else "mask")
         if layer.name in self.pinned:
@@ -145,3 +161,7 @@ class OverflowReport:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _shown(magnitude: float) -> str:
+    return f"{magnitude:.4g}" if math.isfinite(magnitude) else "NaN" if math.isnan(magnitude) else "Inf"

@@ -41,6 +41,7 @@ class Finding:
     step: counted from 0, calls of scaler.update where there is a scaler, else forward passes.  input_amax, output_amax:
     largest magnitudes going in (finite ones) and coming out (NaN or Inf).  parameter: whose weight or gradient it is.
     loss_scale: the scale at that step.  exact: False for a guess of a backward that was not watched op by op.
+    guilty: False while a smaller loss scale may cure it, or has: cured_by is that scale (search.py).
     """
 
     layer: str | None
@@ -53,6 +54,8 @@ class Finding:
     parameter: str | None = None
     loss_scale: float | None = None
     exact: bool = True
+    guilty: bool = True
+    cured_by: float | None = None
 
     @property
     def backward(self) -> bool:
@@ -83,8 +86,12 @@ class Finding:
             parts.append("before the model saw it: look at the data")
         if not self.exact:
             parts.append("(a guess until a backward is watched op by op)")
-        elif not self.op and self.operand not in ("weight", "input", "grad_output"):
+        elif not self.op and self.guilty and self.operand not in ("weight", "input", "grad_output"):
             parts.append('(which op: told when it comes again in the next pass, or by mode="ops")')
+        if self.cured_by is not None:
+            parts.append(f"- loss scale {self.cured_by:g} cures it, nothing to pin")
+        elif not self.guilty:
+            parts.append("- a smaller loss scale may cure it: watch until a step passes before anything is pinned")
         return " ".join(parts)
 
 

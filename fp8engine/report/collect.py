@@ -20,7 +20,8 @@ from fp8engine.convert import RECORD, Record
 from fp8engine.functional import Numerics
 from fp8engine.functional.ready import TAKEN
 from fp8engine.modules.linear import Float8Module
-from fp8engine.report.state import controllers_of, plain_name
+from fp8engine.names import plain_name
+from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
 from fp8engine.scaling import OUTPUT, ROLES
 from fp8engine.select import experts_run, linear_layers, parameter_of, weight_of

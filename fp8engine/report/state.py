@@ -8,33 +8,18 @@ import torch
 from torch import nn
 
 from fp8engine.controller import Alarm, Controller
-from fp8engine.convert import RECORD
 from fp8engine.errors import StateError, UnknownName
 from fp8engine.functional import Numerics
 from fp8engine.modules.linear import Float8Module
+from fp8engine.names import plain_name
 from fp8engine.scaling import OUTPUT, ScalingState, SlotView
 from fp8engine.select import linear_layers, parameter_of
 
 READS = (1, 2)  # 2 where there are slots of outputs
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module")
-
-
-def plain_name(model: nn.Module, name: str) -> str:
-    """A part's name as before DDP, FSDP or torch.compile wrapped the model.
-
-    `module`, which DDP puts before every name, is a name like any other inside what was converted.
-    """
-    kept, here = [], model
-    for part in name.split("."):
-        outer = part == "module" and not kept and len(here._modules) == 1 and not hasattr(here, RECORD)
-        if part not in WRAPPED and not outer:
-            kept.append(part)
-        here = here._modules.get(part) or here
-    return ".".join(kept)
 
 
 def float8_layers(model: nn.Module) -> dict[str, Numerics]:
-    """Name -> numerics, of every converted layer; names as before DDP, FSDP or torch.compile wrapped the model."""
+    """Name -> numerics, of every converted layer; names as before the model was wrapped."""
     found = {}
     for name, module, _ in linear_layers(model):
         numerics = module.numerics_of(parameter_of(name, module)) if isinstance(module, Float8Module) else None

@@ -127,7 +127,7 @@ for level in ("O1", "O2"):
     with Watch():
         for _ in range(8):
             optimizer.zero_grad()
-            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.backward(model(torch.ones(4, 8)).square().mean())
             optimizer.step()
     assert not torch.equal(before, model[2].weight)
     assert optimizer.scaler.stats.skipped < 8
@@ -155,7 +155,7 @@ def test_schedulers_made_before_or_after(level: str):
     before = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 16.0))
     after = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    model(torch.ones(2, 8)).sum().backward()
+    optimizer.backward(model(torch.ones(2, 8)).sum())
     optimizer.step()
     before.step()
     after.step()
@@ -180,7 +180,7 @@ def rank(number: int, folder: str, level: str) -> None:
         optimizer.zero_grad()
         for half in x[step].chunk(2):  # two backward passes a step
             loss = (parallel(half.chunk(2)[number]) - 1).square().mean() / 2
-            (loss * (torch.inf if step == 1 and number == 1 else 1.0)).backward()
+            optimizer.backward(loss * (torch.inf if step == 1 and number == 1 else 1.0))
         optimizer.clip_grad_norm_(10.0)
         optimizer.step()
     torch.save([optimizer.scaler.stats.skipped, *(p.detach() for p in model.parameters())], f"{folder}/{level}{number}")
@@ -213,7 +213,7 @@ def test_accumulation_and_checkpointing():
         model.down.forward = lambda h, inner=inner: checkpoint(inner, h, use_reentrant=False)
         model, optimizer = decorate(model, sgd(model), scaler=GradScaler("cpu", 64.0))
         for part, target in zip(x.chunk(pieces), wanted.chunk(pieces), strict=True):
-            ((model(part) - target).square().mean() / pieces).backward()
+            optimizer.backward((model(part) - target).square().mean() / pieces)
         optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*results, strict=True):
@@ -236,11 +236,11 @@ def test_threads_of_data_parallel_see_their_own_replica():
 def test_under_torch_compile(level: str):
     model = net()
     model, optimizer = decorate(model, sgd(model), level=level, scaler=GradScaler("cpu", 64.0))
-    compiled, losses = torch.compile(model, backend="aot_eager"), []
+    compiled, losses = torch.compile(model, backend="aot_eager", fullgraph=True), []
     for _ in range(20):
         optimizer.zero_grad()
         loss = (compiled(torch.ones(4, 8)) - 1).square().mean()
-        loss.backward()
+        optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 3

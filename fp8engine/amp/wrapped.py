@@ -1,0 +1,47 @@
+"""An optimizer around another one, to schedulers, scalers and checkpoints an optimizer like any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another: groups, state and defaults are the inner one's."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner = inner
+        for moment in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            name = f"_optimizer_{moment}_hooks"
+            setattr(self, name, getattr(inner, name))  # one table: the inner optimizer runs them
+        self.__setstate__({})  # torch's tables of hooks; its __init__ would want parameters of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's state, by parameter."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        self.inner.add_param_group(param_group)

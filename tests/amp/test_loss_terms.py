@@ -1,0 +1,242 @@
+"""decorate: every term of a loss has its own weight in the gradients, whatever its way to them, or step() refuses.
+
+The reference is the same script in FP32.  Terms that go past the model's outputs: a penalty on the weights, an
+auxiliary loss that the model keeps, a penalty on the gradient of the input.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8engine.amp.decorate import decorate
+from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import OptimizerError
+
+LEVELS = ["O1", "O2"]
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """A network that keeps an auxiliary loss, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.up = nn.Linear(8, 32), nn.Linear(32, 1)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """tanh: the gradient of its gradient is not zero."""
+        hidden = torch.tanh(self.down(x))
+        self.kept = hidden.float().square().mean()
+        return self.up(hidden)
+
+
+def output(model: Any) -> torch.Tensor:
+    return (model(X) - X[:, :1]).square().mean()
+
+
+def with_penalty(model: Any) -> torch.Tensor:
+    return output(model) + without_the_model(model)
+
+
+def with_auxiliary(model: Any) -> torch.Tensor:
+    return output(model) + 3.0 * model.kept
+
+
+def with_gradient_penalty(model: Any) -> torch.Tensor:
+    x = X.clone().requires_grad_()
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return (y - X[:, :1]).square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def without_the_model(model: Any) -> torch.Tensor:
+    return 0.5 * torch.stack([p.float().square().sum() for p in model.parameters()]).sum()
+
+
+LOSSES = [output, with_penalty, with_auxiliary, with_gradient_penalty, without_the_model]
+
+
+def gradients(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Unscaled, in FP32."""
+    if hasattr(optimizer, "unscale_"):
+        optimizer.unscale_()
+    return [p.grad.float() for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def made(level: str, losses: list[Callable], one_pass: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of the sum of the losses in FP32, and decorated; in one backward pass or in one each."""
+    found = []
+    for decorated in (False, True):
+        model: Any = Net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if decorated:
+            model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 1024.0))
+        backward = optimizer.backward if decorated else torch.Tensor.backward
+        optimizer.zero_grad()
+        if one_pass:
+            backward(torch.stack([loss(model) for loss in losses]).sum())
+        else:
+            for loss in losses:
+                backward(loss(model))
+        found.append(gradients(model, optimizer))
+    return found[0], found[1]
+
+
+def close(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Five matmuls and as many activations in FP16, each rounding relative 2^-11: within 2^-7 of the largest gradient.
+
+    A term that lost the scale of 1024 would be nearly gone, and one that got it twice 1024 times as large.
+    """
+    largest = max(float(g.abs().max()) for g in wanted)
+    assert len(found) == len(wanted) == 4
+    for one, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, reference, rtol=0, atol=largest * 2.0**-7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_term_of_the_loss_has_its_gradient(loss: Callable, level: str):
+    reference, found = made(level, [loss], one_pass=True)
+    close(found, reference)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_several_losses_and_accumulation(level: str, one_pass: bool):
+    reference, found = made(level, [*LOSSES, *LOSSES], one_pass)
+    close(found, reference)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_with_a_penalty_ends_where_fp32_does(level: str):
+    ends = []
+    for decorated in (False, True):
+        model: Any = Net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if decorated:
+            model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 1024.0))
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = with_penalty(model)
+            (optimizer.backward if decorated else torch.Tensor.backward)(loss)
+            optimizer.step()
+        ends.append(loss.item())
+    # the penalty contracts: an error of 2^-11 of the loss a step dies out as a series of ratio 0.9: ten of them
+    assert abs(ends[1] - ends[0]) < 10 * 2.0**-11 * ends[0]
+
+
+def start(level: str = "O1", **given: Any) -> tuple[Any, Any]:
+    model = Net()
+    return decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, **given)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_plain_backward_is_refused_at_the_step(loss: Callable, level: str):
+    model, optimizer = start(level)
+    before = [p.detach().clone() for p in model.parameters()]
+    for refused in (optimizer.step, optimizer.unscale_, lambda: optimizer.clip_grad_norm_(1.0)):
+        optimizer.zero_grad()
+        loss(model).backward()
+        with pytest.raises(OptimizerError, match=r"write optimizer.backward\(loss\) for loss.backward\(\)"):
+            refused()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_plain_backward_beside_a_scaled_one_is_refused(level: str, set_to_none: bool):
+    for order in ("before", "after", "between"):
+        model, optimizer = start(level)
+        optimizer.backward(output(model))
+        optimizer.step()
+        model.zero_grad(set_to_none)
+        if order == "before":
+            without_the_model(model).backward()
+        optimizer.backward(output(model))
+        if order != "before":
+            without_the_model(model).backward()
+        if order == "between":
+            optimizer.backward(output(model))
+        with pytest.raises(OptimizerError, match=r"parameter 0 \(32, 8\) .*for every loss.backward\(\)"):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        optimizer.backward(output(model))
+        optimizer.step()
+
+
+def test_a_plain_backward_into_a_parameter_that_the_scaled_one_did_not_reach():
+    model, optimizer = start()
+    optimizer.backward(model.up(torch.ones(2, 32)).sum())
+    model.down.weight.square().sum().backward()
+    with pytest.raises(OptimizerError, match=r"parameter 0 \(32, 8\)"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_zeroed_by_the_model_or_its_optimizer(set_to_none: bool):
+    model, optimizer = start(scaler=GradScaler("cpu", 64.0))
+    for zeroed in (model.zero_grad, optimizer.zero_grad):
+        zeroed(set_to_none)
+        optimizer.backward(output(model))
+        optimizer.step()
+    assert optimizer.scaler.stats.skipped == 0
+
+
+def test_gradients_that_were_stepped_with_and_not_zeroed():
+    model, optimizer = start(scaler=GradScaler("cpu", 64.0))
+    optimizer.backward(output(model))
+    optimizer.step()
+    optimizer.backward(output(model))
+    with pytest.raises(OptimizerError, match=r"in part.*optimizer.zero_grad\(\) after step\(\)"):
+        optimizer.step()
+
+
+def test_a_backward_after_unscaling():
+    model, optimizer = start(scaler=GradScaler("cpu", 64.0))
+    optimizer.backward(output(model))
+    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(OptimizerError, match=r"after the last backward"):
+        optimizer.backward(output(model))
+
+
+def test_two_models_one_fed_by_the_other():
+    """Decorated in one call they share a scale; apart, the step of the one whose scale did not enter refuses."""
+    for together in (True, False):
+        first, second = Net(), nn.Linear(1, 1)
+        optimizers: Any = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+        if together:
+            _, optimizers = decorate([first, second], optimizers, scaler=GradScaler("cpu", 64.0))
+        else:
+            optimizers = [decorate(m, o)[1] for m, o in zip((first, second), optimizers, strict=True)]
+        loss = second(first(X)).square().mean() + first(X).square().mean()
+        wanted = torch.autograd.grad(loss, first.up.bias, retain_graph=True)[0]
+        optimizers[1].backward(loss)
+        if together:
+            optimizers[0].unscale_()
+            # two sums of the same FP16 products, one of them 64 times as large: roundings of 2^-11 each
+            torch.testing.assert_close(first.up.bias.grad, wanted, rtol=2.0**-8, atol=0)
+        else:
+            with pytest.raises(OptimizerError, match="decorated in the same call"):
+                optimizers[0].step()
+
+
+def test_a_discriminators_gradients_of_the_generators_pass():
+    """They are left over, unscaled in part, until the discriminator's optimizer clears them: no mistake."""
+    first, second = Net(), nn.Linear(1, 1)
+    apart: Any = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    _, (one, two) = decorate([first, second], apart, scaler=GradScaler("cpu", 64.0))
+    for _ in range(3):
+        two.zero_grad()
+        two.backward(second(first(X).detach()).square().mean())
+        two.step()
+        one.zero_grad()
+        one.backward(second(first(X)).square().mean())
+        one.step()
+    assert one.scaler.stats.skipped == 0
+    assert one.scaler.stats.iterations == 3

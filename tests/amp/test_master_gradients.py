@@ -1,0 +1,146 @@
+"""MasterWeights: a gradient written by hand is stepped with or refused, whatever wrote it and whatever was read before.
+
+`.data`, NumPy and collectives write without counting a version: neither the tensor's identity nor its version tells.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import OptimizerError
+
+LR = 2.0**-6
+
+
+def in_place(grad: torch.Tensor) -> None:
+    grad.clamp_(-1, 1)
+
+
+def through_data(grad: torch.Tensor) -> None:
+    grad.data.clamp_(-1, 1)
+
+
+def through_numpy(grad: torch.Tensor) -> None:
+    grad.numpy()[:] = grad.numpy().clip(-1, 1)
+
+
+WRITES = [in_place, through_data, through_numpy]
+READS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda optimizer: None,
+    "the learning rate": lambda optimizer: optimizer.param_groups[0]["lr"],
+    "the masters": lambda optimizer: list(optimizer.master_parameters()),
+}
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(n, dtype=torch.float16)) for n in (1, 7, 40)]
+
+
+def loss(params: list[nn.Parameter]) -> torch.Tensor:
+    """The gradients are 0.5 of the first, which no clamp changes, and 2 and 3 of the others."""
+    first, second, third = (p.float().sum() for p in params)
+    return 0.5 * first + 2 * second + 3 * third
+
+
+def gradient(p: Any) -> torch.Tensor:
+    return p.grad
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_written_gradient_is_stepped_with(write: Callable, read: str):
+    params = weights()
+    optimizer = MasterWeights(torch.optim.SGD(params, lr=LR))
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        loss(params).backward()
+        READS[read](optimizer)
+        for p in params:
+            write(p.grad)
+        optimizer.step()
+        # powers of two: no rounding
+        assert [p[0].item() for p in params] == [1 - step * LR * g for g in (0.5, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_gradient_written_after_its_copy_was_unscaled_is_refused(clipped: bool, write: Callable, kind: Any):
+    params = weights()
+    optimizer, scaler = MasterWeights(torch.optim.SGD(params, lr=LR)), kind("cpu", 16.0)
+    scaler.scale(loss(params)).backward()
+    scaler.unscale_(optimizer)
+    if clipped:
+        nn.utils.clip_grad_norm_(optimizer.master_parameters(), 1e-3)
+    write(params[1].grad)
+    with pytest.raises(OptimizerError, match=r"parameter 1 \(7,\) was changed after its FP32 copy"):
+        scaler.step(optimizer)
+    assert [p[0].item() for p in params] == [1.0] * 3
+
+
+def test_a_write_after_unscaling_is_refused_though_the_smallest_gradient_is_zero():
+    params = weights()
+    optimizer, scaler = MasterWeights(torch.optim.SGD(params, lr=LR)), GradScaler("cpu", 16.0)
+    scaler.scale(loss(params) - 0.5 * params[0].float().sum()).backward()
+    scaler.unscale_(optimizer)
+    in_place(gradient(params[1]))
+    with pytest.raises(OptimizerError, match="parameter 1"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_gradient_written_before_the_scaler_has_it(write: Callable, read: str, fused: bool):
+    """Unless it was read before: then the scaler unscales a copy that nothing tells to be old, and the step refuses."""
+    params = weights()
+    optimizer, scaler = MasterWeights(torch.optim.SGD(params, lr=LR, fused=fused)), GradScaler("cpu", 0.25)
+    for factor in (1.0, math.inf):
+        optimizer.zero_grad()
+        scaler.scale(4 * factor * loss(params)).backward()
+        READS[read](optimizer)
+        for p in params:
+            write(p.grad)
+            assert p.grad is not None
+            if factor == math.inf:  # which clamping has made finite
+                p.grad.div_(0)
+        if write is not in_place and read != "nothing" and not fused:
+            with pytest.raises(OptimizerError, match="parameter 1"):
+                scaler.step(optimizer)
+            return
+        scaler.step(optimizer)
+        scaler.update()
+    # the scaled gradients were 0.5, and 2 and 3 clamped to 1; the true ones are four times as large
+    assert [p[0].item() for p in params] == [1 - LR * g for g in (2.0, 4.0, 4.0)]
+    assert scaler.get_scale() == 0.125
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plain_step_and_a_fused_one_wait_for_nothing():
+    params = weights()
+    optimizer = MasterWeights(torch.optim.SGD(params, lr=LR, fused=True))
+    loss(params).backward()
+    with Reads() as reads:
+        optimizer.step()
+    optimizer.zero_grad()
+    scaler: Any = torch.amp.GradScaler("cpu", 16.0)
+    scaler.scale(loss(params)).backward()
+    with Reads() as fused:
+        scaler.step(optimizer)
+    assert (reads.count, fused.count) == (0, 0)

@@ -1,0 +1,219 @@
+"""find_overflow under a loss scaler: the search for the scale blames no layer, a gradient that grows does.
+
+A model's gradients are planted: `Gain` multiplies them by a factor that the test sets, in FP16, and the largest that
+enters it is the loss scale itself; with a factor of 2^e it overflows where the scale is 2^(16 - e) or more.
+"""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8engine.amp.overflow import find_overflow
+from fp8engine.amp.scaler import GradScaler
+
+
+class Times(torch.autograd.Function):
+    """x -> x, and its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * ctx.factor, None
+
+
+class Gain(nn.Module):
+    """In FP16 (or FP32) between FP32 neighbours."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16):
+        super().__init__()
+        self.factor, self.dtype = 1.0, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself."""
+        return Times.apply(x.to(self.dtype), self.factor).float()
+
+
+class Run:
+    """A linear layer, two gains, and a scaler of torch's rule."""
+
+    def __init__(self, init_scale: float = 2.0**16, mode: str = "counters", dtype: torch.dtype = torch.float16):
+        self.gains = [Gain(dtype), Gain(dtype)]
+        self.model = nn.Sequential(nn.Linear(4, 4), *self.gains)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.0)
+        self.scaler = GradScaler("cpu", init_scale, growth_interval=4)
+        self.watch = find_overflow(self.model, self.scaler, mode=mode)
+
+    def steps(self, *exponents: int, of: int = 1, passes: int = 1) -> None:
+        """One step each, with a factor of 2 to this power in one of the gains."""
+        for exponent in exponents:
+            self.gains[of].factor = 2.0**exponent
+            for _ in range(passes):
+                self.scaler.scale(self.model(torch.ones(1, 4)).sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+
+    def row(self, name: str = "2") -> Any:
+        return next(layer for layer in self.watch.report().layers if layer.name == name)
+
+
+MODES = pytest.mark.parametrize("mode", ["counters", "ops"])
+
+
+@MODES
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_healthy_model_is_not_blamed_for_the_search(mode: str, passes: int, caplog):
+    run = Run(mode=mode)
+    with run.watch:
+        run.steps(6, 6, passes=passes)  # 2^16, 2^15: over
+        found = run.watch.first()
+        assert found is not None
+        assert (found.layer, found.guilty, found.cured_by, found.loss_scale) == ("2", False, None, 2.0**16)
+        assert "watch until a step passes" in str(found)
+        assert run.watch.pin(1) == [], "undecided"
+        run.steps(6, 6, 6, 6, 6, passes=passes)  # 2^14 ... 2^10: over; 2^9 passes
+        run.steps(6, passes=passes)
+    found = run.watch.first()
+    assert found is not None
+    assert (found.layer, found.guilty, found.cured_by) == ("2", False, 2.0**9)
+    assert str(found).endswith("loss scale 512 cures it, nothing to pin")
+    with caplog.at_level(logging.WARNING):
+        assert run.watch.pin(3) == []
+    assert "nothing: step 0: " in caplog.text
+    assert "512 cures it" in caplog.text
+    row = run.row()
+    assert (row.guilty, row.scaled, row.grad_made) == (0, 7 * passes, torch.inf)
+    text = str(run.watch.report())
+    assert "loss scale" in next(line for line in text.splitlines() if " Gain " in line)
+    assert "guilty" not in text
+    assert json.loads(json.dumps(run.watch.report().to_dict(), allow_nan=False))["findings"][0]["cured_by"] == 512.0
+
+
+@MODES
+def test_growing_back_to_a_scale_that_failed_blames_nobody(mode: str):
+    run = Run(init_scale=2.0**11, mode=mode)
+    with run.watch:
+        # 2^11 and 2^10 over; then 2^9 four times, 2^10 once over: as torch's scaler goes on for ever
+        run.steps(*[6] * 22)
+    assert run.scaler.stats.skipped == 6
+    found = run.watch.first()
+    assert found is not None
+    assert (found.guilty, found.cured_by) == (False, 512.0)
+    assert run.watch.pin() == []
+
+
+@MODES
+def test_a_gradient_that_grows_is_guilty(mode: str):
+    run = Run(init_scale=2.0**8, mode=mode)
+    with run.watch:
+        run.steps(6, 8)  # 2^8 passes, and is over now
+        assert run.row().guilty == 0, "once is noise"
+        run.steps(8, 10)  # 2^7 passes, and is over now
+        found = run.watch.first()
+        assert found is not None
+        assert (found.layer, found.guilty, found.cured_by) == ("2", True, None)
+        assert run.watch.pin(1) == ["2"]
+    assert (run.row().guilty, run.row().scaled) == (2, 0)
+    assert "guilty x2, pinned" in str(run.watch.report())
+
+
+@MODES
+def test_one_search_that_passes_scales_that_were_fine_counts_once(mode: str):
+    run = Run(init_scale=2.0**8, mode=mode)
+    with run.watch:
+        run.steps(6, 10, 10, 10, 10)  # 2^8 passes; then it, 2^7 and 2^6 are over, and 2^5 passes
+    found = run.watch.first()
+    assert found is not None
+    assert (found.guilty, found.cured_by) == (False, 2.0**5)
+
+
+@MODES
+def test_a_gradient_beyond_fp16_without_any_scale_is_guilty(mode: str):
+    run = Run(init_scale=4.0, mode=mode)
+    with run.watch:
+        run.steps(18, 18, 18)  # 4, 2, 1
+        assert run.row().guilty == 0
+        run.steps(18)  # 0.5
+        assert run.watch.pin(1) == ["2"]
+
+
+def test_an_op_in_fp32_is_guilty_at_once():
+    """No loss scale brings a gradient near FP32's end, 2^128."""
+    run = Run(mode="ops", dtype=torch.float32)
+    with run.watch:
+        run.steps(127)
+        found = run.watch.first()
+        assert found is not None
+        assert (found.layer, found.guilty, found.dtype) == ("2", True, torch.float32)
+        assert run.watch.pin(1) == ["2"]
+
+
+def test_without_a_scaler_nothing_is_searched():
+    run = Run()
+    with find_overflow(run.model) as watch:
+        run.steps(6)
+    found = watch.first()
+    assert found is not None
+    assert found.guilty
+    assert watch.pin(1) == ["2"]
+
+
+class Square(nn.Module):
+    """x^2 in the dtype of x."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """600 -> 360,000; with FP32 the next one has it."""
+        return x * x
+
+
+def test_pins_repeat_until_nothing_overflows(caplog):
+    """Each pin lets the overflow through to the next layer; the last call finds nothing and pins nothing."""
+
+    class Halve(nn.Module):
+        def forward(self, x):
+            return (x.float().abs() ** 0.5).half()
+
+    class Near(nn.Module):
+        def forward(self, x):
+            return x.half() * 0 + 8000  # an eighth of FP16's range: pinned after the guilty, and not without them
+
+    model = nn.Sequential(Square(), Halve(), Square(), Halve(), nn.Identity(), Square(), Halve(), Near())
+    rounds = []
+    with find_overflow(model) as watch, torch.autocast("cpu", torch.float16), torch.no_grad():
+        for _ in range(6):
+            model(torch.full((2, 2), 600.0, dtype=torch.float16))
+            rounds.append(watch.pin(1))
+    assert [*filter(None, rounds)] == [["0"], ["2"], ["5"]]
+    assert rounds[3:] == [[]] * 3
+    assert "nothing: no layer is guilty" in caplog.text
+    with torch.autocast("cpu", torch.float16):
+        output = model(torch.full((2, 2), 600.0, dtype=torch.float16))
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("made", ["Inf", "NaN"])
+def test_the_row_of_a_guilty_layer_shows_what_it_found(made: str):
+    """Its finite peak is 0, because none of its outputs was finite: the table says Inf or NaN, and over."""
+
+    class Ill(nn.Module):
+        def forward(self, x):
+            large = (x * 0).half().exp() * 6e4 * 6e4
+            return large if made == "Inf" else large - large
+
+    model = nn.Sequential(nn.Linear(4, 4), Ill())
+    with find_overflow(model) as watch, torch.no_grad():
+        model(torch.ones(2, 4))
+        model(torch.ones(2, 4))
+    row = next(layer for layer in watch.report().layers if layer.name == "1")
+    assert (row.peak, row.guilty) == (0.0, 2)
+    line = next(line for line in str(watch.report()).splitlines() if " Ill " in line)
+    assert [cell.strip() for cell in line.strip("│ ").split("│")][3:6] == [made, "over", "2"]
+    assert row.to_dict()["made"] == made.lower()
