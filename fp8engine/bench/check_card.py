@@ -33,7 +33,7 @@ def checks(where: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]
 
 
 def captured(where: torch.device, recipe: str) -> str | None:
-    """Forward and backward captured once and replayed on other data equal eager code."""
+    """Forward and backward captured once and replayed on other data and weights equal eager code."""
     for name in _backends(recipe):
         with dispatch.backend(name):
             made, x, dy = _layer(where, recipe)
@@ -49,16 +49,19 @@ def captured(where: torch.device, recipe: str) -> str | None:
             with torch.cuda.graph(graph):
                 y = made(x)
                 y.backward(dy)
-            with torch.no_grad():
-                x.copy_(torch.randn_like(x) / 2)  # within the range seen: a predicted scale stays as it is
-            graph.replay()
-            replayed = _parts(y, x, made)
-            made.zero_grad(set_to_none=True)
-            x.grad = None
-            y = made(x)
-            y.backward(dy)
-            if wrong := _apart(replayed, _parts(y, x, made), 1e-2):
-                return f"{name}, {wrong}"
+            written = _parts(y, x, made)  # by every replay
+            for replay in (1, 2):
+                with torch.no_grad():
+                    x.copy_(torch.randn_like(x) / 2)  # within the range seen: a predicted scale stays as it is
+                    made.weight.data.mul_(-0.75)  # as an optimizer's step inside the graph: no counter moves
+                graph.replay()
+                replayed = {part: tensor.clone() for part, tensor in written.items()}
+                made.zero_grad(set_to_none=True)
+                x.grad = None
+                y = made(x)
+                y.backward(dy)
+                if wrong := _apart(replayed, _parts(y, x, made), 1e-2):
+                    return f"{name}, replay {replay}, {wrong}"
     return None
 
 
@@ -136,7 +139,7 @@ def _layer(where: torch.device, recipe: str) -> tuple[Linear, torch.Tensor, torc
 
 def _parts(y: torch.Tensor, x: torch.Tensor, made: Linear) -> dict[str, torch.Tensor]:
     parts = {"y": y.detach(), "dx": x.grad, "dw": made.weight.grad}
-    return {name: part.clone() for name, part in parts.items() if part is not None}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], limit: float) -> str | None:
