@@ -9,6 +9,7 @@ weight, experts that are not kept as transformers' decorator of experts wants th
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -146,13 +147,16 @@ def decide(
 def _heads(model: nn.Module) -> set[int]:
     """ids of modules that are a model's output head.
 
-    HF says so, the weight is tied to an embedding, or it is the last layer of a module with a head's name.
+    HF says so, the weight is tied to an embedding, or it is the last layer of a module with a head's name.  In a block
+    that repeats (Flux's `proj_out`) the name counts only for a layer as wide as the config's vocabulary or classes.
     """
-    found = set()
+    found, repeated = set(), _repeated(model)
+    config = getattr(model, "config", None)
+    widths = {getattr(config, key, None) for key in ("vocab_size", "num_labels")}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in HEADS and not isinstance(module, nn.ModuleList):
             inner = [m for part, m in module.named_modules() if isinstance(m, nn.Linear) and not _in_adapter(part)]
-            found |= {id(m) for m in inner[-1:]}
+            found |= {id(m) for m in inner[-1:] if id(module) not in repeated or m.out_features in widths}
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
                 found.add(id(_adapted(get())))
@@ -160,6 +164,21 @@ def _heads(model: nn.Module) -> set[int]:
                 continue
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
+    return found
+
+
+def _repeated(model: nn.Module) -> set[int]:
+    """ids of what is within blocks that repeat: children of one class in an nn.ModuleList or nn.Sequential.
+
+    The only child of an nn.ModuleList is such a block too: a model of one layer is treated as one of many.
+    """
+    found = set()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            count = Counter(map(type, stack))
+            alone = isinstance(stack, nn.ModuleList) and len(stack) == 1
+            blocks = (child for child in stack if alone or count[type(child)] > 1)
+            found |= {id(module) for block in blocks for module in block.modules() if module is not block}
     return found
 
 
