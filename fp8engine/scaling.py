@@ -278,6 +278,8 @@ class ScalingState:
 
     def view(self, name: str, layer: int, role: str) -> SlotView:
         """The slot of `role` of the layer-th layer, one of `roles`, under that name."""
+        if self.device.type == "meta":  # nothing has run: as a fresh table says it
+            return ScalingState([self.layers[layer]]).view(name, 0, role)
         recipe = self.layers[layer][1]
         self.outputs.settle(self.counts_CS)
         index, margin = self.column(layer, role), recipe.margin

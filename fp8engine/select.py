@@ -19,8 +19,10 @@ from torch import nn
 
 from fp8engine.errors import UnknownName
 from fp8engine.modules import experts
+from fp8engine.modules.dispatched import held_forwards
 from fp8engine.modules.grouped import GroupedLinear
 from fp8engine.modules.linear import Float8Module
+from fp8engine.modules.torch_transformer import uncalled
 from fp8engine.recipe import Recipe, resolve
 
 Skip = Callable[[str, nn.Module], bool]
@@ -33,6 +35,7 @@ CHOSEN = ("top_k", "num_experts_per_tok")  # what a mixture of experts calls the
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
+BYPASSED = "nn.MultiheadAttention reads its weight and never calls it"
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def decide(
     for pattern in chosen:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
             raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
-    heads, routers = _heads(model), _routers(model)
+    heads, routers, bypassed = _heads(model), _routers(model), uncalled(model)
     decisions = []
     for name, module, shape in layers:
         override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
@@ -137,7 +140,7 @@ def decide(
         key = parameter_of(name, module)
         if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"
-        obstacle = None if left else _obstacle(module)
+        obstacle = None if left else BYPASSED if id(module) in bypassed else _obstacle(module)
         reason = left or obstacle or f"{reason}: {wanted.name}"
         used = None if left or obstacle else wanted
         decisions.append(Decision(name, module, used, reason, shape, obstacle is not None, key))
@@ -224,6 +227,8 @@ def _obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, Float8Module):
         return "converted already"
+    if "forward" in vars(module) and not held_forwards(module):
+        return "its forward is replaced on the instance, and does not say what it replaces"
     if is_conv1d(module):
         return None
     if not isinstance(module, nn.Linear):
