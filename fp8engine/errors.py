@@ -94,7 +94,7 @@ class FusionWarning(UserWarning):
 
 
 class BypassWarning(UserWarning):
-    """Said once per converted model, after its first forward: layers whose weight the model reads without calling them."""
+    """Said once per converted model, after its first forward: layers whose weight the model reads without a call."""
 
 
 class ReportError(Fp8EngineError, ValueError):

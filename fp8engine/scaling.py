@@ -172,7 +172,10 @@ class ScalingState:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module._apply` to its device; a change of dtype leaves the tables as they are."""
-        where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        try:
+            where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        except NotImplementedError:  # `.to` of tables on the meta device, whose weights have been loaded
+            where = fn(torch.empty(0, dtype=torch.uint8)).device
         if where == self.device:
             return
         self.samples = None

@@ -19,7 +19,7 @@ SIZE = {"d_model": 32, "nhead": 2, "dim_feedforward": 64, "dropout": 0.0, "batch
 
 
 class Classifier(nn.Module):
-    """A root that holds torch's encoder; `steps` is where the encoder's layers are called one by one."""
+    """A root that holds torch's encoder."""
 
     def __init__(self, **options):
         super().__init__()
@@ -100,6 +100,17 @@ def test_an_encoder_whose_layers_are_left_alone_keeps_its_fast_path():
     with torch.no_grad():
         assert torch.equal(model.encoder(x, src_key_padding_mask=mask), plain.encoder(x, src_key_padding_mask=mask))
     assert type(model.encoder) is nn.TransformerEncoder
+
+
+def test_a_nested_tensor_is_refused_by_layer():
+    """torch's fast path alone takes them."""
+    model = converted(Classifier()).eval()
+    nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)])
+    with (
+        torch.no_grad(),
+        pytest.raises(fe.errors.UnsupportedDtype, match=r"0\.linear1: input is torch.float32, nested"),
+    ):
+        model(nested)
 
 
 def test_a_decoder_layer_and_its_gradients():

@@ -9,12 +9,19 @@ import accelerate
 import pytest
 import tiny_models as tiny
 import torch
-from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_submodules,
+)
 from support import Net, converted, same
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import fp8engine as fe
+from fp8engine.modules.dispatched import device_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 LAYERS = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "gate", "down")]
@@ -163,3 +170,53 @@ def test_a_model_on_the_meta_device_can_be_converted_and_looked_at():
     assert [row["input"]["scale"] for row in report.layers] == [1.0] * 6
     assert "6 never ran" in str(report)
     assert {slot.scale.device.type for slot in fe.scaling_state(model).values()} == {"cpu"}
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return converted(net(), "delayed")
+
+
+def test_a_model_converted_on_the_meta_device_and_loaded_afterwards(tmp_path: Path):
+    want = output(converted(net(), "delayed"))
+    assigned = on_meta()
+    assigned.load_state_dict(net().state_dict(), assign=True)
+    torch.save(net().state_dict(), tmp_path / "net.bin")
+    loaded = accelerate.load_checkpoint_and_dispatch(on_meta(), str(tmp_path / "net.bin"), {"": "cpu"})
+    for model in (assigned, loaded):
+        assert same(output(model), want)
+        assert fe.inspect(model).totals["never_ran"] == 0
+
+
+def test_a_model_converted_on_the_meta_device_and_loaded_to_two_devices(monkeypatch):
+    model: Any = on_meta()
+    model.load_state_dict(net().state_dict(), assign=True)
+    places = {id(model.blocks[1].down): torch.device("cuda:1")}
+    where = "fp8engine.modules.first_forward.device_of"
+    monkeypatch.setattr(where, lambda module, name: places.get(id(module), torch.device("cuda:0")))
+    message = r"now on cuda:0 \(blocks\.1\.gate\) and cuda:1 \(blocks\.1\.down\), .* dispatch the model first"
+    with pytest.raises(fe.errors.ParallelError, match=message):
+        model(torch.randn(4, 16))
+
+
+def test_layers_are_where_accelerate_will_move_their_weights():
+    """Offloaded to meta, run on a card: emulation, states and reports are the card's matter, not the meta device's."""
+    layer: Any = nn.Linear(4, 4, device="meta")
+    assert device_of(layer) == torch.device("meta")
+    for where in ("cuda:1", torch.device("cuda:1")):
+        layer._hf_hook = SequentialHook(ModelHook(), AlignDevicesHook(execution_device=where))
+        assert device_of(layer) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("make", [tiny.gpt2, tiny.mixtral, tiny.llama], ids=lambda f: f.__name__)
+def test_families_offloaded_and_fused(make):
+    """Conv1D and experts change their classes too; with fuse=True all run apart, and the report says why."""
+    plain = make().eval()
+    model, ids = converted(accelerate.cpu_offload(copy.deepcopy(plain), "cpu"), fuse=True), tiny.tokens()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, converted(plain)(ids).logits)
+    report = fe.inspect(model)
+    assert report.totals["never_ran"] == 0
+    fused = [row["fused"] for row in report.layers if row["fused"].startswith("fused")]
+    assert fused
+    assert all(text.endswith("has a forward of its own") for text in fused)

@@ -30,7 +30,7 @@ def held_forwards(module: nn.Module) -> list[str]:
 
 
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Give a module another class in place; what the instance holds of the old class's forward becomes the new one's."""
+    """Give a module another class in place; where the instance holds its class's forward, the new one's."""
     held = held_forwards(module)
     module.__class__ = kind
     for key in held:

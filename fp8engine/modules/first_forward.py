@@ -81,8 +81,8 @@ class FirstForward:
     def _say(self, names: list[str]) -> None:
         shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
         text = (
-            f"{len(names)} converted layers did not run in FP8: {shown}: the model reads their weight and does not call "
-            "them, so they compute as before fe.convert; call the layer, or leave it alone with overrides or skip"
+            f"{len(names)} converted layers did not run in FP8: {shown}: the model reads their weight and does not "
+            "call them, so they compute as before fe.convert; call them, or leave them alone with overrides or skip"
         )
         if self.strict:
             raise StrictError(f"strict=True: {text}")
@@ -90,7 +90,7 @@ class FirstForward:
 
 
 def _place(layers: list[Float8Module]) -> None:
-    """Make the tables of states that were converted on the meta device where their weights have been loaded to since."""
+    """Move the tables of layers converted on the meta device to where their weights have been loaded since."""
     found: dict[int, tuple[ScalingState, dict[torch.device, str]]] = {}
     for layer in layers:
         for name in layer._parameters:
@@ -101,9 +101,10 @@ def _place(layers: list[Float8Module]) -> None:
                 found.setdefault(id(numerics.state), (numerics.state, {}))[1][where] = numerics.name
     for state, places in found.values():
         if len(places) > 1:
+            now = " and ".join(f"{where} ({name})" for where, name in places.items())
             raise ParallelError(
-                f"layers converted on the meta device are now on {' and '.join(f'{w} ({n})' for w, n in places.items())}: "
-                "one scaling state has one device; load and dispatch the model first, then fe.convert"
+                f"layers converted on the meta device are now on {now}, and one scaling state has one device: "
+                "load and dispatch the model first, then fe.convert"
             )
         (where,) = places
         state.apply(lambda table, where=where: torch.empty_like(table, device=where))
