@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import converted, same
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import fp8engine as fe
@@ -267,7 +268,7 @@ def test_copies_made_before_the_first_forward_speak_for_themselves():
 def graphs(model: Any, x: torch.Tensor) -> int:
     """How many graphs three calls of a model make."""
     torch._dynamo.reset()
-    count = torch._dynamo.testing.CompileCounter()
+    count = CompileCounter()
     compiled = torch.compile(model, backend=count, fullgraph=True)
     assert said(lambda: [compiled(x) for _ in range(3)]) == []
     return count.frame_count
@@ -283,7 +284,7 @@ def test_a_compiled_model_is_left_whole():
 def test_compiled_parts_are_not_watched():
     x = torch.randn(2, 4, 16)
     torch._dynamo.reset()
-    count = torch._dynamo.testing.CompileCounter()
+    count = CompileCounter()
     model, alone = converted(Model(Eva(), Mamba())), graphs(converted(Model(Eva())).parts[0], x)
     model.parts[0].compile(backend=count, fullgraph=True)
     model.parts.append(torch.compile(converted(Model(Eva())), backend="eager"))

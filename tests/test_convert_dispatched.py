@@ -24,6 +24,7 @@ import fp8engine as fe
 from fp8engine.modules.dispatched import device_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+CPU = torch.device("cpu")
 LAYERS = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "gate", "down")]
 
 
@@ -39,8 +40,8 @@ def dispatched(model: nn.Module, where: str, folder: Path) -> nn.Module:
     if where == "part on disk":
         return accelerate.dispatch_model(model, {"blocks.0": "cpu", "blocks.1": "disk"}, offload_dir=folder)
     if where == "cpu":
-        return accelerate.cpu_offload(model, execution_device="cpu")
-    accelerate.disk_offload(model, folder, execution_device="cpu")
+        return accelerate.cpu_offload(model, execution_device=CPU)
+    accelerate.disk_offload(model, folder, execution_device=CPU)
     return model
 
 
@@ -92,7 +93,7 @@ def test_hooks_can_be_removed_afterwards_and_fp8_stays(tmp_path: Path):
     assert not any("_hf_hook" in vars(m) or "_old_forward" in vars(m) for m in model.modules())
     assert all(p.device.type == "cpu" for p in model.parameters()), "Accelerate has put the weights back"
     assert same(output(model), want)
-    plain = accelerate.cpu_offload(net(), execution_device="cpu")
+    plain = accelerate.cpu_offload(net(), execution_device=CPU)
     remove_hook_from_submodules(plain)  # leaves the plain forward on every layer
     assert all("forward" in vars(m) for m in plain.modules() if isinstance(m, nn.Linear))
     assert same(output(converted(plain)), want)
@@ -115,8 +116,8 @@ class Double(ModelHook):
 
 
 def test_hooks_of_other_kinds_stay_too():
-    model = net()
-    add_hook_to_module(model.blocks[1].down, SequentialHook(Double(), Double()))  # type: ignore[index, union-attr]
+    model: Any = net()
+    add_hook_to_module(model.blocks[1].down, SequentialHook(Double(), Double()))
     plain = converted(net())
     x = torch.randn(4, 16)
     with torch.no_grad():
@@ -132,7 +133,7 @@ def test_hooks_of_other_kinds_stay_too():
 
 def test_a_forward_that_cannot_be_replaced_is_left_with_the_reason():
     model = net()
-    layer: Any = model.blocks[0].up  # type: ignore[index, union-attr]
+    layer: Any = model.get_submodule("blocks.0.up")
     before = layer.forward
     layer.forward = lambda x: before(x) + 1
     decided = converted(copy.deepcopy(model).requires_grad_(False))
@@ -149,8 +150,8 @@ def test_from_pretrained_with_a_device_map(tmp_path: Path):
     device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     options = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "saved", **options)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    model: Any = LlamaForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    plain: Any = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     ids = tiny.tokens()
     with torch.no_grad():
         assert same([converted(model, "rowwise")(ids).logits], [converted(plain, "rowwise")(ids).logits])
@@ -212,7 +213,7 @@ def test_layers_are_where_accelerate_will_move_their_weights():
 def test_families_offloaded_and_fused(make):
     """Conv1D and experts change their classes too; with fuse=True all run apart, and the report says why."""
     plain = make().eval()
-    model, ids = converted(accelerate.cpu_offload(copy.deepcopy(plain), "cpu"), fuse=True), tiny.tokens()
+    model, ids = converted(accelerate.cpu_offload(copy.deepcopy(plain), CPU), fuse=True), tiny.tokens()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, converted(plain)(ids).logits)
     report = fe.inspect(model)

@@ -61,12 +61,11 @@ class FirstForward:
         if torch.compiler.is_compiling():
             return
         bypassed = []
-        for layer in model.modules():
-            if not isinstance(layer, Watched):
-                continue
+        watched: list[Any] = [layer for layer in model.modules() if isinstance(layer, Watched)]
+        for layer in watched:
             layer.__class__ = layer.plain
             for name in vars(layer).pop(READ, ()):
-                numerics = layer.numerics_of(name)  # pyright: ignore[reportAttributeAccessIssue]
+                numerics = layer.numerics_of(name)
                 if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
                     bypassed.append(numerics)
         if output is None:
