@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 import warnings
 from typing import Any
 
@@ -250,6 +251,32 @@ def test_a_forward_that_fails_is_not_the_first_one():
         model(torch.randn(2, 4, 15))
     assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [fe.Linear] * 2
     assert len(said(lambda: model(torch.randn(2, 4, 16)))) == 1
+
+
+def test_two_threads_in_the_first_forward_leave_nothing_watched():
+    """The second begins while the first is inside, and is inside still when the first has left."""
+    model, x = converted(Model(Eva())), torch.randn(2, 4, 16)
+    begun, left = threading.Event(), threading.Event()
+
+    def slow(module, args):
+        if threading.current_thread().name == "second":
+            begun.set()
+            assert left.wait(10)
+
+    hook = model.parts[0].register_forward_pre_hook(slow)
+    second = threading.Thread(target=model, args=(x,), name="second")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.start()
+        assert begun.wait(10)
+        model(x)
+        left.set()
+        second.join(10)
+    hook.remove()
+    assert len(caught) == 1
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [fe.Linear] * 2
+    assert not model._forward_hooks
+    assert said(lambda: model(x)) == []
 
 
 def test_copies_made_before_the_first_forward_speak_for_themselves():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from threading import get_ident
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,40 +39,49 @@ class FirstForward:
     """Two hooks of a converted root, gone after the first forward that returns something.
 
     strict: a bypassed layer raises StrictError instead of the BypassWarning.
+    inside: threads whose forward runs; the last one to leave takes stock.
     """
 
     def __init__(self, model: nn.Module, strict: bool):
-        self.strict = strict
-        self.hooks = (
-            model.register_forward_pre_hook(self.begin),
-            model.register_forward_hook(self.end, always_call=True),  # an error must not leave layers watched
-        )
+        self.strict, self.done = strict, False
+        self.inside: set[int] = set()
+        self.before = model.register_forward_pre_hook(self.begin)
+        self.after = model.register_forward_hook(self.end, always_call=True)  # an error must not leave layers watched
 
     def begin(self, model: nn.Module, _) -> None:
-        """Put states where their layers are, and watch every layer that has not run."""
+        """Put states where their layers are, and watch every layer."""
         if torch.compiler.is_compiling():
             return
+        self.inside.add(get_ident())
         _place([layer for layer in model.modules() if isinstance(layer, Float8Module)])
         for layer in list(_eager(model)):
-            if isinstance(layer, Float8Module) and not isinstance(layer, Watched):
-                layer.__class__ = mixed(Watched, type(layer))
+            kind = type(layer)
+            if issubclass(kind, Float8Module) and not issubclass(kind, Watched):
+                layer.__class__ = mixed(Watched, kind)
 
     def end(self, model: nn.Module, _, output: object) -> None:
         """Say what was bypassed.  output: None after an error, and the next forward is the first then."""
         if torch.compiler.is_compiling():
             return
+        self.inside.discard(get_ident())
+        if output is not None:
+            self.done = True
+            self.before.remove()
+        if self.inside:
+            return
         bypassed = []
-        watched: list[Any] = [layer for layer in model.modules() if isinstance(layer, Watched)]
-        for layer in watched:
-            layer.__class__ = layer.plain
+        for layer in model.modules():
+            kind = type(layer)
+            if not issubclass(kind, Watched):
+                continue
+            layer.__class__ = kind.plain
             for name in vars(layer).pop(READ, ()):
-                numerics = layer.numerics_of(name)
+                numerics = cast(Float8Module, layer).numerics_of(name)
                 if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
                     bypassed.append(numerics)
-        if output is None:
+        if not self.done:
             return
-        for hook in self.hooks:
-            hook.remove()
+        self.after.remove()
         for numerics in bypassed:
             numerics.bypassed = True
         if bypassed:
