@@ -219,7 +219,7 @@ def test_strict_makes_it_an_error(monkeypatch):
 
 
 class Branches(nn.Module):
-    """One branch is taken; the other's dtype is asked for, as transformers asks."""
+    """One branch of two is taken, and one expert of four; before the call its weight's dtype is asked for, as in T5."""
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -228,7 +228,7 @@ class Branches(nn.Module):
 
     def forward(self, x):
         x = self.experts[1](x)
-        return self.one(x) if len(x) else self.other(x)
+        return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
 
 
 def test_layers_that_are_not_called_and_not_read_are_no_news():

@@ -118,7 +118,7 @@ class Double(ModelHook):
 def test_hooks_of_other_kinds_stay_too():
     model: Any = net()
     add_hook_to_module(model.blocks[1].down, SequentialHook(Double(), Double()))
-    plain = converted(net())
+    plain: Any = converted(net())
     x = torch.randn(4, 16)
     with torch.no_grad():
         seen: list[torch.Tensor] = []

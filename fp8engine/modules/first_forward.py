@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -39,12 +38,10 @@ class FirstForward:
     """Two hooks of a converted root, gone after the first forward that returns something.
 
     strict: a bypassed layer raises StrictError instead of the BypassWarning.
-    inside: threads whose forward runs; the last one to leave takes stock.
     """
 
     def __init__(self, model: nn.Module, strict: bool):
-        self.strict, self.done = strict, False
-        self.inside: set[int] = set()
+        self.strict = strict
         self.before = model.register_forward_pre_hook(self.begin)
         self.after = model.register_forward_hook(self.end, always_call=True)  # an error must not leave layers watched
 
@@ -52,10 +49,9 @@ class FirstForward:
         """Put states where their layers are, and watch every layer."""
         if torch.compiler.is_compiling():
             return
-        self.inside.add(get_ident())
         _place([layer for layer in model.modules() if isinstance(layer, Float8Module)])
         for layer in list(_eager(model)):
-            kind = type(layer)
+            kind = type(layer)  # asked once: another thread's first forward may end now
             if issubclass(kind, Float8Module) and not issubclass(kind, Watched):
                 layer.__class__ = mixed(Watched, kind)
 
@@ -63,12 +59,8 @@ class FirstForward:
         """Say what was bypassed.  output: None after an error, and the next forward is the first then."""
         if torch.compiler.is_compiling():
             return
-        self.inside.discard(get_ident())
         if output is not None:
-            self.done = True
-            self.before.remove()
-        if self.inside:
-            return
+            self.before.remove()  # before the classes are put back: no other thread begins after that
         bypassed = []
         for layer in model.modules():
             kind = type(layer)
@@ -79,7 +71,7 @@ class FirstForward:
                 numerics = cast(Float8Module, layer).numerics_of(name)
                 if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
                     bypassed.append(numerics)
-        if not self.done:
+        if output is None:
             return
         self.after.remove()
         for numerics in bypassed:
