@@ -146,7 +146,8 @@ def test_a_forward_that_cannot_be_replaced_is_left_with_the_reason():
 
 
 def test_from_pretrained_with_a_device_map(tmp_path: Path):
-    tiny.llama().save_pretrained(tmp_path / "saved")
+    source: Any = tiny.llama()
+    source.save_pretrained(tmp_path / "saved")
     device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     options = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
