@@ -22,10 +22,13 @@ from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, S
 from fp8engine.functional import Numerics
 from fp8engine.functional.numerics import plan as numerics_plan
 from fp8engine.modules import experts
+from fp8engine.modules.dispatched import change_class, device_of
+from fp8engine.modules.first_forward import FirstForward
 from fp8engine.modules.linear import Float8Module, Linear
+from fp8engine.modules.torch_transformer import call_layers
 from fp8engine.recipe import Auto, Recipe
 from fp8engine.scaling import ScalingState
-from fp8engine.select import Decision, Skip, decide, is_conv1d, weight_of
+from fp8engine.select import Decision, Skip, decide, is_conv1d
 
 RECORD = "_fp8engine"  # attribute of a converted root
 REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
@@ -107,6 +110,8 @@ def convert(
     for controller in record.controllers if readers is not None else ():
         controller.follow(readers)
     fusion = fusing.fuse(model) if fuse else None
+    call_layers(model)
+    FirstForward(model, strict)
     for state in record.states:
         state.watch(model)
     setattr(model, RECORD, record)
@@ -167,7 +172,7 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
 
 def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
     """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
-    where = weight_of(decision.module, decision.parameter).device
+    where = device_of(decision.module, decision.parameter)
     return dispatch.why_emulated(where, dispatch.choose(where, numerics_plan(recipe).by_block))
 
 
@@ -197,18 +202,17 @@ def _refuse_unknown(model: nn.Module) -> None:
 def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
     by_device: dict[torch.device, list[tuple[Decision, Recipe]]] = {}
     for decision, recipe in chosen:
-        where = weight_of(decision.module, decision.parameter).device
-        by_device.setdefault(where, []).append((decision, recipe))
+        by_device.setdefault(device_of(decision.module, decision.parameter), []).append((decision, recipe))
     for where, group in by_device.items():
         state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
         record.states.append(state)
         for index, (decision, recipe) in enumerate(group):
-            numerics = Numerics(decision.name or "Linear", recipe, state, index)
+            module, numerics = decision.module, Numerics(decision.name or "Linear", recipe, state, index)
             if decision.parameter != "weight":
-                experts.put(decision.module, decision.parameter, numerics)
-                continue
-            decision.module.__class__ = _float8_class(decision.module)
-            object.__setattr__(decision.module, "numerics", numerics)
+                experts.put(module, decision.parameter, numerics)
+            else:
+                change_class(module, _float8_class(module))
+                object.__setattr__(module, "numerics", numerics)
 
 
 def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:

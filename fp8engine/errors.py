@@ -93,6 +93,10 @@ class FusionWarning(UserWarning):
     """Said once per model converted with fuse=True of which nothing is recognised: its layers run one by one."""
 
 
+class BypassWarning(UserWarning):
+    """Said once per converted model, after its first forward: layers whose weight the model reads without a call."""
+
+
 class ReportError(Fp8EngineError, ValueError):
     """A report that cannot be written as asked: losses that are no numbers, a folder or a package that is missing."""
 

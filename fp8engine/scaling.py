@@ -172,7 +172,10 @@ class ScalingState:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module._apply` to its device; a change of dtype leaves the tables as they are."""
-        where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        try:
+            where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        except NotImplementedError:  # `.to` of tables on the meta device, whose weights have been loaded
+            where = fn(torch.empty(0, dtype=torch.uint8)).device
         if where == self.device:
             return
         self.samples = None
@@ -278,6 +281,8 @@ class ScalingState:
 
     def view(self, name: str, layer: int, role: str) -> SlotView:
         """The slot of `role` of the layer-th layer, one of `roles`, under that name."""
+        if self.device.type == "meta":  # nothing has run: as a fresh table says it
+            return ScalingState([self.layers[layer]]).view(name, 0, role)
         recipe = self.layers[layer][1]
         self.outputs.settle(self.counts_CS)
         index, margin = self.column(layer, role), recipe.margin

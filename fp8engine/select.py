@@ -9,6 +9,7 @@ weight, experts that are not kept as transformers' decorator of experts wants th
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -18,8 +19,10 @@ from torch import nn
 
 from fp8engine.errors import UnknownName
 from fp8engine.modules import experts
+from fp8engine.modules.dispatched import held_forwards
 from fp8engine.modules.grouped import GroupedLinear
 from fp8engine.modules.linear import Float8Module
+from fp8engine.modules.torch_transformer import uncalled
 from fp8engine.recipe import Recipe, resolve
 
 Skip = Callable[[str, nn.Module], bool]
@@ -32,6 +35,7 @@ CHOSEN = ("top_k", "num_experts_per_tok")  # what a mixture of experts calls the
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
+BYPASSED = "nn.MultiheadAttention reads its weight and never calls it"
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def decide(
     for pattern in chosen:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
             raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
-    heads, routers = _heads(model), _routers(model)
+    heads, routers, bypassed = _heads(model), _routers(model), uncalled(model)
     decisions = []
     for name, module, shape in layers:
         override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
@@ -136,7 +140,7 @@ def decide(
         key = parameter_of(name, module)
         if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"
-        obstacle = None if left else _obstacle(module)
+        obstacle = None if left else BYPASSED if id(module) in bypassed else _obstacle(module)
         reason = left or obstacle or f"{reason}: {wanted.name}"
         used = None if left or obstacle else wanted
         decisions.append(Decision(name, module, used, reason, shape, obstacle is not None, key))
@@ -146,13 +150,16 @@ def decide(
 def _heads(model: nn.Module) -> set[int]:
     """ids of modules that are a model's output head.
 
-    HF says so, the weight is tied to an embedding, or it is the last layer of a module with a head's name.
+    HF says so, the weight is tied to an embedding, or it is the last layer of a module with a head's name.  In a block
+    that repeats (Flux's `proj_out`) the name counts only for a layer as wide as the config's vocabulary or classes.
     """
-    found = set()
+    found, repeated = set(), _repeated(model)
+    config = getattr(model, "config", None)
+    widths = {getattr(config, key, None) for key in ("vocab_size", "num_labels")}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in HEADS and not isinstance(module, nn.ModuleList):
             inner = [m for part, m in module.named_modules() if isinstance(m, nn.Linear) and not _in_adapter(part)]
-            found |= {id(m) for m in inner[-1:]}
+            found |= {id(m) for m in inner[-1:] if id(module) not in repeated or m.out_features in widths}
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
                 found.add(id(_adapted(get())))
@@ -160,6 +167,21 @@ def _heads(model: nn.Module) -> set[int]:
                 continue
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
+    return found
+
+
+def _repeated(model: nn.Module) -> set[int]:
+    """ids of what is within blocks that repeat: children of one class in an nn.ModuleList or nn.Sequential.
+
+    The only child of an nn.ModuleList is such a block too: a model of one layer is treated as one of many.
+    """
+    found = set()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            count = Counter(map(type, stack))
+            alone = isinstance(stack, nn.ModuleList) and len(stack) == 1
+            blocks = (child for child in stack if alone or count[type(child)] > 1)
+            found |= {id(module) for block in blocks for module in block.modules() if module is not block}
     return found
 
 
@@ -205,6 +227,8 @@ def _obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, Float8Module):
         return "converted already"
+    if "forward" in vars(module) and not held_forwards(module):
+        return "its forward is replaced on the instance, and does not say what it replaces"
     if is_conv1d(module):
         return None
     if not isinstance(module, nn.Linear):

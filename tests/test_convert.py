@@ -237,11 +237,16 @@ def test_multihead_attention_reads_its_projection_directly_and_is_reported_so():
     model = converted(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
     model(torch.randn(2, 5, 16)).sum().backward()
     rows = {row["name"]: row for row in fe.inspect(model).layers}
-    assert rows["self_attn.out_proj"]["reason"].startswith("never ran")
-    assert not rows["self_attn.out_proj"]["ran"]
+    assert reasons(model) == {"self_attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it"}
     assert rows["linear1"]["ran"]
-    example = converted(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), example_inputs=torch.randn(2, 5, 16))
-    assert reasons(example) == {"self_attn.out_proj": "its forward was not called on example_inputs"}
+
+
+def test_a_layer_that_example_inputs_do_not_call_is_left_alone():
+    model = nn.ModuleDict({"called": nn.Linear(16, 16), "uncalled": nn.Linear(16, 16)})
+    model.forward = lambda x: model["called"](x)  # type: ignore[method-assign]
+    assert reasons(converted(model, example_inputs=torch.randn(2, 16))) == {
+        "uncalled": "its forward was not called on example_inputs"
+    }
 
 
 def test_one_module_under_two_names_is_converted_once():

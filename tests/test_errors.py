@@ -28,13 +28,14 @@ BUILTIN = {
     errors.LossScaleError: ValueError,
     errors.ReportError: ValueError,
 }
+WARNINGS = {errors.EmulationWarning, errors.FusionWarning, errors.BypassWarning}
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
 PROTOCOL = {"KeyError", "AttributeError"}
 
 
 def test_the_list_above_is_whole():
     kinds = {kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__}
-    assert kinds == {errors.Fp8EngineError, errors.EmulationWarning, errors.FusionWarning, *BUILTIN}
+    assert kinds == {errors.Fp8EngineError, *WARNINGS, *BUILTIN}
 
 
 @pytest.mark.parametrize("kind", BUILTIN, ids=lambda kind: kind.__name__)

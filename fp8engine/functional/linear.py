@@ -78,10 +78,10 @@ def check(
     x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, name: str, columns: int | None = None
 ) -> None:
     """Raise for an input that no recipe takes.  columns: of what the layer reads, where that is made of x."""
-    if x.dtype not in FLOATS or x.layout != torch.strided:
+    if x.dtype not in FLOATS or x.layout != torch.strided or x.is_nested:
         raise UnsupportedDtype(
-            f"{name}: input is {x.dtype}, {x.layout}; FP8 casts take dense float32, bfloat16 or float16: "
-            "convert it first"
+            f"{name}: input is {x.dtype}, {'nested' if x.is_nested else x.layout}; FP8 casts take dense float32, "
+            "bfloat16 or float16: convert it first"
         )
     if weight_NK.dtype not in FLOATS:
         raise UnsupportedDtype(

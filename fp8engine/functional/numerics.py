@@ -62,6 +62,7 @@ class Numerics:
     ran: the backend of the latest eager forward.  consumers: (kind, name) of what reads its result, where known.
     candidate: whether that could read FP8, so that the result is worth looking at.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
+    bypassed: the first forward read the weight and did not call the layer.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Numerics:
     consumers: tuple[tuple[str, str], ...] = ()
     candidate: bool = False
     ready: dict[str, int] = field(default_factory=dict)
+    bypassed: bool = False
 
     def __post_init__(self):
         self.plan = plan(self.recipe)

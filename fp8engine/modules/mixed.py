@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from fp8engine.modules.dispatched import change_class
+
 
 class Mixin(nn.Module):
     """What such a class has first, with a forward of its own.  plain: the class that the module had."""
@@ -41,7 +43,7 @@ def mixed(mixin: type[Mixin], plain: type[nn.Module]) -> Any:
 
 def mix(module: nn.Module, mixin: type[Mixin]) -> None:
     """Change a module's class in place."""
-    module.__class__ = mixed(mixin, type(module))
+    change_class(module, mixed(mixin, type(module)))
 
 
 def _again(mixin: type[Mixin], plain: type[nn.Module]) -> nn.Module:

@@ -28,6 +28,7 @@ from fp8engine.select import experts_run, linear_layers, parameter_of, weight_of
 
 NOT_LOOKED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
+BYPASSED = "never ran: its weight is read directly, its forward was not called"
 
 
 def inspect(model: nn.Module) -> Report:
@@ -93,7 +94,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
     rows = slots["input"]["elements"] // max(shape[-1], 1)
     ran = rows > 0 or (slots["input"]["calls"] > 0)
     weight = weight_of(module, parameter_of(name, module))
-    where = weight.device
+    where = state.device  # a weight that Accelerate keeps elsewhere is here while it is multiplied by
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
@@ -108,7 +109,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "backend": backend,
         "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
         "reason": "; ".join(
-            filter(None, (_not_looked(numerics, ran), _why(recipe, ran, where, backend), *_dequantised(slots["input"])))
+            filter(None, (_not_looked(numerics, ran), _why(numerics, ran, backend), *_dequantised(slots["input"])))
         ),
         "fused": _fused(module),
         "ran": ran or not recipe.is_fp8,
@@ -157,12 +158,12 @@ def _not_looked(numerics: Numerics, ran: bool) -> str:
     return NOT_LOOKED if ran and isinstance(clock, Controller) and clock.step < 0 else ""
 
 
-def _why(recipe, ran: bool, where, backend: str) -> str:
-    if not recipe.is_fp8:
-        return f"asked for {recipe.name}"
+def _why(numerics: Numerics, ran: bool, backend: str) -> str:
+    if not numerics.recipe.is_fp8:
+        return f"asked for {numerics.recipe.name}"
     if not ran:
-        return NEVER_RAN
-    if why := ops.why_emulated(where, backend):
+        return BYPASSED if numerics.bypassed else NEVER_RAN
+    if why := ops.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
     return ""
 

@@ -1,0 +1,327 @@
+"""Converted layers whose weight is read without a call: torch's fast paths are kept from it, others are warned of."""
+
+import copy
+import io
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support import converted, same
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
+
+import fp8engine as fe
+from fp8engine.modules.first_forward import FirstForward
+
+# torch says so of every encoder that cannot take its nested tensors, converted or not.
+pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+SIZE = {"d_model": 32, "nhead": 2, "dim_feedforward": 64, "dropout": 0.0, "batch_first": True}
+
+
+class Classifier(nn.Module):
+    """A root that holds torch's encoder."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(2)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**SIZE, **options), 2)
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, x, mask=None):
+        return self.out(self.encoder(x, src_key_padding_mask=mask))
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the mask of its padding; the rows that are padding are at the end, as torch's nested tensors want them."""
+    torch.manual_seed(3)
+    return torch.randn(4, 6, 32), torch.arange(6) >= torch.tensor([6, 4, 5, 6])[:, None]
+
+
+def eager(model: Classifier, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """What the model computes layer by layer, each called as a layer; post-norm."""
+    for layer in model.encoder.layers:
+        part: Any = layer
+        attended, _ = part.self_attn(x, x, x, key_padding_mask=mask, need_weights=False)
+        x = part.norm1(x + attended)
+        x = part.norm2(x + part.linear2(part.activation(part.linear1(x))))
+    return model.out(x)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_encoder_evaluates_by_its_converted_layers(mode, masked: bool):
+    plain = Classifier().eval()
+    model = converted(copy.deepcopy(plain))
+    x, padding = inputs()
+    mask = padding if masked else None
+    with mode():
+        found, want, full = model(x, mask), eager(model, x, mask), plain(x, mask)
+    used = (~padding if masked else torch.ones_like(padding))[..., None]
+    # Attention itself is torch's, by its fast path or not: FP32 sums in another order, 1e-6, and an FP8 cast of what
+    # they make may round to the neighbour: far below the noise of FP8 itself, which is what must be seen at all.
+    noise = ((want - full) * used).norm()
+    assert ((found - want) * used).norm() < 0.2 * noise
+    assert noise > 0.005 * (full * used).norm(), "FP8 ran"
+    report = fe.inspect(model)
+    rows = {row["name"]: row for row in report.layers}
+    assert all(rows[f"encoder.layers.{i}.linear{j}"]["ran"] for i in (0, 1) for j in (1, 2))
+    assert report.totals["never_ran"] == 0
+    why = "nn.MultiheadAttention reads its weight and never calls it"
+    assert rows["encoder.layers.0.self_attn.out_proj"]["reason"] == why
+
+
+def test_what_torch_says_of_the_encoder_before_it_is_converted_stays_in_it():
+    model = converted(Classifier())
+    layer = model.encoder.layers[0]
+    assert isinstance(layer, nn.TransformerEncoderLayer)
+    assert isinstance(model.encoder, nn.TransformerEncoder)
+    assert (type(layer).__name__, type(model.encoder).__name__) == ("TransformerEncoderLayer", "TransformerEncoder")
+    assert vars(layer)["activation_relu_or_gelu"] == 1
+    assert vars(model.encoder)["use_nested_tensor"] is True
+
+
+def test_copies_and_saved_models_evaluate_in_fp8_too():
+    model = converted(Classifier()).eval()
+    x, mask = inputs()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.no_grad():
+        models = [model, copy.deepcopy(model), torch.load(file, weights_only=False)]
+        outputs = [each(x, mask) for each in models]
+    assert same(outputs[1:], [outputs[0]] * 2)
+    assert [fe.inspect(each).totals["never_ran"] for each in models] == [0, 0, 0]
+
+
+def test_an_encoder_whose_layers_are_left_alone_keeps_its_fast_path():
+    model = converted(Classifier(), overrides={"out": "rowwise"}, skip=lambda name, module: name != "out").eval()
+    plain = Classifier().eval()
+    x, mask = inputs()
+    with torch.no_grad():
+        assert torch.equal(model.encoder(x, src_key_padding_mask=mask), plain.encoder(x, src_key_padding_mask=mask))
+    assert type(model.encoder) is nn.TransformerEncoder
+
+
+def test_a_nested_tensor_is_refused_by_layer():
+    """torch's fast path alone takes them."""
+    model = converted(Classifier()).eval()
+    nested = torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)])
+    with (
+        torch.no_grad(),
+        pytest.raises(fe.errors.UnsupportedDtype, match=r"0\.linear1: input is torch.float32, nested"),
+    ):
+        model(nested)
+
+
+def test_a_decoder_layer_and_its_gradients():
+    model = converted(nn.TransformerDecoderLayer(**SIZE))
+    x, _ = inputs()
+    model(x, x).square().sum().backward()
+    rows = {row["name"]: row for row in fe.inspect(model).layers}
+    assert [rows[name]["ran"] for name in ("linear1", "linear2")] == [True, True]
+    assert [rows[f"{name}.out_proj"]["recipe"] for name in ("self_attn", "multihead_attn")] == ["none", "none"]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_encoder_trains_and_compiles():
+    model, x = converted(Classifier()), inputs()[0]
+    model(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.eval()
+    with torch.no_grad():
+        compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+class Calls(nn.MultiheadAttention):
+    """A subclass that calls its projection."""
+
+    def forward(self, query, key, value, **options):
+        return self.out_proj(query), None
+
+
+def test_an_attention_that_calls_its_projection_has_it_in_fp8():
+    model = converted(Calls(32, 2))
+    model(*[torch.randn(2, 3, 32)] * 3)
+    assert [row["ran"] for row in fe.inspect(model).layers] == [True]
+
+
+class Eva(nn.Module):
+    """timm's EVA-02 attention: the weight of `qkv` is read, `proj` is called."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, weight=self.qkv.weight).chunk(3, -1)
+        return self.proj(F.scaled_dot_product_attention(q, k, v))
+
+
+class Mamba(nn.Module):
+    """Mamba's mixer: the weight of `dt_proj` is read and multiplied by; a helper reads another."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.in_proj, self.dt_proj, self.x_proj = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return _by_hand(self.x_proj, (self.dt_proj.weight @ self.in_proj(x).mT).mT)
+
+
+def _by_hand(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight.t() + layer.bias
+
+
+class Model(nn.Module):
+    """Parts in turn; those of `unused` are there and are not called."""
+
+    def __init__(self, *parts: nn.Module, unused: tuple[nn.Module, ...] = ()):
+        super().__init__()
+        self.parts, self.unused = nn.ModuleList(parts), nn.ModuleList(unused)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def watching(model: nn.Module) -> bool:
+    """Whether a hook of the first forward is left."""
+    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
+    return any(isinstance(getattr(hook, "__self__", None), FirstForward) for hook in hooks)
+
+
+def said(call) -> list[str]:
+    """The warnings of one call, as text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(issubclass(each.category, fe.errors.BypassWarning) for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def test_weights_read_directly_are_warned_of_once_by_name_and_count():
+    model = converted(Model(Eva(), Mamba(), Eva()))
+    x = torch.randn(2, 4, 16)
+    assert watching(model)
+    (text,) = said(lambda: model(x).sum().backward())
+    names = "parts.0.qkv, parts.1.dt_proj, parts.1.x_proj, parts.2.qkv"
+    assert text.startswith(f"4 converted layers did not run in FP8: {names}: ")
+    assert said(lambda: model(x)) == []
+    rows = {row["name"]: row for row in fe.inspect(model).layers}
+    assert {name for name, row in rows.items() if not row["ran"]} == set(names.split(", "))
+    assert rows["parts.0.qkv"]["reason"] == "never ran: its weight is read directly, its forward was not called"
+    assert not watching(model)
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [fe.Linear] * 7
+
+
+def test_strict_makes_it_an_error(monkeypatch):
+    monkeypatch.setattr("fp8engine.dispatch.why_emulated", lambda *args: "")
+    model = fe.convert(Model(Eva()), "current", strict=True)
+    with pytest.raises(fe.errors.StrictError, match=r"1 converted layers did not run in FP8: parts\.0\.qkv: "):
+        model(torch.randn(2, 4, 16))
+
+
+class Branches(nn.Module):
+    """One branch of two is taken, and one expert of four; before the call its weight's dtype is asked for, as in T5."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.experts[1](x)
+        return self.one(x.to(self.one.weight.dtype)) if len(x) else self.other(x)
+
+
+def test_layers_that_are_not_called_and_not_read_are_no_news():
+    model = converted(Model(Branches(), unused=(Eva(),)))
+    assert said(lambda: model(torch.randn(4, 16))) == []
+    assert fe.inspect(model).totals["never_ran"] == 6
+    assert not watching(model)
+
+
+def test_a_part_run_alone_says_nothing_and_the_model_says_it_later():
+    model = converted(Model(Eva()))
+    x = torch.randn(2, 4, 16)
+    assert said(lambda: model.parts[0](x)) == []
+    assert len(said(lambda: model(x))) == 1
+
+
+def test_a_forward_that_fails_is_not_the_first_one():
+    model = converted(Model(Eva()))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(torch.randn(2, 4, 15))
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [fe.Linear] * 2
+    assert len(said(lambda: model(torch.randn(2, 4, 16)))) == 1
+
+
+def test_two_threads_in_the_first_forward_leave_nothing_watched():
+    """The second begins while the first is inside, and is inside still when the first has left."""
+    model, x = converted(Model(Eva())), torch.randn(2, 4, 16)
+    begun, left = threading.Event(), threading.Event()
+
+    def slow(module, args):
+        if threading.current_thread().name == "second":
+            begun.set()
+            assert left.wait(10)
+
+    hook = model.parts[0].register_forward_pre_hook(slow)
+    second = threading.Thread(target=model, args=(x,), name="second")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.start()
+        assert begun.wait(10)
+        model(x)
+        left.set()
+        second.join(10)
+    hook.remove()
+    assert len(caught) == 1
+    assert [type(m) for m in model.modules() if isinstance(m, nn.Linear)] == [fe.Linear] * 2
+    assert not watching(model)
+    assert said(lambda: model(x)) == []
+
+
+def test_copies_made_before_the_first_forward_speak_for_themselves():
+    model = converted(Model(Eva()))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    x = torch.randn(2, 4, 16)
+    for each in (copy.deepcopy(model), torch.load(file, weights_only=False), model):
+        assert len(said(lambda each=each: each(x))) == 1
+        assert said(lambda each=each: each(x)) == []
+        assert not watching(each)
+
+
+def graphs(model: Any, x: torch.Tensor) -> int:
+    """How many graphs three calls of a model make."""
+    torch._dynamo.reset()
+    count = CompileCounter()
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    assert said(lambda: [compiled(x) for _ in range(3)]) == []
+    return count.frame_count
+
+
+def test_a_compiled_model_is_left_whole():
+    x = torch.randn(2, 4, 16)
+    watched, past = converted(Model(Eva())), converted(Model(Eva()))
+    said(lambda: past(x))
+    assert graphs(watched, x) == graphs(past, x)
+
+
+def test_compiled_parts_are_not_watched():
+    x = torch.randn(2, 4, 16)
+    torch._dynamo.reset()
+    count = CompileCounter()
+    model, alone = converted(Model(Eva(), Mamba())), graphs(converted(Model(Eva())).parts[0], x)
+    model.parts[0].compile(backend=count, fullgraph=True)
+    model.parts.append(torch.compile(converted(Model(Eva())), backend="eager"))
+    (text,) = said(lambda: [model(x) for _ in range(3)])
+    assert text.startswith("2 converted layers did not run in FP8: parts.1.dt_proj, parts.1.x_proj: ")
+    assert count.frame_count == alone, "nothing that its graphs are guarded by has changed"

@@ -1,0 +1,224 @@
+"""fe.convert of a model that Accelerate has dispatched: its wrappers stay, and our forward runs under them."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import tiny_models as tiny
+import torch
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_submodules,
+)
+from support import Net, converted, same
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import fp8engine as fe
+from fp8engine.modules.dispatched import device_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+CPU = torch.device("cpu")
+LAYERS = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("up", "gate", "down")]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return Net(16)
+
+
+def dispatched(model: nn.Module, where: str, folder: Path) -> nn.Module:
+    """The model as Accelerate hands it out; "cpu" and "disk" keep the weights there, and a meta tensor in the layer."""
+    if where == "device_map":
+        return accelerate.dispatch_model(model, {"blocks.0": "cpu", "blocks.1": "cpu"}, force_hooks=True)
+    if where == "part on disk":
+        return accelerate.dispatch_model(model, {"blocks.0": "cpu", "blocks.1": "disk"}, offload_dir=folder)
+    if where == "cpu":
+        return accelerate.cpu_offload(model, execution_device=CPU)
+    accelerate.disk_offload(model, folder, execution_device=CPU)
+    return model
+
+
+WHERE = ["device_map", "part on disk", "cpu", "disk"]
+
+
+def output(model: nn.Module) -> list[torch.Tensor]:
+    """Result and gradients of a backward pass; of parameters only where they have any (Accelerate frees the rest)."""
+    x = torch.linspace(-2, 2, 64).view(4, 16).requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("order", ["dispatch first", "convert first"])
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", "auto"])
+def test_it_computes_what_the_converted_model_computes(recipe: str, where: str, order: str, tmp_path: Path):
+    want = output(converted(net(), recipe))
+    if order == "dispatch first":
+        model = converted(dispatched(net(), where, tmp_path), recipe)
+    else:
+        model = dispatched(converted(net(), recipe), where, tmp_path)
+    found = output(model)
+    assert same(found[:2], want[:2]), "result and the input's gradient, bit for bit"
+    if where == "device_map":
+        assert same(found, want), "nothing is kept elsewhere: every parameter's gradient too"
+    report = fe.inspect(model)
+    assert [(row["name"], row["ran"]) for row in report.layers] == [(name, True) for name in LAYERS]
+    assert report.totals["fp8_flops_share"] == 1.0
+    assert not any("never ran" in row["reason"] for row in report.layers)
+    assert all("_hf_hook" in vars(m) for m in model.modules() if isinstance(m, nn.Linear)), "Accelerate's stays"
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_it_can_be_looked_at_before_it_has_run(where: str, tmp_path: Path):
+    model = converted(dispatched(net(), where, tmp_path), "delayed")
+    report = fe.inspect(model)
+    assert report.totals["never_ran"] == 6
+    assert "6 never ran" in str(report)
+    assert {slot.scale.device.type for slot in fe.scaling_state(model).values()} == {"cpu"}
+
+
+def test_hooks_can_be_removed_afterwards_and_fp8_stays(tmp_path: Path):
+    want = output(converted(net()))
+    model = converted(dispatched(net(), "cpu", tmp_path))
+    remove_hook_from_submodules(model)
+    assert not any("_hf_hook" in vars(m) or "_old_forward" in vars(m) for m in model.modules())
+    assert all(p.device.type == "cpu" for p in model.parameters()), "Accelerate has put the weights back"
+    assert same(output(model), want)
+    plain = accelerate.cpu_offload(net(), execution_device=CPU)
+    remove_hook_from_submodules(plain)  # leaves the plain forward on every layer
+    assert all("forward" in vars(m) for m in plain.modules() if isinstance(m, nn.Linear))
+    assert same(output(converted(plain)), want)
+
+
+def test_a_copy_runs_its_own_layers():
+    model = converted(dispatched(net(), "device_map", Path()))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert same(output(twin), output(converted(net())))
+
+
+class Double(ModelHook):
+    """A hook that has nothing to do with devices, of somebody's own."""
+
+    def post_forward(self, module, output):
+        return 2 * output
+
+
+def test_hooks_of_other_kinds_stay_too():
+    model: Any = net()
+    add_hook_to_module(model.blocks[1].down, SequentialHook(Double(), Double()))
+    plain: Any = converted(net())
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        seen: list[torch.Tensor] = []
+        plain.blocks[1].down.register_forward_hook(lambda m, args, y: seen.append(y))
+        plain(x)
+        found: list[torch.Tensor] = []
+        model = converted(model)
+        model.blocks[1].down.register_forward_hook(lambda m, args, y: found.append(y))
+        model(x)
+    assert same(found, [4 * y for y in seen])
+
+
+def test_a_forward_that_cannot_be_replaced_is_left_with_the_reason():
+    model = net()
+    layer: Any = model.get_submodule("blocks.0.up")
+    before = layer.forward
+    layer.forward = lambda x: before(x) + 1
+    decided = converted(copy.deepcopy(model).requires_grad_(False))
+    rows = {row["name"]: row for row in fe.inspect(decided).layers}
+    why = "its forward is replaced on the instance, and does not say what it replaces"
+    assert rows["blocks.0.up"]["reason"] == why
+    assert rows["blocks.0.up"]["recipe"] == "none"
+    with pytest.raises(fe.errors.StrictError, match=rf"blocks\.0\.up \({why}"):
+        fe.convert(model, strict=True)
+
+
+def test_from_pretrained_with_a_device_map(tmp_path: Path):
+    source: Any = tiny.llama()
+    source.save_pretrained(tmp_path / "saved")
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    options = {"device_map": device_map, "offload_folder": tmp_path / "offload"}
+    model: Any = LlamaForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    plain: Any = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = tiny.tokens()
+    with torch.no_grad():
+        assert same([converted(model, "rowwise")(ids).logits], [converted(plain, "rowwise")(ids).logits])
+    assert fe.inspect(model).totals["never_ran"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generated = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(generated, plain.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+
+
+def test_a_model_on_the_meta_device_can_be_converted_and_looked_at():
+    with torch.device("meta"):
+        model = net()
+    converted(model, "delayed")
+    report = fe.inspect(model)
+    assert report.totals["never_ran"] == 6
+    assert [row["input"]["scale"] for row in report.layers] == [1.0] * 6
+    assert "6 never ran" in str(report)
+    assert {slot.scale.device.type for slot in fe.scaling_state(model).values()} == {"cpu"}
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return converted(net(), "delayed")
+
+
+def test_a_model_converted_on_the_meta_device_and_loaded_afterwards(tmp_path: Path):
+    want = output(converted(net(), "delayed"))
+    assigned = on_meta()
+    assigned.load_state_dict(net().state_dict(), assign=True)
+    torch.save(net().state_dict(), tmp_path / "net.bin")
+    loaded = accelerate.load_checkpoint_and_dispatch(on_meta(), str(tmp_path / "net.bin"), {"": "cpu"})
+    for model in (assigned, loaded):
+        assert same(output(model), want)
+        assert fe.inspect(model).totals["never_ran"] == 0
+
+
+def test_a_model_converted_on_the_meta_device_and_loaded_to_two_devices(monkeypatch):
+    model: Any = on_meta()
+    model.load_state_dict(net().state_dict(), assign=True)
+    places = {id(model.blocks[1].down): torch.device("cuda:1")}
+    where = "fp8engine.modules.first_forward.device_of"
+    monkeypatch.setattr(where, lambda module, name: places.get(id(module), torch.device("cuda:0")))
+    message = r"now on cuda:0 \(blocks\.1\.gate\) and cuda:1 \(blocks\.1\.down\), .* dispatch the model first"
+    with pytest.raises(fe.errors.ParallelError, match=message):
+        model(torch.randn(4, 16))
+
+
+def test_layers_are_where_accelerate_will_move_their_weights():
+    """Offloaded to meta, run on a card: emulation, states and reports are the card's matter, not the meta device's."""
+    layer: Any = nn.Linear(4, 4, device="meta")
+    assert device_of(layer) == torch.device("meta")
+    for where in ("cuda:1", torch.device("cuda:1")):
+        layer._hf_hook = SequentialHook(ModelHook(), AlignDevicesHook(execution_device=where))
+        assert device_of(layer) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("make", [tiny.gpt2, tiny.mixtral, tiny.llama], ids=lambda f: f.__name__)
+def test_families_offloaded_and_fused(make):
+    """Conv1D and experts change their classes too; with fuse=True all run apart, and the report says why."""
+    plain = make().eval()
+    model, ids = converted(accelerate.cpu_offload(copy.deepcopy(plain), CPU), fuse=True), tiny.tokens()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, converted(plain)(ids).logits)
+    report = fe.inspect(model)
+    assert report.totals["never_ran"] == 0
+    fused = [row["fused"] for row in report.layers if row["fused"].startswith("fused")]
+    assert fused
+    assert all(text.endswith("has a forward of its own") for text in fused)
