@@ -127,6 +127,17 @@ def test_what_is_not_finite_reaches_its_row_and_its_column_and_no_other():
             assert yt_NM[:, others].isfinite().all()
 
 
+@pytest.mark.parametrize(("rows_a", "rows_b"), SCALES)
+def test_a_scale_near_the_end_of_fp32_makes_no_finite_result_infinite(rows_a, rows_b, assert_within_bound):
+    """The scale is near 2^120 / 448, sums reach 2^17 * K: one times the other passes 2^128, the result does not."""
+    large, small = torch.randn(70, 80).clamp(-4, 4) * 2.0**118, torch.randn(72, 80) * 2.0**-10
+    for first, second in ((large, small), (small, large)):
+        a, b = operand(first, rows=rows_a), operand(second, rows=rows_b)
+        for config in (POINTERS, DESCRIPTORS):
+            y_MN = matmul_fp8(a, b, Epilogue(None, torch.float32), False, config)
+            assert_within_bound(y_MN, real(a), real(b))
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_code_is_multiplied_as_the_value_it_stands_for(dtype):
     # One column of K at a time: y[m, n] = code[m] * code[n] has at most 8 bits, so that FP32 holds it exactly.
