@@ -73,7 +73,8 @@ def shape_class(m: int, n: int, aligned: bool = True) -> str:
 def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: bool = True) -> Config:
     """The configuration of the newest tabulated architecture that is not newer than the card: same answer every time.
 
-    A card of capability 12.x gets sm_89's.  operation: a key of the table.  capability: (major, minor).  aligned: whether descriptors can be used.
+    A card of capability 12.x gets sm_89's.
+    operation: a key of the table.  capability: (major, minor).  aligned: whether descriptors can be used.
     Raises LookupError for an operation or a card older than any in the table.
 
     >>> pick("matmul_fp8", (9, 0), 8192, 8192).block_n

@@ -1,7 +1,7 @@
 """Every call of torch's scaled matmul, held against the rules that this torch has for CUDA.
 
-The rules are torch's own: the meta function of `_scaled_mm`, which reads shapes, strides and dtypes of CUDA tensors that
-hold nothing.  `make test-oldest` runs the same tests with the rules of the oldest torch.
+The rules are torch's own: the meta function of `_scaled_mm`, which reads shapes, strides and dtypes of CUDA tensors
+that hold nothing.  `make test-oldest` runs the same tests with the rules of the oldest torch.
 """
 
 import functools

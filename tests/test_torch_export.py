@@ -8,9 +8,10 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.errors import GradientError
 
-
 MODELS = {
-    "linear": lambda recipe: nn.Sequential(fe.Linear(32, 48, recipe=recipe), nn.ReLU(), fe.Linear(48, 32, recipe=recipe)),
+    "linear": lambda recipe: nn.Sequential(
+        fe.Linear(32, 48, recipe=recipe), nn.ReLU(), fe.Linear(48, 32, recipe=recipe)
+    ),
     "norm and linear": lambda recipe: fe.LayerNormLinear(32, 48, recipe=recipe),
     "norm and MLP": lambda recipe: fe.LayerNormMLP(32, 64, recipe=recipe),
 }
