@@ -3,18 +3,21 @@
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
+CONSTRAINTS := constraints.txt
 PY := $(VENV)/bin/python
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # Interpreting kernels and compiling them cannot share a process.
 INTERPRET := TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+# torch 2.11's Dynamo reads .grad of what has none, and torch warns of that.
+OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check static types codegen gpu bench docs clean browser
+.PHONY: help demo test test-oldest check static types codegen gpu bench docs clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
 	$(PY) -m fp8engine train
@@ -22,6 +25,9 @@ demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write repor
 test: $(VENV)/dev.stamp browser  ## every test and doctest; then the kernels in Triton's interpreter
 	$(PYTEST) -n $(JOBS)
 	$(INTERPRET) -n $(JOBS)
+
+test-oldest:  ## before a release: the same tests on the oldest torch there may be (5 GB in .venv-oldest)
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt PYTEST_ADDOPTS='$(OLDEST)'
 
 check: static browser  ## before a commit: format, lint, types, fast tests
 	$(PYTEST) -n $(JOBS) -m "not slow"
@@ -48,7 +54,7 @@ docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
-	rm -rf $(VENV) report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that
@@ -65,9 +71,9 @@ browser:
 # a removed .venv made anew, and an unchanged one costs nothing.
 $(VENV)/report.stamp: EXTRA := report
 $(VENV)/dev.stamp: EXTRA := dev
-$(VENV)/%.stamp: pyproject.toml constraints.txt
+$(VENV)/%.stamp: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "installing fp8engine[$(EXTRA)] into $(VENV) (the first time takes minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRA)]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRA)]'
 	@touch $@

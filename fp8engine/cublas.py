@@ -3,15 +3,20 @@
     y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n]
 
 What the hardware wants, checked here so that a CPU refuses what a card would:
-- a row-major and b column-major, i.e. both contiguous along K; copied where they are not;
+- a row-major and b column-major, i.e. both contiguous along K, strides (K, 1); copied where they are not;
 - K and N multiples of 16; padded with zeros where they are not, the result cut back;
 - not E5M2 by E5M2;
-- both scales per tensor, or one per row of each.  Row scales leave a BF16 result (torch's rule), whatever `out` is.
+- both scales per tensor, or one per row of each.  Row scales leave a BF16 result (torch's rule), whatever `out` is;
+  torch 2.11 has none of them on a CPU;
+- a sum times one of the scales within FP32's range: a CPU's multiplies by the first scale before the second, and values
+  near 1e36 make that Inf where the result is not.
+tests/test_cublas_card.py holds every call against the rules that torch itself has for CUDA.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from fp8engine import device
 from fp8engine.errors import BackendError
@@ -35,6 +40,8 @@ def unsupported(a: Operand, b: Operand) -> str | None:
         return "Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3"
     if a.scaled_along_k or b.scaled_along_k:
         return "scales that change along K (blocks)"
+    if where.type == "cpu" and (a.scale.dim() == 2 or b.scale.dim() == 2) and not device.cpu_scales_rows():
+        return f"torch {torch.__version__} has no row scales on a CPU"
     return None
 
 
@@ -56,8 +63,8 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     scale_a, scale_b = a.scale, b.scale
     if by_row:  # a scale per tensor beside one per row becomes a constant per row
         # As vectors first: torch wants strides of 1 even along a dimension of size 1, which a transposed scale lacks.
-        scale_a = a.scale.reshape(-1).expand(m).contiguous()[:, None]
-        scale_b = torch.nn.functional.pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0)[None]
+        scale_a = a.scale.reshape(-1).expand(m).contiguous().unsqueeze(1)
+        scale_b = pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0).unsqueeze(0)
     y_MN = torch._scaled_mm(
         a_data,
         b_data.t(),
@@ -67,20 +74,18 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
         use_fast_accum=fast,
     )
     if y_MN.shape[1] != n:  # a copy: layers may write in place into what they are given, and a view would forbid it
-        y_MN = y_MN[:, :n].clone(memory_format=torch.contiguous_format)
+        y_MN = y_MN.narrow(1, 0, n).clone(memory_format=torch.contiguous_format)
     # The bias is added outside: cuBLASLt takes it only for 16-bit results of the bias's own dtype.
     y_MN = y_MN.to(out)
     return y_MN if bias_N is None else (y_MN + bias_N).to(out)
 
 
 def _padded(data: torch.Tensor, rows: bool) -> torch.Tensor:
-    """FP8 codes contiguous along K, with K (and the rows, where asked) padded to a multiple of 16 with zeros."""
+    """FP8 codes with strides (K, 1), with K (and the rows, where asked) padded to a multiple of 16 with zeros."""
     pad_k = -data.shape[1] % MULTIPLE
     pad_rows = -data.shape[0] % MULTIPLE if rows else 0
-    if not pad_k and not pad_rows:
-        return data.contiguous()
-    padded = torch.zeros(
-        data.shape[0] + pad_rows, data.shape[1] + pad_k, dtype=torch.uint8, device=data.device
-    )  # code 0 is the value 0 in both formats
-    padded[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
-    return padded.view(data.dtype)
+    if pad_k or pad_rows:  # code 0 is the value 0 in both formats
+        return pad(data.view(torch.uint8), (0, pad_k, 0, pad_rows)).view(data.dtype)
+    data = data.contiguous()
+    # A single row is contiguous whatever its stride is, and torch reads the layout from the strides alone.
+    return data if data.stride(0) == data.shape[1] else data.as_strided(data.shape, (data.shape[1], 1))

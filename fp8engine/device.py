@@ -97,6 +97,17 @@ def cpu_multiplies(format: str) -> bool:
     return format == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+@functools.cache
+def cpu_scales_rows() -> bool:
+    """Whether torch's scaled matmul takes a scale per row on a CPU; torch 2.11's fails an assertion of its own."""
+    codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(codes, codes.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 class CpuTimings:
     """Milliseconds of one 256x512x512 matmul on this CPU: FP32, BF16, torch's scaled FP8 matmul (None: not there)."""
 

@@ -10,17 +10,42 @@ import torch
 from torch._higher_order_ops import effects
 
 from fp8engine import execute, reference
+from fp8engine.errors import GradientError
 from fp8engine.reference import Epilogue, How, Operand, Slot
 
 LIBRARY = torch.library.Library("fp8engine", "DEF")
 
 
+class _ForwardAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name: str, implementation, *arguments):
+        ctx.name = name
+        return implementation(*arguments)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise GradientError(
+            f"fp8engine::{ctx.name} has no gradient: a graph made by torch.export holds the forward of FP8 layers "
+            "alone; run it under torch.no_grad(), and train the module that it was made from"
+        )
+
+
 def define(schema: str, implementation, fake) -> None:
-    """Register an operator for CPU and CUDA, and what it gives for fake tensors.  schema: with its name first."""
+    """Register an operator for CPU and CUDA, and what it gives for fake tensors.  schema: with its name first.
+
+    Layers call operators without gradients, because their Functions are the gradients.  A graph of torch.export holds
+    the operators of the forward alone and runs them as it is called: there the forward runs, and its backward raises.
+    """
     name = schema.split("(")[0]
+
+    def run(*arguments):
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+            return _ForwardAlone.apply(name, implementation, *arguments)
+        return implementation(*arguments)
+
     LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, implementation, key)
+        LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"fp8engine::{name}", fake, lib=LIBRARY)
 
 

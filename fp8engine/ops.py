@@ -100,7 +100,9 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
     data, scale, turned, scale_turned, sums_K = found
     first = Operand(data, scale, how.rows, how.cols, how.power_of_2)
     # Down x's columns is along the transpose's rows: 1 x -1 of x is cast again as -1 x 1, which lies as 1 x -1 there.
-    second = first._replace(data=turned, scale=scale if how.per_tensor else scale_turned)
+    # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
+    scale_turned = scale if how.per_tensor else scale_turned
+    second = Operand(turned, scale_turned, how.rows, how.cols, how.power_of_2)
     return (first, second, sums_K) if sums else (first, second)
 
 
@@ -114,7 +116,7 @@ def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> Operand
         want = list(how.scale_shape(*x_MK.shape))
         raise ShapeError(f"quantize: scale is {list(scale.shape)}; {how} of {list(x_MK.shape)} has {want}")
     data = torch.ops.fp8engine.quantize_given(x_MK, str(how), scale)
-    return Operand(data, scale, how.rows, how.cols, how.power_of_2)
+    return Operand(data, scale, how.rows, how.cols)  # the caller's scale: whether it is a power of two, nobody asked
 
 
 def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat16, precision="exact") -> torch.Tensor:

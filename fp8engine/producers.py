@@ -178,7 +178,8 @@ def _operands(stored, to: Store) -> tuple[torch.Tensor | Operand, Operand | None
     q = Operand(data, scale, how.rows, how.cols, how.power_of_2)
     if not to.transposed:
         return q, None
-    return q, q._replace(data=data_t, scale=scale if how.per_tensor else scale_t)
+    # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
+    return q, Operand(data_t, scale if how.per_tensor else scale_t, how.rows, how.cols, how.power_of_2)
 
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:

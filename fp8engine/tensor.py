@@ -30,13 +30,14 @@ class Float8Tensor(torch.Tensor):
     data: the codes.  scale: FP32.  format: E4M3 or E5M2.  granularity: what one scale covers.
     dtype (of the tensor) is what it dequantises to.  Saved, loaded and moved like any tensor; `fe.quantize` has no
     gradient, and what a layer under `Recipe.stored` returns has.
-    source: the slot that counted it when it was stored, if one did.
+    source: the slot that counted it when it was stored, if one did.  power_of_2: every scale is known to be one.
     """
 
     _data: torch.Tensor
     _scale: torch.Tensor
     granularity: Granularity
     source: Slot | None = None
+    power_of_2: bool = False
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
@@ -84,35 +85,37 @@ class Float8Tensor(torch.Tensor):
         how = _how(self.granularity, self._data.dtype)
         data = _matrix(self._data)
         scale = self._scale if how.per_tensor else _matrix(self._scale)
-        return Operand(data, scale, how.rows, how.cols)
+        return Operand(data, scale, how.rows, how.cols, self.power_of_2)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         shape = "x".join(map(str, self.shape))
         return f"Float8Tensor({shape}, {self.format} {self.granularity}, dequantises to {self.dtype}, on {self.device})"
 
     def __tensor_flatten__(self):
-        return ["_data", "_scale"], (self.granularity, self.dtype)
+        return ["_data", "_scale"], (self.granularity, self.dtype, self.power_of_2)
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
-        return Float8Tensor(inner["_data"], inner["_scale"], *context)
+        *rest, power_of_2 = context
+        return _knowing(Float8Tensor(inner["_data"], inner["_scale"], *rest), power_of_2)
 
     def __reduce_ex__(self, protocol):
         # As bytes: torch's pickle of an FP8 storage cannot be read back outside torch.save.
         codes = self._data.view(torch.uint8)
-        return _rebuild, (codes, self.format.name, self._scale, self.granularity, self.dtype)
+        return _rebuild, (codes, self.format.name, self._scale, self.granularity, self.dtype, self.power_of_2)
 
     def __deepcopy__(self, memo):
         return memo.setdefault(id(self), self._map(torch.clone))
 
     def _map(self, fn) -> Float8Tensor:
-        return Float8Tensor(fn(self._data), fn(self._scale), self.granularity, self.dtype)
+        found = Float8Tensor(fn(self._data), fn(self._scale), self.granularity, self.dtype)
+        return _knowing(found, self.power_of_2)
 
     def _viewed(self, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> Float8Tensor:
         """Other shape, same numbers."""
         found = Float8Tensor(data, scale, granularity, self.dtype)
         found.source = self.source
-        return found
+        return _knowing(found, self.power_of_2)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -172,7 +175,7 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
     scale = operand.scale
     if x.dim() > 2 and how.rows == 1:
         scale = scale.view(*x.shape[:-1], scale.shape[-1])
-    return Float8Tensor(operand.data.view(x.shape), scale, cast.granularity, x.dtype)
+    return _knowing(Float8Tensor(operand.data.view(x.shape), scale, cast.granularity, x.dtype), operand.power_of_2)
 
 
 def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16) -> torch.Tensor:
@@ -203,8 +206,14 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
 
 
-def _rebuild(codes: torch.Tensor, format: str, scale, granularity: Granularity, dtype: torch.dtype) -> Float8Tensor:
-    return Float8Tensor(codes.view(Format.named(format).dtype), scale, granularity, dtype)
+def _rebuild(codes: torch.Tensor, format: str, scale, granularity, dtype, power_of_2: bool = False) -> Float8Tensor:
+    """power_of_2 has a default for what was saved before it was kept."""
+    return _knowing(Float8Tensor(codes.view(Format.named(format).dtype), scale, granularity, dtype), power_of_2)
+
+
+def _knowing(x: Float8Tensor, power_of_2: bool) -> Float8Tensor:
+    x.power_of_2 = power_of_2
+    return x
 
 
 def _how(granularity: Granularity, dtype: torch.dtype) -> How:
@@ -291,9 +300,11 @@ def _copy(func, args, kwargs):
     if not isinstance(target, Float8Tensor):
         return target.copy_(source.dequantize())
     if not isinstance(source, Float8Tensor):
-        source = quantize(source.to(target.device), Cast(target.format, target.granularity))
+        cast = Cast(target.format, target.granularity, power_of_2=target.power_of_2)
+        source = quantize(source.to(target.device), cast)
     target._data.copy_(source._data)
     target._scale.copy_(source._scale)
+    target.power_of_2 = source.power_of_2
     return target
 
 

@@ -1,6 +1,6 @@
 """What happens to a tile of FP32 sums before it is stored, while it is still in registers.
 
-    y    = f(acc * scale_a[m] * scale_b[n] + bias[n])      f: none, relu, gelu, gelu_tanh or silu
+    y    = f(acc * (scale_a[m] * scale_b[n]) + bias[n])    f: none, relu, gelu, gelu_tanh or silu
     amax = max |y| over finite y     saturated = how many |y| / scale > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -36,17 +36,20 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def real_values(acc, rows, columns, M, N, scale_a, scale_b, BY_ROW_A: tl.constexpr, BY_ROW_B: tl.constexpr):
-    """acc * scale_a * scale_b in FP32; a scale is one number, one per row of its operand, or None."""
+    """acc * (scale_a * scale_b) in FP32; a scale is one number or one per row of its operand; both None: acc.
+
+    The scales first: a sum times the scale of values near 1e36 alone passes FP32's range where the result does not.
+    """
     if scale_a is not None:
         if BY_ROW_A:
-            acc = acc * tl.load(scale_a + rows, mask=rows < M, other=1.0)[:, None]
+            factor = tl.load(scale_a + rows, mask=rows < M, other=1.0)[:, None]
         else:
-            acc = acc * tl.load(scale_a)
-    if scale_b is not None:
+            factor = tl.load(scale_a)
         if BY_ROW_B:
-            acc = acc * tl.load(scale_b + columns, mask=columns < N, other=1.0)[None, :]
+            factor = factor * tl.load(scale_b + columns, mask=columns < N, other=1.0)[None, :]
         else:
-            acc = acc * tl.load(scale_b)
+            factor = factor * tl.load(scale_b)
+        acc = acc * factor
     return acc
 
 

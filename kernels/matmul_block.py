@@ -88,7 +88,7 @@ def _matmul_block_kernel(
             elif ONE_SCALE_A:
                 acc_MN += sums_MN * (s_a * s_b)[None, :]
             else:
-                acc_MN += sums_MN * s_a[:, None] * s_b[None, :]
+                acc_MN += sums_MN * (s_a[:, None] * s_b[None, :])
         top, over, bad = store_result(
             y, acc_MN, row, column, M, N, None, None, bias, output_scale,
             OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,

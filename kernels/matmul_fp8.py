@@ -1,6 +1,6 @@
 """FP8 matmul on Hopper's Tensor Cores, scales per tensor or per row, with the format decided before the store.
 
-    y[M, N] = f(sum_k a[m, k] b[n, k] * scale_a[m] * scale_b[n] + bias[n])      stored as the epilogue says
+    y[M, N] = f(sum_k a[m, k] b[n, k] * (scale_a[m] * scale_b[n]) + bias[n])    stored as the epilogue says
 
 Both operands are contiguous along K: FP8 wgmma reads nothing else (PTX ISA, wgmma.mma_async, matrix descriptors).
 Persistent: one program a multiprocessor walks the tiles, so that the store of one overlaps the loads of the next.
@@ -65,9 +65,9 @@ def _matmul_fp8_kernel(
         for k in range(0, K, BLOCK_K):
             a_MK = load_tile(a, row, k, M, K, (stride_a, 1), BLOCK_M, BLOCK_K, LOAD)
             b_NK = load_tile(b, column, k, N, K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
-            if PROMOTED and cuda_capability_geq(9, 0):
+            if PROMOTED and cuda_capability_geq(9, 0) and not cuda_capability_geq(12, 0):
                 acc_MN += tl.dot(a_MK, b_NK.T)
-            elif PROMOTED:  # without a limit Triton folds the addition into the Tensor Core's accumulator below sm_90
+            elif PROMOTED:  # mma.sync (Ada, sm_120): without a limit Triton folds the addition into its accumulator
                 acc_MN += tl.dot(a_MK, b_NK.T, max_num_imprecise_acc=BLOCK_K)
             else:
                 acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)

@@ -27,6 +27,8 @@ ENOUGH_TILES = 96  # of an H100's or H200's 132 multiprocessors: fewer would idl
 UNALIGNED = "unaligned"
 CLASSES = ("large", "medium", "small", UNALIGNED)
 ARCHITECTURES = (90, 89, 80)
+# sm_120 and sm_121 are newer than Hopper, and multiply as Ada does: mma.sync, 101,376 bytes of shared memory a program.
+AS_ADA = 12
 
 
 class Config(NamedTuple):
@@ -71,6 +73,7 @@ def shape_class(m: int, n: int, aligned: bool = True) -> str:
 def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: bool = True) -> Config:
     """The configuration of the newest tabulated architecture that is not newer than the card: same answer every time.
 
+    A card of capability 12.x gets sm_89's.
     operation: a key of the table.  capability: (major, minor).  aligned: whether descriptors can be used.
     Raises LookupError for an operation or a card older than any in the table.
 
@@ -78,8 +81,9 @@ def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: b
     256
     """
     architecture = 10 * capability[0] + capability[1]
+    newest = 89 if capability[0] == AS_ADA else architecture
     rows = table()[operation]
-    known = [arch for arch in ARCHITECTURES if f"sm_{arch}" in rows and arch <= architecture]
+    known = [arch for arch in ARCHITECTURES if f"sm_{arch}" in rows and arch <= newest]
     if not known:
         raise LookupError(f"{operation} has no configuration for sm_{architecture}")
     return rows[f"sm_{max(known)}"][shape_class(m, n, aligned)]

@@ -19,6 +19,7 @@ from fp8engine.reference import How, Operand
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
+TAKES_ROWS = device.cpu_scales_rows.__wrapped__  # asks torch each time
 TENSOR, ROW, BLOCK = (-1, -1), (1, -1), (1, 16)
 GROUPS = {
     "tensor x tensor": (TENSOR, TENSOR),
@@ -174,3 +175,21 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(torch, "_scaled_mm")
     with pytest.raises(BackendError, match="this torch has no scaled matmul"):
         cublas.matmul(a, b)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_row_scales_on_a_cpu_where_torch_has_none(takes: bool, monkeypatch: pytest.MonkeyPatch):
+    """As torch 2.11, whose own words are "INTERNAL ASSERT FAILED ... report a bug"."""
+
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype):
+        if not takes:
+            raise RuntimeError("INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(device, "cpu_scales_rows", TAKES_ROWS)
+    assert device.cpu_scales_rows() is takes
+    a, b = operands((16, 16, 16), GROUPS["row x tensor"])
+    for first, second in ((a, b), (b, a)):
+        reason = cublas.unsupported(first, second)
+        assert reason == (None if takes else f"torch {torch.__version__} has no row scales on a CPU")
+    assert cublas.unsupported(b, b) is None

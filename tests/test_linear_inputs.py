@@ -245,3 +245,18 @@ def test_inference_mode(recipe: str):
     with torch.inference_mode():
         assert torch.equal(layer(x), want)
         assert torch.equal(layer(x.clone()), want), "a tensor made in inference mode has no version counter"
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize(("size", "weight"), [(2.0**120, 1.0), (2.0**75, 2.0**75)])
+def test_values_near_the_end_of_fp32(recipe: str, size: float, weight: float):
+    """Finite wherever nn.Linear is, forward and backward; not finite wherever nn.Linear is not."""
+    layer = layer_of(32, 16, recipe)
+    with torch.no_grad():
+        layer.weight.mul_(weight)
+    x, dy = torch.rand(8, 32) * size, torch.rand(8, 16)
+    x[3] = 0.0
+    for ours, its in zip(gradients(layer, x, dy), gradients(plain_of(layer), x, dy), strict=True):
+        assert torch.equal(ours.isfinite(), its.isfinite())
+        if ours.isfinite().all():
+            assert (ours - its).abs().max() <= 0.1 * its.abs().max()  # two casts, each to 2^-4 or, in E5M2, 2^-3

@@ -101,6 +101,16 @@ def test_constraints_pin_everything_the_project_names():
     assert pinned == named
 
 
+def test_the_oldest_torch_is_the_one_that_is_tested_before_a_release():
+    newest, oldest = (
+        dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / name).read_text(), flags=re.MULTILINE))
+        for name in ("constraints.txt", "constraints-oldest.txt")
+    )
+    assert f'"torch>={oldest["torch"].removesuffix(".0")}"' in (ROOT / "pyproject.toml").read_text()
+    assert {name for name in oldest if oldest[name] != newest[name]} == {"torch", "setuptools"}  # torch 2.11's bound
+    assert oldest.keys() == newest.keys()
+
+
 def test_importing_changes_nothing(tree: Path):
     """Registering operators with torch.library is the one thing it may do, and the snapshot does not see it."""
     run(

@@ -241,6 +241,28 @@ def test_copies(transposed: bool, granularity, copied):
         assert torch.equal(q.dequantize(), before), "a copy of the codes, not a view of them"
 
 
+def by_flattening(q):
+    names, context = q.__tensor_flatten__()
+    inner = {name: getattr(q, name) for name in names}
+    return fe.Float8Tensor.__tensor_unflatten__(inner, context, q.shape, q.stride())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_a_matmul_hears_that_scales_are_powers_of_two(power_of_2: bool, granularity):
+    """Folding such a scale into 16-bit values is exact; any other is folded in FP32."""
+    x = torch.randn(20, 40)
+    q = fe.quantize(x, cast_of(granularity, power_of_2=power_of_2))
+    other = fe.quantize(torch.zeros(20, 40), cast_of(granularity))
+    same = [q, q.detach(), q.clone(), q.t(), q.t().t(), q.to("meta"), other.copy_(q)]
+    same += [copied(q) for copied in (copy.deepcopy, by_pickle, by_torch_save, by_flattening)]
+    assert [each.operand().power_of_2 for each in same] == [power_of_2] * len(same)
+    q.copy_(x)
+    assert torch.equal(q.scale, fe.quantize(x, cast_of(granularity, power_of_2=power_of_2)).scale)
+    given = fe.quantize(x, cast_of(granularity, power_of_2=True), scale=q.scale * 3)
+    assert not given.operand().power_of_2
+
+
 def test_copy_into():
     q, x = quantized(ROW), torch.randn(20, 40)
     assert q.copy_(x) is q

@@ -10,6 +10,12 @@ from fp8engine.kernels.tuning import CLASSES, Config, pick, shape_class, table
 
 OPERATIONS = ("matmul_fp8", "matmul_fp8_promoted", "matmul_block", "matmul_fp16")
 SHARED_MEMORY = {"sm_90": 232_448, "sm_89": 101_376, "sm_80": 166_912}
+# Bytes a program may have, by capability: CUDA C programming guide, technical specifications per compute capability.
+CARDS = {
+    **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 101_376),
+    **dict.fromkeys([(8, 0), (8, 7)], 166_912),
+    **dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 232_448),
+}
 EVERY = [
     (operation, arch, name, config)
     for operation, cards in table().items()
@@ -56,6 +62,20 @@ def test_a_configuration_can_run(operation, arch, name, config: Config):
         assert config.block_k == 128
 
 
+@pytest.mark.parametrize(
+    ("operation", "capability"),
+    [(name, card) for name, card in itertools.product(OPERATIONS, CARDS) if name == "matmul_fp16" or card >= (8, 9)],
+    ids=str,
+)
+def test_what_a_card_is_given_fits_into_its_shared_memory(operation, capability):
+    for m, n, aligned in ((8192, 8192, True), (128 * 12, 256 * 7, True), (1, 1, True), (8192, 8192, False)):
+        config = pick(operation, capability, m, n, aligned)
+        width = 2 if operation == "matmul_fp16" else 1
+        ring = (config.block_m + config.block_n) * config.block_k * width * config.stages
+        result = config.block_m * config.block_n // config.parts * 2 if config.descriptors else 0
+        assert ring + result <= CARDS[capability]
+
+
 @given(st.sampled_from(OPERATIONS), st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.booleans())
 def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
     picked = pick(operation, (9, 0), m, n, aligned)
@@ -72,6 +92,7 @@ def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
         ("matmul_fp8", (8, 9), "sm_89"),
         ("matmul_fp8", (9, 0), "sm_90"),
         ("matmul_fp8", (10, 0), "sm_90"),  # as a number: "10" is older than "9" only as text
+        ("matmul_block", (12, 0), "sm_89"),  # newer, with Ada's shared memory and instructions
     ],
 )
 def test_a_card_takes_the_newest_architecture_that_is_not_newer(operation, capability, arch):

@@ -234,6 +234,8 @@ def _the_one(device_type: str | None, device: str | torch.device | None) -> str 
 
 
 def _has_autocast(device_type: object) -> bool:
+    if device_type in ("cpu", "cuda"):  # torch 2.11's Dynamo cannot trace the question
+        return True
     try:
         return isinstance(device_type, str) and torch.amp.is_autocast_available(device_type)
     except RuntimeError:  # no device of any kind

@@ -44,9 +44,11 @@ class Card:
     programs: int = 32
 
 
+ADA = Card(shared=102400, per_program=101376, warps=48, fp8_rate=1024, rate_16_bits=512, programs=24)
 CARDS = {
+    120: ADA,  # the same numbers
     90: Card(shared=233472, per_program=232448, warps=64, fp8_rate=4096, rate_16_bits=2048),
-    89: Card(shared=102400, per_program=101376, warps=48, fp8_rate=1024, rate_16_bits=512, programs=24),
+    89: ADA,
     80: Card(shared=167936, per_program=166912, warps=64, fp8_rate=0, rate_16_bits=1024),
 }
 GLUON = {
@@ -185,7 +187,7 @@ def failures(row: Row) -> list[str]:
     if not row.matmul:
         narrow = [way for way in ("ld", "st") if row.wide and not any(_is(access, way) for access in row.accesses)]
         return found + [f"no {way}.global.v4: the tensor moves in narrower pieces" for way in narrow]
-    wanted = {90: "QGMMA" if row.fp8 else "HGMMA", 89: "QMMA" if row.fp8 else "HMMA", 80: "HMMA"}[row.architecture]
+    wanted = ("Q" if row.fp8 else "H") + ("GMMA" if row.architecture == 90 else "MMA")
     if not row.shape.startswith(f"{wanted}."):
         found.append(f"no {wanted} in the main loop ({row.shape or 'no Tensor Core instruction at all'})")
     return found

@@ -17,6 +17,10 @@ import torch
 from fp8engine import device
 from fp8engine.reference.operand import Operand, as_groups, from_groups
 from fp8engine.reference.rounding import decode
+from fp8engine.reference.scale import FP32_MAX
+
+AMX_K = 32  # BF16 values that an AMX tile holds of a row
+LARGE = 2.0**64  # a sum of 2^39 products of E5M2 by E4M3 times this is still below 2^128
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N: torch.Tensor | None = None, out=None) -> torch.Tensor:
@@ -47,10 +51,12 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
     dtype = torch.float32 if exact and where.type == "cpu" else _common_dtype(a.data, b.data)
     a_MK, b_NK = _as(a.data, dtype), _as(b.data, dtype)
     if where.type == "cpu" and dtype == torch.float32 and a.scale.dim() == b.scale.dim() == 0:
-        # Scales and bias inside the one call: a small matmul costs less than each call after it would.
-        bias_N, beta = (a.scale, 0.0) if bias_N is None else (bias_N.float(), 1.0)
-        y_MN = torch.addmm(bias_N, a_MK, b_NK.t(), beta=beta, alpha=a.scale.item() * b.scale.item())
-        return y_MN if out == torch.float32 else y_MN.to(out)
+        factor = a.scale.item() * b.scale.item()
+        if factor <= FP32_MAX:  # what addmm takes
+            # Scales and bias inside the one call: a small matmul costs less than each call after it would.
+            bias_N, beta = (a.scale, 0.0) if bias_N is None else (bias_N.float(), 1.0)
+            y_MN = torch.addmm(bias_N, a_MK, b_NK.t(), beta=beta, alpha=factor)
+            return y_MN if out == torch.float32 else y_MN.to(out)
     return apply_scales(_mm(a_MK, b_NK), a.scale, b.scale, bias_N, out)
 
 
@@ -82,8 +88,12 @@ def _fold(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _mm(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
-    if a_MK.device.type == "cuda" and a_MK.dtype != torch.float32:
+    where, k = a_MK.device.type, a_MK.shape[1]
+    if where == "cuda" and a_MK.dtype != torch.float32:
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)  # codes up to 448 overflow an FP16 result
+    if where == "cpu" and a_MK.dtype == torch.bfloat16 and k % AMX_K:
+        # oneDNN reads up to 31 values behind a row, times zero: those of the next row, where NaN and Inf become NaN.
+        a_MK = torch.nn.functional.pad(a_MK, (0, -k % AMX_K)).narrow(1, 0, k)
     return torch.mm(a_MK, b_NK.t())
 
 
@@ -101,12 +111,23 @@ def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def apply_scales(y_MN, scale_a, scale_b, bias_N, out: torch.dtype) -> torch.Tensor:
     """y * scale_a * scale_b.T + bias in FP32, whatever y's dtype, rounded once to `out`."""
-    if scale_a.dim() == scale_b.dim() == 0:
-        # A CPU's scalars go as Python floats, which torch rounds to FP32 once; a card's stay tensors: no sync.
-        factor = scale_a.item() * scale_b.item() if y_MN.device.type == "cpu" else scale_a * scale_b
-        y_MN = y_MN.float().mul_(factor)
-        if bias_N is not None:
-            y_MN.add_(bias_N)
-        return y_MN if out == torch.float32 else y_MN.to(out)
-    y_MN = y_MN.float().mul_(scale_a).mul_(scale_b if scale_b.dim() == 0 else scale_b.t())
-    return (y_MN if bias_N is None else y_MN.add_(bias_N)).to(out)
+    y_MN = y_MN.float()
+    for factor in _factors(scale_a, scale_b if scale_b.dim() == 0 else scale_b.t(), y_MN.device.type == "cpu"):
+        y_MN.mul_(factor)
+    if bias_N is not None:
+        y_MN.add_(bias_N)
+    return y_MN if out == torch.float32 else y_MN.to(out)
+
+
+def _factors(scale_a, scale_b, on_host: bool) -> tuple:
+    """By what sums are multiplied, one after the other, so that nothing passes FP32's range that the result does not.
+
+    A sum reaches 448 * 448 * K: times the scale of values near 1e36 alone it would be Inf.
+    """
+    if not on_host:  # no sync: the scales stay where they are
+        return (scale_a * scale_b,)
+    if scale_a.dim() == scale_b.dim() == 0:  # as Python floats, which torch rounds to FP32 once
+        a, b = scale_a.item(), scale_b.item()
+        return (a * b,) if a * b <= FP32_MAX else (a, b)
+    # In place: a matrix of products of scales would cost as much memory as the result.
+    return (scale_b, scale_a) if scale_a.detach().numpy().max(initial=0.0) > LARGE else (scale_a, scale_b)

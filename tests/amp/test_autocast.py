@@ -235,6 +235,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     capability = [(8, 0)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)  # a CUDA build's asks
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla")
     monkeypatch.setattr("fp8engine.device.capability", lambda device: capability[0])

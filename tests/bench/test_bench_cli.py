@@ -121,7 +121,9 @@ from fp8engine.bench import cases, roofline, run, timing, tune
 import torch
 ticks = timing.WallClock()
 result = run.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, roofline.Limits(1.0, 1.0), 2)
-print(all(row["correct"] for row in result["rows"]), len(result["rows"]))
+from fp8engine import device
+without = [] if device.cpu_scales_rows() else ["torch fp8 row"]  # torch 2.11's CPU
+print([row["name"] for row in result["rows"] if not row["correct"]] == without, len(result["rows"]))
 """
 
 

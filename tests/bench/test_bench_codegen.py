@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fp8engine.bench import codegen, offline, sass
 from fp8engine.errors import VersionError
-from fp8engine.kernels.tuning import Config, table
+from fp8engine.kernels.tuning import Config, pick, table
 
 ROOT = Path(__file__).parents[2]
 BASELINE = json.loads((ROOT / "benchmarks" / "codegen.json").read_text())["kernels"]
@@ -36,6 +37,21 @@ def test_the_default_kernel_is_hopper_code(default: codegen.Row):
     assert default.issue_cycles == default.loop * 2  # 8 warps on 4 schedulers
     assert default.issue_cycles < default.tensor_cycles
     assert any("bulk.tensor" in access for access in default.accesses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["matmul_block 1x128 1x128", "matmul_fp8_promoted tensor"])
+def test_a_card_of_sm_120_gets_what_it_can_run(operation: str):
+    """Hopper's configurations ask for 131,096 bytes there; a program may have 101,376."""
+    config = pick(operation.split()[0], (12, 0), 8192, 8192)
+    case = dataclasses.replace(CASES[f"{operation} sm_89 {config} plain"], architecture=120)
+    (row,) = codegen.compile_case(case)
+    assert codegen.failures(row) == []
+    assert row.shape.startswith("QMMA.")
+    with offline.caught(120) as launches:
+        case.launch()
+    # What is promoted is added in FP32 outside of the Tensor Core: else its sum has about 13 bits.
+    assert re.search(r"(add|fma)(\.rn)?\.f32", launches[0].compile().ptx)
 
 
 def test_every_configuration_has_cases_and_every_case_a_baseline():

@@ -127,6 +127,17 @@ def test_what_is_not_finite_reaches_its_row_and_its_column_and_no_other():
             assert yt_NM[:, others].isfinite().all()
 
 
+@pytest.mark.parametrize(("rows_a", "rows_b"), SCALES)
+def test_a_scale_near_the_end_of_fp32_makes_no_finite_result_infinite(rows_a, rows_b, assert_within_bound):
+    """The scale is near 2^120 / 448, sums reach 2^17 * K: one times the other passes 2^128, the result does not."""
+    large, small = torch.randn(70, 80).clamp(-4, 4) * 2.0**118, torch.randn(72, 80) * 2.0**-10
+    for first, second in ((large, small), (small, large)):
+        a, b = operand(first, rows=rows_a), operand(second, rows=rows_b)
+        for config in (POINTERS, DESCRIPTORS):
+            y_MN = matmul_fp8(a, b, Epilogue(None, torch.float32), False, config)
+            assert_within_bound(y_MN, real(a), real(b))
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_code_is_multiplied_as_the_value_it_stands_for(dtype):
     # One column of K at a time: y[m, n] = code[m] * code[n] has at most 8 bits, so that FP32 holds it exactly.
@@ -148,11 +159,11 @@ def test_the_twin_agrees_bit_for_bit_where_sums_are_exact(config, out):
         assert torch.equal(matmul_fp8(a, b, Epilogue(bias_N, out), promoted, config), wanted)
 
 
-@pytest.mark.parametrize("card", [89, 90])
+@pytest.mark.parametrize("card", [89, 90, 120])
 @pytest.mark.parametrize("promoted", [False, True], ids=["fast", "promoted"])
 def test_promotion_starts_the_tensor_core_s_sum_anew_for_each_block_of_k(promoted, card, monkeypatch):
     # The interpreter's dot sums in FP32 either way: what tells the two apart is the accumulator that it is given, and
-    # below sm_90 the limit that keeps Triton from taking the sum so far for it.
+    # where it is mma.sync that multiplies the limit that keeps Triton from taking the sum so far for it.
     monkeypatch.setattr(module, "cuda_capability_geq", lambda major, minor: card >= 10 * major + minor)
     started, limits = [], []
 
@@ -166,7 +177,7 @@ def test_promotion_starts_the_tensor_core_s_sum_anew_for_each_block_of_k(promote
     y_MN = matmul_fp8(one, one, Epilogue(None, torch.float32), promoted, POINTERS)
     assert (y_MN == 192).all()
     assert started == ([True] * 3 if promoted else [True, False, False])
-    assert set(limits) == ({POINTERS.block_k} if promoted and card < 90 else {0})
+    assert set(limits) == ({POINTERS.block_k} if promoted and card != 90 else {0})
 
 
 @pytest.mark.parametrize("processors", [1, 3, 4, 100])

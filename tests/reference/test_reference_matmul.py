@@ -175,6 +175,43 @@ def test_what_is_not_finite_reaches_its_row_and_no_other(group, size):
             assert y_MN[torch.arange(size) != 1].isfinite().all()
 
 
+@pytest.mark.parametrize("k", [1, 31, 33, 140, 280])
+def test_what_is_not_finite_does_not_reach_the_row_before(k):
+    """oneDNN's BF16 kernels read up to 31 values behind a row of A whose length is no multiple of 32."""
+    for m, n in ((7, 3), (140, 16), (140, 140)):
+        a, b = operand(torch.randn(m, k)), operand(torch.rand(n, k))
+        wanted = matmul_fp8(a, b)
+        codes = a.data.clone()
+        codes[1, 0] = torch.tensor(float("nan")).to(E4M3)
+        found = matmul_fp8(a._replace(data=codes), b)
+        assert found[1].isnan().all()
+        assert torch.equal(found[torch.arange(m) != 1], wanted[torch.arange(m) != 1])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("large", ["a", "b"])
+def test_a_scale_near_the_end_of_fp32_makes_no_finite_result_infinite(group, large):
+    """The scale is near 2^120 / 448, sums reach 2^17 * K: one times the other passes 2^128, the result does not."""
+    m, k, n = 19, 130, 9
+    large_MK, small_NK = torch.randn(m, k).clamp(-4, 4) * 2.0**118, torch.randn(n, k) * 2.0**-10
+    for out, power_of_2 in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        a = operand(large_MK, E5M2, *GROUPS[group], power_of_2)
+        b = operand(small_NK, E4M3, *GROUPS[group], power_of_2)
+        a, b = (a, b) if large == "a" else (b, a)
+        assert_within_bound(matmul_fp8(a, b, None, out), a, b)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_product_of_scales_beyond_fp32_gives_infinity_and_leaves_zeros(group):
+    x_MK, w_NK = (torch.rand(9, 40) + 0.5) * 2.0**75, (torch.rand(5, 40) + 0.5) * 2.0**76
+    x_MK[3] = 0.0
+    a, b = operand(x_MK, E4M3, *GROUPS[group]), operand(-w_NK, E4M3, *GROUPS[group])
+    for out, bias_N in itertools.product((torch.float32, torch.bfloat16), (None, torch.arange(5.0))):
+        y_MN = matmul_fp8(a, b, bias_N, out)
+        assert (y_MN[torch.arange(9) != 3] == -float("inf")).all()
+        assert torch.equal(y_MN[3], torch.zeros(5, dtype=out) if bias_N is None else bias_N.to(out))
+
+
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
 @pytest.mark.parametrize("group", GROUPS)
 def test_empty(group, m, k, n):

@@ -1,0 +1,42 @@
+"""torch.export of FP8 layers: the graph computes what the model does, with gradients on too, and says it has none."""
+
+import pytest
+import torch
+from support import FP8_RECIPES
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.errors import GradientError
+
+MODELS = {
+    "linear": lambda recipe: nn.Sequential(
+        fe.Linear(32, 48, recipe=recipe), nn.ReLU(), fe.Linear(48, 32, recipe=recipe)
+    ),
+    "norm and linear": lambda recipe: fe.LayerNormLinear(32, 48, recipe=recipe),
+    "norm and MLP": lambda recipe: fe.LayerNormMLP(32, 64, recipe=recipe),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_an_exported_graph_computes_what_the_model_does(recipe: str, kind: str):
+    model, x = MODELS[kind](recipe), torch.randn(16, 32)
+    exported = torch.export.export(model, (x,)).module()
+    for given in (x, torch.randn(16, 32)):
+        found = exported(given)
+        with torch.no_grad():
+            assert torch.equal(found, model(given))
+            assert torch.equal(found, exported(given))
+    with pytest.raises(GradientError, match=r"torch\.export holds the forward of FP8 layers alone; run it under"):
+        found.sum().backward()
+
+
+def test_a_bias_alone_is_trained_where_nothing_in_fp8_lies_behind_it():
+    """The gradient that an exported graph has is right: nothing is refused that nobody asked for."""
+    layer, x = fe.Linear(32, 48, recipe="rowwise"), torch.randn(16, 32)
+    layer.weight.requires_grad_(False)
+    exported = torch.export.export(layer, (x,)).module()
+    exported(x).sum().backward()
+    found = dict(exported.named_parameters())["bias"].grad
+    assert found is not None
+    assert torch.equal(found, torch.full((48,), 16.0))
