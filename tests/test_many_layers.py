@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Deep(nn.Module):
         return x
 
 
-def deep(layers: int, recipe: object = "current", left: int = 0, **options) -> Deep:
+def deep(layers: int, recipe: Any = "current", left: int = 0, **options) -> Deep:
     torch.manual_seed(0)
     return converted(Deep(layers, left), recipe, skip=lambda name, module: name.startswith("left"), **options)
 
@@ -81,29 +82,30 @@ def state(model: nn.Module) -> None:
     assert len(dict(fe.scaling_state(model))) >= 3 * len(model.layers)  # pyright: ignore[reportArgumentType]
 
 
-LINEAR = 2.05  # of twice the layers; what is quadratic has 4
+LINEAR = 2.0  # of twice the layers; what is quadratic has 4
+MOST = 1000  # calls for each layer of a report: two lines of its text, three slots of numbers
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "auto"])
 @pytest.mark.parametrize("function", [report, state], ids=lambda f: f.__name__)
 def test_twice_the_layers_are_twice_the_calls(function, recipe: str):
     counted = []
-    for layers in (300, 600):
+    for layers in (100, 200):
         model = deep(layers, recipe, left=layers)
         step(model)
         function(model)  # caches of recipes and casts are made once
         counted.append(calls(functools.partial(function, model)))
     assert counted[1] < LINEAR * counted[0]
-    assert counted[0] > 300  # something was counted
+    assert 100 < counted[0] < MOST * 100  # something was counted
 
 
 @pytest.mark.parametrize("stores", [False, True])
 def test_what_auto_decides_takes_twice_the_calls(stores: bool):
     """Step 1 decides what step 0 has seen; with a recorded flow, what every result is stored in too."""
     counted = []
-    for layers in (150, 300):
-        options = {"example_inputs": (torch.randn(8, 4),)} if stores else {}
-        model = deep(layers, fe.auto(min_sqnr_db=10), **options)
+    for layers in (100, 200):
+        inputs = (torch.randn(8, 4),) if stores else None
+        model = deep(layers, fe.auto(min_sqnr_db=10), example_inputs=inputs)
         step(model)
         counted.append(calls(functools.partial(begin_step, model)))
         decisions = fe.inspect(model).decisions

@@ -6,7 +6,7 @@ A slot takes at most 16 kB, however long the training is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy
 
@@ -41,7 +41,7 @@ WORST = dict.fromkeys(("amax", "kurtosis", "flushed", "saturated"), numpy.fmax)
 WORST |= {"sqnr_db": numpy.fmin, "nonfinite": numpy.add}
 
 
-class Looks(Sequence):
+class Looks(Sequence[Look]):
     """The samples of one slot, oldest first: the latest RECENT as they were, the older ones thinned.
 
     An older one is the worst of the samples in a span of steps, number by number (rms: so that amax / rms is the
@@ -56,7 +56,7 @@ class Looks(Sequence):
     """
 
     def __init__(self, looks: Iterable[Look] = ()):
-        self.span, self.count = 1, 0  # span: steps that an older sample stands for
+        self.span, self.size = 1, 0  # span: steps that an older sample stands for
         self.casts: list[str] = []
         self.rows = numpy.empty(4, ROW)
         for look in looks:
@@ -64,25 +64,31 @@ class Looks(Sequence):
 
     def append(self, look: Look) -> None:
         """Enter the latest sample."""
-        if self.count == RECENT + OLDER:
+        if self.size == RECENT + OLDER:
             self._thin()
-        elif self.count == len(self.rows):
-            self.rows = numpy.resize(self.rows, min(2 * self.count, RECENT + OLDER))
+        elif self.size == len(self.rows):
+            self.rows = numpy.resize(self.rows, min(2 * self.size, RECENT + OLDER))
         if look.cast not in self.casts:
             self.casts.append(look.cast)
-        self.rows[self.count] = look._replace(cast=self.casts.index(look.cast))
-        self.count += 1
+        self.rows[self.size] = look._replace(cast=self.casts.index(look.cast))
+        self.size += 1
 
     def since(self, step: int) -> list[Look]:
         """Those of later steps."""
-        rows = self.rows[: self.count]
+        rows = self.rows[: self.size]
         return [self._look(row) for row in rows[rows["step"] > step].tolist()]
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Look: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Look]: ...
 
     def __getitem__(self, index):
-        found = self.rows[: self.count][index].tolist()
+        found = self.rows[: self.size][index].tolist()
         return [self._look(row) for row in found] if isinstance(found, list) else self._look(found)
 
     def _look(self, row: tuple) -> Look:
@@ -91,7 +97,7 @@ class Looks(Sequence):
 
     def evenly(self) -> list[Look]:
         """All of them, the latest thinned as the older ones are: for a picture."""
-        rows = self.rows[: self.count]
+        rows = self.rows[: self.size]
         return [self._look(row) for row in (rows if self.span == 1 else self._worst(rows)).tolist()]
 
     def _thin(self) -> None:
@@ -99,8 +105,8 @@ class Looks(Sequence):
         while len(self._begins(old)) > OLDER // 2:
             self.span *= 2
         kept = numpy.concatenate([self._worst(old), recent])
-        self.count = len(kept)
-        self.rows[: self.count] = kept
+        self.size = len(kept)
+        self.rows[: self.size] = kept
 
     def _worst(self, rows: numpy.ndarray) -> numpy.ndarray:
         """One row for each span."""

@@ -34,5 +34,5 @@ class Slots:
             amax = self.before[index] if recipe.delayed else 0.0
         if role == OUTPUT:
             margin = round(math.log2(cast.format.max / self.numerator[index])) if recipe.stored else 0
-        counted = dict(zip(COUNTERS, self.counts[index], strict=True))
+        counted: dict[str, int] = dict(zip(COUNTERS, self.counts[index], strict=True))
         return numbers_of(cast, self.scale[index], amax, counted, margin)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import Any
 
 import numpy
 import pytest
@@ -15,7 +16,7 @@ from fp8engine.stats import measure, read
 MOST = 16_000  # bytes of host memory a slot
 
 
-def held(value: object, seen: set[int]) -> int:
+def held(value: Any, seen: set[int]) -> int:
     """Bytes of everything that can be reached, each once; no arrays are counted as their views."""
     if id(value) in seen or isinstance(value, type):
         return 0
@@ -31,7 +32,7 @@ def held(value: object, seen: set[int]) -> int:
     return size + sum(held(each, seen) for each in [*inside, *([vars(value)] if hasattr(value, "__dict__") else [])])
 
 
-def look(step: int, cast: str = "E4M3/tensor", **numbers: float) -> Look:
+def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Look:
     usual = {"amax": 2.0, "rms": 1.0, "kurtosis": 3.0, "sqnr_db": 31.4, "flushed": 0.0, "saturated": 0.0}
     return Look(step, cast, **(usual | {"nonfinite": 0} | numbers))
 
