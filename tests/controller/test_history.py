@@ -33,7 +33,14 @@ def held(value: Any, seen: set[int]) -> int:
 
 
 def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Look:
-    usual: dict[str, Any] = {"amax": 2.0, "rms": 1.0, "kurtosis": 3.0, "sqnr_db": 31.4, "flushed": 0.0, "saturated": 0.0}
+    usual: dict[str, Any] = {
+        "amax": 2.0,
+        "rms": 1.0,
+        "kurtosis": 3.0,
+        "sqnr_db": 31.4,
+        "flushed": 0.0,
+        "saturated": 0.0,
+    }
     return Look(step, cast, **(usual | {"nonfinite": 0} | numbers))
 
 
