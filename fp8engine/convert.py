@@ -6,6 +6,7 @@ state_dict keys see the module they knew.  Either every decided layer is convert
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -50,10 +51,14 @@ class Record:
     states: list[ScalingState] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list)
 
+    @functools.cached_property
+    def known(self) -> dict[str, str]:
+        """Why, by name, of the layers that there were."""
+        return {layer: REPLACED for state in self.states for layer, _ in state.layers} | self.reasons
+
     def why_left(self, name: str) -> str:
         """Why a layer below this root, which is not converted, was left alone; name as from the root."""
-        changed = {layer: REPLACED for state in self.states for layer, _ in state.layers}
-        known = changed | self.reasons
+        known = self.known
         return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # peft's shell has the name
 
 

@@ -8,6 +8,7 @@ An operator, so that a compiled graph takes it whole; an effect in order, as eve
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch._higher_order_ops import effects
@@ -15,7 +16,7 @@ from torch._higher_order_ops import effects
 from fp8engine import operators, ops
 from fp8engine.choice import groupings
 from fp8engine.prediction import HEADER, Measured
-from fp8engine.stats import length, measure, read
+from fp8engine.stats import length, measure, measure_on_host, read
 
 ROLES = ("input", "weight", "grad_output", "output")
 SAMPLE, CLOSELY = 16384, 65536  # elements that a look takes, beside the exact amax; a closer one, which is rare
@@ -51,6 +52,14 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) 
         return
     with torch.no_grad():
         low, high = torch.aminmax(x_MK.detach())
+        if not role and x_MK.device.type == "cpu":
+            low, high = float(low), float(high)
+            finite = math.isfinite(low) and math.isfinite(high)
+            flat = measure_on_host(x_MK, SAMPLE, max(-low, high) if finite else math.inf)
+            if not finite:
+                flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
+            table_SL[index, : len(flat)] = flat
+            return
         amax = torch.maximum(-low, high)  # of all of it: what one element does decides a scale
         flat = measure(x_MK, groupings(role) if role else (), CLOSELY if role else SAMPLE, amax)
         beyond = (amax - amax).ne(0).float()  # also where the sample missed it

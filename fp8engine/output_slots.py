@@ -11,6 +11,8 @@ A layer has such a column only if its recipe stores its result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fp8engine.reference.operand import COUNTERS
@@ -41,6 +43,7 @@ class OutputSlots:
         """No slot yet, on that device."""
         for each in (self.places, self.known, self.ran):
             each.clear()
+        self.gathered = False  # whether `seen` holds anything
         self.seen: list[list[int]] = []  # calls and elements of each that the table does not have yet
         self.scale_O, self.max_O = (torch.zeros(0, device=device) for _ in range(2))
         self.over_O2 = torch.zeros(0, len(GATHERED), dtype=torch.int64, device=device)
@@ -52,12 +55,13 @@ class OutputSlots:
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_views": {}}  # views of tables would not follow copied tables
 
-    def add(self, layer: int) -> None:
-        """A place for what that layer stores; its table gets a column at the end."""
-        self.places[layer] = len(self.places)
-        self.seen.append([0, 0])
-        self.scale_O, self.max_O = (torch.cat([t, t.new_zeros(1)]) for t in (self.scale_O, self.max_O))
-        self.over_O2 = torch.cat([self.over_O2, self.over_O2.new_zeros(1, len(GATHERED))])
+    def add(self, layers: Sequence[int]) -> None:
+        """A place for what each of these layers stores; the table gets as many columns at its end."""
+        self.places |= {layer: len(self.places) + i for i, layer in enumerate(layers)}
+        self.seen += [[0, 0] for _ in layers]
+        more = len(layers)
+        self.scale_O, self.max_O = (torch.cat([t, t.new_zeros(more)]) for t in (self.scale_O, self.max_O))
+        self.over_O2 = torch.cat([self.over_O2, self.over_O2.new_zeros(more, len(GATHERED))])
         self._views = {}
 
     def to(self, device: torch.device) -> None:
@@ -96,7 +100,7 @@ class OutputSlots:
             column = self._first(live_2S) + place
             views = self._views[layer] = (self.scale_O[place], live_2S[0, column : column + 1], self.over_O2[place])
         scale, amax, counts = views
-        seen = self.seen[place]
+        seen, self.gathered = self.seen[place], True
         seen[0] += 1
         seen[1] += elements
         if record:
@@ -108,12 +112,12 @@ class OutputSlots:
         if not self.places:
             return
         counts_CO = counts_CS[:, -len(self.places) :]
-        counts_CO[GATHERED] += self.over_O2.t()
+        counts_CO[GATHERED] += self.over_O2.t()  # asked for even if `gather` was not: a CUDA graph writes by itself
         self.over_O2.zero_()
-        if any(map(any, self.seen)):
+        if self.gathered:
             seen = torch.tensor(self.seen, dtype=torch.int64).to(counts_CS.device, non_blocking=True)
             counts_CO[[CALLS, ELEMENTS]] += seen.t()
-            self.seen = [[0, 0] for _ in self.seen]
+            self.seen, self.gathered = [[0, 0] for _ in self.seen], False
 
     def after_update(self, history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
         """A step's amaxes were entered and scales predicted: widen what fell short, and take the scales over."""

@@ -16,6 +16,7 @@ True
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -116,12 +117,12 @@ class Recipe:
             self.input_for_wgrad or self.input.along(0),
         )
 
-    @property
+    @functools.cached_property
     def casts(self) -> tuple[Cast, ...]:
         """All six casts, forward's two, dgrad's two, wgrad's two."""
         return tuple(cast for matmul in MATMULS for cast in self.operands(matmul))
 
-    @property
+    @functools.cached_property
     def fp8_share(self) -> float:
         """Share of the three matmuls' FLOPs done in FP8: 0, 1/3, 2/3 or 1."""
         return sum(self.operands(matmul)[0].is_fp8 for matmul in MATMULS) / len(MATMULS)
@@ -131,7 +132,7 @@ class Recipe:
         """Whether any matmul is in FP8."""
         return self.fp8_share > 0
 
-    @property
+    @functools.cached_property
     def delayed(self) -> bool:
         """Whether any scale, an operand's or a stored result's, is predicted from earlier steps."""
         return self.stored is not None or any(cast.delayed for cast in self.casts)

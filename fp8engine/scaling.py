@@ -14,7 +14,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,21 +67,27 @@ class SlotView:
 
     def to_dict(self) -> dict:
         """Plain numbers, for JSON; shares of the elements looked at."""
-        share = lambda part, whole: float(part) / max(int(whole), 1)  # noqa: E731 - two uses, one line each
-        return {
-            "cast": str(self.cast),
-            "format": self.format.name,
-            "scale": float(self.scale),
-            "amax": float(self.amax),
-            "calls": int(self.calls),
-            "elements": int(self.elements),
-            "saturated": share(self.saturated, self.elements),
-            "underflowed": share(self.underflowed, self.sampled),
-            "sampled": share(self.sampled, self.elements),
-            "nonfinite": int(self.nonfinite),
-            "recasts": int(self.recasts),
-            "margin": self.margin,
-        }
+        counted = {key: int(getattr(self, key)) for key in COUNTERS}
+        return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
+
+
+def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
+    """A slot in types that JSON knows; shares of the elements looked at."""
+    elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
+    return {
+        "cast": str(cast),
+        "format": cast.format.name,
+        "scale": scale,
+        "amax": amax,
+        "calls": counted["calls"],
+        "elements": counted["elements"],
+        "saturated": counted["saturated"] / elements,
+        "underflowed": counted["underflowed"] / sampled,
+        "sampled": counted["sampled"] / elements,
+        "nonfinite": counted["nonfinite"],
+        "recasts": counted["recasts"],
+        "margin": margin,
+    }
 
 
 def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
@@ -97,7 +103,7 @@ class ScalingState:
 
     def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
         self.layers = list(layers)
-        self.delayed = any(recipe.delayed for _, recipe in self.layers)
+        self.delayed = sum(recipe.delayed for _, recipe in self.layers)  # how many layers have a predicted scale
         self.shared = SharedInput()
         self.parents = siblings(name for name, _ in self.layers)
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
@@ -126,8 +132,22 @@ class ScalingState:
             1, dtype=torch.int64, device=device
         )  # whether a save decides the next join: ranks.py
         self.outputs.begin(device)
+        self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
             self._follow(layer, recipe)
+        self._see_on_host()
+
+    def reserve(self, layers: Iterable[int]) -> None:
+        """Columns for the results of these layers, where they have none yet: the tables grow once for all of them."""
+        new = [layer for layer in layers if layer not in self.outputs.places]
+        if not new:
+            return
+        self.rules_3S, self.history_HS, self.live_2S, self.counts_CS = (
+            torch.nn.functional.pad(t, (0, len(new)))
+            for t in (self.rules_3S, self.history_HS, self.live_2S, self.counts_CS)
+        )
+        self.live_2S[0, -len(new) :] = -1.0
+        self.outputs.add(new)
         self._see_on_host()
 
     def _follow(self, layer: int, recipe: Recipe) -> None:
@@ -137,16 +157,7 @@ class ScalingState:
             if layer in outputs.places:
                 outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
             return
-        if layer not in outputs.places:
-            if (missing := recipe.history - len(self.history_HS)) > 0:
-                self.history_HS = torch.nn.functional.pad(self.history_HS, (0, 0, 0, missing))
-            pad = torch.nn.functional.pad
-            self.rules_3S, self.history_HS, self.live_2S, self.counts_CS = (
-                pad(t, (0, 1)) for t in (self.rules_3S, self.history_HS, self.live_2S, self.counts_CS)
-            )
-            self.live_2S[0, -1] = -1.0
-            outputs.add(layer)
-            self._see_on_host()
+        self.reserve([layer])
         column = outputs.column(layer, self.live_2S.shape[1])
         self.rules_3S[1, column], self.rules_3S[2, column] = recipe.window, stored.power_of_2
         top = stored.format.max
@@ -259,7 +270,7 @@ class ScalingState:
         name, before = self.layers[layer]
         self.layers[layer] = (name, recipe)
         self._follow(layer, recipe)
-        self.delayed = any(each.delayed for _, each in self.layers)
+        self.delayed += recipe.delayed - before.delayed
         if recipe.delayed and (more := recipe.history - len(self.history_HS)) > 0:
             self.history_HS = torch.cat([self.history_HS, self.history_HS.new_zeros(more, self.history_HS.shape[1])])
         for j, role in enumerate(ROLES):
@@ -284,9 +295,9 @@ class ScalingState:
         if self.device.type == "meta":  # nothing has run: as a fresh table says it
             return ScalingState([self.layers[layer]]).view(name, 0, role)
         recipe = self.layers[layer][1]
-        self.outputs.settle(self.counts_CS)
-        index, margin = self.column(layer, role), recipe.margin
-        cast = recipe.stored or Cast(recipe.output) if role == OUTPUT else getattr(recipe, role)
+        if role == OUTPUT:
+            self.outputs.settle(self.counts_CS)
+        index, margin, cast = self.column(layer, role), recipe.margin, self.cast(layer, role)
         amax, s = self.live_2S[:, index].clone()
         if role == OUTPUT:
             stored = self.outputs.scale_O[self.outputs.places[layer]]
@@ -298,6 +309,11 @@ class ScalingState:
         scale = torch.where(s > 0, 1.0 / s, 1.0)
         counters = dict(zip(COUNTERS, self.counts_CS[:, index].clone(), strict=True))
         return SlotView(name, cast.format, cast, scale, amax, history, **counters, margin=margin)
+
+    def cast(self, layer: int, role: str) -> Cast:
+        """What a slot is cast to now."""
+        recipe = self.layers[layer][1]
+        return recipe.stored or Cast(recipe.output) if role == OUTPUT else getattr(recipe, role)
 
     def column(self, layer: int, role: str) -> int:
         """Where the tables hold the slot of a role; "output" of a layer that stores its result."""

@@ -95,7 +95,8 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
 
 def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's matrices of experts, each kept in one 3-D parameter, by name."""
-    return {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERTS and p.dim() == 3}
+    own = module._parameters.items()
+    return {key: p for key, p in own if key in EXPERTS and p is not None and p.dim() == 3}
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:

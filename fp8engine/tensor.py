@@ -42,7 +42,7 @@ class Float8Tensor(torch.Tensor):
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
         return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, requires_grad=False
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=dtype, device=data.device
         )
 
     def __init__(self, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
@@ -108,12 +108,12 @@ class Float8Tensor(torch.Tensor):
         return memo.setdefault(id(self), self._map(torch.clone))
 
     def _map(self, fn) -> Float8Tensor:
-        found = Float8Tensor(fn(self._data), fn(self._scale), self.granularity, self.dtype)
+        found = type(self)(fn(self._data), fn(self._scale), self.granularity, self.dtype)
         return _knowing(found, self.power_of_2)
 
     def _viewed(self, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> Float8Tensor:
         """Other shape, same numbers."""
-        found = Float8Tensor(data, scale, granularity, self.dtype)
+        found = type(self)(data, scale, granularity, self.dtype)
         found.source = self.source
         return _knowing(found, self.power_of_2)
 
@@ -122,7 +122,7 @@ class Float8Tensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         kwargs = kwargs or {}
-        keep = _KEEPING.get(func)
+        keep = KEEPING.get(func)
         if keep is not None:
             result = keep(func, args, kwargs)
             if result is not None:
@@ -241,6 +241,12 @@ def _refuse_writing(func, args, kwargs) -> None:
 
 
 def _same(func, args, kwargs):
+    """The same memory, seen again."""
+    x = args[0]
+    return x._viewed(func(x._data), func(x._scale), x.granularity)
+
+
+def _clone(func, args, kwargs):
     """The operation on codes and scale alike."""
     found = args[0]._map(lambda inner: func(inner, *args[1:], **kwargs))
     found.source = args[0].source
@@ -308,10 +314,10 @@ def _copy(func, args, kwargs):
     return target
 
 
-_KEEPING = {
+KEEPING = {
     aten.detach.default: _same,
     aten.alias.default: _same,
-    aten.clone.default: _same,
+    aten.clone.default: _clone,
     aten._to_copy.default: _move,
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from support import converted
 from torch import nn
 
-from fp8engine.controller.history import LOOKS, History, Look
+from fp8engine.controller.history import History, Look, Looks
 from fp8engine.report.table import Report
 
 EVIL = """</script><script>hacked=1</script><b id=hacked>"bold"&amp;<!--'"""
@@ -45,7 +44,7 @@ def made_up(layers: int, looks: int) -> Report:
         slots = {}
         for role in ("input", "weight", "grad_output"):
             changes = sorted(rng.sample(range(1, looks), 3)) if looks > 3 else []
-            seen = history.looks.setdefault(f"{name}.{role}", deque(maxlen=LOOKS))
+            seen = history.looks.setdefault(f"{name}.{role}", Looks())
             for look in range(looks):
                 cast = ("E5M2/tensor", "E4M3/tensor", "E4M3/row", "BF16")[sum(look >= c for c in changes)]
                 amax = 10 ** rng.uniform(-12, 12)

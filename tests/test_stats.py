@@ -8,9 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.observe import observe, width
 from fp8engine.prediction import GROUP_BINS, TENSOR_BINS, Groupings
 from fp8engine.recipe import E4M3, Cast, PerBlock, PerRow, PerTensor
-from fp8engine.stats import length, measure, read
+from fp8engine.stats import length, measure, measure_on_host, read
 
 EVERY: Groupings = (PerTensor(), PerRow(-1), PerRow(0), PerBlock(1, 128), PerBlock(128, 1), PerBlock(128, 128))
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -173,3 +174,27 @@ def test_errors():
         measure(torch.zeros(2), (), sample=0)
     with pytest.raises(ShapeError, match="pass the groupings that `measure` was given"):
         read(measure(torch.zeros(2), ()), (PerRow(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (8, 16), (3, 5, 7), (9,), (300, 100), (512, 64)], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0])
+def test_measured_on_the_host_it_is_the_same_to_the_last_bit(scale: float, shape: tuple, dtype: torch.dtype):
+    x = (torch.randn(shape) * torch.randn(shape).exp() * scale).to(dtype)
+    amax = x.abs().max().float()
+    assert torch.equal(measure_on_host(x, 16384, float(amax)), measure(x, (), 16384, amax))
+    x.flatten()[: x.numel() // 3 : 2] = math.nan
+    x.flatten()[-1] = -math.inf
+    assert torch.equal(measure_on_host(x, 16384, math.nan), measure(x, (), 16384, torch.tensor(math.nan)))
+
+
+def test_what_is_observed_on_the_host_knows_amax_and_trouble_that_the_sample_missed():
+    table = torch.zeros(2, width())
+    x = torch.randn(4096, 64)
+    x[1, 3] = 50.0
+    observe(x, table, 0, "")
+    found = read(table[0, : length(())], ())
+    assert (found.amax, found.nonfinite, found.elements) == (50.0, 0, x.numel())
+    x[2, 7] = math.inf
+    observe(x, table, 1, "")
+    assert read(table[1, : length(())], ()).nonfinite == 1

@@ -60,7 +60,7 @@ def test_codes_are_those_of_the_fp32_product_under_the_predicted_scale(dtype, fo
     assert isinstance(y, Float8Tensor)
     assert (y.format, y.dtype, y.granularity) == (format, dtype, fe.PerTensor())
     end = Epilogue(model.up.bias, format.dtype, "none", y.scale)
-    assert_same(bits(y.data), bits(reference.finish(product, end)))
+    assert_same(bits(y.operand().data), bits(reference.finish(product, end)))
     assert y.scale.item() == pytest.approx(fe.scaling_state(model)["up.output"].scale.item(), rel=1e-6)
 
 
@@ -91,7 +91,7 @@ def test_the_reader_saves_the_codes_that_the_producer_wrote_and_nothing_else():
     assert isinstance(h, Float8Tensor)
     middle = [t for t in saved[before:] if t.dim() and t is not model.down.weight]
     assert [t.numel() * t.element_size() for t in middle] == [64 * 50]  # one byte an element
-    assert middle[0].untyped_storage().data_ptr() == h.data.untyped_storage().data_ptr()
+    assert middle[0].untyped_storage().data_ptr() == h.operand().data.untyped_storage().data_ptr()
 
 
 def test_the_readers_slot_takes_amax_and_scale_over_without_a_pass_over_memory(monkeypatch: pytest.MonkeyPatch):

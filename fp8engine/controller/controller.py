@@ -55,6 +55,7 @@ class Controller:
 
     def __init__(self, layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]], plan: Plan | None = None):
         self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
+        self.by_name = {numerics.name: numerics for numerics in layers}
         self.recipes = [_auto(numerics) for numerics in self.layers]
         self.recipe = self.recipes[0]
         self.check(self.recipes)
@@ -168,8 +169,7 @@ class Controller:
                 pending = Arriving(int(at), samples, counts, rules, frozenset(map(int, near)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
-        by_name = {numerics.name: numerics for numerics in self.layers}
-        if not set(choices) <= set(range(len(self.layers))) or not {change.layer for change in log} <= set(by_name):
+        if {change.layer for change in log} - self.by_name.keys() or set(choices) - set(range(len(self.layers))):
             raise StateError("the state of an auto recipe for another model: its layers are not these")
         self.step, self.again, self.late, self.tentative = step, bool(again), late, bool(tentative)
         self.choices, self.log, self.pending, self.counts = choices, log, pending, tables["counts"]
@@ -178,7 +178,7 @@ class Controller:
             numerics.adopt(recipe if self.plan is None else self.plan.start)
         self.outputs.load_state_dict(kept["outputs"])
         for change in log:
-            by_name[change.layer].adopt(change.recipe)
+            self.by_name[change.layer].adopt(change.recipe)
         self.state.closely = closely
         waiting = None if pending is not None else tables["samples"]
         self.state.samples = None if waiting is None else waiting.to(self.state.device, copy=True)
@@ -187,11 +187,11 @@ class Controller:
         return {numerics.name: shape for numerics, shape in zip(self.layers, self.shapes, strict=True)}
 
     def _repeat(self, plan: Plan) -> None:
-        by_name = {numerics.name: numerics for numerics in self.layers}
-        for change in plan.changes:
-            if change.step == self.step and change.layer in by_name:
-                by_name[change.layer].adopt(change.recipe)
-                self.log.append(change)
+        due = [change for change in plan.changes if change.step == self.step and change.layer in self.by_name]
+        self.state.reserve(self.by_name[change.layer].layer for change in due if change.recipe.stored is not None)
+        for change in due:
+            self.by_name[change.layer].adopt(change.recipe)
+            self.log.append(change)
 
     def _watch(self) -> None:
         """Begin or end watching, by the number of the step that begins."""

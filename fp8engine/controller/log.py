@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -127,7 +128,7 @@ def merge(plans: Sequence[Plan]) -> Plan:
     Raises StateError where two of them have a layer of one name.
     """
     names = [name for plan in plans for name in plan.layers]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise StateError(
             f"several layers made by hand are called {', '.join(twice)}, and a plan knows layers by their names; "
             "save one of each part: fe.inspect(part).save_plan(path)"

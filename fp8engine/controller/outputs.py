@@ -36,13 +36,13 @@ SATURATED = GATHERED[0]
 class Outputs:
     """Decides for `layers`; by a layer's place among them.
 
-    stored: what each result is stored in, where anything was decided.  measured: of the latest look.
+    stored: what each result is stored in, where anything was decided.
     """
 
     def __init__(self, layers: Sequence[Numerics], recipes: Sequence[Auto]):
         self.layers, self.recipes = layers, recipes
         self.stored: dict[int, Stored] = {}
-        self.measured: dict[int, Measured] = {}
+        self.places = {id(numerics): i for i, numerics in enumerate(layers)}
         self.taken: dict[str, int] = {}  # inputs that each layer had read as they were, at the last look
         self.known: set[int] = set()  # whose scale was predicted then
         self.counts: dict[int, tuple[int, int]] = {}  # elements that had saturated, and all, then
@@ -67,7 +67,7 @@ class Outputs:
 
     def why(self, numerics: Numerics) -> str:
         """The latest reason for 16 bits."""
-        i = next((i for i, each in enumerate(self.layers) if each is numerics), None)
+        i = self.places.get(id(numerics))
         if i is None:
             return ""
         return self.why_not(i) or self.stored.get(i, Stored()).reason
@@ -81,28 +81,34 @@ class Outputs:
 
     def decide(
         self, samples: torch.Tensor, counts: torch.Tensor, rules: torch.Tensor
-    ) -> dict[int, tuple[Stored, Stored]]:
-        """(before, after) of every result that is stored otherwise from now on.  Arguments: copies on the host."""
-        changed, self.measured = {}, {}
+    ) -> tuple[dict[int, tuple[Stored, Stored]], dict[int, Measured]]:
+        """(before, after) of every result that is stored otherwise from now on, and what all of them held.
+
+        Arguments: copies on the host.
+        """
+        changed: dict[int, tuple[Stored, Stored]] = {}
+        found: dict[int, Measured] = {}
+        taken = self._taken()
+        recipes = dict(reversed(self.layers[0].state.layers))  # the first of a name
         for i, numerics in enumerate(self.layers):
             if not numerics.candidate:
                 continue
             before = self.stored.get(i, Stored())
             measured = seen(samples[numerics.state.row(numerics.layer, OUTPUT)], "")
             if measured is not None:
-                self.measured[i] = measured
+                found[i] = measured
             held = before
             if before.format.is_fp8:
                 held = widened(before, self._margin(i, rules), self._saturated(i, counts))
-            readers = [self._reader(i, kind, name) for kind, name in numerics.consumers]
+            readers = [self._reader(i, Reader(*consumer), recipes, taken) for consumer in numerics.consumers]
             needs = needs_of(self.recipes[i], [reader.kind for reader in readers])
             after = decide_output(measured, readers, needs, held)
             self.stored[i] = after
             if (after.format, after.margin) != (before.format, before.margin):
                 changed[i] = before, after
-        self.taken = self._taken()
+        self.taken = taken
         self.known = {i for i, numerics in enumerate(self.layers) if numerics.layer in numerics.state.outputs.known}
-        return changed
+        return changed, found
 
     def state_dict(self) -> list:
         """What was decided, in types that JSON knows."""
@@ -121,14 +127,14 @@ class Outputs:
     def _taken(self) -> dict[str, int]:
         return {numerics.name: numerics.ready.get(TAKEN, 0) for numerics in self.layers}
 
-    def _reader(self, i: int, kind: str, name: str) -> Reader:
-        """Whether a consumer takes the codes that layer i would write."""
-        mine = self.layers[i]
-        if not mine.recipe.input.is_fp8:
+    def _reader(self, i: int, reader: Reader, recipes: Mapping[str, Recipe], taken: Mapping[str, int]) -> Reader:
+        """Whether a consumer takes the codes that layer i would write.  recipes: of the state's layers, by name."""
+        kind, name = reader.kind, reader.name
+        if not self.layers[i].recipe.input.is_fp8:
             return Reader(kind, name, "the matmul that makes it is in 16 bits")
         if kind != "matmul" or not name:
-            return Reader(kind, name)
-        recipe = next((recipe for layer, recipe in mine.state.layers if layer == name), None)
+            return reader
+        recipe = recipes.get(name)
         if recipe is None:
             return Reader(kind, name, "is no FP8 layer beside it")
         first, grad = recipe.input, recipe.operands("wgrad")[0]
@@ -137,7 +143,7 @@ class Outputs:
         if not isinstance(first.granularity, PerTensor):
             return Reader(kind, name, f"casts {first.granularity}")
         why = ""
-        if i in self.known and name in self.taken and self._taken()[name] == self.taken[name]:
+        if i in self.known and name in self.taken and taken[name] == self.taken[name]:
             why = "got no codes since the last look (dropout, or another operation, stands between)"
         return Reader(kind, name, why, e5m2=grad.format != E5M2)
 
@@ -158,13 +164,14 @@ class Outputs:
 def decide_outputs(controller: Controller, look: Arriving) -> None:
     """What the results of a controller's layers are stored in, their operands being decided."""
     outputs, layers = controller.outputs, controller.layers
-    changed = outputs.decide(look.samples, look.counts, look.rules)
-    for i, measured in outputs.measured.items():
+    changed, seen_now = outputs.decide(look.samples, look.counts, look.rules)
+    controller.state.reserve(layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
+    for i, measured in seen_now.items():
         now = outputs.stored[i]
         outcome = measured.predict(Cast(now.format), now.margin)
         controller.history.enter(look.step, f"{layers[i].name}.{OUTPUT}", label_of(now), measured, outcome)
     for i, (before, after) in changed.items():
-        found = outputs.measured.get(i)
+        found = seen_now.get(i)
         own = recipe_of(controller.recipes[i], controller.choices[i], i)
         layers[i].adopt(outputs.with_output(i, own))
         numbers = () if found is None else rounded(found.predict(Cast(after.format), after.margin))

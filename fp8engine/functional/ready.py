@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fp8engine.functional.numerics import Casting, Numerics, Plan, operand
+from fp8engine.functional.stored_tensor import StoredTensor
 from fp8engine.reference import Operand, Slot
 from fp8engine.scaling import ScalingState
 from fp8engine.tensor import Float8Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fp8engine.functional.call import Call
 
 TAKEN = ""  # in place of a reason
+WRITTEN = "other code wrote into it, or took its memory (.data, .numpy())"
 E5M2 = torch.float8_e5m2
 
 
@@ -43,6 +45,8 @@ def why_not(x: Float8Tensor, plan: Plan) -> str:
     (first, weight), (grad, again) = plan.forward, plan.wgrad
     if not first.fp8:
         return "its forward is in 16 bits"
+    if isinstance(x, StoredTensor) and x.written:
+        return WRITTEN
     q = x.operand()
     if (q.rows, q.cols) not in ((-1, -1), (1, -1)) or _extent(first) != (q.rows, q.cols):
         return f"it casts {first.cast.granularity}, not {x.granularity}"

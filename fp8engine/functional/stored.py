@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8engine import ops
+from fp8engine.functional.stored_tensor import StoredTensor
 from fp8engine.recipe import PerTensor
 from fp8engine.reference import Epilogue
 from fp8engine.scaling import OUTPUT
-from fp8engine.tensor import Float8Tensor
 
 if TYPE_CHECKING:
     from fp8engine.functional.call import Call
 
 
 def multiply(call: Call, a: Any, b: Any, bias_N: torch.Tensor | None, out: torch.dtype) -> torch.Tensor:
-    """The forward of a Call whose recipe stores its result: a Float8Tensor that dequantises to `out`.
+    """The forward of a Call whose recipe stores its result: a StoredTensor with values in `out`.
 
     a, b: Operands, as recipes that store their result have in forward.  An ordinary tensor in `out` as long as no scale
     is known: the first step finds one.
@@ -34,6 +34,6 @@ def multiply(call: Call, a: Any, b: Any, bias_N: torch.Tensor | None, out: torch
     if scale is None:
         return ops.matmul_epilogue(a, b, Epilogue(bias_N, out, "none", None, amax, counts), precision)
     codes = ops.matmul_epilogue(a, b, Epilogue(bias_N, plan.stored or out, "none", scale, amax, counts), precision)
-    y = Float8Tensor(codes, scale, PerTensor(), out)
+    y = StoredTensor(codes, scale, PerTensor(), out)
     y.source = state.slot(state.column(layer, OUTPUT), record=False, count=False)
     return y

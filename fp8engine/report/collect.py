@@ -21,6 +21,7 @@ from fp8engine.functional import Numerics
 from fp8engine.functional.ready import TAKEN
 from fp8engine.modules.linear import Float8Module
 from fp8engine.names import plain_name
+from fp8engine.report.slots import Slots
 from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
 from fp8engine.scaling import OUTPUT, ROLES
@@ -48,13 +49,15 @@ def inspect(model: nn.Module) -> Report:
     0.8
     """
     records, run = _records(model), experts_run(model)
-    layers = []
+    layers, tables = [], {}
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
         key = parameter_of(name, module)
         numerics = module.numerics_of(key) if isinstance(module, Float8Module) else None
         if numerics is not None:
-            layers.append(_converted(name, module, numerics, shape))
+            if (slots := tables.get(id(numerics.state))) is None:
+                slots = tables[id(numerics.state)] = Slots(numerics.state)
+            layers.append(_converted(name, module, numerics, shape, slots))
         else:
             layers.append(_left(name, module, shape, _why_left(name, records)))
         if key != "weight":
@@ -86,9 +89,9 @@ def _why_left(name: str, records: list[tuple[str, Record]]) -> str:
     return "not converted: call fe.convert"
 
 
-def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[int, ...]) -> dict:
-    state, recipe = numerics.state, numerics.recipe
-    slots = {role: state.view(f"{name}.{role}", numerics.layer, role).to_dict() for role in ROLES}
+def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[int, ...], tables: Slots) -> dict:
+    recipe = numerics.recipe
+    slots = {role: tables.numbers(numerics.layer, role) for role in ROLES}
     slots["input"]["ready"] = numerics.ready.get(TAKEN, 0)
     slots["input"]["dequantised"] = {why: count for why, count in numerics.ready.items() if why != TAKEN}
     rows = slots["input"]["elements"] // max(shape[-1], 1)
@@ -119,7 +122,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         "kept_why": numerics.weight.why,
         **slots,
-        "output": _output(name, numerics, weight),
+        "output": _output(numerics, weight, tables),
     }
 
 
@@ -128,18 +131,18 @@ def _dequantised(slot: dict) -> list[str]:
     return [f"{count} inputs in FP8 were dequantised: {why}" for why, count in slot["dequantised"].items()]
 
 
-def _output(name: str, numerics: Numerics, weight: torch.Tensor) -> dict:
+def _output(numerics: Numerics, weight: torch.Tensor, tables: Slots) -> dict:
     """What the layer's result is stored in, who reads it, and why it is not FP8."""
     state, layer = numerics.state, numerics.layer
     readers = [" ".join(filter(None, consumer)) for consumer in numerics.consumers]
     plain = {"format": str(weight.dtype).removeprefix("torch."), "cast": "none", "consumers": readers}
     if layer not in state.outputs.places:
         return plain | {"reason": _why_plain(numerics)}
-    found = state.view(f"{name}.{OUTPUT}", layer, OUTPUT).to_dict() | {"consumers": readers}
+    found = tables.numbers(layer, OUTPUT) | {"consumers": readers}
     if numerics.recipe.stored is None:
         return found | plain | {"reason": _why_plain(numerics)}
     if layer not in state.outputs.known:
-        compiled = numerics.ran is None and state.view("", layer, "input").calls
+        compiled = numerics.ran is None and tables.numbers(layer, "input")["calls"]
         why = "no scale is predicted yet" if not compiled else "torch.compile: a graph stores 16 bits"
         return found | plain | {"reason": why}
     return found | {"cast": f"{found['cast']} (delayed)", "reason": ""}

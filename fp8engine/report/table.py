@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8engine.controller import Alarm, Controller, merge
 from fp8engine.errors import StateError
+from fp8engine.report.columns import columns
 from fp8engine.report.page import write
 from fp8engine.scaling import ROLES
 
@@ -84,46 +84,22 @@ class Report:
 
     def table(self, width: int = 160) -> str:
         """The layers and the sums as text, `width` columns wide."""
-        from rich.console import Console  # here: importing rich draws from Python's random numbers
-        from rich.table import Table
-
         stores = any(layer["output"]["cast"] != "none" for layer in self.layers)  # a result in FP8 is rare
-        table = Table(title="FP8 engine: what ran, and why", title_justify="left")
-        for heading in (
-            "layer",
-            "shape",
-            "recipe",
-            "backend",
-            "input",
-            "weight",
-            "grad_output",
-            *["output"] * stores,
-            "saturated",
-            "flushed",
-        ):
-            table.add_column(heading, overflow="fold")
-        table.add_column("note", overflow="fold", ratio=1)
+        shown = [*ROLES, *["output"] * stores]
+        rows = [["layer", "shape", "recipe", "backend", *shown, "saturated", "flushed", "note"]]
         for layer in self.layers:
             slots = [layer[role] for role in ROLES]
-            backend = f"{layer['backend']} (emulated)" if layer["emulated"] else layer["backend"]
-            table.add_row(
+            rows.append([
                 layer["name"],
                 "x".join(map(str, layer["shape"])),
                 layer["recipe"],
-                backend,
-                *[slot["cast"] for slot in [*slots, layer["output"]][: len(ROLES) + stores]],
+                f"{layer['backend']} (emulated)" if layer["emulated"] else layer["backend"],
+                *(layer[role]["cast"] for role in shown),
                 _percent([slot.get("saturated") for slot in slots]),
                 _percent([slot.get("underflowed") for slot in slots]),
                 "; ".join(filter(None, [_unless_emulated(layer), layer["fused"]])),
-            )
-        out = io.StringIO()
-        console = Console(  # names and reasons are text: [brackets] in them are no markup, :colons: no pictures
-            file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False
-        )
-        console.print(table)
-        for line in self._summary():
-            console.print(line, highlight=False, soft_wrap=True)
-        return out.getvalue()
+            ])  # fmt: skip
+        return "\n".join(["FP8 engine: what ran, and why", *columns(rows, width), *self._summary(), ""])
 
     def _summary(self) -> list[str]:
         totals = self.totals

@@ -66,9 +66,8 @@ class Writer:
         for controller in report.controllers:
             history = controller.history
             for slot, looks in history.looks.items():
-                for look in looks:
-                    if look.step > self.seen.get(slot, -1):
-                        self._look(slot, look)
+                for look in looks.since(self.seen.get(slot, -1)):
+                    self._look(slot, look)
                 spread = history.spreads.get(slot)
                 if spread is not None and spread.step > self.seen.get(slot, -1):
                     self._histogram(slot, spread)

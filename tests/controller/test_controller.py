@@ -205,7 +205,8 @@ def test_validation_between_steps_changes_no_look_and_no_decision(evaluate, reen
     losses = train(quiet, 16)
     assert train(disturbed, 16, between=lambda step: evaluate(disturbed)) == losses
     assert lines(quiet) == lines(disturbed)
-    mine, theirs = (controller(model).history.looks for model in (quiet, disturbed))
+    seen = (controller(model).history.looks for model in (quiet, disturbed))
+    mine, theirs = ({slot: list(looks) for slot, looks in each.items()} for each in seen)
     assert mine == theirs
 
 

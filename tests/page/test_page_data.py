@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from page_engines import ENGINES, used
 
 import fp8engine as fe
 from fp8engine.controller import Alarm
-from fp8engine.controller.history import History, Look
+from fp8engine.controller.history import History, Look, Looks
 from fp8engine.errors import ReportError
 from fp8engine.report.page import page
 from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, looks_of, to_json
@@ -24,7 +23,7 @@ from fp8engine.report.table import Report
 def report_of(looks: list[Look], slot: str = "up.input") -> Report:
     """A report of one slot."""
     history = History()
-    history.looks[slot] = deque(looks)
+    history.looks[slot] = Looks(looks)
     controller: Any = SimpleNamespace(history=history, plan=None)
     model, _ = trained("current", steps=1)
     base = fe.inspect(model)
@@ -100,22 +99,22 @@ def test_of_many_looks_each_column_keeps_the_worst():
     seen[511] = look(511, "E4M3/row", sqnr_db=12.3, flushed=0.5, saturated=0.25, amax=1000.0)
     report = report_of(seen)
     told = blob(report, looks_of(report))
-    assert (told["every"], len(told["steps"])) == (10, 95)
-    assert told["steps"][:2] == [9, 19]
+    assert told["thinned"]
+    assert told["steps"][:2] == [31, 63]  # spans of 32 steps: 16 would be more than 48 before the latest 32
     assert told["steps"][-1] == 949
     assert len(told["steps"]) <= COLUMNS
     rows = slot_of(report)
-    bad, sqnr = 51, decoded(rows["sqnr"], 2)
+    bad, sqnr = 511 // 32, decoded(rows["sqnr"], 2)
     assert (sqnr[bad], decoded(rows["amax"], 3)[bad]) == (1123, 63000)
     assert decoded(rows["flushed"], 2)[bad] == 1 + round(500 * (8 + math.log10(0.5)))
     assert decoded(rows["saturated"], 2)[bad] == 1 + round(500 * (8 + math.log10(0.25)))
-    assert rows["cast"] == [[0, 95]]  # of each column's last look
+    assert rows["cast"] == [[0, 15], [1, 1], [0, 14]]  # of each column's last look
     assert sorted(set(sqnr)) == [1123, 1314]
 
 
 def test_a_slot_that_was_not_seen_has_a_gap():
     report = report_of([look(0), look(32)])
-    report.controllers[0].history.looks["up.weight"] = deque([look(0), look(16), look(32)])
+    report.controllers[0].history.looks["up.weight"] = Looks([look(0), look(16), look(32)])
     told = blob(report, looks_of(report))
     assert told["steps"] == [0, 16, 32]
     assert told["layers"][0]["slots"]["input"]["cast"] == [[0, 1], [None, 1], [0, 1]]

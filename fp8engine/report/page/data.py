@@ -8,7 +8,7 @@ A row is a string: WIDTH letters of ALPHABET a look, most significant first, tog
     flushed, saturated      0, or the share 10^((n - 1) / 500 - 8) of the elements
     cast       a list of [place in `casts`, columns]; null for columns in which the slot was not seen
 
-At most COLUMNS looks of a slot are shown.  Of more, each column is the worst of `every` looks in a row, and the last
+At most COLUMNS looks of a slot are shown.  Of more, each column is the worst of several looks in a row, and the last
 one's cast, so that nothing bad is thinned away.
 """
 
@@ -36,16 +36,18 @@ def looks_of(report) -> dict[str, list[Look]]:
     """Slot name -> looks, oldest first, of everyone who decides in the model; empty under fixed recipes."""
     found: dict[str, list[Look]] = {}
     for controller in report.controllers:
-        found |= {slot: list(looks) for slot, looks in list(controller.history.looks.items()) if looks}
+        found |= {slot: looks.evenly() for slot, looks in list(controller.history.looks.items()) if looks}
     return found
 
 
 def blob(report, looks: Mapping[str, Sequence[Look]]) -> dict[str, Any]:
     """The value itself.
 
-    steps: of each column.  layers: name -> role -> the rows above, in the report's order.  max, margin: of each cast.
+    steps: of each column, the last.  thinned: whether a column may be several looks.  layers: name -> role -> the rows
+    above, in the report's order.  max, margin: of each cast.
     """
     steps = sorted({look.step for each in looks.values() for look in each})
+    spans = (each.span for controller in report.controllers for each in controller.history.looks.values())
     every = max(math.ceil(len(steps) / COLUMNS), 1)
     columns = {step: i // every for i, step in enumerate(steps)}
     casts: dict[str, int] = {}
@@ -56,7 +58,7 @@ def blob(report, looks: Mapping[str, Sequence[Look]]) -> dict[str, Any]:
         layers[layer][role] = _rows(seen, columns, width, casts)
     return {
         "steps": [steps[min((i + 1) * every, len(steps)) - 1] for i in range(width)],
-        "every": every,
+        "thinned": every > 1 or max(spans, default=1) > 1,
         "casts": [{"label": label, "max": _max(label), "margin": _margin(label)} for label in casts],
         "layers": [{"name": name, "slots": slots} for name, slots in layers.items()],
         "roles": list(ROLES),
@@ -76,8 +78,8 @@ def to_json(value) -> str:
 def _names(report, looks: Iterable[str]) -> list[str]:
     """Layers that were looked at: in the report's order, then any that it calls otherwise."""
     seen = dict.fromkeys(slot.rpartition(".")[0] for slot in looks)
-    known = [layer["name"] for layer in report.layers if layer["name"] in seen]
-    return [*known, *(name for name in seen if name not in set(known))]
+    known = dict.fromkeys(layer["name"] for layer in report.layers if layer["name"] in seen)
+    return list(known | seen)
 
 
 def _rows(seen: Sequence[Look], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:

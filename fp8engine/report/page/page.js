@@ -92,7 +92,7 @@
     names.forEach((name, i) => name.setAttribute("class", i === state.layer ? "on" : ""));
   };
   const describe = (layer, role, column) => {
-    const from = data.every > 1 && column > 0 ? `steps ${steps[column - 1] + 1}–${steps[column]}` : `step ${steps[column]}`;
+    const from = data.thinned && column > 0 ? `steps ${steps[column - 1] + 1}–${steps[column]}` : `step ${steps[column]}`;
     return [`${layers[layer].name}.${role}`, from, ...told(layers[layer].slots[role], column)];
   };
   const say = () => {

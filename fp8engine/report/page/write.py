@@ -85,7 +85,7 @@ def _maps(report, numbers: dict) -> str:
         f'<div class="axis"><span>step {first}</span><span>{last}</span></div></figure>'
         for role in numbers["roles"]
     )
-    thin = f"; each column is {numbers['every']} looks" if numbers["every"] > 1 else ""
+    thin = "; a column is the worst of several looks" if numbers["thinned"] else ""
     return (
         f"{parts.legend(numbers)}"
         f'<div class="maps" style="--row:{height}px"><div class="names" aria-hidden="true">{names}</div>{columns}</div>'

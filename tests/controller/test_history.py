@@ -1,0 +1,105 @@
+"""What `auto` remembers of a slot: bounded in bytes, thinned so that what was bad is still told."""
+
+import math
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from fp8engine.controller.history import OLDER, RECENT, History, Look, Looks
+from fp8engine.prediction import Prediction
+from fp8engine.recipe import E4M3, Cast
+from fp8engine.stats import measure, read
+
+MOST = 16_000  # bytes of host memory a slot
+
+
+def held(value: Any, seen: set[int]) -> int:
+    """Bytes of everything that can be reached, each once; no arrays are counted as their views."""
+    if id(value) in seen or isinstance(value, type):
+        return 0
+    seen.add(id(value))
+    size = sys.getsizeof(value)
+    if isinstance(value, numpy.ndarray):
+        return size + (0 if value.base is None else held(value.base, seen))
+    if isinstance(value, dict):
+        return size + sum(held(each, seen) for pair in value.items() for each in pair)
+    if isinstance(value, str | bytes | int | float):
+        return size
+    inside = list(value) if not isinstance(value, Looks) and hasattr(value, "__iter__") else []
+    return size + sum(held(each, seen) for each in [*inside, *([vars(value)] if hasattr(value, "__dict__") else [])])
+
+
+def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Look:
+    usual: dict[str, Any] = {
+        "amax": 2.0,
+        "rms": 1.0,
+        "kurtosis": 3.0,
+        "sqnr_db": 31.4,
+        "flushed": 0.0,
+        "saturated": 0.0,
+    }
+    return Look(step, cast, **(usual | {"nonfinite": 0} | numbers))
+
+
+@pytest.mark.parametrize("looks", [10, RECENT + OLDER, 5000])
+def test_a_slot_takes_16_kb_however_long_the_training(looks: int):
+    history, slots = History(), 8
+    measured = read(measure(torch.randn(64, 64), ()), ())
+    found = measured.predict(Cast(E4M3))
+    for i in range(looks):
+        for slot in range(slots):
+            history.enter(16 * i, f"blocks.{slot}.up.input", "E4M3/tensor", measured, found)
+    assert held(history, set()) / slots < MOST
+
+
+def test_of_few_looks_every_one_is_kept_as_it_was():
+    seen = [
+        look(16 * i, "E4M3/row" if i % 3 else "BF16", amax=float(i), sqnr_db=math.inf) for i in range(RECENT + OLDER)
+    ]
+    looks = Looks(seen)
+    assert list(looks) == looks.evenly() == seen
+    assert looks.since(16 * 100) == seen[101:]
+    assert (looks[-1], looks[3], looks[2:4]) == (seen[-1], seen[3], seen[2:4])
+
+
+def test_the_latest_looks_are_whole_and_the_older_ones_cover_the_whole_training_evenly():
+    seen = [look(16 * i, amax=1.0 + i) for i in range(4000)]
+    looks = Looks(seen)
+    assert looks[-RECENT:] == seen[-RECENT:]
+    assert len(looks) <= RECENT + OLDER
+    steps = numpy.array([each.step for each in looks.evenly()])
+    assert steps[-1] == seen[-1].step
+    assert set(numpy.diff(steps)[:-1].tolist()) == {looks.span}
+    assert OLDER // 4 <= len(steps) <= OLDER  # a span doubles where half of OLDER are too few
+    assert [each.amax for each in looks.evenly()] == [1.0 + each.step / 16 for each in looks.evenly()]
+
+
+def test_what_was_worst_is_still_told_by_the_look_that_stands_for_it():
+    seen = [look(16 * i) for i in range(4000)]
+    seen[1000] = look(16000, sqnr_db=9.5, flushed=0.25, nonfinite=3)
+    seen[1001] = look(16016, "E4M3/row", amax=100.0, rms=10.0, kurtosis=50.0, saturated=0.125)
+    seen[1002] = look(16032, amax=6.0, rms=0.25, nonfinite=4)
+    looks = Looks(seen)
+    (bad,) = [each for each in looks if each.sqnr_db < 31]
+    assert bad.step // looks.span == 16000 // looks.span
+    assert (bad.sqnr_db, bad.flushed, bad.saturated, bad.nonfinite, bad.kurtosis) == (9.5, 0.25, 0.125, 7, 50.0)
+    assert bad.amax == 100.0
+    assert bad.amax / bad.rms == pytest.approx(6.0 / 0.25)  # the largest of the three
+    assert bad.cast == "E4M3/tensor"
+    assert sum(each.nonfinite for each in looks) == 7
+
+
+def test_slots_that_are_looked_at_more_often_keep_the_same_steps():
+    often, rarely = Looks(look(step) for step in range(0, 8192, 4)), Looks(look(step) for step in range(0, 8192, 16))
+    assert {each.step // often.span for each in often.evenly()} >= {each.step // often.span for each in rarely.evenly()}
+    assert often.span % rarely.span == 0
+
+
+def test_zeros_and_what_is_not_finite_stay_what_they_are():
+    looks = Looks(look(i, amax=0.0, rms=0.0, sqnr_db=math.inf if i % 2 else -math.inf) for i in range(1000))
+    assert {(each.amax, each.rms) for each in looks} == {(0.0, 0.0)}
+    assert looks[0].sqnr_db == -math.inf
+    assert Prediction(math.inf, 0, 0, 0).sqnr_db == looks[-1].sqnr_db

@@ -1,0 +1,154 @@
+"""The cost of a model of very many layers: calls of Python grow as the layers do, reads of the tables not at all.
+
+No clock: calls are counted by `sys.setprofile`, operations on tensors by a dispatch mode.
+"""
+
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import converted
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8engine as fe
+from fp8engine.report.state import controllers_of
+
+
+class Deep(nn.Module):
+    """Small linear layers, each of which reads the result of the one before, and as many that stay as they are."""
+
+    def __init__(self, layers: int, left: int = 0):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.left = nn.ModuleList(nn.Linear(4, 4) for _ in range(left))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def deep(layers: int, recipe: Any = "current", left: int = 0, **options) -> Deep:
+    torch.manual_seed(0)
+    return converted(Deep(layers, left), recipe, skip=lambda name, module: name.startswith("left"), **options)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(8, 4)).sum().backward()
+
+
+def calls(function: Callable[[], object]) -> int:
+    """Calls of Python and C functions, resumed generators included."""
+    count = 0
+
+    def count_one(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()
+    sys.setprofile(count_one)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+class Counting(TorchDispatchMode):
+    """How many operations ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def report(model: nn.Module) -> None:
+    assert str(fe.inspect(model)).count("\n") > 2 * len(model.layers)  # pyright: ignore[reportArgumentType]
+
+
+def begin_step(model: nn.Module) -> None:
+    model(torch.randn(8, 4))
+
+
+def state(model: nn.Module) -> None:
+    assert len(dict(fe.scaling_state(model))) >= 3 * len(model.layers)  # pyright: ignore[reportArgumentType]
+
+
+LINEAR = 2.0  # of twice the layers; what is quadratic has 4
+MOST = 1000  # calls for each layer of a report: two lines of its text, three slots of numbers
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "auto"])
+@pytest.mark.parametrize("function", [report, state], ids=lambda f: f.__name__)
+def test_twice_the_layers_are_twice_the_calls(function, recipe: str):
+    counted = []
+    for layers in (100, 200):
+        model = deep(layers, recipe, left=layers)
+        step(model)
+        function(model)  # caches of recipes and casts are made once
+        counted.append(calls(functools.partial(function, model)))
+    assert counted[1] < LINEAR * counted[0]
+    assert 100 < counted[0] < MOST * 100  # something was counted
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_what_auto_decides_takes_twice_the_calls(stores: bool):
+    """Step 1 decides what step 0 has seen; with a recorded flow, what every result is stored in too."""
+    counted = []
+    for layers in (100, 200):
+        inputs = (torch.randn(8, 4),) if stores else None
+        model = deep(layers, fe.auto(min_sqnr_db=10), example_inputs=inputs)
+        step(model)
+        counted.append(calls(functools.partial(begin_step, model)))
+        decisions = fe.inspect(model).decisions
+        assert len(decisions) > layers / 4
+        assert sum(line["slot"].endswith(".output") for line in decisions) == (layers - 1 if stores else 0)
+    assert counted[1] < LINEAR * counted[0]
+
+
+def test_the_tables_are_read_as_often_for_many_layers_as_for_few():
+    counted = []
+    for layers in (10, 200):
+        model = deep(layers, "delayed")
+        step(model)
+        with Counting() as counting:
+            report(model)
+        counted.append(counting.count)
+    assert counted[0] == counted[1] < 40
+
+
+def test_the_tables_grow_once_for_all_results_that_are_stored(monkeypatch: pytest.MonkeyPatch):
+    model = deep(60, fe.auto(min_sqnr_db=10, interval=4), example_inputs=(torch.randn(8, 4),))
+    step(model)
+    (controller,) = controllers_of(model)
+    grown = []
+    add = controller.state.outputs.add
+    monkeypatch.setattr(controller.state.outputs, "add", lambda layers: grown.append(len(layers)) or add(layers))
+    step(model)
+    assert grown == [59]  # but for the last layer's, which leaves the model
+    step(model)
+    assert {layer["output"]["cast"] for layer in fe.inspect(model).layers[:-1]} == {"E4M3 per tensor (delayed)"}
+
+
+def test_a_plan_repeats_them_so_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    first = deep(20, fe.auto(min_sqnr_db=10, interval=4), example_inputs=(torch.randn(8, 4),))
+    for _ in range(3):
+        step(first)
+    fe.inspect(first).save_plan(tmp_path / "plan.json")
+    again = deep(20, fe.auto(plan=str(tmp_path / "plan.json")), example_inputs=(torch.randn(8, 4),))
+    (controller,) = controllers_of(again)
+    grown = []
+    add = controller.state.outputs.add
+    monkeypatch.setattr(controller.state.outputs, "add", lambda layers: grown.append(len(layers)) or add(layers))
+    for _ in range(3):
+        step(again)
+    assert grown == [19]
+    assert fe.inspect(again).decisions == fe.inspect(first).decisions
