@@ -97,7 +97,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
     rows = slots["input"]["elements"] // max(shape[-1], 1)
     ran = rows > 0 or (slots["input"]["calls"] > 0)
     weight = weight_of(module, parameter_of(name, module))
-    where = state.device  # a weight that Accelerate keeps elsewhere is here while it is multiplied by
+    where = numerics.state.device  # a weight that Accelerate keeps elsewhere is here while it is multiplied by
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.

@@ -14,6 +14,8 @@ class Slots:
     """What `ScalingState.view(...).to_dict()` says of each slot, of all of them for the price of one."""
 
     def __init__(self, state: ScalingState):
+        if state.device.type == "meta":  # nothing has run: as fresh tables say it
+            state = ScalingState(state.layers)
         self.state = state
         state.outputs.settle(state.counts_CS)
         live_2S, rules_3S = state.live_2S.cpu(), state.rules_3S.cpu()
