@@ -105,7 +105,7 @@ class ScalingState:
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
-        self.begun = False  # a training step has begun
+        self.begun = False  # a step has begun, here or since a state was loaded
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.clock: Callable[[bool], None] | None = None
         self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks

@@ -201,6 +201,7 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         state.outputs.loaded(state.live_2S)
         state.saved_1.fill_(1)
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
+        state.begun = False
 
 
 def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
