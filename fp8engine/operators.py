@@ -81,8 +81,12 @@ def define_recorded(call: str, results: int, implementation, fake, define: Calla
     name_slot     writes the slot: an effect.
     name_column   takes the slot's column of each table, and returns them as they are after the call: writes nothing.
 
-    torch's partitioner runs no effect a second time: what needs its results crashes in a backward that recomputes.
-    So where a graph is checkpointed, name_column runs between two effects, and it alone runs again in backward.
+    torch's partitioner cannot run an effect again in backward: where a graph is checkpointed, a backward that reads an
+    effect's results crashes.  So there name_column runs, between an effect that takes the columns and one that puts
+    them back; a backward runs it again from the columns, which are saved.
+
+    A forward that runs inside a backward pass is a recompute too: a checkpoint stands around the graph.  `once` says
+    that the call is of a forward, so that it is not counted then.
 
     call: name(inputs).  implementation, fake: take the inputs and the five fields of a Slot, and return `results`
     tensors.  define: registers an operator.
@@ -92,9 +96,9 @@ def define_recorded(call: str, results: int, implementation, fake, define: Calla
     returns = ["Tensor"] * results
 
     def write(*arguments):
-        # `once`, if torch does not leave it out because it is the default.
         *given, count = arguments[:most]
-        again = in_backward() and arguments[most:] != (False,)
+        once = arguments[most:] != (False,)  # torch leaves out a last argument that is the default
+        again = once and in_backward()
         return implementation(*given, count and not again)
 
     def in_column(*arguments):
@@ -130,7 +134,7 @@ def define_recorded(call: str, results: int, implementation, fake, define: Calla
 
 
 def _saved(operator, *arguments):
-    """What an effect returns; a graph saves it for its backward, whatever is recomputed around it."""
+    """What an effect returns; a graph saves it for its backward, also where everything around it is recomputed."""
     tracing = get_proxy_mode()
     if tracing is None:
         return operator(*arguments)

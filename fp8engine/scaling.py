@@ -105,7 +105,7 @@ class ScalingState:
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
-        self.begun = False  # a step has begun, here or since a state was loaded
+        self.begun = False  # a training step has begun
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.clock: Callable[[bool], None] | None = None
         self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
@@ -225,8 +225,8 @@ class ScalingState:
             if torch.is_grad_enabled():
                 self._update()
         elif not in_backward():
-            # The first forward of all may be a reentrant checkpoint's, and what was loaded waits to be entered.
-            if torch.is_grad_enabled() or self.recomputed or not self.begun:
+            # The clock's first forward may be a reentrant checkpoint's; or an evaluation's, which it finds out later.
+            if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.clock is None):
                 self.fold()
         elif torch.is_grad_enabled():
             self.recomputed = True
