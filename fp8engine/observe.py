@@ -11,7 +11,6 @@ import functools
 import math
 
 import torch
-from torch._higher_order_ops import effects
 
 from fp8engine import operators, ops
 from fp8engine.choice import groupings
@@ -67,9 +66,8 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) 
         table_SL[index, : len(flat)].copy_(flat)
 
 
-operators.define(
+operators.define_effect(
     "observe(Tensor x, Tensor table, int index, str role) -> ()",
     _observe,
     lambda *arguments: None,
 )
-effects._register_effectful_op("fp8engine::observe", effects._EffectType.ORDERED)

@@ -69,7 +69,7 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
     elif slot is None:
         data, scale = torch.ops.fp8engine.quantize.default(x_MK, str(how))
     else:
-        data, scale = torch.ops.fp8engine.quantize_slot.default(x_MK, str(how), *slot[:5])
+        data, scale = torch.ops.fp8engine.quantize_recorded.default(x_MK, str(how), *slot[:5])
     return Operand(data, scale, how.rows, how.cols, how.power_of_2)
 
 
@@ -96,7 +96,7 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
     elif slot is None:
         found = torch.ops.fp8engine.cast_transpose.default(x_MK, str(how), sums)
     else:
-        found = torch.ops.fp8engine.cast_transpose_slot.default(x_MK, str(how), sums, *slot[:5])
+        found = torch.ops.fp8engine.cast_transpose_recorded.default(x_MK, str(how), sums, *slot[:5])
     data, scale, turned, scale_turned, sums_K = found
     first = Operand(data, scale, how.rows, how.cols, how.power_of_2)
     # Down x's columns is along the transpose's rows: 1 x -1 of x is cast again as -1 x 1, which lies as 1 x -1 there.

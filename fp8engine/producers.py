@@ -4,8 +4,8 @@
 
 Signatures and results are those of the twins in reference/; which kernel, composition or twin runs: run_producers.py.
 An operator returns tensors only, empty ones for what there is not; the functions here put Operands together.  One
-that writes a slot's tables is an operator of its own, an effect in order, so that calls without a slot stay pure
-(the reason stands at the end of operators.py).
+that writes a slot's tables is an operator of its own (operators.define_recorded), so that calls without a slot stay
+pure.
 
 >>> y, y_t, rows = norm_quantize(torch.tensor([[3.0, 4.0]]), None, None, Norm("rms", eps=0.0))
 >>> y.tolist(), rows.rstd_M.tolist()
@@ -15,7 +15,6 @@ that writes a slot's tables is an operator of its own, an effect in order, so th
 from __future__ import annotations
 
 import torch
-from torch._higher_order_ops import effects
 
 from fp8engine import device, execute, operators, ops, run_producers
 from fp8engine.errors import GradientError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
@@ -166,7 +165,7 @@ def _call(name: str, arguments: tuple, to: Store):
     text = "" if to.how is None else str(to.how)
     if to.slot is None or to.how is None:
         return getattr(torch.ops.fp8engine, name).default(*arguments, text, to.transposed)
-    return getattr(torch.ops.fp8engine, f"{name}_slot").default(*arguments, text, to.transposed, *to.slot[:5])
+    return getattr(torch.ops.fp8engine, f"{name}_recorded").default(*arguments, text, to.transposed, *to.slot[:5])
 
 
 def _operands(stored, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
@@ -320,10 +319,8 @@ def _define_both(call: str, results: int, implementation, fake) -> None:
     """The operator of a producer, and the one that writes a slot too."""
     name, inputs = call.rstrip(")").split("(")
     inputs, returns = f"{inputs}, str how, bool transposed", f"({', '.join(['Tensor'] * results)})"
-    slot = "Tensor live, Tensor counts, int index, bool record, bool count"
     _define(f"{name}({inputs}) -> {returns}", implementation, fake)
-    _define(f"{name}_slot({inputs}, {slot}) -> {returns}", implementation, fake)
-    effects._register_effectful_op(f"fp8engine::{name}_slot", effects._EffectType.ORDERED)
+    operators.define_recorded(f"{name}({inputs})", results, implementation, fake, _define)
 
 
 _NORM = "str kind, float eps, bool zero_centered"

@@ -23,6 +23,7 @@ from torch import nn
 from fp8engine import ops
 from fp8engine.errors import StateError
 from fp8engine.formats import Format
+from fp8engine.operators import in_backward
 from fp8engine.output_slots import OutputSlots
 from fp8engine.recipe import Cast, Recipe
 from fp8engine.reference import Slot
@@ -32,11 +33,6 @@ from fp8engine.shared_input import SharedInput, siblings
 
 ROLES = ("input", "weight", "grad_output")
 OUTPUT = "output"
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass (a forward that runs now is a recompute)."""
-    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)
@@ -229,7 +225,8 @@ class ScalingState:
             if torch.is_grad_enabled():
                 self._update()
         elif not in_backward():
-            if torch.is_grad_enabled() or self.recomputed:
+            # The clock's first forward may be a reentrant checkpoint's; or an evaluation's, which it finds out later.
+            if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.clock is None):
                 self.fold()
         elif torch.is_grad_enabled():
             self.recomputed = True
@@ -252,12 +249,13 @@ class ScalingState:
             self.clock(came)
 
     def _update(self) -> None:
-        if self.delayed:
+        # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
+        if self.delayed or torch.compiler.is_compiling():
             ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
             if not torch.compiler.is_compiling() and len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
-        elif self._host is not None and not torch.compiler.is_compiling():
+        elif self._host is not None:
             self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)

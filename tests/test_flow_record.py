@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import converted, numerics_of, same, tables
+from support import converted, numerics_of, same, state_of, tables
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -93,6 +93,7 @@ def test_nothing_is_left_behind_even_where_the_forward_fails():
         flow.record(model, torch.ones(1, K))
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert same(tables(model), before[0])
+    assert not state_of(model).begun
     assert torch.equal(torch.get_rng_state(), before[1])
     assert random.getstate() == before[2]
     assert torch.backends.mha.get_fastpath_enabled() == before[3]

@@ -13,7 +13,7 @@ from torch import nn
 from fp8engine.scaling import ScalingState
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
-FLAGS = ("backward_seen", "recomputed")
+FLAGS = ("backward_seen", "recomputed", "begun")
 
 
 @contextlib.contextmanager
@@ -50,6 +50,8 @@ def _scaling(model: nn.Module) -> Iterator[None]:
     ran = [(numerics, numerics.ran) for numerics in layers]
     tables = [(getattr(state, name), getattr(state, name).clone()) for state in states for name in TABLES]
     flags = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
+    for state in states:
+        state.backward_seen, state.recomputed, state.begun = False, False, True  # no step begins here
     try:
         yield
     finally:

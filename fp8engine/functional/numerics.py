@@ -16,7 +16,7 @@ from fp8engine.functional.weight import KeptWeight
 from fp8engine.observe import observe
 from fp8engine.recipe import MATMULS, Cast, PerBlock, Recipe
 from fp8engine.reference import How, Operand, Slot
-from fp8engine.scaling import ROLES, ScalingState
+from fp8engine.scaling import ROLES, ScalingState, in_backward
 from fp8engine.shared_input import Kept
 
 HOLDS = (None, torch.float32, torch.bfloat16, torch.float16)
@@ -88,7 +88,12 @@ class Numerics:
         self.__post_init__()
 
     def slot(self, role: str, record: bool, count: bool = True) -> Slot:
-        """The slot of "input", "weight" or "grad_output"; neither record nor count: only its scale is read."""
+        """The slot of "input", "weight" or "grad_output"; neither record nor count: only its scale is read.
+
+        A forward that runs again inside a backward pass is counted no second time.  (A graph asks when it runs.)
+        """
+        if role != "grad_output" and not torch.compiler.is_compiling() and in_backward():
+            count = False
         return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record, count)
 
     def adopt(self, recipe: Recipe) -> None:
@@ -130,7 +135,7 @@ def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold=N
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
     if made is None or (slot.record and not made[1].record):
         made = kept[how] = ops.quantize(x_MK, how, slot), slot
-    elif slot.count and slot.index != made[1].index:
+    elif (slot.count or slot.record) and slot.index != made[1].index:
         _count_again(made[1], slot, x_MK.numel())
     return made[0]
 
@@ -146,7 +151,7 @@ def both(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[
         first, second = ops.cast_transpose(x_MK, how, slot)
         kept[how], kept[how, "turned"] = (first, slot), (second, slot)
         return first, second
-    if slot.count and slot.index != made[1].index:
+    if (slot.count or slot.record) and slot.index != made[1].index:
         _count_again(made[1], slot, x_MK.numel())
     return made[0], turned[0]
 
@@ -176,8 +181,9 @@ def _count_again(source: Slot, slot: Slot, size: int) -> None:
     if slot.record:
         live[0, slot.index] = torch.maximum(live[0, slot.index], live[0, source.index])
         live[1, slot.index] = live[1, source.index]
-    counts[0, slot.index] += 1
-    counts[1, slot.index] += size
+    if slot.count:
+        counts[0, slot.index] += 1
+        counts[1, slot.index] += size
 
 
 def plain(x: torch.Tensor) -> bool:

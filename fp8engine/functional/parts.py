@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch._higher_order_ops import effects
 
 from fp8engine import operators, ops
 from fp8engine.errors import UnknownName
@@ -18,6 +17,7 @@ from fp8engine.functional.call import Call, Either
 from fp8engine.functional.numerics import Numerics, _count_again
 from fp8engine.reference import How, Norm, Operand, Slot, Store
 from fp8engine.reference.cast_transpose import IN_16_BITS
+from fp8engine.scaling import in_backward
 from fp8engine.shared_input import Kept
 
 STORES = ("16 bits", "fp8")
@@ -167,13 +167,11 @@ def count_again(source: Slot | None, slot: Slot | None, size: int) -> None:
 
 
 def _count_again_of(live, counts, source: int, index: int, record: bool, size: int) -> None:
-    _count_again(Slot(live, counts, source), Slot(live, counts, index, record), size)
+    _count_again(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
 
 
-# An effect in order, as every operator that writes a slot: the reason stands at the end of operators.py.
-operators.define(
+operators.define_effect(
     "count_again(Tensor live, Tensor counts, int source, int index, bool record, SymInt size) -> ()",
     _count_again_of,
     lambda *arguments: None,
 )
-effects._register_effectful_op("fp8engine::count_again", effects._EffectType.ORDERED)

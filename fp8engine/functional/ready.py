@@ -92,8 +92,9 @@ def _count(state: ScalingState, source: Slot | None, slot: Slot, size: int) -> N
         live, counts = slot.host
     else:
         live, counts = slot.live_2S, slot.counts_CS
-    counts[0, slot.index] += 1
-    counts[1, slot.index] += size
+    if slot.count:
+        counts[0, slot.index] += 1
+        counts[1, slot.index] += size
     if slot.record and source is not None and source.live_2S is state.live_2S:
         largest = max if slot.host is not None else torch.maximum
         live[0, slot.index] = largest(live[0, slot.index], live[0, source.index])

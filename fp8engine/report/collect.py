@@ -158,7 +158,11 @@ def _why_plain(numerics: Numerics) -> str:
 def _not_looked(numerics: Numerics, ran: bool) -> str:
     """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
     clock = getattr(numerics.state.clock, "__self__", None)
-    return NOT_LOOKED if ran and isinstance(clock, Controller) and clock.step < 0 else ""
+    if not (ran and isinstance(clock, Controller)):
+        return ""
+    # Step 0 may have begun in a forward without gradients: of an evaluation, unless a backward pass came.
+    trained = clock.step > 0 or (clock.step == 0 and (numerics.state.backward_seen or not clock.tentative))
+    return "" if trained else NOT_LOOKED
 
 
 def _why(numerics: Numerics, ran: bool, backend: str) -> str:

@@ -162,6 +162,8 @@ def _saved(layers: dict[str, Numerics]) -> dict:
         slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
     version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
     found: dict = {"version": version, "slots": slots}
+    if any(numerics.state.recomputed for numerics in layers.values()):
+        found["recomputed"] = True
     if kept := [controller.state_dict() for controller in _controllers(layers)]:
         found["auto"] = kept
     return found
@@ -201,6 +203,7 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         state.outputs.loaded(state.live_2S)
         state.saved_1.fill_(1)
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
+        state.recomputed = bool(state_dict.get("recomputed"))
 
 
 def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from autos import INTERVAL, TROUBLE, batch, controller, fused, lines, loss_of, p
 from blocks import WIDTH, Net
 from support import converted
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.controller import Plan
@@ -70,6 +71,25 @@ def test_a_plan_repeats_every_loss(name: str, objective: str, tmp_path):
     # Without it the losses are others, so that the above says something.
     torch.manual_seed(0)
     assert train(MODELS[name](fe.current()), STEPS) != losses
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_plan_repeats_every_loss_where_the_whole_model_is_recomputed(reentrant: bool, tmp_path):
+    model = plain()
+    losses = train(model, STEPS)
+    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    again = plain(fe.auto(plan=tmp_path / "plan.json"))
+    evaluate_first(again)
+    assert train(again, STEPS, lambda x: checkpoint(again, x, use_reentrant=reentrant)) == losses
+    assert lines(again) == lines(model) != []
+
+
+def evaluate_first(model: nn.Module) -> None:
+    """Before the first step, and of another input: begins nothing that counts."""
+    with torch.no_grad():
+        model(batch(TROUBLE))
+    (row,) = [layer for layer in fe.inspect(model).layers if layer["name"] == "blocks.0.up"]
+    assert "auto has seen no training step" in row["reason"]
 
 
 def test_a_plan_made_of_a_plan_is_the_same_plan(tmp_path):
