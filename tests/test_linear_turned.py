@@ -93,10 +93,14 @@ def test_the_gradient_of_the_bias_comes_with_the_cast_of_dy(recipe: str, monkeyp
 
 
 def test_layers_that_share_an_input_share_its_transpose(casts):
-    block = converted(torch.nn.Sequential(*[torch.nn.Linear(32, 16) for _ in range(3)]))
+    class Heads(torch.nn.ModuleList):
+        def forward(self, x):
+            return torch.stack([layer(x).sum() for layer in self]).sum()
+
+    block = converted(Heads(torch.nn.Linear(32, 16) for _ in range(3)))
     x = torch.randn(8, 32, requires_grad=True)
     with fe.backend("cublas"):
-        torch.stack([layer(x).sum() for layer in block]).sum().backward()
+        block(x).backward()
     assert [cast for cast in casts if cast == ("cast_transpose", (8, 32))] == [("cast_transpose", (8, 32))]
     slots = [fe.scaling_state(block)[f"{i}.input"] for i in range(3)]
     assert [slot.calls for slot in slots] == [1, 1, 1]
