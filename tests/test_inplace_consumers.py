@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import fp8engine as fe
 from fp8engine.functional import Memory, NormOf
 from fp8engine.functional.norm import norm
+from fp8engine.modules.serving import ServedLinear
 from fp8engine.reference import Norm
 
 WIDTH = 32
@@ -136,3 +137,24 @@ def test_in_place_in_a_compiled_graph(recipe: str, kind: str):
     y2.sum().backward()
     assert same([y1, x1.grad], [y2, x2.grad])
     assert same([p.grad for p in layer.parameters()], [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_result_of_a_served_layer_may_be_written(grad: bool, shape):
+    layer = ServedLinear.of(nn.Linear(WIDTH, WIDTH), fe.rowwise())
+    x = torch.randn(shape, requires_grad=grad)
+    wanted = layer(x).detach() + 1
+    y = layer(x)
+    y += 1
+    assert torch.equal(y.detach(), wanted)
+
+
+@pytest.mark.parametrize("granularity", [fe.PerTensor(), fe.PerRow(), fe.PerBlock(1, 16)], ids=str)
+def test_what_a_float8_tensor_dequantises_to_may_be_written(granularity):
+    q = fe.quantize(torch.randn(2, 3, WIDTH), fe.Cast(fe.E4M3, granularity)).requires_grad_()
+    values = q.dequantize()
+    values *= 2
+    values.sum().backward()
+    assert q.grad is not None
+    assert torch.equal(q.grad, torch.full((2, 3, WIDTH), 2.0))

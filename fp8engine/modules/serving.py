@@ -21,6 +21,7 @@ from fp8engine import device, ops
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.formats import E4M3
 from fp8engine.functional import Numerics
+from fp8engine.functional.linear import in_shape_of
 from fp8engine.modules.linear import Float8Module
 from fp8engine.recipe import Cast, PerBlock, Recipe
 from fp8engine.reference import Operand
@@ -150,7 +151,7 @@ class Served(Float8Module):
             b = Operand(weight_NK, scale, group.rows, group.cols, group.power_of_2)
             precision = "exact" if numerics.plan.exact else numerics.plan.precision["forward"]
             bias = None if self.bias is None else self.bias.detach()
-            return ops.matmul(a, b, bias, out, precision).view(*x.shape[:-1], n)
+            return in_shape_of(x, ops.matmul(a, b, bias, out, precision))
 
     def _check(self, x: torch.Tensor) -> None:
         n, k = self.shape_NK
