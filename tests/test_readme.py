@@ -1,4 +1,4 @@
-"""The pages tell the truth: the README's file tree is the disk, examples run, links and make targets exist.
+"""The pages tell the truth: the file tree of docs/architecture.md is the disk, examples run, links and targets exist.
 
 Three kinds of fenced block, by the words after the fence:
 
@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FOLDERS = (".", "docs", "kernels", "benchmarks", "examples")
 PAGES = [README, *sorted({page for folder in FOLDERS for page in (ROOT / folder).glob("*.md")} - {README})]
 MISNAMED = "a python block is `python`, or `python no-run: the reason`"
@@ -33,7 +34,7 @@ class Block(NamedTuple):
 
 
 def test_every_path_of_the_tree_exists():
-    assert [path for path in listed(README) if not (ROOT / path).exists()] == []
+    assert [path for path in listed(ARCHITECTURE) if not (ROOT / path).exists()] == []
 
 
 def test_every_file_of_the_library_is_in_the_tree():
@@ -43,7 +44,15 @@ def test_every_file_of_the_library_is_in_the_tree():
         for path in (ROOT / folder).rglob("*.py")
         if path.name != "__init__.py" and path.relative_to(ROOT).parts[:2] != ("fp8engine", "kernels")
     }
-    assert sorted(ours - set(listed(README))) == []
+    assert sorted(ours - set(listed(ARCHITECTURE))) == []
+
+
+def test_every_file_that_the_architecture_names_exists():
+    names = set(re.findall(r"`([\w/]+\.py)`", ARCHITECTURE.read_text()))
+    assert len(names) > 20
+    assert [
+        name for name in sorted(names) if not any((ROOT / folder / name).exists() for folder in ("fp8engine", "."))
+    ] == []
 
 
 @every_page
@@ -121,3 +130,7 @@ def run(block: Block, page: Path, namespace: dict) -> None:
         namespace.update(test.globs)
     else:
         exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len(README.read_text().splitlines()) <= 150
