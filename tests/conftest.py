@@ -31,11 +31,15 @@ def seed() -> int:
 
 
 @pytest.fixture(autouse=True)
-def row_scales_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 has no scaled matmul with row scales on a CPU: a product in plain torch stands in for it there."""
+def row_scales_on_a_cpu():
+    """torch 2.11 has no scaled matmul with row scales on a CPU: a product in plain torch stands in for it there.
+
+    With a MonkeyPatch of its own: the test's is undone when the test has asked for it to be, and not later.
+    """
     from fp8engine import device  # not above: some tests watch what the import of fp8engine does
 
     if device.cpu_scales_rows():
+        yield
         return
     real = torch._scaled_mm
 
@@ -44,5 +48,7 @@ def row_scales_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return real(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(device, "cpu_scales_rows", lambda: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", scaled_mm)
+        patch.setattr(device, "cpu_scales_rows", lambda: True)
+        yield
