@@ -36,6 +36,7 @@ ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
 BYPASSED = "nn.MultiheadAttention reads its weight and never calls it"
+PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
 def parameter_of(name: str, module: nn.Module) -> str:
     """What the module calls the matrix that `linear_layers` lists as `name`."""
     key = name.rpartition(".")[2]
-    return key if key in _stacked(module) else "weight"
+    return key if key in _stacked(module) or key in _projections(module) else "weight"
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -87,6 +88,8 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int,
             if not any(inner):  # an adapter's shell is not one
                 yield name, module, tuple(weight.shape)
         else:
+            for key, parameter in _projections(module).items():
+                yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
             for key, parameter in _stacked(module).items():
                 experts, rows, cols = parameter.shape
                 shape = (experts, cols, rows) if getattr(module, "is_transposed", False) else (experts, rows, cols)
@@ -97,6 +100,13 @@ def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's matrices of experts, each kept in one 3-D parameter, by name."""
     own = module._parameters.items()
     return {key: p for key, p in own if key in EXPERTS and p is not None and p.dim() == 3}
+
+
+def _projections(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The matrices that an nn.MultiheadAttention holds itself and multiplies its inputs by, by name."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return {}
+    return {key: p for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:
@@ -232,6 +242,8 @@ def _obstacle(module: nn.Module) -> str | None:
         return "its forward is replaced on the instance, and does not say what it replaces"
     if is_conv1d(module):
         return None
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies by this weight itself: it is no layer of its own"
     if not isinstance(module, nn.Linear):
         if _stacked(module):
             return experts.obstacle(module)

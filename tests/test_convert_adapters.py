@@ -130,7 +130,7 @@ def test_glora_refuses_a_converted_layer_by_name():
 def test_an_adapter_that_reads_the_weight_and_calls_no_layer_is_warned_of():
     torch.manual_seed(2)
     model: Any = peft.get_peft_model(converted(base()), peft.HRAConfig(init_weights=False, **BOTH))
-    with pytest.warns(fe.errors.BypassWarning, match="2 converted layers did not run in FP8: first, second: "):
+    with pytest.warns(fe.errors.BypassWarning, match=r"2 converted layer\(s\) did not run in FP8: first, second\. "):
         model(x())
     model.merge_adapter()
     model(x())

@@ -50,6 +50,19 @@ def eager(model: Classifier, x: torch.Tensor, mask: torch.Tensor | None) -> torc
     return model.out(x)
 
 
+def test_what_an_attention_multiplies_by_itself_counts_in_the_share():
+    model = converted(Classifier()).eval()
+    with torch.no_grad():
+        model(inputs()[0])
+    report = fe.inspect(model)
+    rows = {row["name"]: row for row in report.layers}
+    assert rows["encoder.layers.0.self_attn.in_proj_weight"]["shape"] == [96, 32]
+    assert "multiplies by this weight itself" in rows["encoder.layers.0.self_attn.in_proj_weight"]["reason"]
+    # A block's weights: 3 x 32 x 32 and 32 x 32 in attention, twice 64 x 32 in FP8; then 4 x 32, in FP8 too.
+    fp8, others = 2 * 2 * 64 * 32 + 4 * 32, 2 * 4 * 32 * 32
+    assert report.totals["fp8_flops_share"] == pytest.approx(fp8 / (fp8 + others))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_encoder_evaluates_by_its_converted_layers(mode, masked: bool):
@@ -146,7 +159,11 @@ class Calls(nn.MultiheadAttention):
 def test_an_attention_that_calls_its_projection_has_it_in_fp8():
     model = converted(Calls(32, 2))
     model(*[torch.randn(2, 3, 32)] * 3)
-    assert [row["ran"] for row in fe.inspect(model).layers] == [True]
+    assert {row["name"]: row["recipe"] for row in fe.inspect(model).layers} == {
+        "in_proj_weight": "none",
+        "out_proj": "current",
+    }
+    assert fe.inspect(model).layers[1]["ran"]
 
 
 class Eva(nn.Module):
@@ -210,7 +227,7 @@ def test_weights_read_directly_are_warned_of_once_by_name_and_count():
     assert watching(model)
     (text,) = said(lambda: model(x).sum().backward())
     names = "parts.0.qkv, parts.1.dt_proj, parts.1.x_proj, parts.2.qkv"
-    assert text.startswith(f"4 converted layers did not run in FP8: {names}: ")
+    assert text.startswith(f"4 converted layer(s) did not run in FP8: {names}. ")
     assert said(lambda: model(x)) == []
     rows = {row["name"]: row for row in fe.inspect(model).layers}
     assert {name for name, row in rows.items() if not row["ran"]} == set(names.split(", "))
@@ -222,7 +239,7 @@ def test_weights_read_directly_are_warned_of_once_by_name_and_count():
 def test_strict_makes_it_an_error(monkeypatch):
     monkeypatch.setattr("fp8engine.dispatch.why_emulated", lambda *args: "")
     model = fe.convert(Model(Eva()), "current", strict=True)
-    with pytest.raises(fe.errors.StrictError, match=r"1 converted layers did not run in FP8: parts\.0\.qkv: "):
+    with pytest.raises(fe.errors.StrictError, match=r"1 converted layer\(s\) did not run in FP8: parts\.0\.qkv\. "):
         model(torch.randn(2, 4, 16))
 
 
@@ -323,5 +340,5 @@ def test_compiled_parts_are_not_watched():
     model.parts[0].compile(backend=count, fullgraph=True)
     model.parts.append(torch.compile(converted(Model(Eva())), backend="eager"))
     (text,) = said(lambda: [model(x) for _ in range(3)])
-    assert text.startswith("2 converted layers did not run in FP8: parts.1.dt_proj, parts.1.x_proj: ")
+    assert text.startswith("2 converted layer(s) did not run in FP8: parts.1.dt_proj, parts.1.x_proj. ")
     assert count.frame_count == alone, "nothing that its graphs are guarded by has changed"

@@ -82,8 +82,8 @@ class FirstForward:
     def _say(self, names: list[str]) -> None:
         shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
         text = (
-            f"{len(names)} converted layers did not run in FP8: {shown}: the model reads their weight and does not "
-            "call them, so they compute as before fe.convert; call them, or leave them alone with overrides or skip"
+            f"{len(names)} converted layer(s) did not run in FP8: {shown}. The model reads their weight and does not "
+            "call them, so they compute as before fe.convert. Call them, or leave them alone with overrides or skip"
         )
         if self.strict:
             raise StrictError(f"strict=True: {text}")

@@ -6,21 +6,29 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 
-NARROWEST = 5  # the widest column gives way first, and none below this
+NARROWEST = 5  # no column gives way below this
 
 
 def columns(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     r"""Lines: the first row, a rule, the other rows.  What is too long for its column goes on in the line below.
 
+    Words, and so the names of layers, stay whole where the width allows; then those of the first column, the names.
+
     >>> print(*columns([["layer", "note"], ["blocks.0.up", "never ran"]], 23), sep="\n")
-    │ layer    │ note     │
-    ├──────────┼──────────┤
-    │ blocks.0 │ never    │
-    │ .up      │ ran      │
+    │ layer       │ note  │
+    ├─────────────┼───────┤
+    │ blocks.0.up │ never │
+    │             │ ran   │
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + 3 * len(widths) + 1 > width and max(widths) > NARROWEST:
-        widths[widths.index(max(widths))] -= 1
+    table = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in table]
+    longest = [max(len(word) for cell in column for word in cell.split() or [""]) for column in table]
+    for least in (longest, [longest[0], *[NARROWEST] * (len(widths) - 1)], [NARROWEST] * len(widths)):
+        while sum(widths) + 3 * len(widths) + 1 > width:
+            wide = [i for i, size in enumerate(widths) if size > least[i]]
+            if not wide:
+                break
+            widths[max(wide, key=lambda i: widths[i])] -= 1
     for i, row in enumerate(rows):
         cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
         for line in itertools.zip_longest(*cells, fillvalue=""):
