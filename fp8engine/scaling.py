@@ -33,6 +33,7 @@ from fp8engine.shared_input import SharedInput, siblings
 
 ROLES = ("input", "weight", "grad_output")
 OUTPUT = "output"
+NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class ScalingState:
         self.outputs = OutputSlots()
         self._reset(torch.device(device))
 
+    @NORMAL
     def _reset(self, device: torch.device) -> None:
         """Fresh tables: nothing seen, no scale known."""
         depth = max([recipe.history for _, recipe in self.layers if recipe.delayed], default=0)
@@ -177,6 +179,7 @@ class ScalingState:
         """Where the tables are."""
         return self.live_2S.device
 
+    @NORMAL
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `Module._apply` to its device; a change of dtype leaves the tables as they are."""
         try:
@@ -260,6 +263,7 @@ class ScalingState:
         else:
             self.live_2S[0].fill_(-1.0)
 
+    @NORMAL
     def adopt(self, layer: int, recipe: Recipe) -> None:
         """A layer follows another recipe from now on.  Histories stay; a scale for another format's range does not.
 

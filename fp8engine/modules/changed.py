@@ -27,6 +27,4 @@ def weights_changed(model: nn.Module) -> None:
     if not layers:
         raise ConversionError(f"weights_changed: {type(model).__name__} has no converted layers; call fe.convert first")
     for layer in layers:
-        for name, _ in layer.named_parameters(recurse=False):
-            if (numerics := layer.numerics_of(name)) is not None:
-                numerics.weight.give_up()
+        layer.forget_copies()

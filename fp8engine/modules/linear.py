@@ -25,10 +25,21 @@ class Float8Module(nn.Module):
         """The numerics of the matmuls by one of its parameters; None: that one is no matrix in FP8."""
         return self.numerics if parameter == "weight" else None
 
+    def forget_copies(self) -> None:
+        """Keep no FP8 copy of its weights: the next use casts them."""
+        for name in self._parameters:
+            if (numerics := self.numerics_of(name)) is not None:
+                numerics.weight.give_up()
+
     def _apply(self, fn, recurse=True):
+        self.forget_copies()  # torch swaps no parameter that has a weak reference, which a copy has
         result = super()._apply(fn, recurse)
         self.numerics.state.apply(fn)
         return result
+
+    def _load_from_state_dict(self, *arguments, **options):
+        self.forget_copies()
+        super()._load_from_state_dict(*arguments, **options)
 
     def _replicate_for_data_parallel(self):
         raise ParallelError(
