@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from fp8engine.errors import UnknownName
+from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.modules import experts
 from fp8engine.modules.dispatched import held_forwards
 from fp8engine.modules.grouped import GroupedLinear
@@ -130,9 +130,19 @@ def decide(
 
     overrides: glob over layer names -> recipe, the last match wins.  skip: True leaves a layer alone; without it,
     output heads and adapters (LoRA) are left, unless an override names them.
-    Raises UnknownName for a recipe's name, or for a pattern that matches no linear layer.
+    Raises UnknownName for a recipe's name, or for a pattern that matches no linear layer, ConversionError for a skip or
+    overrides of another type.
     """
     asked = resolve(recipe)
+    if skip is not None and not callable(skip):
+        raise ConversionError(
+            f"skip is a {type(skip).__name__}; it takes a function (name, module) -> bool: to leave layers alone by "
+            'name, write overrides={"blocks.0.*": "bf16"}'
+        )
+    if not isinstance(overrides, Mapping | None):
+        raise ConversionError(
+            f'overrides is a {type(overrides).__name__}; it takes a dict of globs and recipes: {{"blocks.0.*": "bf16"}}'
+        )
     chosen = {pattern: resolve(value) for pattern, value in (overrides or {}).items()}
     layers = list(linear_layers(model))
     for pattern in chosen:
