@@ -150,8 +150,8 @@ def _check(model: nn.Module, target: Path) -> None:
         )
     if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ConversionError(
-            f"export: {absent} is on the meta device (offloaded by Accelerate, or not loaded yet) and holds no numbers to "
-            "write: load the whole model into memory, without offloading"
+            f"export: {absent} is on the meta device (offloaded by Accelerate, or not loaded yet) and holds no numbers "
+            "to write: load the whole model into memory, without offloading"
         )
     check_target(target)
 
