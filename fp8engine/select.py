@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from fp8engine.errors import UnknownName
+from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.modules import experts
 from fp8engine.modules.dispatched import held_forwards
 from fp8engine.modules.grouped import GroupedLinear
@@ -130,9 +130,19 @@ def decide(
 
     overrides: glob over layer names -> recipe, the last match wins.  skip: True leaves a layer alone; without it,
     output heads and adapters (LoRA) are left, unless an override names them.
-    Raises UnknownName for a recipe's name, or for a pattern that matches no linear layer.
+    Raises UnknownName for a recipe's name, or for a pattern that matches no linear layer, ConversionError for a skip or
+    overrides of another type.
     """
     asked = resolve(recipe)
+    if skip is not None and not callable(skip):
+        raise ConversionError(
+            f"skip is a {type(skip).__name__}; it takes a function (name, module) -> bool: to leave layers alone by "
+            'name, write overrides={"blocks.0.*": "bf16"}'
+        )
+    if not isinstance(overrides, Mapping | None):
+        raise ConversionError(
+            f'overrides is a {type(overrides).__name__}; it takes a dict of globs and recipes: {{"blocks.0.*": "bf16"}}'
+        )
     chosen = {pattern: resolve(value) for pattern, value in (overrides or {}).items()}
     layers = list(linear_layers(model))
     for pattern in chosen:
@@ -161,13 +171,17 @@ def decide(
 def _heads(model: nn.Module) -> set[int]:
     """ids of modules that are a model's output head.
 
-    HF says so, the weight is tied to an embedding, or it is the last layer of a module with a head's name.  In a block
-    that repeats (Flux's `proj_out`) the name counts only for a layer as wide as the config's vocabulary or classes.
+    HF says so, the weight is tied to an embedding, it is the last layer of a module with a head's name, or it is as
+    wide as a config's vocabulary or classes and no layer reads as many.  In a block that repeats (Flux's `proj_out`)
+    only a layer with the name and the width is one.
     """
     found, repeated = set(), _repeated(model)
-    config = getattr(model, "config", None)
-    widths = {getattr(config, key, None) for key in ("vocab_size", "num_labels")}
+    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    widths = {getattr(config, key, None) for config in configs.values() for key in ("vocab_size", "num_labels")}
+    unread = widths - {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
     for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features in unread and not _in_adapter(name):
+            found |= {id(module)} - repeated
         if name.rpartition(".")[2] in HEADS and not isinstance(module, nn.ModuleList):
             inner = [m for part, m in module.named_modules() if isinstance(m, nn.Linear) and not _in_adapter(part)]
             found |= {id(m) for m in inner[-1:] if id(module) not in repeated or m.out_features in widths}
@@ -197,12 +211,12 @@ def _repeated(model: nn.Module) -> set[int]:
 
 
 def _routers(model: nn.Module) -> set[int]:
-    """ids of modules that choose experts, or weigh a shared one."""
+    """ids of modules that choose experts, or weigh a shared one, with all that is in them (Switch's `classifier`)."""
     found = set()
     for parent in model.modules():
         for key, child in parent.named_children():
             if key in ROUTERS or (key == "gate" and hasattr(parent, "experts")) or _has_router_weight(child):
-                found.add(id(_adapted(child)))
+                found |= {id(module) for module in child.modules()}
     return found
 
 

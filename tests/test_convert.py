@@ -181,6 +181,13 @@ def test_nothing_to_convert_is_an_error(build, why: str):
         fe.convert(build())
 
 
+def test_skip_and_overrides_of_a_wrong_type_are_refused_with_the_right_way():
+    with pytest.raises(fe.errors.ConversionError, match=r"skip is a list; it takes a function .*overrides=\{"):
+        fe.convert(nn.Sequential(nn.Linear(8, 8)), "current", skip=["0"])  # type: ignore[arg-type]
+    with pytest.raises(fe.errors.ConversionError, match=r"overrides is a list; it takes a dict"):
+        fe.convert(nn.Sequential(nn.Linear(8, 8)), "current", overrides=[("0", "bf16")])  # type: ignore[arg-type]
+
+
 def test_skip_of_everything_is_an_error():
     with pytest.raises(fe.errors.ConversionError, match=r"blocks\.0\.up: skip\(\) returned True; "):
         fe.convert(Net(16), skip=lambda name, module: True)

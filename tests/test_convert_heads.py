@@ -105,3 +105,30 @@ def test_a_head_made_of_layers_or_blocks_that_repeat():
     assert heads(named) == {"head"}
     model = nn.ModuleDict({"head": nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))})
     assert heads(model) == {"head.1.0"}
+
+
+class Encoder(nn.Module):
+    """Blocks with a layer as wide as the classes, heads in a list, and layers around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedder = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"narrow": nn.Linear(16, 4), "wide": nn.Linear(16, 16)}) for _ in "ab"
+        )
+        self.final = nn.Linear(16, 4)
+        self.lm_heads = nn.ModuleList(nn.Linear(16, 40) for _ in range(2))
+        self.config = SimpleNamespace(num_labels=4)
+        self.lm_heads.config = SimpleNamespace(vocab_size=40)  # type: ignore[assignment]
+
+
+def test_a_layer_as_wide_as_the_classes_or_the_vocabulary_is_a_head_whatever_its_name():
+    """XLM's `sequence_summary.summary`, Perceiver's `final_layer`; MusicGen's lm_heads, by the config of a part."""
+    assert heads(Encoder()) == {"final", "lm_heads.0", "lm_heads.1"}
+
+
+def test_a_width_that_a_layer_reads_is_no_sign_of_a_head():
+    """LASR's subsampler writes 512 features for blocks that read 512, and its config has 512 tokens."""
+    model = Encoder()
+    model.config = SimpleNamespace(num_labels=16)
+    assert heads(model) == {"lm_heads.0", "lm_heads.1"}

@@ -213,15 +213,16 @@ class OverflowWatch:
 def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters") -> OverflowWatch:
     """Watch a training loop for NaN and Inf: `with find_overflow(model, scaler) as watch`.
 
-    model: the object that is called.  scaler: a torch.amp.GradScaler, whose `update` then counts the steps and whose
-    loss scale is followed; without one each forward pass of the model is a step.  mode: "counters" (cheap; tells the
-    layer at once and the op one pass later) or "ops" (looks at every op; waits for the device at each).
+    model: the object that is called.  scaler: a torch.amp.GradScaler, or the optimizer of fe.amp.decorate, which holds
+    one; its `update` then counts the steps and its loss scale is followed.  Without one each forward pass of the model
+    is a step.  mode: "counters" (cheap; tells the layer at once and the op one pass later) or "ops" (looks at every op;
+    waits for the device at each).
 
     `watch.first()`: the first Finding (layer, operand, op, step, amaxes) or None.  `watch.report()`: all of it, a table
     when printed.  `watch.pin(k)`: the worst k layers in FP32 from now on.  A gradient that overflows under a scaler is
     found too, but the scaler skips that step and halves the scale: no layer is guilty where a smaller scale cures it.
 
-    Raises UnknownName (mode), ConversionError (model is not an nn.Module).
+    Raises UnknownName (mode), ConversionError (model is not an nn.Module, scaler is no loss scaler).
 
     >>> import torch
     >>> class Scores(nn.Module):
@@ -244,6 +245,12 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
         raise UnknownName("mode of find_overflow", mode, MODES)
     if not isinstance(model, nn.Module):
         raise ConversionError(f"find_overflow takes the nn.Module that is called, not {type(model).__name__}")
+    scaler = getattr(scaler, "scaler", scaler)
+    if scaler is not None and not (hasattr(scaler, "update") and hasattr(scaler, "get_scale")):
+        raise ConversionError(
+            f"find_overflow(model, scaler): {type(scaler).__name__} is no loss scaler: give the GradScaler, or the "
+            "optimizer that fe.amp.decorate has returned"
+        )
     return OverflowWatch(model, scaler, mode)
 
 

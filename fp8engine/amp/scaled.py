@@ -133,8 +133,8 @@ class ScaledOptimizer(Wrapped):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unscale, step or skip, and after the last optimizer of the iteration update the scale.
 
-        Raises OptimizerError: gradients that hold the scale in part or not at all, or were changed while they held it;
-        a closure; a second step before the other optimizers that were decorated together have taken theirs.
+        Raises OptimizerError: no gradients, or gradients that hold the scale in part or not at all, or were changed
+        while they held it; a closure; a second step before the others that were decorated together have taken theirs.
         """
         if not self.scaler.is_enabled():
             return self.inner.step() if closure is None else self.inner.step(closure)
@@ -159,10 +159,15 @@ class ScaledOptimizer(Wrapped):
 
     def _check(self) -> None:
         held = list(self._gradients())
-        if held and not any(i in self._noted for i, _ in held):
+        if not held:
+            raise OptimizerError(
+                f"no parameter of {type(self.inner).__name__} has a gradient: call optimizer.backward(loss) before this"
+            )
+        if not any(i in self._noted for i, _ in held):
             raise OptimizerError(
                 "these gradients hold no loss scale: they do not come from optimizer.backward(loss) of an optimizer"
-                " decorated in the same call; write optimizer.backward(loss) for loss.backward()"
+                " decorated in the same call, or were stepped with already; write optimizer.backward(loss) for"
+                " loss.backward(), once before every step()"
             )
         for i, grad in held:
             if not self._as_noted(i, grad):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 
 from fp8engine.cli.pretrained import load_weights, quiet, read_text, token_ids, tokens_of
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.shared import AsJson, Debug, app, console, match_skips, print_json
 from fp8engine.convert import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
 from fp8engine.export import ExportReport, export
@@ -22,8 +23,10 @@ from fp8engine.export.write import check_target
 from fp8engine.recipe import Auto, current, resolve
 from fp8engine.report.compare import run_steps
 from fp8engine.report.compare_text import batches, pieces
+from fp8engine.select import linear_layers
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZE = r" *\d+(\.\d*)? *[KMGT]B *"
 TEXTS, LENGTH = 64, 128  # paragraphs that auto decides from, and most tokens of each, as in `fp8engine compare`
 
 
@@ -56,10 +59,13 @@ def command(
             if decides
             else f"--text is what recipe 'auto' decides from; recipe {recipe!r} decides nothing: leave it out"
         )
+    if not re.fullmatch(SIZE, max_shard_size, re.IGNORECASE):
+        raise ConversionError(f"--max-shard-size {max_shard_size!r}: want a number and KB, MB, GB or TB, such as 5GB")
     choose(current() if decides else resolve(recipe), layout, "dynamic")  # said before gigabytes are read
     check_target(out)
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
     loaded, notes = load_weights(model, DTYPES[dtype])
+    match_skips(skip or (), [name for name, *_ in linear_layers(loaded)])
     with quiet():
         if skip or decides:
             with warnings.catch_warnings():

@@ -20,9 +20,9 @@ import typer
 from rich.table import Table
 from torch import nn
 
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.shared import AsJson, Debug, app, console, match_skips, print_json
 from fp8engine.convert import plan
-from fp8engine.errors import ConversionError, InvalidRecipe, UnknownName
+from fp8engine.errors import ConversionError, InvalidRecipe
 from fp8engine.modules.grouped import GroupedLinear
 from fp8engine.select import Decision, experts_run
 
@@ -160,9 +160,8 @@ def _pair(text: str) -> tuple[str, str]:
 def _skipping(decisions: list[Decision], patterns: Iterable[str]) -> list[Decision]:
     """The decisions with these layers left alone as well."""
     names = [decision.name for decision in decisions]
+    match_skips(patterns, names)
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise UnknownName("skip pattern (no linear layer matches it)", pattern, names)
         decisions = [
             dataclasses.replace(decision, recipe=None, reason=f"--skip {pattern}")
             if decision.recipe and fnmatch.fnmatchcase(decision.name, pattern)

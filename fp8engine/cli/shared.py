@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fp8engine.errors import Fp8EngineError
+from fp8engine.errors import Fp8EngineError, UnknownName
 
 IMPOSSIBLE = 2  # exit code, as for a wrong option
 DEBUG = "fp8engine.debug"
@@ -57,6 +59,13 @@ def console(*, stderr: bool = False) -> Console:
 def print_json(content: dict) -> None:
     """One JSON document; NaN is not JSON, and is an error in the program."""
     typer.echo(json.dumps(content, indent=1, allow_nan=False))
+
+
+def match_skips(patterns: Iterable[str], names: list[str]) -> None:
+    """Raises UnknownName for a --skip that names no layer."""
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UnknownName("--skip pattern (no linear layer matches it)", pattern, names)
 
 
 def _escape(text: str) -> str:

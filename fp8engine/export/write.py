@@ -148,8 +148,11 @@ def _check(model: nn.Module, target: Path) -> None:
             f"export: {type(model).__name__} is quantised already: its own save_pretrained writes it; "
             "to write another layout, load the 16-bit weights"
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConversionError("export: parameters on the meta device (or offloaded) hold no numbers to write")
+    if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ConversionError(
+            f"export: {absent} is on the meta device (offloaded by Accelerate, or not loaded yet) and holds no numbers "
+            "to write: load the whole model into memory, without offloading"
+        )
     check_target(target)
 
 

@@ -22,9 +22,9 @@ import torch
 
 from fp8engine import ops
 from fp8engine.dispatch import asked, inherited
-from fp8engine.errors import GradientError
 from fp8engine.functional import stored
 from fp8engine.functional.numerics import Numerics, both, holding, operand, transpose
+from fp8engine.functional.refusals import no_transform
 from fp8engine.functional.weight import Copies
 from fp8engine.reference import Operand, Store, column_sums
 from fp8engine.shared_input import Kept
@@ -188,10 +188,7 @@ class Call:
             numerics.state.backward_seen = True
             numerics.weight.after_backward()
             if torch.is_grad_enabled():
-                raise GradientError(
-                    f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
-                    'for create_graph=True leave this layer in 16 bits (overrides={"name": "bf16"})'
-                )
+                raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
         made, again = {}, self.plan.wgrad[0]
         if isinstance(dy, torch.Tensor):
             self.observe("grad_output", dy)

@@ -27,7 +27,7 @@ import torch
 
 from fp8engine import device, ops
 from fp8engine.dispatch import asked
-from fp8engine.errors import GradientError, ShapeError
+from fp8engine.errors import ShapeError
 from fp8engine.functional.call import ON_CODES, Call, Either
 from fp8engine.functional.groups import (
     Groups,
@@ -41,6 +41,7 @@ from fp8engine.functional.groups import (
 from fp8engine.functional.linear import check, dtype_of_result, enter
 from fp8engine.functional.numerics import Casting, Numerics, operand
 from fp8engine.functional.ready import suited
+from fp8engine.functional.refusals import no_transform
 from fp8engine.functional.weight import Copies
 from fp8engine.reference import How, Operand, Slot, column_sums
 from fp8engine.shared_input import Kept
@@ -179,10 +180,7 @@ class _Experts(Call):
         numerics.state.backward_seen = True
         numerics.weight.after_backward()
         if torch.is_grad_enabled():
-            raise GradientError(
-                f"{numerics.name}: the gradient of an FP8 matmul has no gradient of its own; "
-                'for create_graph=True leave this layer in 16 bits (recipe="bf16")'
-            )
+            raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
         self.observe("grad_output", dy_TN)
         hold, made, slot = self._holding(dy_TN), {}, numerics.slot("grad_output", record=True)
         dx_TK = dw_ENK = db_EN = None

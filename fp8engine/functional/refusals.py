@@ -69,7 +69,9 @@ def _sharded(name: str, what: str) -> Fp8EngineError:
 
 
 def _in_16_bits(name: str) -> str:
-    return f"leave the layer in 16 bits: fe.convert(..., overrides={{{name!r}: 'bf16'}})"
+    return (
+        f"leave the layer in 16 bits: fe.convert(..., overrides={{{name!r}: 'bf16'}}), or recipe='bf16' when it is made"
+    )
 
 
 def _is_dtensor(x: torch.Tensor) -> bool:

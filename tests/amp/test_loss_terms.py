@@ -197,6 +197,22 @@ def test_gradients_that_were_stepped_with_and_not_zeroed():
         optimizer.step()
 
 
+def test_a_step_before_any_backward_and_a_second_one():
+    for steps in (0, 1):
+        model, optimizer = start(scaler=GradScaler("cpu", 64.0))
+        for _ in range(steps):
+            optimizer.backward(output(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        for refused in (optimizer.step, optimizer.unscale_):
+            with pytest.raises(OptimizerError, match=r"no parameter of SGD has a gradient: call optimizer.backward"):
+                refused()
+        optimizer.backward(output(model))
+        optimizer.step()
+        with pytest.raises(OptimizerError, match=r"or were stepped with already.*once before every step\(\)"):
+            optimizer.step()
+
+
 def test_a_backward_after_unscaling():
     model, optimizer = start(scaler=GradScaler("cpu", 64.0))
     optimizer.backward(output(model))

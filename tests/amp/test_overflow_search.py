@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from fp8engine.amp.decorate import decorate
 from fp8engine.amp.overflow import find_overflow
 from fp8engine.amp.scaler import GradScaler
+from fp8engine.errors import ConversionError
 
 
 class Times(torch.autograd.Function):
@@ -217,3 +219,19 @@ def test_the_row_of_a_guilty_layer_shows_what_it_found(made: str):
     line = next(line for line in str(watch.report()).splitlines() if " Ill " in line)
     assert [cell.strip() for cell in line.strip("│ ").split("│")][3:6] == [made, "over", "2"]
     assert row.to_dict()["made"] == made.lower()
+
+
+def test_the_scaler_inside_a_decorated_optimizer():
+    """It is taken from there; its search blames no layer, and what is no scaler is refused by its kind."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 1e-3), scaler=GradScaler("cpu", 2.0**24))
+    with find_overflow(model, optimizer) as watch:
+        while optimizer.scaler.stats.iterations == optimizer.scaler.stats.skipped:
+            optimizer.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.scaler.stats.skipped > 0
+    assert watch.pin() == []
+    assert "cures it, nothing to pin" in str(watch.first())
+    with pytest.raises(ConversionError, match="SGD is no loss scaler: give the GradScaler, or"):
+        find_overflow(model, torch.optim.SGD(model.parameters(), 1e-3))

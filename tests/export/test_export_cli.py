@@ -64,7 +64,8 @@ def test_what_it_refuses(plain: Path, tmp_path: Path):
     refuse("did you mean 'bf16'", plain, tmp_path / "out", "--dtype", "bf61")
     refuse("has no config.json", tmp_path, tmp_path / "out")
     refuse("not an empty folder", plain, plain)
-    refuse("no linear layer matches it", plain, tmp_path / "out", "--skip", "nothing")
+    refuse("unknown --skip pattern (no linear layer matches it)", plain, tmp_path / "out", "--skip", "nothing")
+    refuse("--max-shard-size '5XB': want a number and", plain, tmp_path / "out", "--max-shard-size", "5XB")
     assert call(plain, tmp_path / "first").exit_code == 0
     refuse("quantised already (compressed-tensors)", tmp_path / "first", tmp_path / "out")
     (plain / "model.safetensors").write_bytes(b"")

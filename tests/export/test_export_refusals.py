@@ -29,7 +29,11 @@ def test_models_that_are_not_to_be_exported(tmp_path: Path):
     out = tmp_path / "out"
     refused("not Sequential", nn.Sequential(nn.Linear(32, 32)), out)
     with torch.device("meta"):
-        refused("meta device", tiny_models.llama(), out)
+        refused(
+            r"model.embed_tokens.weight is on the meta device .*: load the whole model into memory",
+            tiny_models.llama(),
+            out,
+        )
     part: Any = tiny_models.llama()
     fe.convert(part.model.layers[0])
     refused("converted by themselves", part, out)
