@@ -7,7 +7,7 @@ collectives write without moving the counter.  So operands are read again only
     within one forward of the converted root, or one backward  a block that a checkpoint recomputes there
     in the same thread                                         another thread may run on another CUDA stream
     in the same CUDA graph, or outside of any                  a replay changes what was cast before the capture
-    while version, and on a CPU sampled values, stand still    a CPU shares contiguous inputs alone
+    while version, and on a CPU the fingerprint, stand still   a CPU shares contiguous inputs alone
 
 Outside of a forward of the root nothing is shared.
 """
@@ -22,11 +22,11 @@ from collections.abc import Hashable, Iterable
 import torch
 
 from fp8engine import device
+from fp8engine.fingerprint import fingerprint
 from fp8engine.reference import Operand, Slot
 
 # Operands made of one tensor, and the slot that counted each.
 Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "turned") for the transpose under it
-SAMPLES = 16  # values of an input on a CPU that are compared
 
 
 def siblings(names: Iterable[str]) -> list[str | None]:
@@ -75,7 +75,7 @@ class SharedInput(threading.local):
         outside = task == -1 and not self.active
         if parent is None or outside or (x.device.type == "cpu" and not x.is_contiguous()):
             return {}
-        seen = (task, parent, x._version, device.capturing(x.device), _sample(x))
+        seen = (task, parent, x._version, device.capturing(x.device), fingerprint(x))
         entry = self.entry
         if entry is None or entry.tensor() is not x or entry.seen != seen or layer in entry.readers:
             entry = self.entry = _Entry(x, seen)
@@ -84,12 +84,3 @@ class SharedInput(threading.local):
 
     def __reduce__(self):
         return SharedInput, ()
-
-
-def _sample(x: torch.Tensor) -> list[float]:
-    """Values spread over a contiguous tensor on a CPU; none elsewhere."""
-    size = x.numel()
-    if x.device.type != "cpu" or not size:
-        return []
-    stride = max(size // SAMPLES, 1) | 1  # odd: rows of an even length are not always met in the same column
-    return x.detach().as_strided((1 + (size - 1) // stride,), (stride,)).tolist()

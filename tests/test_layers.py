@@ -18,7 +18,7 @@ HOUSE = (
     ("L0", "errors.py"),
     ("L0", "names.py"),
     ("L0", "formats.py"),
-    ("L0", "device.py"),
+    ("L0", "device.py", "fingerprint.py"),
     ("L0", "reference/"),
     ("L0", "kernels/"),
     ("L1", "cast.py"),

@@ -65,7 +65,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Counter:
 @pytest.fixture
 def no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a card, where no value is read."""
-    monkeypatch.setattr(shared_input, "_sample", lambda x: [])
+    monkeypatch.setattr(shared_input, "fingerprint", lambda x: [])
 
 
 def by_numpy(x: torch.Tensor) -> None:

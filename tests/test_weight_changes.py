@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine import device, execute
+from fp8engine.fingerprint import fingerprint
 from fp8engine.functional import weight as weights
 
 N, K = 32, 48
@@ -21,7 +22,7 @@ N, K = 32, 48
 @pytest.fixture
 def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a weight is read by the host."""
-    monkeypatch.setattr(weights, "_sample", lambda weight: [])
+    monkeypatch.setattr(weights, "fingerprint", lambda weight: [])
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_samples_are_spread_over_rows_and_columns(shape: tuple[int, int], stored
     n, k = shape
     index = torch.arange(n * k).view(shape)
     weight = index.float() if stored_by_row else index.t().contiguous().t().float()
-    found = torch.tensor(weights._sample(weight)).long()
+    found = torch.tensor(fingerprint(weight)[1 + n * k % 2 :]).long()
     assert 20 <= len(found) <= 64
     rows, columns = (found // k).unique(), (found % k).unique()
     assert len(rows) >= min(n, 20)
@@ -184,3 +185,39 @@ def test_a_replay_that_changed_the_weight_is_seen_by_eager_code(cache, as_on_a_c
         before = layer(x).clone()
         layer.weight.data.mul_(2)  # what a replay of forward, backward and optimizer does: no counter moves
         assert torch.equal(layer(x), 2 * before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(256, 256), (33, 5), (7, 3), (1, 1)])
+def test_a_write_into_one_element_is_seen(shape, dtype: torch.dtype):
+    layer = fe.Linear(shape[1], shape[0], recipe="rowwise", dtype=dtype).eval()
+    x = torch.randn(4, shape[1]).to(dtype)
+    with torch.no_grad():
+        layer(x)
+        layer.weight.data[shape[0] // 2, shape[1] // 2] += 3
+        fresh = recast_at_every_use(layer).to(dtype)
+        assert torch.equal(layer(x), fresh(x))
+
+
+def test_rows_that_change_places_are_seen():
+    layer, x = fe.Linear(64, 64, bias=False, recipe="rowwise").eval(), torch.randn(4, 64)
+    with torch.no_grad():
+        before = layer(x).clone()
+        layer.weight.data.copy_(layer.weight.data.flip(0))
+        assert torch.equal(layer(x), before.flip(-1))
+
+
+def test_training_that_writes_one_weight_in_a_hundred_through_data_is_followed():
+    torch.manual_seed(0)
+    mask = (torch.rand(64, 64) < 0.01).float()
+    x, dy = torch.randn(16, 64), torch.randn(16, 64)
+    layer = fe.Linear(64, 64, recipe="current")
+    twin = recast_at_every_use(layer)
+    for _ in range(6):
+        for each in (layer, twin):
+            each.zero_grad()
+            for _ in range(2):  # microbatches, so that copies are kept
+                each(x).backward(dy)
+            assert each.weight.grad is not None
+            each.weight.data -= 0.1 * mask * each.weight.grad
+        assert torch.equal(layer(x), twin(x))

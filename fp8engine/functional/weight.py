@@ -8,8 +8,8 @@
     False   not even until backward, which casts the weight again
 
 A copy is used again only while the parameter is the same object at the same address and its version counter stands
-still, and on a CPU values sampled over its rows and columns too.  Writes through `.data` and by collectives do not move
-the counter.  Where nothing can be sampled without waiting for the device:
+still, and on a CPU its fingerprint too.  Writes through `.data` and by collectives do not move the counter.  Where
+nothing can be read without waiting for the device:
 
     a counter at 0         proves nothing, because fully_shard's unsharded weights stay there: nothing is kept
     training               a copy is kept for the next microbatch only if the counter was seen to move between steps
@@ -22,19 +22,15 @@ Several threads may read one weight at once: what is known of a version is one o
 
 from __future__ import annotations
 
-import functools
-import math
 import weakref
 
 import torch
 
 from fp8engine import device
+from fp8engine.fingerprint import fingerprint
 from fp8engine.reference import How
 from fp8engine.scaling import in_backward
 from fp8engine.shared_input import Kept
-
-SAMPLES = 32  # about so many values of a weight are compared; each may be a cache miss
-GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a row spread over its columns most evenly
 
 
 class Copies(Kept):
@@ -107,17 +103,17 @@ class KeptWeight:
         if self.captured or device.capturing(weight.device):
             self.captured, self.version = True, Version()
             return Copies()
-        sample = _sample(weight)
-        if weight._version == 0 and not sample and self.cache is not True:
+        seen = fingerprint(weight)
+        if weight._version == 0 and not seen and self.cache is not True:
             self.give_up()
             return Copies(held=False)  # held until backward, it would undo fully_shard's sharding
         owner = weight if weight._base is None else weight._base  # a Conv1D's is a new transposed view at every call
-        key = (weight.data_ptr(), weight.shape, weight._version, sample)
+        key = (weight.data_ptr(), weight.shape, weight._version, seen)
         version = self.version
         if version.owner is None or version.owner() is not owner or version.key != key:
             self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]
             version = self.version = Version(owner, key, self._why_kept(weight, training))
-        elif training and not in_backward() and version.read_again and (sample or self.moves):
+        elif training and not in_backward() and version.read_again and (seen or self.moves):
             self.again, version.why = True, "read again"
         if not (version.why or training):
             version.why = "inference"
@@ -140,39 +136,3 @@ class KeptWeight:
     def give_up(self) -> None:
         """Keep nothing, and use nothing again."""
         self.version = Version()
-
-
-def _sample(weight: torch.Tensor) -> list[float]:
-    """Values spread over the rows and columns of a CPU weight; none elsewhere, or where its memory has gaps.
-
-    Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.  Not
-    kept as a view: it would hold the storage of a weight that was moved away.
-    """
-    size, by_row = weight.numel(), weight.is_contiguous()
-    if weight.device.type != "cpu" or not size or not (by_row or weight.mT.is_contiguous()):
-        return []
-    stride = _stride(size, weight.shape[-1 if by_row else -2])
-    return weight.detach().as_strided((1 + (size - 1) // stride,), (stride,)).tolist()
-
-
-@functools.lru_cache(maxsize=1024)
-def _stride(size: int, columns: int) -> int:
-    """A stride through a matrix of that size in memory that gives about SAMPLES elements, in as many columns as rows.
-
-    With a stride that shares a factor with the row length, samples return to the same few columns; with one near a
-    simple fraction of it, to their neighbours.
-
-    >>> [i * _stride(10 * 784, 784) % 784 for i in range(6)], _stride(16, 4)
-    ([0, 185, 370, 555, 740, 141], 1)
-    """
-    if size <= SAMPLES:
-        return 1
-    wanted = size / SAMPLES
-    part = columns * GOLDEN
-    while wanted < columns and part > wanted:
-        part *= GOLDEN
-    stride = wanted // columns * columns + part if wanted >= columns else part
-    stride = max(round(stride), 1)
-    while math.gcd(stride, columns) > 1:
-        stride += 1
-    return stride

@@ -11,10 +11,9 @@ from fp8engine.modules.linear import Float8Module
 def weights_changed(model: nn.Module) -> None:
     """Cast every weight of `model` again at its next use.
 
-    Call it after a write that does not move a parameter's version counter: on a card after `p.data.copy_(...)`, a
-    collective into `p.data`, a CUDA graph that was captured elsewhere; on a CPU, where sampled values are compared,
-    after a write to a few elements (`weight.data[3] = 0`).  Writes that torch counts (optimizers, `load_state_dict`,
-    in-place operations under `no_grad`) need no call.  Waits for nothing; the first forward afterwards casts.
+    Call it on a card after a write that does not move a parameter's version counter: `p.data.copy_(...)`, a collective
+    into `p.data`, a CUDA graph that was captured elsewhere.  Writes that torch counts (optimizers, `load_state_dict`,
+    in-place operations under `no_grad`) need no call, and on a CPU none does.  The first forward afterwards casts.
     Raises ConversionError where `model` has no converted layer.
 
     >>> import torch

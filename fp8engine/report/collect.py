@@ -60,7 +60,7 @@ def inspect(model: nn.Module) -> Report:
             layers.append(_converted(name, module, numerics, shape, slots))
         else:
             layers.append(_left(name, module, shape, _why_left(name, records)))
-        if len(shape) == 3:
+        if key != "weight" and len(shape) == 3:
             layers[-1]["experts"] = [run.get(id(module), shape[0]), shape[0]]
     totals = _totals(layers)
     for layer in layers:

@@ -1,0 +1,65 @@
+"""Fingerprints of tensors on a CPU: whether a tensor holds the values that it held before.
+
+    the sum of the tensor's memory as 64-bit integers, modulo 2^64    any write that changes one number changes it
+    about 32 values spread over rows and columns                      for writes that move numbers, which keep the sum
+
+One pass at the speed of memory: 2 to 10 % of the time of a cast (0.6 against 15 ms for 4096 x 1024 in FP32).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+SAMPLES = 32
+GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a row spread over its columns most evenly
+WORD = 8  # bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(x: torch.Tensor) -> list[float]:
+    """The sum, then the samples; empty for another device, where reading would wait, and for memory with gaps.
+
+    Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.
+
+    >>> x = torch.arange(6.0)
+    >>> before = fingerprint(x)
+    >>> x.data[4] += 1e-6
+    >>> fingerprint(x) == before
+    False
+    """
+    size, by_row = x.numel(), x.is_contiguous()
+    if x.device.type != "cpu" or not size or not (by_row or (x.dim() > 1 and x.mT.is_contiguous())):
+        return []
+    memory, per_word = x.detach().as_strided((size,), (1,)), WORD // x.itemsize
+    if memory.storage_offset() % per_word:
+        per_word = 1
+    whole = size - size % per_word
+    total = memory[:whole].view(INTEGERS[per_word * x.itemsize]).sum()
+    stride = _stride(size, x.shape[-1 if by_row else -2] if x.dim() > 1 else size)
+    return [total.item(), *memory[whole:].tolist(), *memory[::stride].tolist()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _stride(size: int, columns: int) -> int:
+    """A stride through a matrix of that size in memory that gives about SAMPLES elements, in as many columns as rows.
+
+    With a stride that shares a factor with the row length, samples return to the same few columns; with one near a
+    simple fraction of it, to their neighbours.
+
+    >>> [i * _stride(10 * 784, 784) % 784 for i in range(6)], _stride(16, 4)
+    ([0, 185, 370, 555, 740, 141], 1)
+    """
+    if size <= SAMPLES:
+        return 1
+    wanted = size / SAMPLES
+    part = columns * GOLDEN
+    while wanted < columns and part > wanted:
+        part *= GOLDEN
+    stride = wanted // columns * columns + part if wanted >= columns else part
+    stride = max(round(stride), 1)
+    while math.gcd(stride, columns) > 1:
+        stride += 1
+    return stride
