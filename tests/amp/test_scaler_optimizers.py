@@ -116,7 +116,12 @@ def test_an_optimizer_that_tells_the_scaler_nothing():
     assert not scaler.step_skipped(optimizer)
 
 
-@pytest.mark.parametrize("name", ["unscales", "checks", *FUSED])
+def scales_itself(name: str) -> bool:
+    """Whether this torch's optimizer handles the scale: its fused Adagrad does not in 2.11."""
+    return getattr(OPTIMIZERS[name]([nn.Parameter(torch.ones(2))]), "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("name", ["unscales", "checks", *filter(scales_itself, FUSED)])
 def test_one_of_two_optimizers_without_a_gradient(name: str):
     """torch steps it, and its update goes by the other's check."""
     runs = []

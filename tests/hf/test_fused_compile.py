@@ -42,6 +42,9 @@ def test_a_fused_family_compiles_in_both_modes(name: str):
     one_layer = {key: 1 for key in DEPTHS if key in family.options}
     eager = converted(family.build(**one_layer), "current", fuse=True)
     eager.loss_type = eager.loss_type or "ForCausalLM"  # GPT-2's is guessed, with a warning that ends a graph
+    for part in eager.modules():  # torch 2.11's Dynamo cannot copy the config that a cache is made from
+        if hasattr(part, "config"):
+            part.config.use_cache = False
     batch = family.batch(2)
     plain = copy.deepcopy(eager)
     compiled = torch.compile(plain, fullgraph=not family.experts, backend="aot_eager")
