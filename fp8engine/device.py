@@ -1,4 +1,4 @@
-"""What this machine can do, asked when it is needed and never at import.
+"""Facts of this machine's device, asked when they are needed and never at import.
 
 | card | capability | FP8 Tensor Cores | emulated products | source |
 | --- | --- | --- | --- | --- |

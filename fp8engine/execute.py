@@ -1,4 +1,4 @@
-"""What an operation does once it is called: the backend chosen, the kernel or its twin run.
+"""Execution of an operation: the backend is chosen, and the kernel or its plain-torch twin is called.
 
 Chosen at this moment and not when a graph is traced: a compiled graph follows `with backend(...)` as eager code does.
 """

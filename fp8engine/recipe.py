@@ -1,4 +1,4 @@
-"""What precision a layer computes in: a Recipe is three operands' Casts and the rules of its three matmuls.
+"""Recipes: the Casts of a layer's three operands and the rules of its three matmuls.
 
     forward   y[M, N]  = x[M, K]    @ w[N, K]^T        reduces K: x along -1, w along -1
     dgrad     dx[M, K] = dy[M, N]   @ w[N, K]          reduces N: dy along -1, w along 0

@@ -1,4 +1,4 @@
-"""Which layers of a model a conversion touches, with what recipe, and why it leaves the others alone.
+"""Selection of the layers that a conversion touches: the recipe of each, or the reason why it is left alone.
 
 A layer is left alone because the user said so (skip, or an override to a 16-bit recipe), because it is an output head
 or a router (their errors go straight into the loss, or send tokens elsewhere; an override that names one wins), or

@@ -1,4 +1,4 @@
-"""What happens to a tile of FP32 sums before it is stored, while it is still in registers.
+"""The epilogue of a matmul: a tile of FP32 sums is finished in registers before it is stored.
 
     y    = f(acc * (scale_a[m] * scale_b[n]) + bias[n])    f: none, relu, gelu, gelu_tanh or silu
     amax = max |y| over finite y     saturated = how many |y| / scale > MAX     nonfinite = how many NaN and Inf

@@ -1,4 +1,4 @@
-"""Which configuration a matmul runs with: a committed table, read by `pick`, rewritten by `fp8engine bench tune`.
+"""The tuning table of the matmuls: committed configurations, read by `pick`, rewritten by `fp8engine bench tune`.
 
     tuning.json   {operation: {architecture: {shape class: configuration}}}
 

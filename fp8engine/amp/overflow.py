@@ -1,4 +1,4 @@
-"""Who overflowed: a training loop watched for NaN and Inf, forward and backward, and the guilty layer named.
+"""fe.amp.find_overflow: a training loop watched for NaN and Inf, forward and backward, and the guilty layer named.
 
     with find_overflow(model, scaler) as watch:
         train()

@@ -1,4 +1,4 @@
-"""What a watch found as a value: plain dicts, and the table a person reads."""
+"""The overflow report: the findings of a watch as plain dicts, and as a table of text."""
 
 from __future__ import annotations
 

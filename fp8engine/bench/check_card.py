@@ -1,4 +1,4 @@
-"""What only a card can show: graphs, no waiting in a step, compiled code, the warp-specialised kernel.
+"""Checks that need a card: CUDA graphs, no waiting in a step, compiled code, the warp-specialised kernel.
 
 Each check returns what was wrong, or None; `fp8engine.bench.check` has those that need no card.
 """

@@ -1,4 +1,4 @@
-"""What every command shares: the app itself, errors in one line, JSON on standard output, a console for people."""
+"""Parts of every command: the app, errors in one line, JSON on standard output, a console for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was decided, when and why; saved as a plan that a later run repeats step by step.
+"""The log of `auto`'s decisions with their reasons, and the plan that a later run repeats step by step.
 
 {"version": 1, "layers": {"blocks.0.up": [512, 128], ...}, "start": {...recipe...},
  "changes": [{"step": 1, "layer": "blocks.0.up", "recipe": {...}, "slots": [{"slot": ..., "why": ...}, ...]}, ...]}

@@ -1,4 +1,4 @@
-"""What each layer stores its result in: decided at every look, once the operands of all layers are.
+"""Decisions of `auto` on the format of each layer's result, made at every sample after those on the operands.
 
 Who reads it comes from a recorded flow (`fe.convert(..., example_inputs=...)`); without one every result is in 16 bits.
 """

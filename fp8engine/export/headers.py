@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, read from their headers alone, and whether it is what its config.json says.
+"""Headers of a checkpoint's safetensors files, checked against its config.json without reading the weights.
 
     every E4M3 tensor     is a 2-D `<layer>.weight`, has its scale beside it, FP32 (or 16-bit) of the right shape
     every scale           has its E4M3 weight

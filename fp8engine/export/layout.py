@@ -1,4 +1,4 @@
-"""How FP8 weights lie in a checkpoint: what config.json says of them, and what each tensor is called.
+"""Layouts of FP8 checkpoints: the quantization_config in config.json, and the name of each tensor.
 
     layout              weight's scale           scale's name, shape              read by
     compressed-tensors  per tensor               weight_scale [1]                 vLLM, transformers (a package)

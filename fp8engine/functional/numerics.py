@@ -1,4 +1,4 @@
-"""What a layer brings to its matmuls beside its parameters: its recipe's plan, its slots, the operands worth keeping.
+"""Numerics of a layer: its recipe's plan, its slots, and the operands worth keeping, beside its parameters.
 
 Two things are kept in eager code, both checked before they are used again: the weight's operands (weight.py), and
 those of an input that sibling layers read (q, k, v; gate, up), so that it is quantised once (shared_input.py).

@@ -1,4 +1,4 @@
-"""What a fused layer is made of: linear layers with their numerics, a norm with its parameters, what is kept.
+"""Parts of fused layers: linear layers with their numerics, a norm with its parameters, memory options.
 
 A producer (norm, activation) writes its result once, as the layers that read it store it; where they agree on no such
 form it writes 16 bits, and each layer casts for itself.

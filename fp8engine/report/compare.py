@@ -1,4 +1,4 @@
-"""How far a model under a recipe strays from itself, on real tokens.
+"""Comparison of a model under recipes with the model as it is, on real tokens.
 
 The model runs in the precision it is in, then a copy of it under each recipe, on the same batches:
 

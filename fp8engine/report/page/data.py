@@ -1,4 +1,4 @@
-"""What the page's script draws, as one small JSON value: every slot's looks, thinned, a number in two or three letters.
+"""Data of the page's script as one small JSON value: every slot's samples, thinned, a number in two or three letters.
 
 A row is a string: WIDTH letters of ALPHABET a look, most significant first, together a whole number n:
 
