@@ -19,8 +19,10 @@ WORD = 8  # bytes
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(x: torch.Tensor) -> list[float]:
+def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
     """The sum, then the samples; empty for another device, where reading would wait, and for memory with gaps.
+
+    whole: False leaves out the sum, and with it the pass over memory.
 
     Not through NumPy: a storage that NumPy has seen cannot be resized any more, which fully_shard does every step.
 
@@ -34,12 +36,13 @@ def fingerprint(x: torch.Tensor) -> list[float]:
     if x.device.type != "cpu" or not size or not (by_row or (x.dim() > 1 and x.mT.is_contiguous())):
         return []
     memory, per_word = x.detach().as_strided((size,), (1,)), WORD // x.itemsize
+    samples = memory[:: _stride(size, x.shape[-1 if by_row else -2] if x.dim() > 1 else size)].tolist()
+    if not whole:
+        return samples
     if memory.storage_offset() % per_word:
         per_word = 1
-    whole = size - size % per_word
-    total = memory[:whole].view(INTEGERS[per_word * x.itemsize]).sum()
-    stride = _stride(size, x.shape[-1 if by_row else -2] if x.dim() > 1 else size)
-    return [total.item(), *memory[whole:].tolist(), *memory[::stride].tolist()]
+    end = size - size % per_word
+    return [memory[:end].view(INTEGERS[per_word * x.itemsize]).sum().item(), *memory[end:].tolist(), *samples]
 
 
 @functools.lru_cache(maxsize=1024)

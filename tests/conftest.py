@@ -52,3 +52,22 @@ def row_scales_on_a_cpu():
         patch.setattr(torch, "_scaled_mm", scaled_mm)
         patch.setattr(device, "cpu_scales_rows", lambda: True)
         yield
+
+
+@pytest.fixture
+def fresh():
+    """No graph of another test, no count of one."""
+    from torch._dynamo.utils import counters  # not above: it takes a second, and few tests compile
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def group():
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -21,14 +21,7 @@ import fp8engine as fe
 from fp8engine.functional import Memory
 from fp8engine.report.state import controllers_of
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test, no count of one."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def cases(quick: list[tuple], *values) -> list:

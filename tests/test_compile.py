@@ -6,14 +6,7 @@ from blocks import Net, net, train
 from support import FP8_RECIPES, same, state_of, tables
 from torch._dynamo.utils import counters
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test, no count of one."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])

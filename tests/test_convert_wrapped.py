@@ -16,14 +16,6 @@ import fp8engine as fe
 from fp8engine import device, native
 
 
-@pytest.fixture
-def group():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def classes(model: nn.Module) -> list[type]:
     return [type(m) for m in model.modules()]
 

@@ -11,21 +11,14 @@ from torch._dynamo.utils import counters
 import fp8engine as fe
 from fp8engine.functional import Memory
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 K, F = 48, 40
 FORMS = {
     "norm and three layers": ("", [(K, 16), (K, 16), (K, 16)], (16, 16, 16)),
     "mlp": ("swiglu", [(K, 2 * F), (F, K)], (K,)),
 }
 KEPT = [Memory(), Memory(True, True, "fp8")]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test, no count of one."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 QUICK = [("current", "norm and three layers", 0), ("delayed", "mlp", 1), ("rowwise", "mlp", 0)]

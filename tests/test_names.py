@@ -111,14 +111,6 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.fixture
-def group():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_layers_name_is_the_models_own(wrapper: str):

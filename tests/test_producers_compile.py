@@ -11,18 +11,11 @@ from torch._dynamo.utils import counters
 from fp8engine import ops, producers
 from fp8engine.reference import How, RowStatistics, Slot, Store
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LAYER = NORMS[3]
 PREDICTED = How(E4M3, -1, -1, delayed=True)
 CURRENT = How(E5M2, -1, -1)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test, no count of one."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def step(x, dy, first: Slot, second: Slot) -> tuple:

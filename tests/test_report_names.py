@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import converted
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,14 +12,6 @@ from fp8engine.scaling import ROLES
 
 def by_name(model: nn.Module) -> dict[str, dict]:
     return {layer["name"]: layer for layer in fe.inspect(model).layers}
-
-
-@pytest.fixture
-def group():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

@@ -12,18 +12,11 @@ from torch._dynamo.utils import counters
 
 import fp8engine as fe
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 H, F = 32, 48
 LLAMA: dict[str, Any] = {"activation": "swiglu", "bias": False, "norm": "rms"}
 HEADS = fe.Heads(4, of_keys=2, theta=1e4, causal=True)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test, no count of one."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def pair(recipe: str, **options: Any) -> tuple[fe.TransformerLayer, fe.TransformerLayer]:

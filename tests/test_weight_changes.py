@@ -22,7 +22,7 @@ N, K = 32, 48
 @pytest.fixture
 def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a weight is read by the host."""
-    monkeypatch.setattr(weights, "fingerprint", lambda weight: [])
+    monkeypatch.setattr(weights, "fingerprint", lambda weight, whole: [])
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@
     False   not even until backward, which casts the weight again
 
 A copy is used again only while the parameter is the same object at the same address and its version counter stands
-still, and on a CPU its fingerprint too.  Writes through `.data` and by collectives do not move the counter.  Where
-nothing can be read without waiting for the device:
+still, and on a CPU its fingerprint too (of its samples alone where a copy was asked for).  Writes through `.data` and
+by collectives do not move the counter.  Where nothing can be read without waiting for the device:
 
     a counter at 0         proves nothing, because fully_shard's unsharded weights stay there: nothing is kept
     training               a copy is kept for the next microbatch only if the counter was seen to move between steps
@@ -103,7 +103,7 @@ class KeptWeight:
         if self.captured or device.capturing(weight.device):
             self.captured, self.version = True, Version()
             return Copies()
-        seen = fingerprint(weight)
+        seen = fingerprint(weight, whole=self.cache is not True)
         if weight._version == 0 and not seen and self.cache is not True:
             self.give_up()
             return Copies(held=False)  # held until backward, it would undo fully_shard's sharding

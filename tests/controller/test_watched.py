@@ -233,13 +233,6 @@ def test_ranks_that_see_different_data_decide_alike(tmp_path):
     assert not [line for line in one["second"]["lines"] if "up.input E4M3/tensor -> E5M2" in line]
 
 
-@pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh")
 def test_a_model_compiled_whole_keeps_its_formats():
     """Nobody looks, nobody decides: it computes what the recipe auto begins with does."""

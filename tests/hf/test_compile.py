@@ -10,18 +10,10 @@ from support import FP8_RECIPES, converted, same, tables
 from torch._dynamo.utils import counters
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test, no count of one."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def train(model: Any, call: Any, batches: list[dict]) -> list[torch.Tensor]:

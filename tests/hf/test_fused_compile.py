@@ -13,19 +13,12 @@ from hf.fusing import logits
 from support import converted
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graph of another test."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def equal(name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
