@@ -28,7 +28,7 @@ from fp8engine.demo.config import Config
 from fp8engine.demo.data import Text
 from fp8engine.demo.data import read as read_text
 from fp8engine.demo.model import GPT, loss_of
-from fp8engine.recipe import Recipe
+from fp8engine.numerics.recipe import Recipe
 from fp8engine.report.state import controllers_of
 
 TARGET = 0.05

@@ -23,7 +23,7 @@ from common import interleaved, machine, save, timed
 from torch import nn
 
 import fp8engine as fe
-from fp8engine import device
+from fp8engine.ops import device
 
 # SQNR that per-tensor hybrid FP8 leaves in the gradient of three chained layers is about 22 dB; below this it is wrong.
 LEAST_SQNR_DB = 18.0

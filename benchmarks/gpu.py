@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  after the path, which makes a bare checkout importable
 
-from fp8engine import device  # noqa: E402
 from fp8engine.bench import cases, casts, check, check_card, generate, linear, run, steps  # noqa: E402
+from fp8engine.ops import device  # noqa: E402
 
 SHARE_OF_BENCH = 0.55  # of the time, kept for the benchmark: the checks stop before
 

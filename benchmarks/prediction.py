@@ -28,15 +28,15 @@ from common import interleaved, machine, save, timed
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine import recipe
 from fp8engine.demo.config import Config
 from fp8engine.demo.data import read as read_text
 from fp8engine.demo.trainer import Trainer
-from fp8engine.prediction import extent
-from fp8engine.recipe import Cast
-from fp8engine.reference.operand import How
-from fp8engine.reference.quantize import quantize
-from fp8engine.stats import measure, read
+from fp8engine.numerics import recipe
+from fp8engine.numerics.recipe import Cast
+from fp8engine.ops.reference.operand import How
+from fp8engine.ops.reference.quantize import quantize
+from fp8engine.scaling.histogram import measure, read
+from fp8engine.scaling.prediction import extent
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "hf_finetune.py"
 TARGET_DB, TARGET_SHARE = 0.5, 0.95

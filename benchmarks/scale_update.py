@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from common import interleaved, machine, save, timed
 
-from fp8engine.reference import scale_update
+from fp8engine.ops.reference import scale_update
 
 SLOTS = (10, 100, 1000, 10_000)
 STEPS = 16

@@ -10,10 +10,11 @@
 1.0
 """
 
-from fp8engine import amp, distributed, errors, flow, hf
+from fp8engine import _moved, amp, distributed, errors
+from fp8engine.auto import flow
 from fp8engine.convert import convert
-from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from fp8engine.modules import (
+from fp8engine.export import hf
+from fp8engine.nn import (
     Attention,
     GroupedLinear,
     Heads,
@@ -23,8 +24,8 @@ from fp8engine.modules import (
     TransformerLayer,
     weights_changed,
 )
-from fp8engine.ops import backend
-from fp8engine.recipe import (
+from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from fp8engine.numerics.recipe import (
     Cast,
     PerBlock,
     PerRow,
@@ -38,10 +39,12 @@ from fp8engine.recipe import (
     rowwise,
     rowwise_gw_hp,
 )
+from fp8engine.ops.operations import backend
+from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
 from fp8engine.report import Report, inspect, load_scaling_state_dict, scaling_state, scaling_state_dict
-from fp8engine.tensor import Float8Tensor, matmul, quantize
 
 __version__ = "0.1.0"
+_moved.register()
 
 __all__ = [
     "BF16",

@@ -11,7 +11,7 @@
 All of it in FP32.  Bytes an element of BF16: 2 read and 1 written (+ 1 transposed) under a predicted scale, 1 x 128
 scales, or row scales of rows up to 16,384; 2 more read where the scale has to be measured first.  dbias is summed
 within a tile of rows, then over tiles, in a fixed order; it adds 4 / BLOCK_M bytes written and read.
-Twin: fp8engine/reference/act_quantize.py, which names the papers.
+Twin: fp8engine/ops/reference/act_quantize.py, which names the papers.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@
 Whoever reads the matrix anyway writes a row of partial sums for every 64 or 128 rows of it, and the launch here adds
 these: written and read, 0.12 or 0.06 bytes an element of the matrix.  Atomic additions would need no second launch, and
 give another result each time.
-Twins: torch's own sum, in fp8engine/reference/cast_transpose.py, act_quantize.py and norm_quantize.py.
+Twins: torch's own sum, in fp8engine/ops/reference/cast_transpose.py, act_quantize.py and norm_quantize.py.
 """
 
 import math

@@ -6,7 +6,7 @@
 
 The format is decided before storing to memory: an FP8 result costs one byte an element, written once, where a
 separate cast would write two, read two and write one.  Statistics cost one atomic each per program.
-Twin: fp8engine/reference/epilogue.py.
+Twin: fp8engine/ops/reference/epilogue.py.
 """
 
 import triton

@@ -7,7 +7,7 @@ the promotion, which costs one multiply-add an element where promoting alone cos
 A scale covers `rows` rows of its operand: one per row (1), or one for a tile's 128 (128), read as one number where the
 tile does not cross a block.  Tiles are 128 wide at most: a second accumulator of 128x256 would spill.
 
-Cost: 2 M N K operations, and 2 M N K / 128 outside of the Tensor Core.  Twin: fp8engine/reference/matmul.py.
+Cost: 2 M N K operations, and 2 M N K / 128 outside of the Tensor Core.  Twin: fp8engine/ops/reference/matmul.py.
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3 (fine-grained quantisation, increased accumulation precision).
 """
 

@@ -6,7 +6,7 @@ a[M, K] and b[N, K] are views of any strides: nn, nt, tn and tt are this with on
 copied.  Where K is contiguous a tile is read as [rows, K]; where the rows are, as [K, rows] and turned by the Tensor
 Core's own operand descriptor (16-bit wgmma reads either; PTX ISA, wgmma.mma_async, tnspA and tnspB).
 
-Persistent, as matmul_fp8 is.  Cost: 2 M N K operations.  Twin: fp8engine/reference/matmul.py.
+Persistent, as matmul_fp8 is.  Cost: 2 M N K operations.  Twin: fp8engine/ops/reference/matmul.py.
 """
 
 import torch

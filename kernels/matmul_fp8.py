@@ -10,7 +10,8 @@ Persistent: one program a multiprocessor walks the tiles, so that the store of o
 
 Cost: 2 M N K operations; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every 2 * BLOCK_M * BLOCK_N * BLOCK_K of them,
 48 bytes per clock and multiprocessor at 128x256x128 and full rate.
-Twin: fp8engine/reference/matmul.py.  Source of the accumulator's width: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
+Twin: fp8engine/ops/reference/matmul.py.
+Source of the accumulator's width: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
 """
 
 import torch

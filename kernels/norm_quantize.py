@@ -8,7 +8,7 @@ element of BF16: forward 2 read and 1 written, backward 4 read and 2 written (1 
 scale of the whole tensor has to be measured first.  dw and db are summed over a program's rows in registers, then over
 programs in a fixed order; rows over 4,096 leave no registers for that: a kernel of its own reads dy and x again (4).
 No transposed copy: a program never holds two rows at a time; transpose the codes, or quantise FP32 both ways.
-Twin: fp8engine/reference/norm_quantize.py, which names the papers.
+Twin: fp8engine/ops/reference/norm_quantize.py, which names the papers.
 """
 
 import torch

@@ -12,7 +12,7 @@ is done last (`scaling.finish`).  `work` is what is known of the tensor between 
 (FP32 bits, whose order is that of integers), saturated, flushed, nonfinite.  Maxima of integers and integer sums: the
 order of programs, which is not fixed, changes nothing.
 
-Twins: `store` in fp8engine/reference/cast_transpose.py, and quantize.py and scale.py beside it.
+Twins: `store` in fp8engine/ops/reference/cast_transpose.py, and quantize.py and scale.py beside it.
 """
 
 from typing import NamedTuple

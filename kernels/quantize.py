@@ -14,7 +14,7 @@ that the first left behind.  Partial results lie in a workspace, a column a prog
 nothing depends on the order of programs.
 
 Bytes per 16-bit element: predicted 3, current 5 (2 of them from L2 where the tensor fits); groups: quantize_groups.py.
-Twin: fp8engine/reference/quantize.py.  Source: OCP 8-bit floating point specification 1.0, section 5.
+Twin: fp8engine/ops/reference/quantize.py.  Source: OCP 8-bit floating point specification 1.0, section 5.
 """
 
 import math

@@ -10,7 +10,7 @@
             round.  5 bytes, 6 with the transpose: both orientations share both reads
 
 Every program takes tiles in turn, so that it counts in registers and enters its counts once.
-Twin: fp8engine/reference/quantize.py and cast_transpose.py.
+Twin: fp8engine/ops/reference/quantize.py and cast_transpose.py.
 """
 
 import math

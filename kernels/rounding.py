@@ -8,7 +8,7 @@ below, Triton 3.6 goes by way of FP16 and rounds twice, so the value is brought 
     p = 2^floor(log2 |y|), at least the smallest normal;   RNE(y) = (y + c) - c,  c = 1.5 * 2^(23 - mantissa bits) * p
 
 The instruction saturates Inf as well, which would hide it from a loss scaler: E5M2's Inf is put in by its code.
-Twin: fp8engine/reference/rounding.py.  Source: OCP 8-bit floating point specification 1.0, sections 5.2 and 5.3.
+Twin: fp8engine/ops/reference/rounding.py.  Source: OCP 8-bit floating point specification 1.0, sections 5.2 and 5.3.
 """
 
 import triton

@@ -11,7 +11,7 @@ A slot that did not run (amax < 0, or NaN) keeps its column and its factor; one 
 A program owns SLOTS columns and rolls them from the oldest rows up, a tile at a time: it reads rows h - 1, waits for
 all its threads, and writes rows h, so that nothing is written before it was read.  Nothing else ever touches a column.
 Cost: 8 bytes for each entry of the history; 10,000 slots of 16 steps are 1.3 MB, a launch and little else.
-Twin: fp8engine/reference/scale.py.  Source: TransformerEngine's delayed scaling recipe for the window rule.
+Twin: fp8engine/ops/reference/scale.py.  Source: TransformerEngine's delayed scaling recipe for the window rule.
 """
 
 import torch

@@ -8,7 +8,7 @@ Counters and amaxes go to column `index` of a model's tables: live [2, slots] FP
 row 1 the factor s), counts [7, slots] INT64, rows as in the reference's COUNTERS.  Only whoever knows that no element
 of the whole tensor was NaN or Inf may enter an amax: one Inf must not freeze a window.
 
-Twin: fp8engine/reference/scale.py and the counters of fp8engine/reference/quantize.py.
+Twin: fp8engine/ops/reference/scale.py and the counters of fp8engine/ops/reference/quantize.py.
 """
 
 import triton

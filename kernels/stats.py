@@ -10,7 +10,7 @@ launch reduces the rows.  No atomics: the sum is added up in one order, the same
 Cost: x is read once, but the histogram takes longer than the reading.  Triton counts by ballots: 65 instructions for 32
 elements on sm_90, at full issue rate 2 elements a clock and multiprocessor, a fifth of what memory delivers in 16 bits.
 Hence `every`: a sample of the rows says as much.
-Twin: fp8engine/reference/stats.py.
+Twin: fp8engine/ops/reference/stats.py.
 """
 
 import torch

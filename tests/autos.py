@@ -9,8 +9,8 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.controller import Controller
-from fp8engine.recipe import Recipe
+from fp8engine.auto import Controller
+from fp8engine.numerics.recipe import Recipe
 from fp8engine.report.state import controllers_of
 
 INTERVAL = 4

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from fp8engine.reference import Operand
+from fp8engine.ops.reference import Operand
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = [E4M3, E5M2]

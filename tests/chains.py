@@ -7,8 +7,8 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.formats import Format
-from fp8engine.recipe import Recipe
+from fp8engine.numerics.formats import Format
+from fp8engine.numerics.recipe import Recipe
 
 
 def storing(recipe: Recipe | None = None, format: Format = fe.E4M3, **fields) -> Recipe:

@@ -36,7 +36,7 @@ def row_scales_on_a_cpu():
 
     With a MonkeyPatch of its own: the test's is undone when the test has asked for it to be, and not later.
     """
-    from fp8engine import device  # not above: some tests watch what the import of fp8engine does
+    from fp8engine.ops import device  # not above: some tests watch what the import of fp8engine does
 
     if device.cpu_scales_rows():
         yield

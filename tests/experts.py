@@ -10,8 +10,8 @@ import torch
 from support import Products, dequantised, turned
 
 import fp8engine as fe
-from fp8engine.modules.grouped import GroupedLinear
-from fp8engine.recipe import Cast, Recipe
+from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.numerics.recipe import Cast, Recipe
 
 SIZES = [5, 0, 130, 9]
 

@@ -12,12 +12,12 @@ from support import state_of, tables
 from torch import nn
 
 import fp8engine as fe
-from fp8engine import reference
-from fp8engine.functional import Memory, NormOf, norm_linear, norm_mlp
-from fp8engine.modules.layernorm_linear import layer_of, share_state
-from fp8engine.recipe import Recipe, resolve
-from fp8engine.reference import Norm, RowStatistics
-from fp8engine.reference.act_quantize import ACTIVATIONS
+from fp8engine.autograd import Memory, NormOf, norm_linear, norm_mlp
+from fp8engine.nn.layernorm_linear import layer_of, share_state
+from fp8engine.numerics.recipe import Recipe, resolve
+from fp8engine.ops import reference
+from fp8engine.ops.reference import Norm, RowStatistics
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 
 NORMS = [Norm("rms", 1e-6), Norm("rms", 1e-3, True), Norm("layer", 1e-5), Norm("layer", 1e-3, True)]
 MEMORIES = [Memory(), Memory(True, True), Memory(store="fp8"), Memory(True, True, "fp8")]

@@ -9,7 +9,7 @@ import torch
 from support import converted
 from torch import nn
 
-from fp8engine.controller.history import History, Look, Looks
+from fp8engine.auto.history import History, Look, Looks
 from fp8engine.report.table import Report
 
 EVIL = """</script><script>hacked=1</script><b id=hacked>"bold"&amp;<!--'"""

@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from fp8engine.choice import Slot, groupings
-from fp8engine.prediction import Measured
-from fp8engine.stats import measure, read
+from fp8engine.scaling.choice import Slot, groupings
+from fp8engine.scaling.histogram import measure, read
+from fp8engine.scaling.prediction import Measured
 
 
 @functools.cache  # by identity: those below are made once

@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from fp8engine.prediction import Prediction, extent
-from fp8engine.recipe import Cast
-from fp8engine.reference import How
-from fp8engine.reference.quantize import quantize, quantize_given
+from fp8engine.numerics.recipe import Cast
+from fp8engine.ops.reference import How
+from fp8engine.ops.reference.quantize import quantize, quantize_given
+from fp8engine.scaling.prediction import Prediction, extent
 
 
 def real(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | None = None) -> Prediction:

@@ -16,10 +16,10 @@ from casts import MAX, clamped_cast, factor, values
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.functional import Numerics
-from fp8engine.modules.linear import Float8Module
-from fp8engine.recipe import RECIPES, Cast, Recipe, resolve
-from fp8engine.scaling import ScalingState
+from fp8engine.autograd import Numerics
+from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.recipe import RECIPES, Cast, Recipe, resolve
+from fp8engine.scaling.table import ScalingState
 
 # Those that compute the same at every step; "auto" has tests of its own.
 FP8_RECIPES = [name for name in RECIPES if resolve(name).is_fp8 and name != "auto"]

@@ -10,7 +10,7 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.controller import Alarm
+from fp8engine.auto import Alarm
 from fp8engine.errors import StateError
 
 

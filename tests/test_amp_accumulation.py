@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8engine as fe
-from fp8engine import ops
+from fp8engine.ops import operations as ops
 
 K = 16384
 

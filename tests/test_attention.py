@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8engine as fe
+from fp8engine.autograd.attention import Cache
+from fp8engine.autograd.parts import Memory, NormOf
 from fp8engine.errors import ShapeError
-from fp8engine.functional.attention import Cache
-from fp8engine.functional.parts import Memory, NormOf
-from fp8engine.reference import Norm
+from fp8engine.ops.reference import Norm
 
 HEADS = fe.Heads(4, of_keys=2, theta=1e4, causal=True)
 # Three projections and the fourth behind a softmax: two matmuls deep at 28 dB each (E4M3), 24 dB in E5M2's gradients,

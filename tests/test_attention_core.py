@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama as llama
 
+from fp8engine.autograd.attention import Cache, Scores, attention, rotate
 from fp8engine.errors import ShapeError
-from fp8engine.functional.attention import Cache, Scores, attention, rotate
 
 # FP32 sums of up to 16 products and a softmax of up to 16 terms, each within (terms) 2^-24 of magnitudes around 1.
 CLOSE = {"rtol": 0, "atol": 64 * 2.0**-24}

@@ -10,8 +10,8 @@ from support import converted, numerics_of, state_of
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.report.state import controllers_of
-from fp8engine.tensor import Float8Tensor
 
 X = 64
 

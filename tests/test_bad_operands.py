@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fp8engine as fe
-from fp8engine import ops
 from fp8engine.errors import BackendError, ShapeError
-from fp8engine.reference import How
+from fp8engine.ops import operations as ops
+from fp8engine.ops.reference import How
 
 CURRENT = fe.Cast(fe.E4M3)
 HOWS = {"tensor": How(torch.float8_e4m3fn, -1, -1), "row": How(torch.float8_e4m3fn, 1, -1)}

@@ -18,7 +18,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.functional import Memory
+from fp8engine.autograd import Memory
 from fp8engine.report.state import controllers_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -177,7 +177,7 @@ def test_a_layer_without_a_root(recipe, around):
 
 def test_a_graph_for_a_card_casts_both_ways_again(monkeypatch: pytest.MonkeyPatch):
     """One cast gives an operand and its transpose there; here it is traced as there, and runs on the reference."""
-    monkeypatch.setattr(sys.modules["fp8engine.functional.call"], "graphs_run_on", lambda where: "cublas")
+    monkeypatch.setattr(sys.modules["fp8engine.autograd.call"], "graphs_run_on", lambda where: "cublas")
     plain, recomputed = net("delayed"), net("delayed", reentrant=False)
     with fe.backend("cublas"):
         assert train(plain, whole(plain)) == train(recomputed, whole(recomputed))

@@ -7,7 +7,7 @@ from support import FP8_RECIPES, converted, same, tables
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8engine import device
+from fp8engine.ops import device
 
 
 def counted(model):

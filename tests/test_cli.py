@@ -17,13 +17,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fp8engine
-from fp8engine import device
 from fp8engine.cli import app, doctor
 from fp8engine.demo import Config, checkpoint, data, measure
 from fp8engine.demo.data import read
 from fp8engine.demo.summary import COLUMNS
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
+from fp8engine.ops import device
 
 ROOT = Path(fp8engine.__file__).parents[1]
 SMALLEST = ("--size", "tiny", "--batch", "2")
@@ -230,7 +230,7 @@ def test_doctor_tells_a_v100_which_torch_to_take(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("ratio", "notes"), [(0.0, 1), (0.97, 0), (1.1, 0)])
 def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, notes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
-    monkeypatch.setattr(doctor.native, "measured", lambda *operation_and_size: ratio)
+    monkeypatch.setattr(doctor.triton_backend, "measured", lambda *operation_and_size: ratio)
     found = doctor._card_notes(torch.device("cuda", 0))
     assert len(found) == notes
     assert all("fp8engine bench tune --write" in note for note in found)

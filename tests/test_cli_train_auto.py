@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import fp8engine as fe
 from fp8engine.cli import app
 from fp8engine.demo import DEFAULT, data, measure
-from fp8engine.recipe import RECIPES
+from fp8engine.numerics.recipe import RECIPES
 
 SMALLEST = ("train", "--size", "tiny", "--batch", "2", "--steps", "3", "-r", "auto", "-r", "current", "--out")
 

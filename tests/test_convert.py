@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import fp8engine as fe
-from fp8engine.modules.linear import Float8Module
-from fp8engine.recipe import RECIPES, resolve
+from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.recipe import RECIPES, resolve
 
 EVERY_RECIPE = list(RECIPES)
 

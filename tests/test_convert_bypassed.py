@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import fp8engine as fe
-from fp8engine.modules.first_forward import FirstForward
+from fp8engine.nn.first_forward import FirstForward
 
 # torch says so of every encoder that cannot take its nested tensors, converted or not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
@@ -237,7 +237,7 @@ def test_weights_read_directly_are_warned_of_once_by_name_and_count():
 
 
 def test_strict_makes_it_an_error(monkeypatch):
-    monkeypatch.setattr("fp8engine.dispatch.why_emulated", lambda *args: "")
+    monkeypatch.setattr("fp8engine.ops.dispatch.why_emulated", lambda *args: "")
     model = fe.convert(Model(Eva()), "current", strict=True)
     with pytest.raises(fe.errors.StrictError, match=r"1 converted layer\(s\) did not run in FP8: parts\.0\.qkv\. "):
         model(torch.randn(2, 4, 16))

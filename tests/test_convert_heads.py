@@ -8,7 +8,7 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.select import decide
+from fp8engine.convert.select import decide
 
 
 class Single(nn.Module):

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from fp8engine.select import decide
+from fp8engine.convert.select import decide
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

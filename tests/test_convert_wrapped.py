@@ -13,7 +13,7 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
-from fp8engine import device, native
+from fp8engine.ops import device, triton_backend
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -126,7 +126,7 @@ def test_strict_takes_what_runs_as_asked(monkeypatch: pytest.MonkeyPatch):
 
 def test_strict_needs_triton_for_scales_along_k(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "has_fp8", lambda where: where.type == "meta")
-    monkeypatch.setattr(native, "installed", lambda: None)
+    monkeypatch.setattr(triton_backend, "installed", lambda: None)
     with torch.device("meta"):
         fe.convert(Net(16), "rowwise", strict=True)
         with pytest.raises(fe.errors.StrictError, match=r"need Triton's kernels: pip install 'triton>=3\.6,<3\.10'"):
@@ -193,7 +193,7 @@ def test_strict_counts_what_the_example_did_not_reach_as_left_not_as_blocked():
 
 
 def test_the_plan_is_what_convert_does_and_changes_nothing():
-    from fp8engine.convert import plan
+    from fp8engine.convert.swap import plan
 
     model = Half()
     decisions = plan(model, "rowwise", overrides={"unused": "fp32"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8engine.cost import CASTS, RHO, break_even, speedup
+from fp8engine.numerics.cost import CASTS, RHO, break_even, speedup
 
 
 @pytest.mark.parametrize("casts", CASTS)

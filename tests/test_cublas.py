@@ -13,9 +13,9 @@ import pytest
 import torch
 from casts import E4M3, E5M2
 
-from fp8engine import cublas, device, reference
 from fp8engine.errors import BackendError
-from fp8engine.reference import How, Operand
+from fp8engine.ops import device, reference, scaled_mm
+from fp8engine.ops.reference import How, Operand
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
@@ -60,14 +60,14 @@ def check(found: torch.Tensor, a: Operand, b: Operand, bias_N=None, out=torch.bf
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_of_any_shape(shape, groups: str, out: torch.dtype):
     a, b = operands(shape, GROUPS[groups])
-    check(cublas.matmul(a, b, None, out), a, b, None, out)
+    check(scaled_mm.matmul(a, b, None, out), a, b, None, out)
 
 
 @pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E5M2)], ids=["E5M2 x E4M3", "E4M3 x E5M2"])
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
 def test_gradients_in_e5m2(dtypes, fast: bool):
     a, b = operands((20, 33, 18), dtypes=dtypes)
-    check(cublas.matmul(a, b, fast=fast), a, b)
+    check(scaled_mm.matmul(a, b, fast=fast), a, b)
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +76,7 @@ def test_gradients_in_e5m2(dtypes, fast: bool):
 def test_a_bias_of_any_dtype(groups: str, out: torch.dtype, bias_dtype: torch.dtype):
     a, b = operands((7, 33, 21), GROUPS[groups])
     bias_N = torch.randn(21).to(bias_dtype)
-    check(cublas.matmul(a, b, bias_N, out), a, b, bias_N, out)
+    check(scaled_mm.matmul(a, b, bias_N, out), a, b, bias_N, out)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4), (3, 0, 4), (3, 8, 0), (0, 0, 0)], ids=str)
@@ -86,7 +86,7 @@ def test_nothing_to_multiply_gives_the_bias(shape, groups: str):
     m, _, n = shape
     bias_N = torch.arange(n, dtype=torch.float32)
     for given, wanted in ((None, torch.zeros(m, n)), (bias_N, bias_N.expand(m, n))):
-        y_MN = cublas.matmul(a, b, given)
+        y_MN = scaled_mm.matmul(a, b, given)
         assert y_MN.dtype == torch.bfloat16
         assert torch.equal(y_MN.float(), wanted)
 
@@ -94,14 +94,14 @@ def test_nothing_to_multiply_gives_the_bias(shape, groups: str):
 @pytest.mark.parametrize("groups", ["tensor x tensor", "row x row"])
 def test_operands_in_any_layout_give_the_same_bits(groups: str):
     a, b = operands((32, 48, 64), GROUPS[groups])
-    wanted = cublas.matmul(a, b)
+    wanted = scaled_mm.matmul(a, b)
     transposed = [o._replace(data=o.data.t().contiguous().t()) for o in (a, b)]
     strided = [o._replace(data=torch.stack([o.data.view(torch.uint8)] * 2, -1)[..., 0].view(E4M3)) for o in (a, b)]
     for first, second in (transposed, strided, (transposed[0], b), (a, strided[1])):
         assert not (first.data.is_contiguous() and second.data.is_contiguous())
-        assert torch.equal(cublas.matmul(first, second), wanted)
+        assert torch.equal(scaled_mm.matmul(first, second), wanted)
     columns = [operand(x, (-1, 1)) for x in (torch.randn(48, 32), torch.randn(48, 64))]  # as wgrad reads them
-    check(cublas.matmul(columns[0].t(), columns[1].t()), columns[0].t(), columns[1].t())
+    check(scaled_mm.matmul(columns[0].t(), columns[1].t()), columns[0].t(), columns[1].t())
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -114,7 +114,7 @@ def test_torch_is_handed_what_a_card_takes(shape, groups: str, monkeypatch: pyte
     m, k, n = shape
     first, second = operands(shape, GROUPS[groups])
     first = first._replace(data=first.data.t().contiguous().t())
-    cublas.matmul(first, second, out=torch.float32, fast=True)
+    scaled_mm.matmul(first, second, out=torch.float32, fast=True)
     ((a_MK, b_KN, rest),) = seen
     wide, high = -(-k // 16) * 16, -(-n // 16) * 16
     assert (a_MK.shape, a_MK.stride()) == ((m, wide), (wide, 1))
@@ -137,7 +137,7 @@ def test_torch_is_handed_what_a_card_takes(shape, groups: str, monkeypatch: pyte
 def test_what_is_not_finite_stays_in_its_row(bad: float):
     a, b = operands((5, 33, 7))
     a = a._replace(data=a.data.float().index_put((torch.tensor(2), torch.tensor(32)), torch.tensor(bad)).to(E5M2))
-    assert cublas.matmul(a, b).isfinite().all(1).tolist() == [True, True, False, True, True]
+    assert scaled_mm.matmul(a, b).isfinite().all(1).tolist() == [True, True, False, True, True]
 
 
 REFUSED = {
@@ -152,29 +152,29 @@ REFUSED = {
 def test_what_a_card_refuses_a_cpu_refuses(case: str):
     first, second, dtype_a, dtype_b, words = REFUSED[case]
     a, b = operand(torch.randn(32, 32), first, dtype_a), operand(torch.randn(32, 32), second, dtype_b)
-    assert words in str(cublas.unsupported(a, b))
+    assert words in str(scaled_mm.unsupported(a, b))
     with pytest.raises(BackendError, match=rf"'cublas' cannot multiply these: .*{words}.*fe.backend\('reference'\)"):
-        cublas.matmul(a, b)
+        scaled_mm.matmul(a, b)
 
 
 def test_values_held_for_emulation_are_no_codes():
     a, _ = operands((16, 16, 16))
     with pytest.raises(BackendError, match="not FP8 codes"):
-        cublas.matmul(a._replace(data=a.data.bfloat16()), a)
+        scaled_mm.matmul(a._replace(data=a.data.bfloat16()), a)
 
 
 def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch):
     a, b = operands((16, 16, 16))
-    assert cublas.unsupported(a, b) is None
+    assert scaled_mm.unsupported(a, b) is None
     meta = a._replace(data=a.data.to("meta"))
-    assert cublas.unsupported(meta, meta) == "no scaled matmul on meta"
+    assert scaled_mm.unsupported(meta, meta) == "no scaled matmul on meta"
     card = a._replace(data=type("OnCard", (), {"device": torch.device("cuda")})())
     monkeypatch.setattr(device, "capability", lambda where: (8, 0))
     monkeypatch.setattr(device, "name", lambda where: "A100")
-    assert cublas.unsupported(card, card) == "A100 has no FP8 Tensor Cores; sm_89 or later has"
+    assert scaled_mm.unsupported(card, card) == "A100 has no FP8 Tensor Cores; sm_89 or later has"
     monkeypatch.delattr(torch, "_scaled_mm")
     with pytest.raises(BackendError, match="this torch has no scaled matmul"):
-        cublas.matmul(a, b)
+        scaled_mm.matmul(a, b)
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -190,6 +190,6 @@ def test_row_scales_on_a_cpu_where_torch_has_none(takes: bool, monkeypatch: pyte
     assert device.cpu_scales_rows() is takes
     a, b = operands((16, 16, 16), GROUPS["row x tensor"])
     for first, second in ((a, b), (b, a)):
-        reason = cublas.unsupported(first, second)
+        reason = scaled_mm.unsupported(first, second)
         assert reason == (None if takes else f"torch {torch.__version__} has no row scales on a CPU")
-    assert cublas.unsupported(b, b) is None
+    assert scaled_mm.unsupported(b, b) is None

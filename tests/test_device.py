@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from fp8engine import device, ops
+from fp8engine.ops import device
+from fp8engine.ops import operations as ops
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 # Capability, has_fp8, dtype of an emulated product, backend of a matmul without and with scales along K.
@@ -122,7 +123,9 @@ for name in ("is_available", "device_count", "current_device", "get_device_capab
 for name in ("get_capabilities", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
     setattr(torch.cpu, name, refuse)
 import fp8engine as fe
-from fp8engine import cublas, device, ops, reference, report, select
+from fp8engine import report
+from fp8engine.convert import select
+from fp8engine.ops import device, operations, reference, scaled_mm
 layer = fe.Linear(8, 8, recipe=fe.delayed())
 assert "E4M3" in str(fe.rowwise()) + repr(layer)
 assert device.cpu_multiplies.cache_info().currsize == device.capability.cache_info().currsize == 0

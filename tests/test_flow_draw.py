@@ -12,9 +12,9 @@ from hf.families import FAMILIES
 from PIL import Image
 from torch import nn
 
-from fp8engine import flow
-from fp8engine.flow.draw import HEIGHT, INK, Picture, picture
-from fp8engine.flow.fold import fold
+from fp8engine.auto import flow
+from fp8engine.auto.flow.draw import HEIGHT, INK, Picture, picture
+from fp8engine.auto.flow.fold import fold
 
 
 def recorded(family: str, **options: int) -> flow.Flow:

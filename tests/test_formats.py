@@ -12,7 +12,7 @@ from casts import every_code, every_value
 
 import fp8engine as fe
 from fp8engine.errors import UnknownName
-from fp8engine.formats import BY_DTYPE, FORMATS
+from fp8engine.numerics.formats import BY_DTYPE, FORMATS
 
 ALL = [fe.E4M3, fe.E5M2, fe.FP16, fe.BF16, fe.FP32]
 NUMPY = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "FP16": "float16", "BF16": "bfloat16", "FP32": "float32"}

@@ -9,7 +9,7 @@ from support import FP8_RECIPES, tables
 from torch._dynamo.utils import counters
 
 import fp8engine as fe
-from fp8engine.functional import Memory
+from fp8engine.autograd import Memory
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

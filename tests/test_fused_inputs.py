@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.functional import Memory, NormOf, norm_linear
-from fp8engine.functional.parts import KEEP
-from fp8engine.modules.layernorm_linear import layer_of
+from fp8engine.autograd import Memory, NormOf, norm_linear
+from fp8engine.autograd.parts import KEEP
+from fp8engine.nn.layernorm_linear import layer_of
 
 K, F = 24, 16
 FORMS = {"norm_linear": "", "norm_mlp": "swiglu"}

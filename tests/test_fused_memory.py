@@ -6,8 +6,8 @@ from fused import MEMORIES, NORMS, Model, like
 from support import FP8_RECIPES
 from torch import nn
 
-from fp8engine.functional import Memory
-from fp8engine.reference.act_quantize import ACTIVATIONS
+from fp8engine.autograd import Memory
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 
 M, K, F = 256, 384, 256
 RMS, LAYER = NORMS[0], NORMS[2]

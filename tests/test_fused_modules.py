@@ -12,10 +12,10 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import UnknownName
-from fp8engine.modules.layernorm_linear import LayerNormLinear, make_norm, norm_of
-from fp8engine.modules.layernorm_mlp import LayerNormMLP
-from fp8engine.reference import Norm
-from fp8engine.reference.act_quantize import ACTIVATIONS
+from fp8engine.nn.layernorm_linear import LayerNormLinear, make_norm, norm_of
+from fp8engine.nn.layernorm_mlp import LayerNormMLP
+from fp8engine.ops.reference import Norm
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 
 K, F = 32, 48
 

@@ -11,9 +11,9 @@ from support import DTYPES, FP8_RECIPES, UNIT, numerics_of, same, sqnr, tables
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.functional.grouped import grouped_linear
-from fp8engine.modules.grouped import GroupedLinear
-from fp8engine.recipe import resolve
+from fp8engine.autograd.grouped import grouped_linear
+from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.numerics.recipe import resolve
 
 EACH_BY_ITSELF = ["rowwise", "blockwise"]  # no scale is shared between experts
 

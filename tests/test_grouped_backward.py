@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine import cublas, ops
-from fp8engine.functional import grouped, groups
-from fp8engine.functional.groups import Groups
-from fp8engine.modules.grouped import GroupedLinear
-from fp8engine.recipe import Recipe, resolve
+from fp8engine.autograd import grouped, groups
+from fp8engine.autograd.groups import Groups
+from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.numerics.recipe import Recipe, resolve
+from fp8engine.ops import operations as ops
+from fp8engine.ops import scaled_mm
 
 E4M3_ROWS, E4M3 = fe.Cast(fe.E4M3, fe.PerRow()), fe.Cast(fe.E4M3)
 SQUARE = fe.Cast(fe.E4M3, fe.PerBlock(32, 32), power_of_2=True)
@@ -311,8 +312,8 @@ def test_a_step_does_not_wait_for_the_card(name: str, card: list, monkeypatch: p
 
 
 def test_a_backward_runs_where_its_forward_was_asked_to(monkeypatch: pytest.MonkeyPatch):
-    ran, matmul = [], cublas.matmul
-    monkeypatch.setattr(cublas, "matmul", lambda *args, **more: ran.append(1) or matmul(*args, **more))
+    ran, matmul = [], scaled_mm.matmul
+    monkeypatch.setattr(scaled_mm, "matmul", lambda *args, **more: ran.append(1) or matmul(*args, **more))
     layer, x = layer_of("rowwise"), torch.randn(144, 32, requires_grad=True)
     with fe.backend("cublas"):
         y = layer(x, SIZES)

@@ -12,10 +12,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
-from fp8engine.functional import Memory, NormOf
-from fp8engine.functional.norm import norm
-from fp8engine.modules.serving import ServedLinear
-from fp8engine.reference import Norm
+from fp8engine.autograd import Memory, NormOf
+from fp8engine.autograd.norm import norm
+from fp8engine.nn.serving import ServedLinear
+from fp8engine.ops.reference import Norm
 
 WIDTH = 32
 

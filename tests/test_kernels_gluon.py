@@ -18,8 +18,8 @@ from triton import knobs
 from fp8engine.bench import offline, sass
 from fp8engine.kernels import matmul_gluon as gluon
 from fp8engine.kernels.tuning import Config
-from fp8engine.reference import Operand
-from fp8engine.reference.epilogue import Epilogue
+from fp8engine.ops.reference import Operand
+from fp8engine.ops.reference.epilogue import Epilogue
 
 SHARED_MEMORY = 232_448  # bytes a program can have on sm_90: 227 KiB
 REGISTERS = 65_536  # of a multiprocessor

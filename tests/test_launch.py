@@ -9,7 +9,7 @@ import torch
 
 from fp8engine.kernels import launch
 from fp8engine.kernels.tuning import Config
-from fp8engine.reference import Epilogue
+from fp8engine.ops.reference import Epilogue
 
 E4M3 = torch.float8_e4m3fn
 CPU = torch.device("cpu")

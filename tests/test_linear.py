@@ -17,7 +17,7 @@ from support import DTYPES, FP8_RECIPES, Products, assert_within, bound, exact, 
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.recipe import Recipe, resolve
+from fp8engine.numerics.recipe import Recipe, resolve
 
 SHAPES = [(1, 1, 1), (3, 50, 33), (16, 16, 16), (5, 130, 257), (129, 31, 48)]  # M, K, N
 RESULTS = ("y", "dx", "dw")

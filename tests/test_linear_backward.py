@@ -8,8 +8,8 @@ from support import FP8_RECIPES, converted, tables
 from torch import nn
 
 import fp8engine as fe
-from fp8engine import ops
-from fp8engine.recipe import resolve
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import operations as ops
 
 BAD = [math.inf, -math.inf, math.nan]
 PER_TENSOR = [name for name in FP8_RECIPES if isinstance(resolve(name).input.granularity, fe.PerTensor)]

@@ -9,8 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
-from fp8engine import ops
-from fp8engine.recipe import resolve
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import operations as ops
 
 
 @pytest.fixture

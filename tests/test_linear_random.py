@@ -14,7 +14,7 @@ from support import DTYPES, FP8_RECIPES, assert_within, bound, products
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.recipe import resolve
+from fp8engine.numerics.recipe import resolve
 
 SIZES = st.sampled_from([1, 2, 3, 16, 17, 40])
 LEADING = st.lists(st.sampled_from([0, 1, 2, 3, 5]), max_size=4)

@@ -7,10 +7,11 @@ import torch
 from support import converted, numerics_of, same, tables
 
 import fp8engine as fe
-from fp8engine import execute, ops
-from fp8engine.functional import numerics
-from fp8engine.recipe import resolve
-from fp8engine.reference import How
+from fp8engine.autograd import numerics
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import execute
+from fp8engine.ops import operations as ops
+from fp8engine.ops.reference import How
 
 TURNING = ("current", "delayed", "rowwise")  # torch's scaled matmul, which a CPU has, takes no blocks
 
@@ -157,7 +158,7 @@ def test_which_recipes_cast_once(recipe: str, x_once: bool, dy_once: bool):
 @pytest.mark.parametrize("recipe", TURNING)
 def test_a_graph_for_a_card_casts_once_too(recipe: str, casts, monkeypatch: pytest.MonkeyPatch):
     # No card here: the CPU's graph is traced as a card's would be, and run on the reference.
-    monkeypatch.setattr(sys.modules["fp8engine.functional.call"], "graphs_run_on", lambda where: "cublas")
+    monkeypatch.setattr(sys.modules["fp8engine.autograd.call"], "graphs_run_on", lambda where: "cublas")
     layer, x = fe.Linear(48, 33, recipe=recipe), torch.randn(20, 48, requires_grad=True)
     eager = fe.Linear(48, 33, recipe=recipe)
     eager.load_state_dict(layer.state_dict())

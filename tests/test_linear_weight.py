@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine import execute
-from fp8engine.recipe import resolve
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import execute
 
 BYTES = 32 * 48
 

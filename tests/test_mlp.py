@@ -26,12 +26,13 @@ from fused import (
 from support import FP8_RECIPES, sqnr, tables
 
 import fp8engine as fe
-from fp8engine import ops, reference
+from fp8engine.autograd import Memory
+from fp8engine.autograd.numerics import plan
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.functional import Memory
-from fp8engine.functional.numerics import plan
-from fp8engine.recipe import resolve
-from fp8engine.reference.act_quantize import ACTIVATIONS
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import operations as ops
+from fp8engine.ops import reference
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 
 K, F = 48, 40
 ROWS = (24, 24, 40)

@@ -7,10 +7,11 @@ import torch
 from casts import E4M3, E5M2
 
 import fp8engine as fe
-from fp8engine import device, dispatch, execute, native, ops
 from fp8engine.bench import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
-from fp8engine.reference import Epilogue, How, Operand, Slot
+from fp8engine.ops import device, dispatch, execute, triton_backend
+from fp8engine.ops import operations as ops
+from fp8engine.ops.reference import Epilogue, How, Operand, Slot
 
 CUDA = torch.device("cuda", 0)
 
@@ -19,7 +20,7 @@ CUDA = torch.device("cuda", 0)
 def forget():
     """What was asked of a pretended machine is forgotten."""
     yield
-    for cached in (native.installed, native.measured, device.capability):
+    for cached in (triton_backend.installed, triton_backend.measured, device.capability):
         cached.cache_clear()
 
 
@@ -31,7 +32,7 @@ def card(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (major, minor))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"card of sm_{major}{minor}")
         device.capability.cache_clear()
-        native.measured.cache_clear()
+        triton_backend.measured.cache_clear()
         return CUDA
 
     return pretend
@@ -50,7 +51,7 @@ def ratio(monkeypatch: pytest.MonkeyPatch):
             return pick(operation, *rest)._replace(ratio=value)
 
         monkeypatch.setattr(tuning, "pick", measured)
-        native.measured.cache_clear()
+        triton_backend.measured.cache_clear()
         return asked
 
     return pretend
@@ -69,7 +70,7 @@ def operand(m: int = 4, k: int = 32, rows: int = -1, cols: int = -1, dtype=E4M3)
     ],
 )
 def test_without_a_triton_that_fits_the_block_is_not_entered(version, error, words, monkeypatch, card):
-    monkeypatch.setattr(native, "installed", lambda: version)
+    monkeypatch.setattr(triton_backend, "installed", lambda: version)
     with pytest.raises(error, match=words), fe.backend("triton"):
         pytest.fail("entered")
     assert dispatch.asked() is None
@@ -77,14 +78,14 @@ def test_without_a_triton_that_fits_the_block_is_not_entered(version, error, wor
     where = card(9, 0)
     assert ops.choose(where, by_block=True) == "reference"
     assert ops.emulated(where, "reference")
-    assert native.measured("matmul_fp8", (9, 0), 4096, 4096) == 0.0
+    assert triton_backend.measured("matmul_fp8", (9, 0), 4096, 4096) == 0.0
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.1+git0123", "3.10.0"])
 def test_versions_are_compared_as_numbers(version, monkeypatch):
     monkeypatch.setattr(importlib.import_module("triton"), "__version__", version)
-    native.installed.cache_clear()
-    assert native.usable() is (version != "3.10.0")
+    triton_backend.installed.cache_clear()
+    assert triton_backend.usable() is (version != "3.10.0")
 
 
 def test_on_a_cpu_the_kernels_say_how_to_interpret_them():
@@ -112,8 +113,8 @@ def test_on_a_cpu_the_kernels_say_how_to_interpret_them():
 def test_which_cards_have_kernels(capability, fp8, half, card):
     where = card(*capability)
     for reason, wanted in (
-        (native.no_card(where), fp8),
-        (native.no_card(where, native.CAPABILITY_16_BITS), half),
+        (triton_backend.no_card(where), fp8),
+        (triton_backend.no_card(where, triton_backend.CAPABILITY_16_BITS), half),
     ):
         if wanted is None:
             assert reason is None
@@ -122,7 +123,7 @@ def test_which_cards_have_kernels(capability, fp8, half, card):
 
 
 def test_operands_that_no_kernel_takes(monkeypatch):
-    monkeypatch.setattr(native, "no_card", lambda where: None)
+    monkeypatch.setattr(triton_backend, "no_card", lambda where: None)
     block, other = operand(cols=16, rows=1), operand(cols=32, rows=1)
     for a, b, words in [
         (operand(dtype=E5M2), operand(dtype=E5M2), "do not multiply E5M2 by E5M2"),
@@ -132,17 +133,17 @@ def test_operands_that_no_kernel_takes(monkeypatch):
         (operand(rows=-1, cols=1), operand(), r"every \[1\] values"),
     ]:
         with pytest.raises(BackendError, match=words):
-            native.matmul(a, b, Epilogue())
-    assert native.unsupported(other, other) is None
-    assert native.unsupported(other, operand()) is None
-    assert native.unsupported(operand(rows=1), operand(dtype=E5M2)) is None
+            triton_backend.matmul(a, b, Epilogue())
+    assert triton_backend.unsupported(other, other) is None
+    assert triton_backend.unsupported(other, operand()) is None
+    assert triton_backend.unsupported(operand(rows=1), operand(dtype=E5M2)) is None
 
 
 def test_16_bit_kernels_take_16_bits():
     x = torch.randn(4, 32)
     for a, b in [(x, x), (x.half(), x.bfloat16()), (x.bfloat16(), x)]:
         with pytest.raises(BackendError, match="want both float16 or both bfloat16"):
-            native.matmul_fp16(a, b, Epilogue())
+            triton_backend.matmul_fp16(a, b, Epilogue())
     with fe.backend("triton"):  # FP32 is not theirs, asked or not
         assert torch.equal(ops.matmul_fp16(x, x), x @ x.t())
 
@@ -230,7 +231,7 @@ def launches(call) -> int:
 
 
 def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "no_card", lambda where: None)
+    monkeypatch.setattr(triton_backend, "no_card", lambda where: None)
 
     # DESIGN section 9: at most 3 in forward while the weight's FP8 copy is valid, 5 when it is not.
     def meta(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -238,22 +239,22 @@ def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
 
     x, weight = meta(512, 256), meta(128, 256)
     codes = Operand(meta(512, 256, dtype=E4M3), meta(dtype=torch.float32))
-    matmul = launches(lambda: native.matmul(codes, codes, Epilogue()))
+    matmul = launches(lambda: triton_backend.matmul(codes, codes, Epilogue()))
     assert matmul == 1
     slot = Slot(meta(2, 9, dtype=torch.float32), meta(7, 9, dtype=torch.int64), 3)
     for how in (How(E4M3, -1, -1), How(E4M3, -1, -1, delayed=True), How(E4M3, 1, -1), How(E4M3, 1, 128)):
-        of_x = launches(lambda how=how: native.cast_transpose(x, how, slot))
-        of_weight = launches(lambda how=how: native.cast_transpose(weight, how, slot))
+        of_x = launches(lambda how=how: triton_backend.cast_transpose(x, how, slot))
+        of_weight = launches(lambda how=how: triton_backend.cast_transpose(weight, how, slot))
         assert of_x + matmul <= 3
         assert of_x + of_weight + matmul <= 5
-        of_dy = launches(lambda how=how: native.cast_transpose(x, how, slot, True))
+        of_dy = launches(lambda how=how: triton_backend.cast_transpose(x, how, slot, True))
         assert of_dy == of_x + 1  # the sums of tiles are added up
     tables = (
         meta(16, 10_000, dtype=torch.float32),
         meta(2, 10_000, dtype=torch.float32),
         meta(3, 10_000, dtype=torch.float32),
     )
-    assert launches(lambda: native.scale_update(*tables)) == 1
+    assert launches(lambda: triton_backend.scale_update(*tables)) == 1
 
 
 @pytest.mark.parametrize(
@@ -271,8 +272,8 @@ def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
     ids=str,
 )
 def test_which_groups_our_casts_take(how: How, ours: bool):
-    assert native.castable(torch.zeros(4, 4), how) is ours
-    assert not native.castable(torch.zeros(0, 4), how)
+    assert triton_backend.castable(torch.zeros(4, 4), how) is ours
+    assert not triton_backend.castable(torch.zeros(0, 4), how)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
@@ -285,5 +286,5 @@ def test_where_casts_run(capability, card, monkeypatch):
     with fe.backend("reference"):
         assert dispatch.choose_casts(where) == "reference"
     assert dispatch.choose_casts(torch.device("cpu")) == "reference"
-    monkeypatch.setattr(native, "installed", lambda: None)
+    monkeypatch.setattr(triton_backend, "installed", lambda: None)
     assert dispatch.choose_casts(where) == "reference"

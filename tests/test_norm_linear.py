@@ -27,10 +27,10 @@ from fused import (
 from support import FP8_RECIPES, sqnr, tables
 
 import fp8engine as fe
-from fp8engine import ops
-from fp8engine.functional import Memory, linear
-from fp8engine.functional.parts import keep, kept
-from fp8engine.recipe import resolve
+from fp8engine.autograd import Memory, linear
+from fp8engine.autograd.parts import keep, kept
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import operations as ops
 
 LAYER = NORMS[2]
 ROWS = (24, 24, 40, 24)

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8engine as fe
-from fp8engine import ops
 from fp8engine.errors import BackendError, UnknownName
-from fp8engine.recipe import MATMULS, resolve
-from fp8engine.reference import How, Slot
+from fp8engine.numerics.recipe import MATMULS, resolve
+from fp8engine.ops import operations as ops
+from fp8engine.ops.reference import How, Slot
 
 CPU = torch.device("cpu")
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "block": (2, 4)}

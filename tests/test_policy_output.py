@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import fp8engine as fe
-from fp8engine.observe import groupings
-from fp8engine.policy import MOST_CHANGES, PATIENCE, Needs, needs_of
-from fp8engine.policy_output import Reader, Stored, decide_output, widened
-from fp8engine.prediction import Measured
-from fp8engine.recipe import auto
-from fp8engine.stats import measure, read
+from fp8engine.auto.output_policy import Reader, Stored, decide_output, widened
+from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, needs_of
+from fp8engine.numerics.recipe import auto
+from fp8engine.scaling.histogram import measure, read
+from fp8engine.scaling.prediction import Measured
+from fp8engine.scaling.sample import groupings
 
 NEEDS = needs_of(auto())
 MATMULS = [Reader("matmul", "down"), Reader("matmul", "gate")]

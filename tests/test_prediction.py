@@ -1,4 +1,4 @@
-"""fp8engine/prediction.py: SQNR within half a dB of the real cast's, on tensors of every kind, and the shares beside.
+"""fp8engine/scaling/prediction.py: SQNR within half a dB of the real cast's, on tensors of every kind.
 
 Where 0.5 dB cannot hold: a few elements that are nearly all of the energy, or few distinct values.  Rounding errors are
 then no longer spread evenly; such tensors have tests of their own, which say how far off the prediction is.
@@ -16,9 +16,9 @@ from fp8engine.demo.config import Config
 from fp8engine.demo.data import read as read_text
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import InvalidRecipe
-from fp8engine.prediction import Groupings, Measured
-from fp8engine.recipe import BF16, E4M3, E5M2, FP16, FP32, Cast, PerBlock, PerRow, PerTensor
-from fp8engine.stats import measure, read
+from fp8engine.numerics.recipe import BF16, E4M3, E5M2, FP16, FP32, Cast, PerBlock, PerRow, PerTensor
+from fp8engine.scaling.histogram import measure, read
+from fp8engine.scaling.prediction import Groupings, Measured
 
 GROUPINGS: Groupings = (PerTensor(), PerRow(-1), PerRow(0), PerBlock(1, 128), PerBlock(128, 1), PerBlock(128, 128))
 FP8 = [Cast(f, g, power_of_2=p) for f in (E4M3, E5M2) for g in GROUPINGS for p in (False, True)]

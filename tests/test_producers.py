@@ -17,11 +17,11 @@ from support import same
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from fp8engine import producers, reference
 from fp8engine.errors import GradientError
-from fp8engine.reference import How, Norm, Operand, Slot, Store
-from fp8engine.reference.cast_transpose import IN_16_BITS
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops import producers, reference
+from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS
+from fp8engine.ops.reference.operand import COUNTERS
 
 OPERATORS = torch.ops.fp8engine
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

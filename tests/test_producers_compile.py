@@ -8,8 +8,9 @@ from test_producers import NORMS, inputs, slot, tensors, vector
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-from fp8engine import ops, producers
-from fp8engine.reference import How, RowStatistics, Slot, Store
+from fp8engine.ops import operations as ops
+from fp8engine.ops import producers
+from fp8engine.ops.reference import How, RowStatistics, Slot, Store
 
 pytestmark = pytest.mark.usefixtures("fresh")
 

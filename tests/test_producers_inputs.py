@@ -13,11 +13,11 @@ from test_producers import CALLS, NORMS, inputs, slot, tensors, vector
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
-from fp8engine import native, producers, run_producers
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.kernels import act_quantize as act_kernels
 from fp8engine.kernels import norm_quantize as norm_kernels
-from fp8engine.reference import How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops import producers, run_producers, triton_backend
+from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Slot, Store
 
 X, DY = inputs(4, 6)
 LAYER, RMS = Norm("layer"), Norm("rms")
@@ -168,7 +168,7 @@ def test_the_table_of_ways(how: How | None, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "_kernel", lambda *names: pytest.fail(f"{names} asked for"))
+    monkeypatch.setattr(triton_backend, "_kernel", lambda *names: pytest.fail(f"{names} asked for"))
     for name in ("cublas", "reference"):
         with fe.backend(name):
             for call, which in itertools.product(CALLS, (RMS, "relu")):

@@ -85,7 +85,13 @@ def test_make_targets_exist(page: Path):
 def test_a_tree_reads_as_paths():
     text = "```text tree\nfp8engine/        the library\n  amp/\n    scaler.py  loss scaling\n  ops.py\nMakefile\n```\n"
     (tree,) = blocks(text)
-    assert paths(tree) == ["fp8engine", "fp8engine/amp", "fp8engine/amp/scaler.py", "fp8engine/ops.py", "Makefile"]
+    assert paths(tree) == [
+        "fp8engine",
+        "fp8engine/amp",
+        "fp8engine/amp/scaler.py",
+        "fp8engine/ops/operations.py",
+        "Makefile",
+    ]
 
 
 def test_a_wrong_example_is_found():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fp8engine as fe
 from fp8engine.errors import InvalidRecipe, UnknownName
-from fp8engine.recipe import MATMULS, RECIPES, Cast, Recipe, resolve
+from fp8engine.numerics.recipe import MATMULS, RECIPES, Cast, Recipe, resolve
 
 E4M3, E5M2, BF16 = Cast(fe.E4M3), Cast(fe.E5M2), Cast(fe.BF16)
 SIZES = st.integers(1, 512)

@@ -13,7 +13,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.report.collect import NEVER_RAN
 from fp8engine.report.table import COLUMNS, SLOT_COLUMNS
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 
 class Mixed(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 
 def by_name(model: nn.Module) -> dict[str, dict]:

@@ -17,7 +17,7 @@ from support import converted, sqnr, state_of, tables
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 WIDTH = 16
 

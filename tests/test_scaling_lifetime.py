@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops.reference.operand import COUNTERS
 
 RECIPES = ["delayed", "current"]
 

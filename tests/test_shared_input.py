@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine import execute, shared_input
+from fp8engine.ops import execute
+from fp8engine.scaling import shared_input
 
 WIDTH = 48
 MADE: Any = ()  # stands for an operand

@@ -15,16 +15,16 @@ FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
 FUSED = "nn.Linear's own, and what its norm, its activation and its memory are"
 MORE_PARAMETERS = {
-    "fp8engine/convert.py::convert": "the public call: a model, a recipe, and one keyword for each decision",
-    "fp8engine/modules/layernorm_linear.py::LayerNormLinear.__init__": FUSED,
-    "fp8engine/modules/layernorm_mlp.py::LayerNormMLP.__init__": FUSED,
-    "fp8engine/modules/transformer.py::TransformerLayer.__init__": FUSED,
+    "fp8engine/convert/swap.py::convert": "the public call: a model, a recipe, and one keyword for each decision",
+    "fp8engine/nn/layernorm_linear.py::LayerNormLinear.__init__": FUSED,
+    "fp8engine/nn/layernorm_mlp.py::LayerNormMLP.__init__": FUSED,
+    "fp8engine/nn/transformer.py::TransformerLayer.__init__": FUSED,
     "fp8engine/amp/decorate.py::decorate": "a script's one line, as paddle.amp.decorate: each names one decision",
     "fp8engine/amp/scaler.py::GradScaler.__init__": "torch.amp.GradScaler's own six, and two beside them",
-    "fp8engine/operators.py::_matmul": SCHEMA,
-    "fp8engine/operators.py::_matmul_epilogue": SCHEMA,
-    "fp8engine/operators.py::_matmul_epilogue_fake": SCHEMA,
-    "fp8engine/operators.py::_matmul_fake": SCHEMA,
+    "fp8engine/ops/operators.py::_matmul": SCHEMA,
+    "fp8engine/ops/operators.py::_matmul_epilogue": SCHEMA,
+    "fp8engine/ops/operators.py::_matmul_epilogue_fake": SCHEMA,
+    "fp8engine/ops/operators.py::_matmul_fake": SCHEMA,
 }
 
 

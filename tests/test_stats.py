@@ -1,4 +1,4 @@
-"""fp8engine/stats.py: what `measure` writes, of any tensor, from how few elements, without waiting for the device."""
+"""fp8engine/scaling/histogram.py: what `measure` writes for any tensor, and that the host never waits."""
 
 import math
 
@@ -8,10 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fp8engine.errors import ShapeError, UnsupportedDtype
-from fp8engine.observe import observe, width
-from fp8engine.prediction import GROUP_BINS, TENSOR_BINS, Groupings
-from fp8engine.recipe import E4M3, Cast, PerBlock, PerRow, PerTensor
-from fp8engine.stats import length, measure, measure_on_host, read
+from fp8engine.numerics.recipe import E4M3, Cast, PerBlock, PerRow, PerTensor
+from fp8engine.scaling.histogram import length, measure, measure_on_host, read
+from fp8engine.scaling.prediction import GROUP_BINS, TENSOR_BINS, Groupings
+from fp8engine.scaling.sample import observe, width
 
 EVERY: Groupings = (PerTensor(), PerRow(-1), PerRow(0), PerBlock(1, 128), PerBlock(128, 1), PerBlock(128, 128))
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

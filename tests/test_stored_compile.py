@@ -6,7 +6,7 @@ from chains import Chain, chain, storing
 from support import converted, sqnr
 
 import fp8engine as fe
-from fp8engine.tensor import Float8Tensor
+from fp8engine.ops.tensor import Float8Tensor
 
 pytestmark = pytest.mark.usefixtures("_fresh_dynamo")
 

@@ -8,8 +8,8 @@ from chains import Chain, chain, storing
 from support import converted, state_of
 
 import fp8engine as fe
-from fp8engine.output_slots import MOST
-from fp8engine.tensor import Float8Tensor
+from fp8engine.ops.tensor import Float8Tensor
+from fp8engine.scaling.output_slots import MOST
 
 
 def step(model: Chain, x: torch.Tensor) -> Float8Tensor:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.functional.ready import WRITTEN
-from fp8engine.tensor import Float8Tensor
+from fp8engine.autograd.ready import WRITTEN
+from fp8engine.ops.tensor import Float8Tensor
 
 RISING = torch.arange(50.0)
 

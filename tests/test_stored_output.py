@@ -11,9 +11,10 @@ from support import DTYPES, converted, same, sqnr, state_of, tables
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine import ops, reference
-from fp8engine.reference import Epilogue
-from fp8engine.tensor import Float8Tensor
+from fp8engine.ops import operations as ops
+from fp8engine.ops import reference
+from fp8engine.ops.reference import Epilogue
+from fp8engine.ops.tensor import Float8Tensor
 
 
 def gradients(model: Chain, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from chains import chain
 from torch.nn import functional as F
 
 import fp8engine as fe
-from fp8engine.tensor import Float8Tensor
+from fp8engine.ops.tensor import Float8Tensor
 
 # name -> (function of y [6, 4, 50], whether the result is still in FP8)
 OPS = {

@@ -9,8 +9,8 @@ from made_reports import trained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fp8engine as fe
-from fp8engine.controller import Alarm
-from fp8engine.controller.history import Spread
+from fp8engine.auto import Alarm
+from fp8engine.auto.history import Spread
 from fp8engine.errors import ReportError
 from fp8engine.report.tensorboard import FORMATS, Writer
 

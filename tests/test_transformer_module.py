@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.functional.attention import Cache, Rotary
+from fp8engine.autograd.attention import Cache, Rotary
 
 H, F = 32, 48
 LLAMA: dict[str, Any] = {"activation": "swiglu", "bias": False, "norm": "rms"}

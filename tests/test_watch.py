@@ -7,7 +7,7 @@ import pytest
 from made_reports import made_up
 from rich.console import Console
 
-from fp8engine.controller import Alarm
+from fp8engine.auto import Alarm
 from fp8engine.demo import Config, Session, data, measure, train
 from fp8engine.demo.progress import Lines, shown
 from fp8engine.demo.watch import Watch, last, layers, rows_of

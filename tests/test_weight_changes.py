@@ -12,9 +12,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
-from fp8engine import device, execute
-from fp8engine.fingerprint import fingerprint
-from fp8engine.functional import weight as weights
+from fp8engine.autograd import weight as weights
+from fp8engine.ops import device, execute
+from fp8engine.ops.fingerprint import fingerprint
 
 N, K = 32, 48
 

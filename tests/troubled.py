@@ -19,8 +19,8 @@ from support import converted, dequantised
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.choice import GRAINS, casts, reading
-from fp8engine.recipe import Cast, Recipe, auto
+from fp8engine.numerics.recipe import Cast, Recipe, auto
+from fp8engine.scaling.choice import GRAINS, casts, reading
 
 M, K, N = 128, 256, 64
 FIXED = ("current", "delayed", "rowwise", "blockwise")

@@ -26,9 +26,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fp8engine import device
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
+from fp8engine.ops import device
 
 HALVES = (torch.float16, torch.bfloat16)
 BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would convert each operand to FP32 and back

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fp8engine import device as hardware
 from fp8engine.amp.autocast import BF16_CAPABILITY, autocast
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
@@ -45,6 +44,7 @@ from fp8engine.errors import (
     UnknownName,
     UnsupportedDtype,
 )
+from fp8engine.ops import device as hardware
 
 LEVELS = ("O1", "O2")
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine._torch import plain_name
 from fp8engine.amp.readings import Reading
-from fp8engine.names import plain_name
 
 
 class Call:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8engine.formats import BY_DTYPE
+from fp8engine.numerics.formats import BY_DTYPE
 
 # They reserve memory or fill it with one value: no precision is at stake.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like", "ones",

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine import ops
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.reference import How, Operand, as_groups, decode, from_groups
+from fp8engine.ops import operations as ops
+from fp8engine.ops.reference import How, Operand, as_groups, decode, from_groups
 
 ROWS = 64  # checked element by element
 STRIPE = 32  # rows of the probe judged together

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from fp8engine import device, ops
 from fp8engine.bench import roofline
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
-from fp8engine.dispatch import backend
 from fp8engine.errors import ShapeError
-from fp8engine.formats import E4M3
-from fp8engine.reference import How, Operand, Slot
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.numerics.formats import E4M3
+from fp8engine.ops import device
+from fp8engine.ops import operations as ops
+from fp8engine.ops.dispatch import backend
+from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops.reference.operand import COUNTERS
 
 SETS = 2
 SHAPES = {"cuda": ((8192, 4096), (8192, 14336), (16384, 1024)), "cpu": ((1024, 1024), (2048, 4096))}

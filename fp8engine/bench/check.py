@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8engine import native, ops, reference
 from fp8engine.bench import check_producers
-from fp8engine.dispatch import backend
-from fp8engine.formats import E4M3, E5M2, FP16, FP32, Format
-from fp8engine.modules.linear import Linear
-from fp8engine.reference import Epilogue, How, Operand, Slot
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.nn.linear import Linear
+from fp8engine.numerics.formats import E4M3, E5M2, FP16, FP32, Format
+from fp8engine.ops import operations as ops
+from fp8engine.ops import reference, triton_backend
+from fp8engine.ops.dispatch import backend
+from fp8engine.ops.reference import Epilogue, How, Operand, Slot
+from fp8engine.ops.reference.operand import COUNTERS
 
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 SHAPES = (
@@ -84,8 +85,8 @@ def rounding(where: torch.device, format: Format) -> str | None:
         one = torch.eye(256, dtype=dtype, device=where)
         end = Epilogue(None, format.dtype, scale=scale)
         q = torch.empty(65536, device=where)
-        q[finite] = native.matmul_fp16(one, x.t(), end).float().view(-1)[finite]
-        q[~finite] = native.matmul_fp16(special, one[:1, :16], end)[:, 0].float()
+        q[finite] = triton_backend.matmul_fp16(one, x.t(), end).float().view(-1)[finite]
+        q[~finite] = triton_backend.matmul_fp16(special, one[:1, :16], end)[:, 0].float()
         wanted = reference.saturating_cast(values.float(), values.float(), format.dtype).float()
         wrong = (q != wanted) & ~(q.isnan() & wanted.isnan())  # as numbers: a sum has no negative zero
         if wrong.any():
@@ -100,7 +101,7 @@ def integers_fp8(where: torch.device, shape: tuple[int, int, int]) -> str | None
         a, b = _integers(where, shape[0], shape[2], first, by_row), _integers(where, shape[1], shape[2], second, by_row)
         bias_N = torch.randint(-3, 4, (shape[1],), device=where).bfloat16()
         for out, bias in itertools.product((torch.float32, torch.bfloat16), (None, bias_N)):
-            found = native.matmul(a, b, Epilogue(bias, out), fast)
+            found = triton_backend.matmul(a, b, Epilogue(bias, out), fast)
             if wrong := _differs(found, _exact(a, b, bias).to(out)):
                 return f"{first} x {second}, by_row={by_row}, fast={fast}, {out}, bias={bias is not None}: {wrong}"
     return None
@@ -115,7 +116,7 @@ def integers_fp16(where: torch.device, shape: tuple[int, int, int]) -> str | Non
             for rows, columns, turned in ((m, k, a_t), (n, k, b_t))
         )
         a, b = a.t() if a_t else a, b.t() if b_t else b
-        found = native.matmul_fp16(a, b, Epilogue(None, torch.float32))
+        found = triton_backend.matmul_fp16(a, b, Epilogue(None, torch.float32))
         if wrong := _differs(found, (a.double() @ b.double().t()).float()):
             return f"{dtype}, a transposed {a_t}, b transposed {b_t}: {wrong}"
     return None
@@ -126,7 +127,7 @@ def integers_block(where: torch.device, shape: tuple[int, int, int]) -> str | No
     m, n, k = shape
     for rows in (1, 128):
         a, b = _in_blocks(where, m, k, 1), _in_blocks(where, n, k, rows)
-        found = native.matmul(a, b, Epilogue(None, torch.float32))
+        found = triton_backend.matmul(a, b, Epilogue(None, torch.float32))
         if wrong := _differs(found, _exact(a, b, None)):
             return f"1x128 by {rows}x128: {wrong}"
     return None
@@ -142,7 +143,7 @@ def epilogues(where: torch.device, shape: tuple[int, int, int]) -> str | None:
             Epilogue(bias_N, format.dtype, kind, scale, torch.full((1,), -1.0, device=where), _counts(where))
             for _ in range(2)
         ]
-        found = native.matmul(a, b, ends[0])
+        found = triton_backend.matmul(a, b, ends[0])
         wanted = reference.finish(_exact(a, b, None), ends[1])
         if wrong := _differs(found.float(), wanted.float()):
             return f"{format}, {kind}: {wrong}"
@@ -216,7 +217,7 @@ def not_finite(where: torch.device) -> str | None:
     for out, scale in ((torch.bfloat16, None), (E5M2.dtype, torch.ones((), device=where))):
         counts = _counts(where)
         end = Epilogue(None, out, "none", scale, torch.full((1,), -1.0, device=where), counts)
-        bad = native.matmul(a, b, end).float().isfinite().logical_not()
+        bad = triton_backend.matmul(a, b, end).float().isfinite().logical_not()
         if not bad[3].all() or int(bad.sum()) != 40 or int(counts[1]) != 40:
             return f"{out}: {int(bad.sum())} not finite, {int(counts[1])} counted; wanted the 40 of row 3"
     return None
@@ -230,7 +231,7 @@ def accuracy(where: torch.device, k: int) -> str | None:
     wanted = (a.data.double() * a.scale) @ (b.data.double() * b.scale).t()
     for fast, limit in ((True, FAST_ERROR), (False, PROMOTED_ERROR)):
         for out, rounding_error in OUTPUT_ERROR.items():
-            found = native.matmul(a, b, Epilogue(None, out), fast).double()
+            found = triton_backend.matmul(a, b, Epilogue(None, out), fast).double()
             error = ((found - wanted).norm() / wanted.norm()).item()
             if not error <= limit + rounding_error:
                 return f"fast={fast}, {out}: relative error {error:.2e}, limit {limit + rounding_error:.2e}"
@@ -240,7 +241,7 @@ def accuracy(where: torch.device, k: int) -> str | None:
 def determinism(where: torch.device) -> str | None:
     """The same operands twice."""
     a, b = (Operand(*reference.quantize(torch.randn(300, 500, device=where), How(E4M3.dtype, -1, -1))) for _ in "ab")
-    once, twice = (native.matmul(a, b, Epilogue(), fast=True) for _ in range(2))
+    once, twice = (triton_backend.matmul(a, b, Epilogue(), fast=True) for _ in range(2))
     return None if torch.equal(once, twice) else "two runs differ"
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8engine import device, dispatch, native
 from fp8engine.bench import check
-from fp8engine.formats import E4M3
-from fp8engine.modules.linear import Linear
-from fp8engine.reference import Epilogue
+from fp8engine.nn.linear import Linear
+from fp8engine.numerics.formats import E4M3
+from fp8engine.ops import device, dispatch, triton_backend
+from fp8engine.ops.reference import Epilogue
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 
@@ -99,9 +99,9 @@ def launches(where: torch.device) -> str | None:
     """Kernels that one matmul of operands contiguous along K starts."""
     a, b = (check._integers(where, 256, 512, E4M3, by_row=False) for _ in "ab")
     end = Epilogue()
-    native.matmul(a, b, end)
+    triton_backend.matmul(a, b, end)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        native.matmul(a, b, end)
+        triton_backend.matmul(a, b, end)
         torch.cuda.synchronize(where)
     names = [event.name for event in (profile.events() or ()) if event.device_type == torch.autograd.DeviceType.CUDA]
     return None if len(names) == 1 else f"{len(names)}: {names}"

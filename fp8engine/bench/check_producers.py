@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8engine import ops, producers, reference
-from fp8engine.dispatch import backend
-from fp8engine.reference import How, Norm, Operand, Slot, Store
-from fp8engine.reference.act_quantize import ACTIVATIONS
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops import operations as ops
+from fp8engine.ops import producers, reference
+from fp8engine.ops.dispatch import backend
+from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.operand import COUNTERS
 
 SHAPES, MORE_SHAPES = ((3, 7), (5, 256)), ((1, 1), (4099, 2053), (8192, 4096), (64, 16384))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -19,7 +19,7 @@ from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.reference import Epilogue, Operand
+from fp8engine.ops.reference import Epilogue, Operand
 
 E4M3 = torch.float8_e4m3fn
 SIZE = 4096

@@ -16,7 +16,7 @@ from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backwar
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.scale_update import scale_update
 from fp8engine.kernels.stats import stats
-from fp8engine.reference import How, Norm, RowStatistics, Slot, Store
+from fp8engine.ops.reference import How, Norm, RowStatistics, Slot, Store
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 M, K = 8192, 4096

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8engine import device
+from fp8engine.autograd.attention import Cache
 from fp8engine.bench.cases import sqnr
 from fp8engine.bench.networks import NETWORKS, Size
 from fp8engine.bench.run import machine
 from fp8engine.bench.steps import BASE, LEAST_SQNR
 from fp8engine.bench.timing import Clock, clock, measure
-from fp8engine.convert import convert
+from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning
-from fp8engine.functional.attention import Cache
-from fp8engine.modules.serving import ServedLinear
-from fp8engine.recipe import resolve
+from fp8engine.nn.serving import ServedLinear
+from fp8engine.numerics.recipe import resolve
+from fp8engine.ops import device
 
 
 class Case(NamedTuple):

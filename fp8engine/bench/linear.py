@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine import cost, device
 from fp8engine.bench.cases import Shape, sqnr
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
-from fp8engine.modules.linear import Linear
+from fp8engine.nn.linear import Linear
+from fp8engine.numerics import cost
+from fp8engine.ops import device
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 SETS = 2

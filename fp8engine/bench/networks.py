@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine.functional.attention import Cache, Scores, attention, rotate
-from fp8engine.modules import Heads, TransformerLayer
-from fp8engine.modules.layernorm_linear import norm_of
+from fp8engine.autograd.attention import Cache, Scores, attention, rotate
+from fp8engine.nn import Heads, TransformerLayer
+from fp8engine.nn.layernorm_linear import norm_of
 
 
 class Size(NamedTuple):

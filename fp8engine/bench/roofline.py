@@ -1,4 +1,4 @@
-"""What a machine can do at most, measured.  What FP8 saves on it, from a model: fp8engine/cost.py."""
+"""What a machine can do at most, measured.  What FP8 saves on it, from a model: fp8engine/numerics/cost.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.bench.timing import Clock, measure
-from fp8engine.device import capability
+from fp8engine.ops.device import capability
 
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matmul that gives the rate
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes copied: more than any cache holds

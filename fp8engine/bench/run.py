@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from fp8engine import device, native, reference
 from fp8engine.bench import roofline
 from fp8engine.bench.cases import LLM, Operands, Pair, Shape, Truth
 from fp8engine.bench.timing import Clock, clock, measure
 from fp8engine.errors import BackendError
-from fp8engine.reference import Epilogue
+from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops.reference import Epilogue
 
 # Relative errors of the sums against float64, random normal data, K = 4096 (mmaemu, a bit-level model of the H100).
 # Fast accumulation truncates each step's addends at 2^-13 of the largest: at worst these errors add up, so they grow
@@ -176,7 +176,7 @@ def gemm(
     if where.type not in ("cpu", "cuda"):
         raise BackendError(f"no matmul benchmark on {where.type}; use 'cuda' or 'cpu'")
     if ways is None:
-        ways = variants(where.type, device.capability(where), native.usable())
+        ways = variants(where.type, device.capability(where), triton_backend.usable())
     ticks = clock(where) if ticks is None else ticks
     turns = (30 if where.type == "cuda" else 9) if turns is None else turns
     with torch.no_grad():

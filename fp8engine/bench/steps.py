@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8engine import device
 from fp8engine.bench.cases import sqnr
 from fp8engine.bench.networks import NETWORKS, Size, fused
 from fp8engine.bench.run import machine
 from fp8engine.bench.timing import Clock, clock, measure
-from fp8engine.convert import convert
+from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning
+from fp8engine.ops import device
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 MEMORY = {"": {}, ", recompute": {"recompute": True}, ", FP8 inputs": {"recompute": True, "store": "fp8"}}

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8engine import cublas, device, native, reference
 from fp8engine.bench.cases import Operands, Pair, Shape, Truth
 from fp8engine.bench.run import FAST, PROMOTED, SETS, Variant, machine
 from fp8engine.bench.timing import Clock, clock, measure
 from fp8engine.errors import BackendError, UnknownName
-from fp8engine.reference import Epilogue
+from fp8engine.ops import device, reference, scaled_mm, triton_backend
+from fp8engine.ops.reference import Epilogue
 
 if TYPE_CHECKING:
     from fp8engine.kernels.tuning import Config
@@ -217,7 +217,7 @@ def tune(
         raise BackendError(
             "tuning measures kernels on a card, and torch finds none; 'fp8engine bench gemm' runs on a CPU"
         )
-    native.require()
+    triton_backend.require()
     tuning = _tuning()
     content = json.loads(tuning.TABLE.read_text())
     capability = device.capability(where)
@@ -253,7 +253,7 @@ def job_of(operation: str, where: torch.device, ticks: Clock) -> Job:
     promoted = operation == "matmul_fp8_promoted"
     check = Variant(
         "tensor",
-        lambda pair: cublas.matmul(pair.a, pair.b, fast=not promoted),
+        lambda pair: scaled_mm.matmul(pair.a, pair.b, fast=not promoted),
         PROMOTED if promoted else FAST,
     )
     return Job(check, lambda pair, config: launch(pair.a, pair.b, out, promoted, config), where, ticks)

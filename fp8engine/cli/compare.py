@@ -12,7 +12,7 @@ import typer
 from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.demo import files
-from fp8engine.recipe import RECIPES, Auto, resolve
+from fp8engine.numerics.recipe import RECIPES, Auto, resolve
 from fp8engine.report import compare_show
 from fp8engine.report.compare import Comparison, compare_recipes
 from fp8engine.report.compare_text import batches, pieces

@@ -14,10 +14,11 @@ import torch
 import typer
 from rich.table import Table
 
-from fp8engine import device, native, ops
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
-from fp8engine.modules import Linear
-from fp8engine.recipe import RECIPES, PerBlock, Recipe, resolve
+from fp8engine.nn import Linear
+from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
+from fp8engine.ops import device, triton_backend
+from fp8engine.ops import operations as ops
 
 BROKEN = 1
 # Installed versions that work: at least the first, below the second.  As pyproject.toml says.
@@ -170,7 +171,7 @@ def _card_notes(where: torch.device) -> list[str]:
 def _tuned(where: torch.device) -> bool:
     """Whether somebody has measured our kernels on such a card."""
     sizes = ((8192, 8192), (1024, 2048), (64, 1024))
-    return any(native.measured("matmul_fp8", device.capability(where), *size) > 0 for size in sizes)
+    return any(triton_backend.measured("matmul_fp8", device.capability(where), *size) > 0 for size in sizes)
 
 
 def _no_card() -> str:

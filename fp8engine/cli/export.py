@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 
 from fp8engine.cli.pretrained import load_weights, quiet, read_text, token_ids, tokens_of
 from fp8engine.cli.shared import AsJson, Debug, app, console, match_skips, print_json
-from fp8engine.convert import convert
+from fp8engine.convert.select import linear_layers
+from fp8engine.convert.swap import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
 from fp8engine.export import ExportReport, export
 from fp8engine.export.layout import LAYOUTS, choose
 from fp8engine.export.write import check_target
-from fp8engine.recipe import Auto, current, resolve
+from fp8engine.numerics.recipe import Auto, current, resolve
 from fp8engine.report.compare import run_steps
 from fp8engine.report.compare_text import batches, pieces
-from fp8engine.select import linear_layers
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZE = r" *\d+(\.\d*)? *[KMGT]B *"

@@ -21,10 +21,10 @@ from rich.table import Table
 from torch import nn
 
 from fp8engine.cli.shared import AsJson, Debug, app, console, match_skips, print_json
-from fp8engine.convert import plan
+from fp8engine.convert.select import Decision, experts_run
+from fp8engine.convert.swap import plan
 from fp8engine.errors import ConversionError, InvalidRecipe
-from fp8engine.modules.grouped import GroupedLinear
-from fp8engine.select import Decision, experts_run
+from fp8engine.nn.grouped import GroupedLinear
 
 
 @app.command("inspect")

@@ -12,7 +12,7 @@ from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.demo import DEFAULT, Config, Outcome, Result, Session, train
 from fp8engine.demo.model import SIZES
 from fp8engine.demo.progress import shown
-from fp8engine.recipe import RECIPES
+from fp8engine.numerics.recipe import RECIPES
 
 INTERRUPTED = 128  # plus the signal's number: 130 after Ctrl-C
 

@@ -5,7 +5,7 @@
 | fp32 | plain | plain | none |
 | bf16 | plain | torch.autocast(bfloat16) | none |
 | fp16 | plain | torch.autocast(float16) | torch.amp.GradScaler |
-| any other | fp8engine.convert | CUDA: torch.autocast(bfloat16); CPU: plain | none |
+| any other | fp8engine.convert.swap | CUDA: torch.autocast(bfloat16); CPU: plain | none |
 
 Parameters are FP32 everywhere.  On a card what FP8 leaves alone (attention, norms, the head) runs in 16 bits as anyone
 would train it; on a CPU autocast makes the emulated step slower, and without it the difference to fp32 is FP8's alone.
@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fp8engine.convert import convert
+from fp8engine.convert.swap import convert
 from fp8engine.demo import half
 from fp8engine.errors import EmulationWarning, UnknownName
-from fp8engine.recipe import RECIPES
+from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report import inspect
 
 PLAIN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,7 +23,7 @@ from fp8engine.demo.summary import Summary, about
 from fp8engine.demo.train import Keeping, Result, run
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
-from fp8engine.recipe import RECIPES
+from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report import inspect
 from fp8engine.report.page import page
 

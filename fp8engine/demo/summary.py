@@ -14,12 +14,12 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fp8engine import device
 from fp8engine.demo import files
 from fp8engine.demo.config import Config
 from fp8engine.demo.data import read
 from fp8engine.demo.model import GPT
 from fp8engine.demo.train import Result
+from fp8engine.ops import device
 
 
 def _percent(share: float) -> str:

@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fp8engine.controller import Alarm
+from fp8engine.auto import Alarm
 from fp8engine.report import inspect
 from fp8engine.report.table import Report
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
     from fp8engine.demo.trainer import Trainer

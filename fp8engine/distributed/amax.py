@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8engine.errors import ParallelError
-from fp8engine.modules.linear import Float8Module
+from fp8engine.nn.linear import Float8Module
 
 
 def reduce_amax(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

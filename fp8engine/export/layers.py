@@ -17,13 +17,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from fp8engine.convert import RECORD, Record
+from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers, parameter_of
+from fp8engine.convert.swap import RECORD, Record
 from fp8engine.errors import ConversionError
 from fp8engine.export.layout import COMPRESSED, OURS
-from fp8engine.formats import E4M3
-from fp8engine.modules.linear import Float8Module
-from fp8engine.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
-from fp8engine.select import Decision, decide, is_conv1d, linear_layers, parameter_of
+from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
 FUSED = (

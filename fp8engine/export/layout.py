@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
-from fp8engine.formats import E4M3
-from fp8engine.modules.serving import scale_name
-from fp8engine.recipe import Auto, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
+from fp8engine.nn.serving import scale_name
+from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.recipe import Auto, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
 
 OURS = "fp8engine"
 COMPRESSED = "compressed-tensors"

@@ -18,13 +18,13 @@ import torch
 import transformers
 from torch import nn
 
-from fp8engine.convert import RECORD, Record
+from fp8engine.convert.select import decide, is_conv1d, weight_of
+from fp8engine.convert.swap import RECORD, Record
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
 from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
-from fp8engine.modules.serving import Served, ServedLinear, attach, trouble
-from fp8engine.recipe import Recipe, resolve
-from fp8engine.select import decide, is_conv1d, weight_of
+from fp8engine.nn.serving import Served, ServedLinear, attach, trouble
+from fp8engine.numerics.recipe import Recipe, resolve
 
 if int(transformers.__version__.split(".")[0]) < 5:  # the loader that quantises weight by weight came with 5.0
     raise VersionError(
@@ -183,7 +183,7 @@ class Fp8EngineQuantizer(HfQuantizer):
             n, k, bias = module.out_features, module.in_features, module.bias is not None
             made: Served = ServedLinear(k, n, bias, recipe=recipe, static=static, device="meta")
         else:
-            from fp8engine.modules.serving_conv1d import ServedConv1D
+            from fp8engine.nn.serving_conv1d import ServedConv1D
 
             k, n = weight_of(module).shape
             made = ServedConv1D(n, k, recipe=recipe, static=static, device="meta")

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.convert.select import Decision, weight_of
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import headers
 from fp8engine.export.layers import choose_layers, one_scale, scheme
 from fp8engine.export.layout import OURS, Stored, check_words, choose, to_config
-from fp8engine.modules.linear import Float8Module
-from fp8engine.modules.serving import Served, quantize_weight
-from fp8engine.recipe import PerBlock, Recipe
-from fp8engine.select import Decision, weight_of
+from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.serving import Served, quantize_weight
+from fp8engine.numerics.recipe import PerBlock, Recipe
 
 # What a tokenizer or a processor is saved as, and nothing of a model.
 BESIDE = (

@@ -14,18 +14,18 @@ import statistics
 import torch
 from torch import nn
 
-from fp8engine import ops
-from fp8engine.controller import Controller
-from fp8engine.convert import RECORD, Record
-from fp8engine.functional import Numerics
-from fp8engine.functional.ready import TAKEN
-from fp8engine.modules.linear import Float8Module
-from fp8engine.names import plain_name
+from fp8engine._torch import plain_name
+from fp8engine.auto import Controller
+from fp8engine.autograd import Numerics
+from fp8engine.autograd.ready import TAKEN
+from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
+from fp8engine.convert.swap import RECORD, Record
+from fp8engine.nn.linear import Float8Module
+from fp8engine.ops import operations as ops
 from fp8engine.report.slots import Slots
 from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
-from fp8engine.scaling import OUTPUT, ROLES
-from fp8engine.select import experts_run, linear_layers, parameter_of, weight_of
+from fp8engine.scaling.table import OUTPUT, ROLES
 
 NOT_LOOKED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
@@ -36,7 +36,7 @@ def inspect(model: nn.Module) -> Report:
     """What every linear layer of the model has run so far; reading it waits for the device.
 
     >>> import torch, warnings
-    >>> from fp8engine.convert import convert
+    >>> from fp8engine.convert.swap import convert
     >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore")

@@ -30,13 +30,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from fp8engine.convert import convert, plan
+from fp8engine.convert.select import Decision
+from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
-from fp8engine.recipe import Auto, Recipe, resolve
+from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.compare_auto import fill_history, show
 from fp8engine.report.compare_text import NOTHING, Batch, pooled, real_rows
-from fp8engine.select import Decision
 
 ROWS = 128  # taken into FP64 at once: logits of a large vocabulary in FP64 would be the largest tensor of all
 

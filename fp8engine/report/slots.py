@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from fp8engine.reference.operand import COUNTERS
-from fp8engine.scaling import OUTPUT, ScalingState, numbers_of
+from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.scaling.table import OUTPUT, ScalingState, numbers_of
 
 
 class Slots:

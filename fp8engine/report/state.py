@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from fp8engine.controller import Alarm, Controller
+from fp8engine._torch import plain_name
+from fp8engine.auto import Alarm, Controller
+from fp8engine.autograd import Numerics
+from fp8engine.convert.select import linear_layers, parameter_of
 from fp8engine.errors import StateError, UnknownName
-from fp8engine.functional import Numerics
-from fp8engine.modules.linear import Float8Module
-from fp8engine.names import plain_name
-from fp8engine.scaling import OUTPUT, ScalingState, SlotView
-from fp8engine.select import linear_layers, parameter_of
+from fp8engine.nn.linear import Float8Module
+from fp8engine.scaling.table import OUTPUT, ScalingState, SlotView
 
 READS = (1, 2)  # 2 where there are slots of outputs
 
@@ -65,7 +65,7 @@ class StateView(Mapping[str, SlotView]):
         are cast twice.  Raises StateError for a factor that is not positive.
 
         >>> from fp8engine.amp import GradScaler
-        >>> from fp8engine.modules import Linear
+        >>> from fp8engine.nn import Linear
         >>> layer, scaler = Linear(16, 16, recipe="delayed"), GradScaler("cpu")
         >>> _ = scaler.on_scale_change(scaling_state(layer).rescale_gradients)
         """
@@ -89,7 +89,7 @@ class StateView(Mapping[str, SlotView]):
         An alarm has .step .slot .ratio .growth .steps, and is a line of text as str(alarm).  A copy of the model, or a
         saved one, has no listeners.  Raises StateError where no layer is under `auto`: nothing else is watched.
 
-        >>> from fp8engine.modules import Linear
+        >>> from fp8engine.nn import Linear
         >>> layer = Linear(16, 16, recipe="auto")
         >>> stop = scaling_state(layer).on_alarm(print)
         """
@@ -136,7 +136,7 @@ def _load_auto(controllers: list[Controller], kept: Sequence[Mapping]) -> None:
 def scaling_state(model: nn.Module) -> StateView:
     """The slots of a model's converted layers: `fe.scaling_state(model)["blocks.0.mlp.up.input"].amax`.
 
-    >>> from fp8engine.modules import Linear
+    >>> from fp8engine.nn import Linear
     >>> layer = Linear(16, 16, recipe="current")
     >>> _ = layer(torch.full((2, 16), 3.0))
     >>> scaling_state(layer)["input"].amax

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fp8engine.controller import Alarm, Controller, merge
+from fp8engine.auto import Alarm, Controller, merge
 from fp8engine.errors import StateError
 from fp8engine.report.columns import columns
 from fp8engine.report.page import write
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
     from fp8engine.report.page.write import Drawn

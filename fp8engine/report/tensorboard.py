@@ -18,13 +18,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from fp8engine.controller import Alarm
-from fp8engine.controller.history import Look, Spread
+from fp8engine.auto import Alarm
+from fp8engine.auto.history import Look, Spread
 from fp8engine.errors import ReportError
-from fp8engine.formats import BF16, E4M3, E5M2, FP16, FP32
+from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from fp8engine.report.collect import inspect
 from fp8engine.report.table import Report
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 FORMATS = tuple(format.name for format in (E4M3, E5M2, FP16, BF16, FP32))
 OCTAVE = 8  # bins of a Spread
@@ -36,7 +36,7 @@ class Writer:
     Raises ReportError where tensorboard is not installed, or the folder cannot be written.
 
     >>> import tempfile, torch
-    >>> from fp8engine.modules import Linear
+    >>> from fp8engine.nn import Linear
     >>> layer = Linear(16, 16, recipe="current")
     >>> _ = layer(torch.ones(2, 16))
     >>> with tempfile.TemporaryDirectory() as folder, Writer(folder) as writer:

@@ -31,7 +31,7 @@ class ScalingStateCallback(TrainerCallback):
 
     >>> from transformers import Trainer, TrainingArguments, LlamaConfig, LlamaForCausalLM
     >>> import tempfile, warnings
-    >>> from fp8engine.convert import convert
+    >>> from fp8engine.convert.swap import convert
     >>> config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore")

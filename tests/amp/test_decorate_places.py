@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8engine import device
 from fp8engine.amp.decorate import _check_precision, decorate
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.scaled import ScaledOptimizer
@@ -25,6 +24,7 @@ from fp8engine.errors import (
     UnknownName,
     UnsupportedDtype,
 )
+from fp8engine.ops import device
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8engine as fe
 from fp8engine.amp.scaler import GradScaler, ScaleRules
 from fp8engine.errors import OptimizerError
-from fp8engine.scaling import ScalingState
+from fp8engine.scaling.table import ScalingState
 
 BAD = (math.inf, -math.inf, math.nan)
 

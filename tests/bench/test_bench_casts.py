@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fp8engine import execute
 from fp8engine.bench import casts, linear
 from fp8engine.bench.cases import Shape
 from fp8engine.bench.roofline import Limits
 from fp8engine.cli import app
 from fp8engine.errors import ShapeError
+from fp8engine.ops import execute
 
 CPU = torch.device("cpu")
 COPY = Limits(1e12, 1e9)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8engine import device
 from fp8engine.bench.roofline import Limits
+from fp8engine.ops import device
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

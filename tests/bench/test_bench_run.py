@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8engine import device, reference
 from fp8engine.bench import run
 from fp8engine.bench.cases import LLM, Shape
 from fp8engine.bench.roofline import Limits
@@ -26,6 +25,7 @@ from fp8engine.bench.run import (
     variants,
 )
 from fp8engine.errors import BackendError
+from fp8engine.ops import device, reference
 
 CPU, SHAPE = torch.device("cpu"), Shape(96, 64, 128)
 CARD, H100, A100, V100 = torch.device("cuda"), (9, 0), (8, 0), (7, 0)

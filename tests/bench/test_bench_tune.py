@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8engine import reference
 from fp8engine.bench import tune
 from fp8engine.bench.cases import Operands, Shape, parse
 from fp8engine.bench.run import PROMOTED, Variant
@@ -15,6 +14,7 @@ from fp8engine.bench.timing import WallClock
 from fp8engine.errors import BackendError, UnknownName
 from fp8engine.kernels import tuning
 from fp8engine.kernels.tuning import CLASSES, Config
+from fp8engine.ops import reference
 
 CPU, SHAPES = torch.device("cpu"), [Shape(64, 64, 64), Shape(128, 64, 64)]
 BASE = Config(128, 128, 128)
@@ -216,7 +216,7 @@ def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
     }.items():
         monkeypatch.setattr(tune, name, fake)
     monkeypatch.setattr(tune.device, "capability", lambda where: (9, 0))
-    monkeypatch.setattr(tune.native, "require", lambda: None)
+    monkeypatch.setattr(tune.triton_backend, "require", lambda: None)
     told = []
     new, tried = tune.tune(["matmul_fp8"], parse("tune"), torch.device("cuda"), told.append)
     rows = tuning.parse(new)["matmul_fp8"]["sm_90"]

@@ -1,4 +1,4 @@
-"""fp8engine/choice.py: every choice there can be is a recipe, and a layer under it multiplies what the choice says.
+"""fp8engine/scaling/choice.py: every choice is a recipe, and a layer under it multiplies what the choice says.
 
 Which matmuls are in FP8: all eight sets; granularities: three; formats: E4M3, and E5M2 where it may be.  Values against
 float64 by test_linear's bounds; in fused layers against the same layers one by one.
@@ -13,10 +13,10 @@ from support import DTYPES, numerics_of, sqnr
 from test_linear import check
 
 import fp8engine as fe
-from fp8engine.choice import GRAINS, OPERANDS, Choice, recipe_of
-from fp8engine.formats import BF16, E4M3, E5M2
-from fp8engine.recipe import MATMULS, auto
-from fp8engine.reference import Norm
+from fp8engine.numerics.formats import BF16, E4M3, E5M2
+from fp8engine.numerics.recipe import MATMULS, auto
+from fp8engine.ops.reference import Norm
+from fp8engine.scaling.choice import GRAINS, OPERANDS, Choice, recipe_of
 
 SETS = [set(some) for n in range(1, 4) for some in itertools.combinations(MATMULS, n)]
 ROLES = ("input", "weight", "grad_output")

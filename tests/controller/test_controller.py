@@ -1,4 +1,4 @@
-"""fp8engine/controller/controller.py: when tensors are looked at, when decisions follow, what must not move them."""
+"""fp8engine/auto/controller.py: when tensors are looked at, when decisions follow, what must not move them."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.controller import Controller
+from fp8engine.auto import Controller
 from fp8engine.errors import InvalidRecipe
 from fp8engine.report.state import controllers_of
 

@@ -8,10 +8,10 @@ import numpy
 import pytest
 import torch
 
-from fp8engine.controller.history import OLDER, RECENT, History, Look, Looks
-from fp8engine.prediction import Prediction
-from fp8engine.recipe import E4M3, Cast
-from fp8engine.stats import measure, read
+from fp8engine.auto.history import OLDER, RECENT, History, Look, Looks
+from fp8engine.numerics.recipe import E4M3, Cast
+from fp8engine.scaling.histogram import measure, read
+from fp8engine.scaling.prediction import Prediction
 
 MOST = 16_000  # bytes of host memory a slot
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.controller import Plan
+from fp8engine.auto import Plan
 from fp8engine.errors import StateError
 from fp8engine.report.state import controllers_of
 

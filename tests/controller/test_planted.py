@@ -16,8 +16,8 @@ from torch import nn
 from troubled import FIXED, K, M, N, Scene, db, short_of, typical
 
 import fp8engine as fe
-from fp8engine.controller import Alarm
-from fp8engine.recipe import Cast
+from fp8engine.auto import Alarm
+from fp8engine.numerics.recipe import Cast
 
 SETTLED = 3  # steps: a look, a closer one, and what was decided is in force
 

@@ -1,4 +1,4 @@
-"""fp8engine/policy.py: which casts statistics of planted trouble lead to, and how seldom they change.
+"""fp8engine/auto/policy.py: which casts statistics of planted trouble lead to, and how seldom they change.
 
 Layer 0 has the slots; tensors of tests/planted.py.  What E4M3 holds per tensor: normal values down to 2^-15 of amax,
 half of the smallest subnormal at 2^-18.8 of it, below which all is flushed; E5M2: 2^-32.8.
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import channels, elements, look, looks, normal, rows
 
-from fp8engine.choice import FINAL, GRAINS, OPERANDS, Choice, begin, in_16_bits, label, predicted, recipe_of
+from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, decide, enough, needs_of, widen
 from fp8engine.errors import InvalidRecipe, UnknownName
-from fp8engine.formats import BF16, E4M3, E5M2
-from fp8engine.policy import MOST_CHANGES, PATIENCE, Needs, decide, enough, needs_of, widen
-from fp8engine.recipe import MATMULS, auto
+from fp8engine.numerics.formats import BF16, E4M3, E5M2
+from fp8engine.numerics.recipe import MATMULS, auto
+from fp8engine.scaling.choice import FINAL, GRAINS, OPERANDS, Choice, begin, in_16_bits, label, predicted, recipe_of
 
 AUTO = auto()
 NEEDS = needs_of(AUTO)

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
 from fp8engine.bench.amp import leave
-from fp8engine.choice import groupings
-from fp8engine.observe import ROLES, _observe, observe, seen, width
 from fp8engine.report.state import controllers_of
-from fp8engine.stats import length, measure
+from fp8engine.scaling.choice import groupings
+from fp8engine.scaling.histogram import length, measure
+from fp8engine.scaling.sample import ROLES, _observe, observe, seen, width
 
 WAITS = {
     "aten._local_scalar_dense.default",  # .item(), bool(), float(), tolist()

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import fp8engine as fe
 from fp8engine.errors import BackendError, ConversionError, GradientError, StateError, UnknownName
 from fp8engine.export import Fp8EngineConfig, export, load
-from fp8engine.modules.serving import Served
-from fp8engine.recipe import resolve
+from fp8engine.nn.serving import Served
+from fp8engine.numerics.recipe import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.convert.select import weight_of
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import Fp8EngineConfig, export, load
-from fp8engine.recipe import Auto
-from fp8engine.select import weight_of
+from fp8engine.numerics.recipe import Auto
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 

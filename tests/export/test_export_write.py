@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from support import converted
 
 import fp8engine as fe
+from fp8engine.convert.select import is_conv1d
 from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.export import export, load
-from fp8engine.modules.serving import Served
-from fp8engine.recipe import resolve
-from fp8engine.select import is_conv1d
+from fp8engine.nn.serving import Served
+from fp8engine.numerics.recipe import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
-from fp8engine.modules.serving import Served, ServedLinear, serving
-from fp8engine.recipe import resolve
+from fp8engine.nn.serving import Served, ServedLinear, serving
+from fp8engine.numerics.recipe import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
@@ -171,7 +171,7 @@ def test_only_true_powers_of_two_are_called_so():
     layer = made("blockwise")
     assert layer.numerics.recipe.weight.power_of_2
     layer.scale.data *= 3
-    from fp8engine.modules.serving import attach
+    from fp8engine.nn.serving import attach
 
     attach([("up", layer)])
     assert not layer.numerics.recipe.weight.power_of_2

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8engine import device
 from fp8engine.bench import check, check_card
+from fp8engine.ops import device
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda", 0)

@@ -11,7 +11,7 @@ from hf.families import Family
 from support import sqnr
 from torch import nn
 
-from fp8engine.modules.linear import Float8Module
+from fp8engine.nn.linear import Float8Module
 
 
 def groups(model: nn.Module) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 import fp8engine as fe
-from fp8engine import hf
+from fp8engine.export import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -23,7 +23,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 import fp8engine as fe
 from fp8engine.errors import ParallelError, StrictError
-from fp8engine.modules.experts import Float8Experts
+from fp8engine.nn.experts import Float8Experts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 FORWARD, BACKWARD = 2 * 10**-2.8, 2 * (10**-2.8 + 10**-2.5)

@@ -8,9 +8,9 @@ import torch
 from hf.families import FAMILIES
 from support import converted, same, tables
 
-from fp8engine import flow
-from fp8engine.flow import Consumer, Flow, Layer
-from fp8engine.select import linear_layers
+from fp8engine.auto import flow
+from fp8engine.auto.flow import Consumer, Flow, Layer
+from fp8engine.convert.select import linear_layers
 
 ATTENTION = ("softmax", "attention")
 ADD = ("residual", "aten.add")

@@ -16,7 +16,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fp8engine as fe
-from fp8engine import ops, producers
+from fp8engine.ops import operations as ops
+from fp8engine.ops import producers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

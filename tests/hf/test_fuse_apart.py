@@ -12,8 +12,8 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import FusionWarning, StateError, StrictError
-from fp8engine.modules.lazy import Lazy
-from fp8engine.modules.linear import Float8Module
+from fp8engine.nn.lazy import Lazy
+from fp8engine.nn.linear import Float8Module
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

@@ -4,7 +4,7 @@ import torch
 from test_amp_accumulation import check
 
 import fp8engine as fe
-from fp8engine import ops
+from fp8engine.ops import operations as ops
 
 
 def test_the_kernel_sums_fp16_products_in_fp32():

@@ -28,10 +28,10 @@ from support import UNIT
 
 from fp8engine.kernels import act_quantize as kernel
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward, unsupported
-from fp8engine.reference import How
-from fp8engine.reference import act_quantize as twin_of_forward
-from fp8engine.reference.cast_transpose import Store, store
-from fp8engine.reference.operand import COUNTERS, Slot
+from fp8engine.ops.reference import How
+from fp8engine.ops.reference import act_quantize as twin_of_forward
+from fp8engine.ops.reference.cast_transpose import Store, store
+from fp8engine.ops.reference.operand import COUNTERS, Slot
 
 # NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8engine import native
 from fp8engine.bench import check, check_producers
+from fp8engine.ops import triton_backend
 
 CPU = torch.device("cpu")
 EVERY = list(check.checks(CPU))
@@ -27,8 +27,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("matmul", "matmul_fp16"):
-        right = getattr(native, name)
-        monkeypatch.setattr(native, name, lambda *args, right=right, **rest: FAULTS[fault](right(*args, **rest)))
+        right = getattr(triton_backend, name)
+        monkeypatch.setattr(
+            triton_backend, name, lambda *args, right=right, **rest: FAULTS[fault](right(*args, **rest))
+        )
     shape = (16, 24, 32)
     assert check.integers_fp8(CPU, shape)
     assert check.integers_fp16(CPU, shape)
@@ -36,8 +38,8 @@ def test_a_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_check_of_casts_finds_a_cast_that_hides_infinity(monkeypatch: pytest.MonkeyPatch):
-    right = native.matmul_fp16
-    monkeypatch.setattr(native, "matmul_fp16", lambda a, b, end: right(a.nan_to_num(posinf=1e4), b, end))
+    right = triton_backend.matmul_fp16
+    monkeypatch.setattr(triton_backend, "matmul_fp16", lambda a, b, end: right(a.nan_to_num(posinf=1e4), b, end))
     for format in (check.E4M3, check.E5M2):
         assert "inf the first" in (check.rounding(CPU, format) or "")
 
@@ -50,19 +52,19 @@ WRONG_CASTS = {
 
 @pytest.mark.parametrize("fault", WRONG_CASTS)
 def test_the_check_of_casts_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
-    right = native.quantize
-    monkeypatch.setattr(native, "quantize", lambda x, how, slot=None: WRONG_CASTS[fault](*right(x, how, slot)))
+    right = triton_backend.quantize
+    monkeypatch.setattr(triton_backend, "quantize", lambda x, how, slot=None: WRONG_CASTS[fault](*right(x, how, slot)))
     assert check.casts(CPU, (3, 7))
 
 
 def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatch):
-    right = native.scale_update
+    right = triton_backend.scale_update
 
     def late(history_HS, live_2S, rules_3S):
         right(history_HS, live_2S, rules_3S)
         live_2S[1, 7] += 1
 
-    monkeypatch.setattr(native, "scale_update", late)
+    monkeypatch.setattr(triton_backend, "scale_update", late)
     assert "live" in (check.scale_update(CPU) or "")
 
 
@@ -76,23 +78,23 @@ WRONG_PRODUCERS = {
 @pytest.mark.parametrize("fault", WRONG_PRODUCERS)
 @pytest.mark.parametrize("name", ["norm_quantize", "act_quantize"])
 def test_the_checks_of_producers_find_a_fault(name: str, fault: str, monkeypatch: pytest.MonkeyPatch):
-    right = getattr(native, name)
+    right = getattr(triton_backend, name)
 
     def wrong(*args):
         y, *rest = right(*args)
         return (y if isinstance(y, torch.Tensor) else WRONG_PRODUCERS[fault](y)), *rest
 
-    monkeypatch.setattr(native, name, wrong)
+    monkeypatch.setattr(triton_backend, name, wrong)
     one = check_producers.norms if name == "norm_quantize" else check_producers.activations
     assert "forward: result" in (one(CPU, (5, 256)) or "")
 
 
 def test_the_check_of_sums_finds_a_row_left_out(monkeypatch: pytest.MonkeyPatch):
-    right = native.cast_transpose
+    right = triton_backend.cast_transpose
 
     def short(x_MK, how, slot=None, sums=False):
         *both, sums_K = right(x_MK, how, slot, True)
         return (*both, sums_K - x_MK[-1].float()) if sums else tuple(both)
 
-    monkeypatch.setattr(native, "cast_transpose", short)
+    monkeypatch.setattr(triton_backend, "cast_transpose", short)
     assert "times the bound" in (check_producers.column_sums(CPU, (3, 7)) or "")

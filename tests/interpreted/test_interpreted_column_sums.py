@@ -17,9 +17,9 @@ from fp8engine.kernels import cast_transpose as kernel
 from fp8engine.kernels import quantize, quantize_groups
 from fp8engine.kernels.cast_transpose import cast_transpose
 from fp8engine.kernels.column_sums import COLUMNS, ROWS, column_sums
-from fp8engine.reference import How, Slot
-from fp8engine.reference import cast_transpose as twin
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops.reference import How, Slot
+from fp8engine.ops.reference import cast_transpose as twin
+from fp8engine.ops.reference.operand import COUNTERS
 
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (64, 128), (2, 4)]

@@ -28,8 +28,8 @@ from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.tuning import Config
-from fp8engine.reference import Epilogue, Operand, finish
-from fp8engine.reference.epilogue import KINDS
+from fp8engine.ops.reference import Epilogue, Operand, finish
+from fp8engine.ops.reference.epilogue import KINDS
 
 OUTPUTS = [torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2]
 SMOOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

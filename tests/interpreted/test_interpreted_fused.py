@@ -6,7 +6,7 @@ from fused import NORMS, Model, batches, like, step
 from interpreted.test_interpreted_ops import launched  # noqa: F401  a fixture
 
 import fp8engine as fe
-from fp8engine.functional import Memory
+from fp8engine.autograd import Memory
 
 # NumPy remarks on exp(-x) that is Inf, and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

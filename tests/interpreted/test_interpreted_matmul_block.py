@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fp8engine.kernels import launch
 from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.reference import Epilogue, How, Operand, finish, quantize
-from fp8engine.reference import matmul_block as twin
+from fp8engine.ops.reference import Epilogue, How, Operand, finish, quantize
+from fp8engine.ops.reference import matmul_block as twin
 
 COMMITTED = {
     config._replace(ratio=None)

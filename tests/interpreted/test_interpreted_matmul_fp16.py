@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fp8engine.kernels import launch
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.reference import Epilogue, finish
-from fp8engine.reference import matmul_fp16 as twin
+from fp8engine.ops.reference import Epilogue, finish
+from fp8engine.ops.reference import matmul_fp16 as twin
 
 COMMITTED = {
     config._replace(ratio=None)

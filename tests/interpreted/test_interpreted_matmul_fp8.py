@@ -14,8 +14,8 @@ from fp8engine.kernels import launch
 from fp8engine.kernels import matmul_fp8 as module
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.reference import Epilogue, How, Operand, finish, quantize
-from fp8engine.reference import matmul_fp8 as twin
+from fp8engine.ops.reference import Epilogue, How, Operand, finish, quantize
+from fp8engine.ops.reference import matmul_fp8 as twin
 
 COMMITTED = {
     (operation == "matmul_fp8_promoted", config._replace(ratio=None))

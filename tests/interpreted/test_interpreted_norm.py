@@ -21,10 +21,10 @@ from interpreted.test_interpreted_act import DTYPES, WAYS, U, assert_stored, num
 
 from fp8engine.kernels import norm_quantize as kernel
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward, unsupported
-from fp8engine.reference import How
-from fp8engine.reference.cast_transpose import Store
-from fp8engine.reference.norm_quantize import Norm, RowStatistics
-from fp8engine.reference.norm_quantize import norm_quantize as twin
+from fp8engine.ops.reference import How
+from fp8engine.ops.reference.cast_transpose import Store
+from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics
+from fp8engine.ops.reference.norm_quantize import norm_quantize as twin
 
 # NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -8,9 +8,10 @@ from casts import E4M3
 from support import FP8_RECIPES
 
 import fp8engine as fe
-from fp8engine import native, ops, reference
 from fp8engine.errors import BackendError, UnknownName
-from fp8engine.reference import Epilogue, How
+from fp8engine.ops import operations as ops
+from fp8engine.ops import reference, triton_backend
+from fp8engine.ops.reference import Epilogue, How
 
 OTHERS = ("cublas", "reference")
 
@@ -22,13 +23,13 @@ def operand(m: int, k: int, rows: int = -1, cols: int = -1):
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the launchers that ran."""
-    seen, real = [], native._kernel
+    seen, real = [], triton_backend._kernel
 
     def spy(module: str, launcher: str | None = None):
         seen.append(launcher or module)
         return real(module, launcher)
 
-    monkeypatch.setattr(native, "_kernel", spy)
+    monkeypatch.setattr(triton_backend, "_kernel", spy)
     return seen
 
 
@@ -71,14 +72,16 @@ def test_a_layer_trains_on_our_kernels_and_the_report_says_so(recipe: str, dtype
 
 
 def test_forward_and_dgrad_sum_fast_and_wgrad_promotes(monkeypatch: pytest.MonkeyPatch):
-    promoted, real = [], native._kernel("matmul_fp8")
+    promoted, real = [], triton_backend._kernel("matmul_fp8")
 
     def spy(a, b, epilogue, promote):
         promoted.append(promote)
         return real(a, b, epilogue, promote)
 
-    kernel = native._kernel
-    monkeypatch.setattr(native, "_kernel", lambda name, *rest: spy if name == "matmul_fp8" else kernel(name, *rest))
+    kernel = triton_backend._kernel
+    monkeypatch.setattr(
+        triton_backend, "_kernel", lambda name, *rest: spy if name == "matmul_fp8" else kernel(name, *rest)
+    )
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
     with fe.backend("triton"):
         layer(x).sum().backward()

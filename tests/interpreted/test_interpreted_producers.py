@@ -11,10 +11,10 @@ from interpreted.test_interpreted_act import assert_stored, numbers, slot_of
 from interpreted.test_interpreted_ops import launched  # noqa: F401  a fixture
 
 import fp8engine as fe
-from fp8engine import producers
 from fp8engine.errors import BackendError
-from fp8engine.reference import How, Norm, RowStatistics, Store
-from fp8engine.reference import stats as twin_of_stats
+from fp8engine.ops import producers
+from fp8engine.ops.reference import How, Norm, RowStatistics, Store
+from fp8engine.ops.reference import stats as twin_of_stats
 
 # NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -113,7 +113,7 @@ def test_a_row_beyond_the_widest_is_the_twins_unless_triton_is_asked_for(monkeyp
                 call()
         assert call()[0] is not None
         with monkeypatch.context() as card:
-            card.setattr("fp8engine.run_producers.choose_casts", lambda where: "triton")
+            card.setattr("fp8engine.ops.run_producers.choose_casts", lambda where: "triton")
             assert call()[0] is not None
     with fe.backend("triton"):  # the widest that there is
         assert producers.norm_quantize(x[:, 1:], None, None, RMS)[0].shape == (1, 16384)

@@ -15,10 +15,10 @@ from interpreted import faithful
 from fp8engine.kernels import quantize as kernel
 from fp8engine.kernels import quantize_groups as groups
 from fp8engine.kernels.quantize import quantize, quantize_given
-from fp8engine.reference import How, Slot
-from fp8engine.reference import quantize as twin
-from fp8engine.reference import quantize_given as twin_given
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops.reference import How, Slot
+from fp8engine.ops.reference import quantize as twin
+from fp8engine.ops.reference import quantize_given as twin_given
+from fp8engine.ops.reference.operand import COUNTERS
 
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (16, 16), (64, 128), (2, 4)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder as Builder
 
 from fp8engine.kernels import scale_update as kernel
-from fp8engine.reference.scale import FP32_MAX, _scale_update_numpy, _scale_update_torch
+from fp8engine.ops.reference.scale import FP32_MAX, _scale_update_numpy, _scale_update_torch
 
 NAN, INF = float("nan"), float("inf")
 # Around the tiles of 64 rows and 32 slots, and around both at once.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support import DTYPES
 
 from fp8engine.kernels import stats as kernel
-from fp8engine.reference import stats as twin
+from fp8engine.ops.reference import stats as twin
 
 NAN, INF = float("nan"), float("inf")
 FP32_MAX = torch.finfo(torch.float32).max

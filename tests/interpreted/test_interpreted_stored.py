@@ -7,14 +7,14 @@ from chains import chain, storing
 from support import sqnr, state_of
 
 import fp8engine as fe
-from fp8engine import native
-from fp8engine.tensor import Float8Tensor
+from fp8engine.ops import triton_backend
+from fp8engine.ops.tensor import Float8Tensor
 
 
 @pytest.mark.parametrize("format", [fe.E4M3, fe.E5M2], ids=str)
 def test_the_kernel_stores_what_the_reference_stores(format, monkeypatch: pytest.MonkeyPatch):
-    launched, real = [], native._kernel
-    monkeypatch.setattr(native, "_kernel", lambda *names: launched.append(names[-1]) or real(*names))
+    launched, real = [], triton_backend._kernel
+    monkeypatch.setattr(triton_backend, "_kernel", lambda *names: launched.append(names[-1]) or real(*names))
     x, found = torch.randn(2, 19, 40), {}
     for name in ("triton", "reference"):
         torch.manual_seed(11)

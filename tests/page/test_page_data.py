@@ -11,8 +11,8 @@ from made_reports import made_up, trained
 from page_engines import ENGINES, used
 
 import fp8engine as fe
-from fp8engine.controller import Alarm
-from fp8engine.controller.history import History, Look, Looks
+from fp8engine.auto import Alarm
+from fp8engine.auto.history import History, Look, Looks
 from fp8engine.errors import ReportError
 from fp8engine.report.page import page
 from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, looks_of, to_json

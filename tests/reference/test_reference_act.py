@@ -12,7 +12,7 @@ from casts import E4M3, E5M2, assert_same, bits, fp8, plain
 from torch.nn import functional
 
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.reference import (
+from fp8engine.ops.reference import (
     How,
     Slot,
     Store,
@@ -21,8 +21,8 @@ from fp8engine.reference import (
     cast_transpose,
     quantize,
 )
-from fp8engine.reference.act_quantize import ACTIVATIONS
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.operand import COUNTERS
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]

@@ -6,7 +6,7 @@ import torch
 from casts import E4M3, E5M2
 
 from fp8engine.errors import UnknownName
-from fp8engine.reference import KINDS, Epilogue, finish, saturating_cast
+from fp8engine.ops.reference import KINDS, Epilogue, finish, saturating_cast
 
 FORMULAS = {
     "none": lambda x: x,

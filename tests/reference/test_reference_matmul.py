@@ -15,8 +15,9 @@ import pytest
 import torch
 from casts import E4M3, E5M2
 
-from fp8engine import device, recipe
-from fp8engine.reference import How, Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
+from fp8engine.numerics import recipe
+from fp8engine.ops import device
+from fp8engine.ops.reference import How, Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 RECIPES = [

@@ -13,7 +13,7 @@ import torch
 from casts import E4M3, E5M2, assert_same, bits, fp8, plain
 
 from fp8engine.errors import UnknownName
-from fp8engine.reference import (
+from fp8engine.ops.reference import (
     How,
     Norm,
     Slot,
@@ -23,7 +23,7 @@ from fp8engine.reference import (
     norm_quantize_backward,
     quantize,
 )
-from fp8engine.reference.operand import COUNTERS
+from fp8engine.ops.reference.operand import COUNTERS
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, clamped_cast, factor, values
 
-from fp8engine.reference import How, Slot, decode, quantize, quantize_given, rounding
-from fp8engine.reference.operand import COUNTERS
-from fp8engine.reference.quantize import SAMPLE_EVERY, _quantize_groups
+from fp8engine.ops.reference import How, Slot, decode, quantize, quantize_given, rounding
+from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.reference.quantize import SAMPLE_EVERY, _quantize_groups
 
 GROUPS = {
     "tensor": (-1, -1),

@@ -12,9 +12,9 @@ import pytest
 import torch
 from casts import E4M3, E5M2, FP8, MAX, assert_same, bits
 
-from fp8engine.reference import How, Slot, quantize
-from fp8engine.reference.operand import COUNTERS
-from fp8engine.reference.quantize import _note, _quantize_groups
+from fp8engine.ops.reference import How, Slot, quantize
+from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.reference.quantize import _note, _quantize_groups
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128)}
 ROUTES = {"host": quantize, "card": _quantize_groups}

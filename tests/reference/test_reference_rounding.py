@@ -5,7 +5,7 @@ import pytest
 import torch
 from casts import E4M3, E5M2, FP8, MAX, NUMPY, assert_same, bits, clamped_cast, every_code, every_value, factor, values
 
-from fp8engine.reference import decode, round_to_grid, saturating_cast
+from fp8engine.ops.reference import decode, round_to_grid, saturating_cast
 
 HALF = [torch.bfloat16, torch.float16]
 # One; powers of two that flush or saturate a lot; odd ones, where x * s itself rounds; one where x * s overflows.

@@ -5,7 +5,7 @@ import pytest
 import torch
 from casts import assert_same, every_value
 
-from fp8engine.reference import stats
+from fp8engine.ops.reference import stats
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

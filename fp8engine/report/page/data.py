@@ -21,10 +21,10 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fp8engine.controller.history import Look
+from fp8engine.auto.history import Look
 from fp8engine.errors import UnknownName
-from fp8engine.formats import Format
-from fp8engine.scaling import ROLES
+from fp8engine.numerics.formats import Format
+from fp8engine.scaling.table import ROLES
 
 COLUMNS = 100
 ALPHABET = string.ascii_letters + string.digits + "-_"  # none that HTML or JSON writes as more than one

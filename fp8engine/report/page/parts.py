@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from fp8engine.controller.history import Look
+from fp8engine.auto.history import Look
 from fp8engine.report.page.svg import colour
-from fp8engine.scaling import ROLES
+from fp8engine.scaling.table import ROLES
 
 FORMATS_NOTE = "one row a layer, one column a look"
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}

@@ -1,0 +1,6 @@
+"""Who consumes what: learnt from one forward of any nn.Module, without tracing the user's Python."""
+
+from fp8engine.auto.flow.record import record
+from fp8engine.auto.flow.result import Consumer, Flow, Layer
+
+__all__ = ["Consumer", "Flow", "Layer", "record"]

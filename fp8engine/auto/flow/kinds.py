@@ -1,0 +1,142 @@
+"""What an operation or a module does to a tensor, by name: the table that the recording reads.
+
+    look      the values are the input's, moved, masked, cast or scaled: whose output it was, it still is
+    add, mul  may be a residual, a gate, a bias, a mask, a rotary position: depends on what the operands are
+    matmul    of a parameter: a linear layer; of two activations: attention
+    reduce    statistics of a norm, a loss, or a pooling: depends on who reads them
+    unary     elementwise and not linear
+    ignore    asks about the values (is there a NaN?), and hands none on
+
+Operations are torch's aten ones, as a dispatch mode sees them; the names of others (flash_attn's, say) are searched.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+from torch import nn
+
+_LOOK = """
+    clone contiguous copy _to_copy _unsafe_view _reshape_alias reshape resize alias detach lift_fresh lift cat stack
+    index index_select gather take masked_select slice_scatter select_scatter diagonal_scatter scatter scatter_add
+    scatter_reduce index_put _index_put_impl _unsafe_index index_add index_copy index_fill masked_scatter
+    constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d roll flip
+    repeat repeat_interleave masked_fill where tril triu neg native_dropout dropout
+    im2col col2im pixel_shuffle pixel_unshuffle nan_to_num
+    clamp complex polar
+    upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pin_memory to expand conj_physical
+    _conj_physical channel_shuffle split_copy view_copy real imag split_with_sizes_copy unfold_copy
+"""
+_UNARY = """
+    gelu silu relu relu6 sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu celu selu mish softplus softshrink
+    hardshrink threshold prelu _prelu_kernel rrelu_with_noise log_sigmoid_forward glu exp exp2 expm1 log log1p log2 pow
+    square erf sqrt rsqrt reciprocal abs sin cos maximum minimum fmax fmin clamp_min clamp_max sign round floor sinh
+    cosh atan
+"""
+_REDUCE = """
+    mean sum var var_mean std std_mean amax amin max min norm linalg_vector_norm logsumexp prod nansum
+"""
+_MATMUL = """
+    mm addmm bmm baddbmm mv addmv dot linear matmul _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm addbmm
+    _addmm_activation _int_mm mkldnn_linear _linear
+"""
+_IGNORE = """
+    isnan isinf isfinite all any equal allclose is_nonzero _local_scalar_dense _assert_async _assert_tensor_metadata
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
+    new_empty_strided size numel sym_size record_stream set bernoulli random
+"""
+_EXACT = {
+    name: group
+    for group, names in {
+        "look": _LOOK,
+        "unary": _UNARY,
+        "reduce": _REDUCE,
+        "matmul": _MATMUL,
+        "ignore": _IGNORE,
+        "reset": "fill zero normal uniform",
+        "add": "add sub rsub lerp",
+        "mul": "mul div",
+        "softmax": "_softmax _safe_softmax softmax special_softmax",
+        "log_softmax": "_log_softmax log_softmax",
+        "embedding": "embedding embedding_bag _embedding_bag _embedding_bag_forward_only",
+        "convolution": "convolution _convolution cudnn_convolution mkldnn_convolution conv1d conv2d conv3d",
+    }.items()
+    for name in names.split()
+}
+# The first that is found in a name decides.
+_SEARCHED = (
+    ("loss|cross_entropy|kl_div", "loss"),
+    ("attention|attn", "attention"),
+    ("norm", "norm"),
+    ("rotary|rope|quantize|cast_transpose|upsample|_pad|dropout", "look"),
+    ("swiglu|geglu|gelu|silu|relu", "unary"),
+    ("matmul|linear|gemm", "matmul"),
+)
+OVERWRITES = frozenset(("fill", "zero", "normal", "uniform", "copy", "resize", "set"))  # in place; others read it too
+
+
+@functools.cache
+def group_of(func: object) -> tuple[str, str]:
+    """(group, name) of an operation; group "unknown" where no row fits, "view" where it only looks at memory otherwise.
+
+    >>> group_of(torch.ops.aten.add_.Tensor), group_of(torch.ops.aten.transpose.int)
+    (('add', 'aten.add'), ('view', 'aten.transpose'))
+    >>> group_of(torch.ops.aten._scaled_dot_product_flash_attention.default)[0], group_of(torch.ops.aten.cumsum.default)
+    ('attention', ('unknown', 'aten.cumsum'))
+    """
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator, such as flex_attention
+        base, shown = str(func), str(func)
+    else:
+        space, _, base = schema.name.partition("::")
+        base = base.rstrip("_") if not base.startswith("__") else base.strip("_")
+        shown = f"{space}.{base}"
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return "view", shown
+    if base in _EXACT:
+        return _EXACT[base], shown
+    base = base.lower()
+    return next((group for pattern, group in _SEARCHED if re.search(pattern, base)), "unknown"), shown
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether the module multiplies by a weight of its own: what `fe.convert` could convert, or has converted.
+
+    >>> is_layer(nn.Linear(2, 2)), is_layer(nn.GELU())
+    (True, False)
+    """
+    if isinstance(module, nn.Linear):
+        return True
+    names = {kind.__name__ for kind in type(module).__mro__}
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
+        return "Linear" in type(module).__name__ and weight is not None and not _inner_layers(module)
+    if "Conv1D" in names:  # transformers'; torch's own is Conv1d
+        return True
+    return "Linear" in type(module).__name__ and not _inner_layers(module)
+
+
+def _inner_layers(module: nn.Module) -> bool:
+    return any(is_layer(child) for child in module.children())
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """What a module without parts is, taken as one: "layer", "norm", "activation"; "fused": a norm and what follows.
+
+    >>> kind_of(nn.LayerNorm(2)), kind_of(nn.GELU()), kind_of(nn.Softmax(-1)), kind_of(nn.MultiheadAttention(2, 1))
+    ('norm', 'activation', None, None)
+    """
+    if is_layer(module):
+        return "layer"
+    here, name = type(module).__module__, type(module).__name__
+    if here.startswith("fp8engine.nn") and name in ("LayerNormLinear", "LayerNormMLP"):
+        return "fused"
+    if next(module.children(), None) is not None:
+        return None
+    if "Norm" in name and all(parameter.dim() < 2 for parameter in module.parameters(recurse=False)):
+        return "norm"
+    if here == "torch.nn.modules.activation" and "Softmax" not in name and "Attention" not in name:
+        return "activation"
+    return "activation" if here == "transformers.activations" else None

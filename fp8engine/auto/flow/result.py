@@ -1,0 +1,185 @@
+"""What a recording found, as values: layers, their consumers, and the graph between them."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8engine.auto.flow.origins import Origin
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Something that reads a tensor, or made it.
+
+    kind: "matmul", "softmax" (attention), "norm", "residual", "activation", "loss", "output" (it leaves the model) or
+    "unknown"; of what made an input also "attention", "embedding" and "input".
+    name: of the module that does it ("model.layers.0.mlp.act_fn"), or of the function ("aten.add", "attention").
+    where: the module in whose forward that happens, "" for the model itself.
+    """
+
+    kind: str
+    name: str
+    where: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer: who reads its output, what made its input, which layers read the very same tensor.
+
+    calls: how often it ran in the recorded forward; the consumers are those of all calls.
+    """
+
+    consumers: tuple[Consumer, ...] = ()
+    producer: tuple[Consumer, ...] = ()
+    shares_input_with: tuple[str, ...] = ()
+    calls: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of its consumers, each once."""
+        return tuple(dict.fromkeys(consumer.kind for consumer in self.consumers))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What consumes what in a model; `record` makes it.
+
+    layers: by name, in the order in which they first ran, those that never ran last.
+    nodes, edges: the graph: layers (kind "matmul") and all else that made or read a tensor, in the order in which they
+    ran; an edge (i, j) says that node j reads what node i made.
+    """
+
+    layers: dict[str, Layer]
+    nodes: tuple[Consumer, ...] = ()
+    edges: tuple[tuple[int, int], ...] = ()
+
+    def to_dict(self) -> dict:
+        """Everything, in types that JSON knows."""
+        plain = lambda consumer: {"kind": consumer.kind, "name": consumer.name, "where": consumer.where}  # noqa: E731
+        return {
+            "layers": {
+                name: {
+                    "consumers": [plain(consumer) for consumer in layer.consumers],
+                    "producer": [plain(consumer) for consumer in layer.producer],
+                    "shares_input_with": list(layer.shares_input_with),
+                    "calls": layer.calls,
+                }
+                for name, layer in self.layers.items()
+            },
+            "nodes": [plain(node) for node in self.nodes],
+            "edges": [list(edge) for edge in self.edges],
+        }
+
+    def table(self, width: int = 160) -> str:
+        """One row a layer, `width` columns wide."""
+        from rich.console import Console  # here: importing rich draws from Python's random numbers
+        from rich.table import Table
+
+        table = Table(title="Who consumes what", title_justify="left")
+        for heading in ("layer", "input from", "output to", "reads the same input", "calls"):
+            table.add_column(heading, overflow="fold", ratio=None if heading == "calls" else 1)
+        for name, layer in self.layers.items():
+            never = "" if layer.calls else "never ran"
+            table.add_row(
+                name or "(the model)",
+                "\n".join(map(str, layer.producer)),
+                "\n".join(map(str, layer.consumers)) or never or "nothing reads it",
+                "\n".join(_beside(other, name) for other in layer.shares_input_with),
+                str(layer.calls),
+            )
+        out = io.StringIO()
+        Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False).print(table)
+        return out.getvalue()
+
+    def to_svg(self) -> str:
+        """The graph as one self-contained SVG, repeated blocks drawn once."""
+        from fp8engine.auto.flow.draw import svg
+
+        return svg(self)
+
+    def to_png(self, path: str | os.PathLike) -> None:
+        """The same picture through matplotlib (the extra `report`)."""
+        from fp8engine.auto.flow.draw import png
+
+        png(self, path)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def flow_of(names: Iterable[str], made: Sequence[Origin], sharing: Iterable[Sequence[str]]) -> Flow:
+    """A Flow of what was recorded.
+
+    names: of the layers that are modules.  made: every origin, in order.  sharing: layers that read one tensor.
+    """
+    calls: dict[str, list[Origin]] = {}
+    for origin in made:
+        if origin.layer is not None:
+            calls.setdefault(origin.layer, []).append(origin)
+    together: dict[str, dict[str, None]] = {}
+    for group in sharing:
+        for layer in group:
+            together.setdefault(layer, {}).update(dict.fromkeys(other for other in group if other != layer))
+    layers = {}
+    for name in dict.fromkeys((*calls, *names)):
+        mine = calls.get(name, [])
+        layers[name] = Layer(
+            _each_once(_consumer(reader) for call in mine for reader in call.readers),
+            _each_once(_producer(origin) for call in mine for origin in call.of),
+            tuple(together.get(name, ())),
+            len(mine),
+        )
+    return Flow(layers, *_graph(made))
+
+
+def _beside(other: str, name: str) -> str:
+    """A layer as one beside it would call it: without the name of what both are parts of."""
+    return other.removeprefix(name[: name.rfind(".") + 1])
+
+
+def _consumer(origin: Origin) -> Consumer:
+    origin = origin.resolved()
+    return Consumer(origin.kind, origin.name, origin.where)
+
+
+def _producer(origin: Origin) -> Consumer:
+    origin = origin.resolved()
+    attention = origin.kind == "softmax" and origin.name.endswith("attention")
+    return Consumer("attention" if attention else origin.kind, origin.name, origin.where)
+
+
+def _each_once(consumers: Iterable[Consumer]) -> tuple[Consumer, ...]:
+    return tuple(dict.fromkeys(consumers))
+
+
+def _graph(made: Sequence[Origin]) -> tuple[tuple[Consumer, ...], tuple[tuple[int, int], ...]]:
+    """(nodes, edges): calls of one layer are one node, and of the rest only what layers read or are read by."""
+    node_of: dict[int, int] = {}
+    nodes: list[Consumer] = []
+    known: dict[tuple, int] = {}  # the second addition in a module is the same node in each call of that module
+    seen: dict[tuple, int] = {}
+    for origin in made:
+        if origin.same_as is not None:
+            continue
+        here = (origin.kind, origin.name, origin.where, origin.call)
+        seen[here] = seen.get(here, 0) + 1
+        key = (origin.layer,) if origin.layer is not None else (*here[:3], seen[here])
+        if key not in known:
+            known[key] = len(nodes)
+            nodes.append(_producer(origin))
+        node_of[id(origin)] = known[key]
+    pairs = (
+        (node_of[id(source.resolved())], node_of[id(origin.resolved())]) for origin in made for source in origin.of
+    )
+    edges = tuple(dict.fromkeys((i, j) for i, j in pairs if i != j))
+    used = sorted({i for edge in edges for i in edge} | {i for key, i in known.items() if len(key) == 1})
+    number = {old: new for new, old in enumerate(used)}
+    return tuple(nodes[i] for i in used), tuple((number[i], number[j]) for i, j in edges)

@@ -1,0 +1,64 @@
+"""A forward that leaves nothing behind: modes, random states and scaling tables are afterwards what they were."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8engine.scaling.table import ScalingState
+
+TABLES = ("history_HS", "live_2S", "counts_CS")
+FLAGS = ("backward_seen", "recomputed", "begun")
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Run what is inside in evaluation mode, without gradients and uncompiled; then put everything back.
+
+    Torch's random states (of the CPU and of the devices that the model is on), Python's, the scaling states of a
+    converted model, each module's mode.  torch.compile is told to step aside and so is torch's fused attention module,
+    which would hide its matmuls.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    drawn = random.getstate()
+    fused = torch.backends.mha.get_fastpath_enabled()
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    cards = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+    with torch.random.fork_rng(cards), _scaling(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            model.eval()
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
+            random.setstate(drawn)
+            for module, mode in training:
+                module.training = mode
+
+
+@contextlib.contextmanager
+def _scaling(model: nn.Module) -> Iterator[None]:
+    """Put the scaling states back bit for bit, and each layer's word on the backend that it ran on last."""
+    found: list[Any] = [getattr(module, "numerics", None) for module in model.modules()]
+    layers = [numerics for numerics in found if isinstance(getattr(numerics, "state", None), ScalingState)]
+    states = list({id(numerics.state): numerics.state for numerics in layers}.values())
+    ran = [(numerics, numerics.ran) for numerics in layers]
+    tables = [(getattr(state, name), getattr(state, name).clone()) for state in states for name in TABLES]
+    flags = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
+    for state in states:
+        state.backward_seen, state.recomputed, state.begun = False, False, True  # no step begins here
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for table, values in tables:
+                table.copy_(values)
+        for state, name, value in flags:
+            setattr(state, name, value)
+        for numerics, backend in ran:
+            numerics.ran = backend

@@ -1,0 +1,147 @@
+"""The log of `auto`'s decisions with their reasons, and the plan that a later run repeats step by step.
+
+{"version": 1, "layers": {"blocks.0.up": [512, 128], ...}, "start": {...recipe...},
+ "changes": [{"step": 1, "layer": "blocks.0.up", "recipe": {...}, "slots": [{"slot": ..., "why": ...}, ...]}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8engine.errors import InvalidRecipe, StateError
+from fp8engine.numerics.recipe import Recipe
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SlotChange:
+    """One slot's part.  before, after: as "E4M3/tensor", "BF16".  dB and share are predictions of `after`."""
+
+    slot: str
+    before: str
+    after: str
+    why: str
+    sqnr_db: float | None = None
+    flushed: float | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A layer's new recipe from a training step on, and why each of its slots changed."""
+
+    step: int
+    layer: str
+    recipe: Recipe
+    slots: tuple[SlotChange, ...]
+
+    def lines(self) -> list[str]:
+        """A line for each slot, as a person reads them.
+
+        >>> from fp8engine.numerics.recipe import rowwise
+        >>> why = "predicted SQNR 19.1 dB < 22 dB (amax 61x rms)"
+        >>> slot = SlotChange("blocks.3.down.input", "E4M3/tensor", "E4M3/row", why)
+        >>> print(*Change(320, "blocks.3.down", rowwise(), (slot,)).lines())
+        step 320 blocks.3.down.input E4M3/tensor -> E4M3/row: predicted SQNR 19.1 dB < 22 dB (amax 61x rms)
+        """
+        return [f"step {self.step} {s.slot} {s.before} -> {s.after}: {s.why}" for s in self.slots]
+
+    def decisions(self) -> list[dict]:
+        """A dict for each slot, in types that JSON knows."""
+        return [{"step": self.step, "layer": self.layer, **vars(slot)} for slot in self.slots]
+
+    def to_dict(self) -> dict:
+        """The change as a plan holds it."""
+        recipe = json.loads(self.recipe.to_json())
+        return {"step": self.step, "layer": self.layer, "recipe": recipe, "slots": [vars(s) for s in self.slots]}
+
+    @staticmethod
+    def from_dict(found: Mapping) -> Change:
+        """The inverse of `to_dict`."""
+        recipe = Recipe.from_json(json.dumps(found["recipe"]))
+        return Change(
+            operator.index(found["step"]), found["layer"], recipe, tuple(SlotChange(**slot) for slot in found["slots"])
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions to repeat: the layers they are for with their shapes, what those begin with, and every change."""
+
+    layers: dict[str, tuple[int, ...]]
+    start: Recipe
+    changes: tuple[Change, ...]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write it as JSON, whole or not at all."""
+        whole = {
+            "version": VERSION,
+            "layers": {name: list(shape) for name, shape in self.layers.items()},
+            "start": json.loads(self.start.to_json()),
+            "changes": [change.to_dict() for change in self.changes],
+        }
+        beside = f"{os.fspath(path)}.part"
+        with open(beside, "w", encoding="utf-8") as file:
+            json.dump(whole, file, indent=1)
+        os.replace(beside, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike) -> Plan:
+        """The plan of a file.  Raises StateError, naming it, for a file that is not there or is no plan."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                whole = json.load(file)
+            if whole["version"] != VERSION:
+                raise StateError(f"plan {os.fspath(path)}: version {whole['version']!r}; this engine reads {VERSION}")
+            layers = {name: tuple(shape) for name, shape in whole["layers"].items()}
+            changes = tuple(Change.from_dict(change) for change in whole["changes"])
+            if strange := {change.layer for change in changes} - layers.keys():
+                raise KeyError(f"changes of {min(strange)!r}, which is none of its layers")
+            return Plan(layers, Recipe.from_json(json.dumps(whole["start"])), changes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidRecipe) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(
+                f"plan {os.fspath(path)} cannot be used ({type(error).__name__}: {error}); "
+                "fe.inspect(model).save_plan(path) writes one"
+            ) from error
+
+    def check(self, layers: Mapping[str, tuple[int, ...]], path: str, part: bool = False) -> None:
+        """Raise StateError unless it was made for these very layers, or, of a part of a model, for them too."""
+        if dict(layers) == self.layers or (part and layers.items() <= self.layers.items()):
+            return
+        missing, unknown = _unlike(self.layers, layers), _unlike(layers, self.layers)
+        raise StateError(
+            f"plan {path} is of another model: it decides for {_some(missing)}, which this one has not so, and knows "
+            f"nothing of {_some(unknown)}; make a plan with this model, or leave plan= out"
+        )
+
+
+def merge(plans: Sequence[Plan]) -> Plan:
+    """One plan of the plans of a model's scaling states: one for each device it is on, or each part made by hand.
+
+    Raises StateError where two of them have a layer of one name.
+    """
+    names = [name for plan in plans for name in plan.layers]
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise StateError(
+            f"several layers made by hand are called {', '.join(twice)}, and a plan knows layers by their names; "
+            "save one of each part: fe.inspect(part).save_plan(path)"
+        )
+    layers = {name: shape for plan in plans for name, shape in plan.layers.items()}
+    changes = sorted((change for plan in plans for change in plan.changes), key=lambda change: change.step)
+    return Plan(layers, plans[0].start, tuple(changes))
+
+
+def _unlike(these: Mapping, those: Mapping) -> list[str]:
+    return [f"{name} {list(shape)}" for name, shape in these.items() if those.get(name) != shape]
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"{len(names)} layers ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "no layer"

@@ -1,0 +1,165 @@
+"""y = x @ w.T + b with each of its three matmuls in the precision its recipe asks for.
+
+M is the product of x's leading dimensions.  What is computed and what is saved: call.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+
+from fp8engine.autograd.call import Call
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.ready import suited, take
+from fp8engine.autograd.refusals import check_caller, check_classes, no_transform, under_transforms
+from fp8engine.autograd.transforms import linear_transformed
+from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.ops import device
+from fp8engine.ops import operations as ops
+from fp8engine.ops.tensor import Float8Tensor
+from fp8engine.scaling.table import in_backward
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.Tensor:
+    """x [..., K] times a weight [N, K] plus a bias [N]; [..., N] in x's dtype, or autocast's where that is on.
+
+    Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
+    refusals.py lists; all name the layer.
+    """
+    check(x, weight_NK, bias_N, numerics.name)
+    out = dtype_of_result(x, weight_NK, numerics.name)
+    if numerics.state.clock is not None and not torch.compiler.is_compiling():
+        numerics.state.enter()  # a step that begins here may change this layer's recipe
+    x = suited(x, numerics)
+    if not numerics.plan.fp8:
+        y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
+        return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
+    transformed = under_transforms()
+    record = enter(x, weight_NK, numerics, transformed)
+    if transformed:
+        y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
+        return y_MN.view(*x.shape[:-1], len(weight_NK))
+    return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
+
+
+def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torch.dtype:
+    """x's dtype, or autocast's where that is on; without it x and weight must agree."""
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    if weight_NK.dtype != x.dtype:
+        raise UnsupportedDtype(
+            f"{name}: input is {x.dtype} and weight is {weight_NK.dtype}; cast one of them, or run under autocast"
+        )
+    return x.dtype
+
+
+def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics, transformed: bool | None = None) -> bool:
+    """A layer's FP8 forward begins: its state and its record hear of it.  Returns whether amaxes enter the history.
+
+    transformed: whether a transform of torch.func runs, from a caller that takes them; None: from one that does not.
+    Raises for what refusals.py lists, naming the layer.
+    """
+    compiling = torch.compiler.is_compiling()
+    check_classes(x, weight_NK, numerics.name)
+    if not compiling:
+        if transformed is None and under_transforms():
+            raise no_transform(numerics.name, "torch.func's transforms where it is fused with others")
+        check_caller(x, weight_NK, numerics.name)
+        numerics.state.enter()
+    elif numerics.alone:
+        numerics.state.begin_step()
+    return torch.is_grad_enabled() or (not compiling and in_backward())
+
+
+def check(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, name: str, columns: int | None = None
+) -> None:
+    """Raise for an input that no recipe takes.  columns: of what the layer reads, where that is made of x."""
+    if x.dtype not in FLOATS or x.layout != torch.strided or x.is_nested:
+        raise UnsupportedDtype(
+            f"{name}: input is {x.dtype}, {'nested' if x.is_nested else x.layout}; FP8 casts take dense float32, "
+            "bfloat16 or float16: convert it first"
+        )
+    if weight_NK.dtype not in FLOATS:
+        raise UnsupportedDtype(
+            f"{name}: weight is {weight_NK.dtype}; FP8 casts take float32, bfloat16 or float16: cast it, or, where "
+            "another library has quantised it, let that come before fe.convert, which then leaves the layer as it is"
+        )
+    read = x.shape[-1] if columns is None and x.dim() else columns
+    if x.dim() == 0 or read != weight_NK.shape[1]:
+        rows = x.numel() // max(x.shape[-1], 1) if x.dim() else 1
+        raise ShapeError(
+            f"{name}: mat1 and mat2 shapes cannot be multiplied "
+            f"({rows}x{read or 0} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
+        )
+    device.check_one(name, x, weight=weight_NK, bias=bias_N)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
+        # Without gradients torch still says that a parameter needs one: nothing is cast or kept for a backward then.
+        needs = ctx.needs_input_grad[:3] if record else (False, False, False)
+        call = Call(numerics, x, weight_NK, bias_N, needs, record)
+        if isinstance(x, Float8Tensor):
+            a, saved = take(call, x)
+        else:
+            a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
+        y_MN, turned = call.forward(a, weight_NK, bias_N, out, fp8=True)
+        ctx.save_for_backward(*call.to_save(saved), weight_NK, *turned)
+        ctx.call, ctx.x_like = call, (x.shape, x.dtype)
+        return in_shape_of(x, y_MN)
+
+    @staticmethod
+    def backward(ctx, dy):
+        # Read once: checkpoints unpack nothing a second time.
+        data, scale, weight_NK, *turned = ctx.saved_tensors
+        shape, dtype = ctx.x_like
+        with ctx.call.as_asked():
+            dx_MK, dw_NK, db_N = ctx.call.backward(matrix(dy), (data, scale), (weight_NK, *turned), dtype)
+        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, None, None, None
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
+    """y with the leading dimensions of x, for the result of an autograd Function.
+
+    Not `y.view`: autograd refuses in-place operations on a view that a Function returns.  `_unsafe_view` gives the same
+    memory as a tensor that is no view of another, which is right because the caller gives y_MN up.
+    """
+    return y_MN if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y_MN, [*x.shape[:-1], y_MN.shape[1]])
+
+
+def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+    """y, its layer's tensors shown to whoever looks at this step: numbers may allow FP8 again."""
+    if y.requires_grad and not torch.compiler.is_compiling():
+        numerics.observe("input", matrix(x))
+        numerics.observe("weight", weight_NK)
+        y.register_hook(lambda dy: _observed_gradient(dy, numerics))
+    return y
+
+
+def _observed_gradient(dy: torch.Tensor, numerics: Numerics) -> None:
+    numerics.state.backward_seen = True
+    numerics.observe("grad_output", matrix(dy))
+
+
+def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:
+    """nn.Linear with its operands in `dtype`: what a recipe without FP8 means."""
+    bias_N = None if bias_N is None else bias_N.to(dtype)
+    if (
+        dtype.itemsize == 2
+        and ops.choose_16_bits(x.device, (x.numel() // max(x.shape[-1], 1), len(weight_NK))) != "torch"
+    ):
+        y_MN = ops.matmul_fp16(matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
+        return y_MN.view(*x.shape[:-1], len(weight_NK)).to(out)
+    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

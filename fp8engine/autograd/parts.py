@@ -1,0 +1,178 @@
+"""Parts of fused layers: linear layers with their numerics, a norm with its parameters, memory options.
+
+A producer (norm, activation) writes its result once, as the layers that read it store it; where they agree on no such
+form it writes 16 bits, and each layer casts for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8engine.autograd.call import Call, Either
+from fp8engine.autograd.numerics import Numerics, _count_again
+from fp8engine.errors import UnknownName
+from fp8engine.ops import operations as ops
+from fp8engine.ops import operators
+from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS
+from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.table import in_backward
+
+STORES = ("16 bits", "fp8")
+# For values that are read again elementwise: E4M3's 3 bits of mantissa, and a row's scale for a token's outliers.
+ROWS = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
+Make = Callable[[Store], tuple]
+
+
+class Layer(NamedTuple):
+    """A linear layer: weight [N, K], bias [N] or None, and the numerics of the module that holds them."""
+
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+    numerics: Numerics
+
+
+class NormOf(NamedTuple):
+    """A norm and its parameters: gamma [K] (None: ones; zero-centred where `norm` says so), beta [K] (None: zeros)."""
+
+    norm: Norm
+    weight_K: torch.Tensor | None
+    bias_K: torch.Tensor | None = None
+
+
+class Memory(NamedTuple):
+    """What a fused layer keeps for its backward beside its matmuls' FP8 operands.
+
+    recompute_norm: not the normalised input (FP8); the norm runs again in backward, from the input that is kept anyway.
+    recompute_activation: not the activation's output (FP8); it runs again in backward, from its own input.
+    store: "16 bits", or "fp8": the inputs of norms and activations are kept in FP8 too, E4M3 with a scale per row.
+
+    Where nothing before the layer takes a gradient, the input is not kept anyway, and nothing is recomputed.
+    """
+
+    recompute_norm: bool = False
+    recompute_activation: bool = False
+    store: str = "16 bits"
+
+
+KEEP = Memory()
+
+
+class Spec(NamedTuple):
+    """What one call of a fused layer knows beside its tensors: its layers, options, result's dtype, and recording."""
+
+    numerics: tuple[Numerics, ...]
+    norm: Norm | None
+    memory: Memory
+    out: torch.dtype
+    record: bool
+    kind: str = ""  # of the activation
+
+
+def check_memory(memory: Memory) -> None:
+    """Raise UnknownName for a store that there is not."""
+    if memory.store not in STORES:
+        raise UnknownName("store", memory.store, STORES)
+
+
+def keep(x_MK: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(data, scale or None) of x as it is kept for an elementwise backward."""
+    if memory.store == "16 bits":
+        return x_MK, None
+    q = ops.quantize(x_MK, ROWS)
+    return q.data, q.scale
+
+
+def kept(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What `keep` kept, in `dtype` again."""
+    if scale is None:
+        return data
+    # A power of two times 4 bits is exact in BF16 and FP32; FP16 has no room for every scale.
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    return (ops.decode(data, wide) * scale.to(wide)).to(dtype)
+
+
+def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Either | None]], list]:
+    """Each call's (X for forward, what wgrad will read) of one result, and what else its producer returned.
+
+    make: the producer; takes how to store, returns (y, y transposed where asked, ...).
+    """
+    stores = [call.store() for call in calls]
+    if (to := _one_store(calls, stores)) is None:
+        made, _, *others = make(IN_16_BITS)
+        return [
+            call.cast_input(made, made_so_far) for call, made_so_far in zip(calls, made_together(calls), strict=True)
+        ], others
+    observe_made(calls, "input", make)
+    q, q_t, *others = make(to)
+    for store in stores[1:]:
+        if store is not None:
+            count_again(to.slot, store.slot, q.data.numel())
+    saved = next((call.stored(q, q_t)[1] for call in calls if call.needs_w), None)
+    return [(q, saved if call.needs_w else None) for call in calls], others
+
+
+def observe_made(calls: Sequence[Call], role: str, make: Make) -> None:
+    """Show whoever looks at this step what is about to be stored in FP8: it is made in 16 bits too, for that."""
+    if any(call.numerics.state.samples is not None for call in calls):
+        made, *_ = make(IN_16_BITS)
+        for call in calls:
+            call.observe(role, made)
+
+
+def produced_again(calls: Sequence[Call], make: Make) -> list[Either | None]:
+    """What each call's wgrad reads of a result that is made a second time: the bits it had, counted no more."""
+    to = _one_store(calls, [call.store(again=True) for call in calls])
+    made, made_t, *_ = make(to or IN_16_BITS)
+    return [
+        None if not call.needs_w else call.cast_again(made, so_far) if to is None else call.stored(made, made_t)[1]
+        for call, so_far in zip(calls, made_together(calls), strict=True)
+    ]
+
+
+def tensors_of(operand: Either | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(data, scale) of an operand, as `Call.to_save` gives them; what else it has, the call knows since forward."""
+    return (operand.data, operand.scale) if isinstance(operand, Operand) else (operand, None)
+
+
+def _one_store(calls: Sequence[Call], stores: Sequence[Store | None]) -> Store | None:
+    """How one store serves every call; None where they differ, or a recipe wants 16 bits."""
+    to, state = stores[0], calls[0].numerics.state
+    for call, store in zip(calls, stores, strict=True):
+        if to is None or store is None or store.how != to.how or call.numerics.state is not state:
+            return None
+    if len({call.turned_input for call in calls if call.needs_w}) > 1 or to is None:
+        return None
+    return to._replace(transposed=any(store is not None and store.transposed for store in stores))
+
+
+def made_together(calls: Sequence[Call]) -> list[Kept]:
+    """Where each call finds what the others have cast: together with those of its state, alone in a graph."""
+    if torch.compiler.is_compiling():
+        return [{} for _ in calls]
+    by_state: dict[int, Kept] = {}
+    return [by_state.setdefault(id(call.numerics.state), {}) for call in calls]
+
+
+def count_again(source: Slot | None, slot: Slot | None, size: int) -> None:
+    """Another layer's slot already holds the amax of what this layer reads: take it over."""
+    if source is None or slot is None:
+        return
+    if torch.compiler.is_compiling():
+        torch.ops.fp8engine.count_again.default(*source[:3], slot.index, slot.record, size)
+    else:
+        _count_again(source, slot, size)
+
+
+def _count_again_of(live, counts, source: int, index: int, record: bool, size: int) -> None:
+    _count_again(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
+
+
+operators.define_effect(
+    "count_again(Tensor live, Tensor counts, int source, int index, bool record, SymInt size) -> ()",
+    _count_again_of,
+    lambda *arguments: None,
+)

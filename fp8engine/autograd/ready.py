@@ -1,0 +1,101 @@
+"""A layer's input that is in FP8 already: read as it is where that suits the layer's plan, else dequantised.
+
+What is read is saved for backward too: the codes that the producer wrote, one byte an element, held once by both.
+The input's slot counts them and takes amax and scale over from the slot of the result: no pass over memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fp8engine.autograd.numerics import Casting, Numerics, Plan, operand
+from fp8engine.autograd.stored_tensor import StoredTensor
+from fp8engine.ops.reference import Operand, Slot
+from fp8engine.ops.tensor import Float8Tensor
+from fp8engine.scaling.table import ScalingState
+
+if TYPE_CHECKING:
+    from fp8engine.autograd.call import Call
+
+TAKEN = ""  # in place of a reason
+WRITTEN = "other code wrote into it, or took its memory (.data, .numpy())"
+E5M2 = torch.float8_e5m2
+
+
+def suited(x: torch.Tensor, *readers: Numerics, why: str = TAKEN) -> torch.Tensor:
+    """x, a Float8Tensor only if every layer that reads it reads codes; each counts in `ready` what was done.
+
+    why: a reason of the caller's not to.
+    """
+    if not isinstance(x, Float8Tensor):
+        return x
+    if torch.compiler.is_compiling():
+        return x.dequantize()  # a compiled graph takes plain tensors; nothing in it can be counted on the host
+    for numerics in readers:
+        why = why or why_not(x, numerics.plan)
+    for numerics in readers:
+        numerics.ready[why] = numerics.ready.get(why, 0) + 1
+    return x if why == TAKEN else x.dequantize()
+
+
+def why_not(x: Float8Tensor, plan: Plan) -> str:
+    """Why a layer under that plan does not read these codes; TAKEN where it does."""
+    (first, weight), (grad, again) = plan.forward, plan.wgrad
+    if not first.fp8:
+        return "its forward is in 16 bits"
+    if isinstance(x, StoredTensor) and x.written:
+        return WRITTEN
+    q = x.operand()
+    if (q.rows, q.cols) not in ((-1, -1), (1, -1)) or _extent(first) != (q.rows, q.cols):
+        return f"it casts {first.cast.granularity}, not {x.granularity}"
+    dtype = q.data.dtype
+    if (dtype, weight.cast.format.dtype) == (E5M2, E5M2) or (
+        _reads_codes(again, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
+    ):
+        return "Tensor Cores do not multiply E5M2 by E5M2"
+    return TAKEN
+
+
+def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
+    """(X for forward, what wgrad will read) of an input that `suited` let pass."""
+    numerics, q = call.numerics, x.operand()
+    call.turned_input = False  # wgrad reads the codes that are there, turned when it does
+    _count(numerics.state, x.source, numerics.slot("input", call.record), x.numel())
+    values = None
+    if call.record and numerics.state.samples is not None:
+        values = x.values().view(q.data.shape)
+        call.observe("input", values)
+    if not call.needs_w:
+        return q, None
+    again: Casting = call.plan.wgrad[1]
+    if _reads_codes(again, q):
+        return q, q
+    values = x.values().view(q.data.shape) if values is None else values
+    return q, operand(values, again, {}, numerics.slot("input", False, count=False))
+
+
+def _reads_codes(again: Casting, q: Operand) -> bool:
+    """Whether wgrad reads the very codes of forward: one scale serves both directions."""
+    return again.fp8 and (q.rows, q.cols) == (-1, -1) == _extent(again)
+
+
+def _extent(casting: Casting) -> tuple[int, int]:
+    how = casting.how[None]
+    return how.rows, how.cols
+
+
+def _count(state: ScalingState, source: Slot | None, slot: Slot, size: int) -> None:
+    """Calls and elements; amax and scale of the slot that counted the tensor when it was stored, if that is known."""
+    if slot.host is not None:
+        live, counts = slot.host
+    else:
+        live, counts = slot.live_2S, slot.counts_CS
+    if slot.count:
+        counts[0, slot.index] += 1
+        counts[1, slot.index] += size
+    if slot.record and source is not None and source.live_2S is state.live_2S:
+        largest = max if slot.host is not None else torch.maximum
+        live[0, slot.index] = largest(live[0, slot.index], live[0, source.index])
+        live[1, slot.index] = live[1, source.index]

@@ -1,0 +1,79 @@
+"""Refusals, by the layer's name, of tensors, transforms and tracers that an FP8 layer cannot compute with.
+
+    a weight of another tensor class   torchao's quantize_ after fe.convert, DTensor
+    an input that is a DTensor         parallelize_module
+    forward-mode AD                    torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian
+    torch.func's other transforms      vmap, jacrev; grad and vjp where a layer is fused (transforms.py has fe.Linear's)
+    torch.jit.trace                    and torch.onnx.export(dynamo=False), which calls it
+
+Layers in 16 bits take all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from fp8engine.errors import Fp8EngineError, GradientError, ParallelError, ScriptError, UnsupportedDtype
+from fp8engine.ops.tensor import Float8Tensor
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+INPUTS = (*PLAIN, Float8Tensor)
+
+
+def under_transforms() -> bool:
+    """Whether one of torch.func's transforms is running this code."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
+    """Raise ParallelError for a DTensor, UnsupportedDtype for a weight that wraps other tensors."""
+    if type(x) not in INPUTS and _is_dtensor(x):
+        raise _sharded(name, "input")
+    if type(weight_NK) not in PLAIN and hasattr(weight_NK, "__tensor_flatten__"):
+        if _is_dtensor(weight_NK):
+            raise _sharded(name, "weight")
+        raise UnsupportedDtype(
+            f"{name}: its weight became a {type(weight_NK).__name__} after fe.convert (quantize_ of torchao?), and FP8 "
+            "casts take plain tensors: call quantize_ before fe.convert, which then leaves the layer as it is"
+        )
+
+
+def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
+    """Raise ScriptError inside torch.jit.trace, GradientError for a dual tensor.  Not for code under torch.compile."""
+    if torch._C._is_tracing():
+        raise no_script(name, "torch.jit.trace")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)):
+        raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")
+
+
+def no_transform(name: str, what: str) -> GradientError:
+    """The error that a layer does not take a way of differentiating."""
+    return GradientError(f"{name}: an FP8 layer does not take {what}: {_in_16_bits(name)}")
+
+
+def no_script(name: str, what: str) -> ScriptError:
+    """The error that a layer has no TorchScript."""
+    return ScriptError(
+        f"{name}: {what} takes no converted layer, whose operators write the model's scaling state: use torch.compile "
+        "or torch.export, or make TorchScript of the model before fe.convert"
+    )
+
+
+def _sharded(name: str, what: str) -> Fp8EngineError:
+    return ParallelError(
+        f"{name}: its {what} is a DTensor; an FP8 layer takes no tensor parallelism (parallelize_module), and a weight "
+        "sharded by fully_shard only after that has gathered it, in a call of the module that fully_shard was given: "
+        f"{_in_16_bits(name)}"
+    )
+
+
+def _in_16_bits(name: str) -> str:
+    return (
+        f"leave the layer in 16 bits: fe.convert(..., overrides={{{name!r}: 'bf16'}}), or recipe='bf16' when it is made"
+    )
+
+
+def _is_dtensor(x: torch.Tensor) -> bool:
+    """Found by name, so that torch.distributed need not be there."""
+    return any(kind.__name__ == "DTensor" for kind in type(x).__mro__)

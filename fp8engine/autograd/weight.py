@@ -1,0 +1,138 @@
+"""The FP8 copies of a weight, and how long they live: a byte an element and orientation, against casting again.
+
+    auto    until the backward that reads them; across calls once one version of the weight is read again:
+            frozen       it takes no gradient
+            inference    called without gradients; given up when a backward comes after all
+            read again   a second microbatch had to cast what the first one had; remembered for the next versions
+    True    as long as the weight stands ("asked")
+    False   not even until backward, which casts the weight again
+
+A copy is used again only while the parameter is the same object at the same address and its version counter stands
+still, and on a CPU its fingerprint too (of its samples alone where a copy was asked for).  Writes through `.data` and
+by collectives do not move the counter.  Where nothing can be read without waiting for the device:
+
+    a counter at 0         proves nothing, because fully_shard's unsharded weights stay there: nothing is kept
+    training               a copy is kept for the next microbatch only if the counter was seen to move between steps
+    a captured CUDA graph  its replays change weights, and no counter: from the capture on nothing is kept or used again
+    everything else        the caller of `fe.weights_changed(model)` says so
+
+What a pending backward holds anyway is found again by every call, at no cost: a layer called twice, a recompute.
+Several threads may read one weight at once: what is known of a version is one object that is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fp8engine.ops import device
+from fp8engine.ops.fingerprint import fingerprint
+from fp8engine.ops.reference import How
+from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.table import in_backward
+
+
+class Copies(Kept):
+    """Operands of one version of a weight, by cast.
+
+    held: whether they wait for the backward of the call that reads them.  kept: whether they outlive it.
+    """
+
+    __slots__ = ("__weakref__", "held", "kept")
+
+    def __init__(self, held: bool = True, kept: bool = False):
+        super().__init__()
+        self.held, self.kept = held, kept
+
+    def after_forward(self, how: How | None) -> None:
+        """Forward has read the cast `how`, which backward will not: gone, unless it is kept for the next call."""
+        if not self.kept:
+            self.pop(how, None)  # nothing to pop where the weight was read in 16 bits
+
+
+class Version:
+    """One version of a weight and what has been made of it.  why: the word of the table above, "" for nothing kept."""
+
+    def __init__(self, weight: torch.Tensor | None = None, key: tuple = (), why: str = ""):
+        self.key, self.why = key, why
+        self.owner = None if weight is None else weakref.ref(weight)
+        self.kept = Copies()
+        self.latest = weakref.ref(self.kept)
+
+    @property
+    def read_again(self) -> bool:
+        """Whether the next training forward is another microbatch's: the first one's copies are gone, or kept."""
+        return self.why == "read again" or (self.why == "" and self.latest() is None)
+
+    def copies(self) -> Copies:
+        """Those that some call or this version still holds; held by this version where there is a reason."""
+        found = self.latest()
+        if found is None:
+            found = Copies()
+            self.latest = weakref.ref(found)
+        found.kept = bool(self.why)
+        self.kept = found if self.why else Copies()
+        return found
+
+
+class KeptWeight:
+    """The copies of one layer's weight.  cache: the recipe's `cache_weights`."""
+
+    def __init__(self, cache: bool | str = "auto"):
+        self.cache = cache
+        self.version = Version()
+        self.again = False  # the latest version was read by more than one step's worth of calls
+        self.moves = False  # its counter has moved between calls
+        self.captured = False  # a CUDA graph was captured that reads the weight
+
+    @property
+    def kept(self) -> Copies:
+        """The copies that outlive their consumers."""
+        return self.version.kept
+
+    @property
+    def why(self) -> str:
+        """Why they do."""
+        return self.version.why
+
+    def operands(self, weight: torch.Tensor, training: bool) -> Copies:
+        """What has been made of this version; the caller adds to it, and holds what its backward reads."""
+        if self.cache is False:
+            return Copies(held=False)
+        if self.captured or device.capturing(weight.device):
+            self.captured, self.version = True, Version()
+            return Copies()
+        seen = fingerprint(weight, whole=self.cache is not True)
+        if weight._version == 0 and not seen and self.cache is not True:
+            self.give_up()
+            return Copies(held=False)  # held until backward, it would undo fully_shard's sharding
+        owner = weight if weight._base is None else weight._base  # a Conv1D's is a new transposed view at every call
+        key = (weight.data_ptr(), weight.shape, weight._version, seen)
+        version = self.version
+        if version.owner is None or version.owner() is not owner or version.key != key:
+            self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]
+            version = self.version = Version(owner, key, self._why_kept(weight, training))
+        elif training and not in_backward() and version.read_again and (seen or self.moves):
+            self.again, version.why = True, "read again"
+        if not (version.why or training):
+            version.why = "inference"
+        return version.copies()
+
+    def _why_kept(self, weight: torch.Tensor, training: bool) -> str:
+        """Why copies of a version that is read for the first time outlive their consumers."""
+        habit, self.again = self.again and self.cache == "auto", False
+        if self.cache is True:
+            return "asked"
+        if training and not weight.requires_grad:
+            return "frozen"
+        return "read again" if habit else ""
+
+    def after_backward(self) -> None:
+        """A backward came: what was kept for an inference is needed no more (the weight is about to change)."""
+        if self.version.why == "inference":
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Keep nothing, and use nothing again."""
+        self.version = Version()

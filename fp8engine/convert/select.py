@@ -1,0 +1,280 @@
+"""Selection of the layers that a conversion touches: the recipe of each, or the reason why it is left alone.
+
+A layer is left alone because the user said so (skip, or an override to a 16-bit recipe), because it is an output head
+or a router (their errors go straight into the loss, or send tokens elsewhere; an override that names one wins), or
+because swapping it would change what it does: a subclass with code of its own, a parametrised or already quantised
+weight, experts that are not kept as transformers' decorator of experts wants them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from fp8engine.errors import ConversionError, UnknownName
+from fp8engine.nn import experts
+from fp8engine.nn.dispatched import held_forwards
+from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.torch_transformer import uncalled
+from fp8engine.numerics.recipe import Recipe, resolve
+
+Skip = Callable[[str, nn.Module], bool]
+HEADS = ("lm_head", "head", "heads", "classifier", "score", "output_projection", "embed_out", "proj_out", "qa_outputs")
+HEADS += ("classification_head", "seq_relationship", "sop_classifier", "visual_projection", "text_projection")
+ROUTERS = ("router", "shared_expert_gate")  # and a `gate` beside `experts`; a gated MLP has a `gate` too
+ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
+EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
+CHOSEN = ("top_k", "num_experts_per_tok")  # what a mixture of experts calls the number that a token passes
+ROUTER = (
+    "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
+)
+BYPASSED = "nn.MultiheadAttention reads its weight and never calls it"
+PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one linear layer.  recipe None: left alone, for `reason`; shape [N, K], experts [E, N, K].
+
+    blocked: the engine cannot do what was asked (as opposed to the user not asking for it).
+    parameter: what the module calls the matrix.
+    """
+
+    name: str
+    module: nn.Module
+    recipe: Recipe | None
+    reason: str
+    shape: tuple[int, ...]
+    blocked: bool = False
+    parameter: str = "weight"
+
+
+def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
+    """The module's weight, whatever it is stored as."""
+    return cast(torch.Tensor, getattr(module, parameter))
+
+
+def parameter_of(name: str, module: nn.Module) -> str:
+    """What the module calls the matrix that `linear_layers` lists as `name`."""
+    key = name.rpartition(".")[2]
+    return key if key in _stacked(module) or key in _projections(module) else "weight"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D itself; found by name, so that transformers need not be there."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
+    """(name, module, shape) of everything that multiplies by a weight matrix, each module once."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module, (module.out_features, module.in_features)
+        elif isinstance(module, GroupedLinear):
+            yield name, module, module.shape
+        elif is_conv1d(module) or _is_float8_conv1d(module):
+            yield name, module, (weight_of(module).shape[1], weight_of(module).shape[0])
+        elif _has_router_weight(module):
+            yield name, module, tuple(weight_of(module).shape)
+        elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+            inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
+            if not any(inner):  # an adapter's shell is not one
+                yield name, module, tuple(weight.shape)
+        else:
+            for key, parameter in _projections(module).items():
+                yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
+            for key, parameter in _stacked(module).items():
+                experts, rows, cols = parameter.shape
+                shape = (experts, cols, rows) if getattr(module, "is_transposed", False) else (experts, rows, cols)
+                yield f"{name}.{key}" if name else key, module, shape
+
+
+def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's matrices of experts, each kept in one 3-D parameter, by name."""
+    own = module._parameters.items()
+    return {key: p for key, p in own if key in EXPERTS and p is not None and p.dim() == 3}
+
+
+def _projections(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The matrices that an nn.MultiheadAttention holds itself and multiplies its inputs by, by name."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return {}
+    return {key: p for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
+
+
+def experts_run(model: nn.Module) -> dict[int, int]:
+    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if nothing says so."""
+    found = {}
+    for parent in model.modules():
+        for child in parent.children():
+            if stacked := list(_stacked(child).values()):
+                said = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
+                found[id(child)] = next((k for k in said if isinstance(k, int)), len(stacked[0]))
+    return found
+
+
+def decide(
+    model: nn.Module,
+    recipe: str | Recipe,
+    skip: Skip | None = None,
+    overrides: Mapping[str, str | Recipe] | None = None,
+) -> list[Decision]:
+    """A Decision for every linear layer of the model; nothing is changed.
+
+    overrides: glob over layer names -> recipe, the last match wins.  skip: True leaves a layer alone; without it,
+    output heads and adapters (LoRA) are left, unless an override names them.
+    Raises UnknownName for a recipe's name, or for a pattern that matches no linear layer, ConversionError for a skip or
+    overrides of another type.
+    """
+    asked = resolve(recipe)
+    if skip is not None and not callable(skip):
+        raise ConversionError(
+            f"skip is a {type(skip).__name__}; it takes a function (name, module) -> bool: to leave layers alone by "
+            'name, write overrides={"blocks.0.*": "bf16"}'
+        )
+    if not isinstance(overrides, Mapping | None):
+        raise ConversionError(
+            f'overrides is a {type(overrides).__name__}; it takes a dict of globs and recipes: {{"blocks.0.*": "bf16"}}'
+        )
+    chosen = {pattern: resolve(value) for pattern, value in (overrides or {}).items()}
+    layers = list(linear_layers(model))
+    for pattern in chosen:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
+            raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
+    heads, routers, bypassed = _heads(model), _routers(model), uncalled(model)
+    decisions = []
+    for name, module, shape in layers:
+        override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
+        wanted, reason = override or asked, "overrides" if override else "recipe"
+        left = None
+        if skip is not None:
+            left = "skip() returned True" if skip(name, module) else None
+        elif override is None:
+            left = ROUTER if id(module) in routers else _default_skip(name, module, heads)
+        key = parameter_of(name, module)
+        if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
+            left = f"{reason}: {wanted.name}, which it computes in already"
+        obstacle = None if left else BYPASSED if id(module) in bypassed else _obstacle(module)
+        reason = left or obstacle or f"{reason}: {wanted.name}"
+        used = None if left or obstacle else wanted
+        decisions.append(Decision(name, module, used, reason, shape, obstacle is not None, key))
+    return decisions
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """ids of modules that are a model's output head.
+
+    HF says so, the weight is tied to an embedding, it is the last layer of a module with a head's name, or it is as
+    wide as a config's vocabulary or classes and no layer reads as many.  In a block that repeats (Flux's `proj_out`)
+    only a layer with the name and the width is one.
+    """
+    found, repeated = set(), _repeated(model)
+    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    widths = {getattr(config, key, None) for config in configs.values() for key in ("vocab_size", "num_labels")}
+    unread = widths - {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features in unread and not _in_adapter(name):
+            found |= {id(module)} - repeated
+        if name.rpartition(".")[2] in HEADS and not isinstance(module, nn.ModuleList):
+            inner = [m for part, m in module.named_modules() if isinstance(m, nn.Linear) and not _in_adapter(part)]
+            found |= {id(m) for m in inner[-1:] if id(module) not in repeated or m.out_features in widths}
+        if (get := getattr(module, "get_output_embeddings", None)) is not None:
+            try:
+                found.add(id(_adapted(get())))
+            except (AttributeError, NotImplementedError):  # a model without a head says so thus: none to leave alone
+                continue
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
+    return found
+
+
+def _repeated(model: nn.Module) -> set[int]:
+    """ids of what is within blocks that repeat: children of one class in an nn.ModuleList or nn.Sequential.
+
+    The only child of an nn.ModuleList is such a block too: a model of one layer is treated as one of many.
+    """
+    found = set()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList | nn.Sequential):
+            count = Counter(map(type, stack))
+            alone = isinstance(stack, nn.ModuleList) and len(stack) == 1
+            blocks = (child for child in stack if alone or count[type(child)] > 1)
+            found |= {id(module) for block in blocks for module in block.modules() if module is not block}
+    return found
+
+
+def _routers(model: nn.Module) -> set[int]:
+    """ids of modules that choose experts, or weigh a shared one, with all that is in them (Switch's `classifier`)."""
+    found = set()
+    for parent in model.modules():
+        for key, child in parent.named_children():
+            if key in ROUTERS or (key == "gate" and hasattr(parent, "experts")) or _has_router_weight(child):
+                found |= {id(module) for module in child.modules()}
+    return found
+
+
+def _adapted(module: nn.Module) -> nn.Module:
+    """The layer under peft's adapter, or the layer itself."""
+    return getattr(module, "base_layer", module)
+
+
+def _in_adapter(name: str) -> bool:
+    return any(part in ADAPTERS for part in name.split("."))
+
+
+def _has_router_weight(module: nn.Module) -> bool:
+    """Whether this is one of transformers' routers, which multiply by a weight of their own."""
+    weight = module._parameters.get("weight")
+    return "Router" in type(module).__name__ and weight is not None and weight.dim() == 2
+
+
+def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
+    if id(module) in heads:
+        return "output head: its error goes straight into the loss (name it in overrides to convert it)"
+    if _in_adapter(name):
+        return "adapter: too small to gain from FP8 (name it in overrides to convert it)"
+    return None
+
+
+def _same_dtype(module: nn.Module, key: str, recipe: Recipe) -> bool:
+    return getattr(module, key, torch.empty(0)).dtype == recipe.input.format.dtype
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why this module cannot be swapped without changing what it does, or None."""
+    kind = type(module)
+    if isinstance(module, Float8Module):
+        return "converted already"
+    if "forward" in vars(module) and not held_forwards(module):
+        return "its forward is replaced on the instance, and does not say what it replaces"
+    if is_conv1d(module):
+        return None
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies by this weight itself: it is no layer of its own"
+    if not isinstance(module, nn.Linear):
+        if _stacked(module):
+            return experts.obstacle(module)
+        return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
+    if kind is not nn.Linear and set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}:
+        return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
+    if "weight" not in module._parameters:
+        return "its weight is computed (weight_norm, pruning or a parametrization)"
+    weight = module.weight
+    if type(weight) not in (nn.Parameter, torch.Tensor) and not isinstance(weight, nn.Parameter):
+        return f"its weight is a {type(weight).__name__}"
+    if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
+        return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
+    return None
+
+
+def _is_float8_conv1d(module: nn.Module) -> bool:
+    return isinstance(module, Float8Module) and not isinstance(module, nn.Linear | experts.Float8Experts)

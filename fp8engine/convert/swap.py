@@ -1,0 +1,253 @@
+"""fe.convert: the linear layers of any model under a recipe, in place.
+
+A layer keeps its identity: the class of the very module is changed, so parents, hooks, ties, optimizers and
+state_dict keys see the module they knew.  Either every decided layer is converted or, on an error, none.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from fp8engine.auto import Controller, Plan, flow
+from fp8engine.autograd import Numerics
+from fp8engine.autograd.numerics import plan as numerics_plan
+from fp8engine.convert import fuse as fusing
+from fp8engine.convert.describe import describe
+from fp8engine.convert.select import Decision, Skip, decide, is_conv1d
+from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, StrictError
+from fp8engine.nn import experts
+from fp8engine.nn.dispatched import change_class, device_of
+from fp8engine.nn.first_forward import FirstForward
+from fp8engine.nn.linear import Float8Module, Linear
+from fp8engine.nn.torch_transformer import call_layers
+from fp8engine.numerics.recipe import Auto, Recipe
+from fp8engine.ops import dispatch
+from fp8engine.scaling.table import ScalingState
+
+RECORD = "_fp8engine"  # attribute of a converted root
+REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
+ADDED = "not converted: added after fe.convert (an adapter?)"
+WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "nn.DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "OptimizedModule": "torch.compile",
+}
+
+
+@dataclass
+class Record:
+    """What `convert` did to a model: why each layer was left alone, and the scaling states, one per device."""
+
+    reasons: dict[str, str]
+    states: list[ScalingState] = field(default_factory=list)
+    controllers: list[Controller] = field(default_factory=list)
+
+    @functools.cached_property
+    def known(self) -> dict[str, str]:
+        """Why, by name, of the layers that there were."""
+        return {layer: REPLACED for state in self.states for layer, _ in state.layers} | self.reasons
+
+    def why_left(self, name: str) -> str:
+        """Why a layer below this root, which is not converted, was left alone; name as from the root."""
+        known = self.known
+        return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # peft's shell has the name
+
+
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe = "auto",
+    *,
+    skip: Skip | None = None,
+    overrides: Mapping[str, str | Recipe] | None = None,
+    example_inputs: object = None,
+    strict: bool = False,
+    fuse: bool = False,
+) -> nn.Module:
+    """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
+
+    recipe: a name or a Recipe.  overrides: {"*.lm_head": "bf16", "blocks.0.*": fe.current()}, glob -> recipe.
+    skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
+    example_inputs: arguments of one forward (a tuple, or a dict of keywords), run without gradients beforehand:
+    layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.  `auto`
+    learns from it who reads each layer's result: what only FP8 matmuls read is stored in FP8.
+    strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
+    fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
+    families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
+
+    Raises UnknownName (recipe, or a pattern that matches nothing), ConversionError (nothing to convert, converted
+    twice, already under DDP, FSDP or torch.compile), StrictError.
+
+    >>> model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     _ = convert(model, "rowwise", overrides={"2": "fp32"})
+    >>> model[0]
+    Linear(in_features=32, out_features=64, bias=True, recipe=rowwise (E4M3xE4M3, grad E4M3))
+    """
+    _check_unwrapped(model)
+    decisions = decide(model, recipe, skip, overrides)
+    if example_inputs is not None:
+        decisions = _leave_uncalled(model, decisions, example_inputs)
+    chosen = [(decision, decision.recipe) for decision in decisions if decision.recipe is not None]
+    if not chosen:
+        why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
+        raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
+    emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
+    if fuse and strict:
+        _refuse_unknown(model)
+    if strict:
+        _refuse(decisions, emulated)
+    repeat = _plan_of(chosen)
+    decides = any(isinstance(used, Auto) for _, used in chosen)
+    readers = flow.record(model, example_inputs) if decides and example_inputs is not None else None
+    record = Record({d.name: d.reason for d in decisions if d.recipe is None})
+    _swap(chosen, record)
+    record.controllers = _control(chosen, repeat)
+    for controller in record.controllers if readers is not None else ():
+        controller.follow(readers)
+    fusion = fusing.fuse(model) if fuse else None
+    call_layers(model)
+    FirstForward(model, strict)
+    for state in record.states:
+        state.watch(model)
+    setattr(model, RECORD, record)
+    if emulated:
+        why = next(iter(emulated.values()))
+        warnings.warn(
+            f"{why}: {len(emulated)} layers compute with FP8 values, emulated",
+            EmulationWarning,
+            stacklevel=2,
+        )
+    if fusion is not None and not fusion.groups:
+        why = "; ".join(fusion.unknown) or "none of its norms and MLPs can (fe.inspect says why)"
+        warnings.warn(f"fuse=True: {why}: every layer runs by itself", FusionWarning, stacklevel=2)
+    return model
+
+
+def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, overrides=None) -> list[Decision]:
+    """What `convert` would do with each linear layer; the model is left as it is.  Raises as `convert` does."""
+    _check_unwrapped(model)
+    return decide(model, recipe, skip, overrides)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert takes an nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"its part {name!r}" if name else "the model"
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if found := next((WRAPPERS[kind] for kind in WRAPPERS if kind in kinds), None):
+            raise ConversionError(f"{where} is under {found} already: convert first, then wrap")
+        if hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None:
+            raise ConversionError(f"{where} is under torch.compile already: convert first, then compile")
+        if hasattr(module, RECORD):
+            raise ConversionError(f"{where} is converted already: convert the whole model once, with overrides")
+
+
+def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs: object) -> list[Decision]:
+    called: set[int] = set()
+    hooks = [d.module.register_forward_pre_hook(lambda module, _: called.add(id(module))) for d in decisions]
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            model.eval()
+            if isinstance(example_inputs, dict):
+                model(**example_inputs)
+            else:
+                model(*(example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training:
+            module.training = mode
+    never = "its forward was not called on example_inputs"
+    return [
+        d if d.recipe is None or id(d.module) in called else replace(d, recipe=None, reason=never) for d in decisions
+    ]
+
+
+def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
+    """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
+    where = device_of(decision.module, decision.parameter)
+    return dispatch.why_emulated(where, dispatch.choose(where, numerics_plan(recipe).by_block))
+
+
+def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
+    """strict=True: say everything that would not run as asked.  emulated: layer -> why."""
+    blocked = [f"{d.name} ({d.reason})" for d in decisions if d.blocked]
+    if blocked:
+        raise StrictError(f"strict=True: {len(blocked)} layers cannot be converted: {'; '.join(blocked[:8])}")
+    if emulated:
+        name, why = next(iter(emulated.items()))
+        raise StrictError(
+            f"strict=True: {why} (CUDA sm_89 or later has FP8 Tensor Cores); "
+            f"{len(emulated)} layers would be emulated, {name!r} the first"
+        )
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    """strict=True with fuse=True: say what of the model the table does not know."""
+    try:
+        unknown = describe(model).why
+    except ConversionError as error:
+        unknown = (str(error),)
+    if unknown:
+        raise StrictError(f"strict=True: fuse=True knows no structure: {'; '.join(unknown)}; convert without fuse=True")
+
+
+def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
+    by_device: dict[torch.device, list[tuple[Decision, Recipe]]] = {}
+    for decision, recipe in chosen:
+        by_device.setdefault(device_of(decision.module, decision.parameter), []).append((decision, recipe))
+    for where, group in by_device.items():
+        state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
+        record.states.append(state)
+        for index, (decision, recipe) in enumerate(group):
+            module, numerics = decision.module, Numerics(decision.name or "Linear", recipe, state, index)
+            if decision.parameter != "weight":
+                experts.put(module, decision.parameter, numerics)
+            else:
+                change_class(module, _float8_class(module))
+                object.__setattr__(module, "numerics", numerics)
+
+
+def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
+    """The decisions that the layers under `auto` are asked to repeat."""
+    autos = [(decision, recipe) for decision, recipe in chosen if isinstance(recipe, Auto)]
+    Controller.check([recipe for _, recipe in autos])
+    path = next((recipe.plan for _, recipe in autos), None)
+    if path is None:
+        return None
+    found = Plan.load(path)
+    found.check({decision.name: tuple(decision.shape) for decision, _ in autos}, path)
+    return found
+
+
+def _control(chosen: list[tuple[Decision, Recipe]], repeat: Plan | None) -> list[Controller]:
+    """Who decides for layers under `auto`, one for each scaling state."""
+    groups: dict[int, list[tuple[Numerics, tuple[int, ...]]]] = {}
+    for decision, recipe in chosen:
+        if isinstance(recipe, Auto):
+            numerics = cast(Numerics, cast(Float8Module, decision.module).numerics_of(decision.parameter))
+            groups.setdefault(id(numerics.state), []).append((numerics, decision.shape))
+    return [
+        Controller([numerics for numerics, _ in group], [shape for _, shape in group], repeat)
+        for group in groups.values()
+    ]
+
+
+def _float8_class(module: nn.Module) -> type[Float8Module]:
+    if is_conv1d(module):
+        from fp8engine.nn.conv1d import Float8Conv1D
+
+        return Float8Conv1D
+    return Linear

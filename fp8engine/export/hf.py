@@ -1,0 +1,40 @@
+"""fe.hf: what the engine knows of Hugging Face's models, and their FP8 checkpoints.
+
+The table of families is in families.py, `describe` in describe.py, checkpoints in export/.
+
+>>> FAMILIES["llama"][0].mlp.down
+'mlp.down_proj'
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fp8engine.convert.describe import Description, describe
+from fp8engine.export import ExportReport, export, load
+from fp8engine.nn.families import FAMILIES, MLP, Attention, Block, Experts, Structure
+
+if TYPE_CHECKING:
+    from fp8engine.export import Fp8EngineConfig
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Fp8EngineConfig":  # here: it needs transformers, and registers itself there
+        from fp8engine.export import Fp8EngineConfig
+
+        return Fp8EngineConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "FAMILIES",
+    "MLP",
+    "Attention",
+    "Block",
+    "Description",
+    "Experts",
+    "ExportReport",
+    "Fp8EngineConfig",
+    "Structure",
+    "describe",
+    "export",
+    "load",
+]

@@ -1,6 +1,0 @@
-"""Who consumes what: learnt from one forward of any nn.Module, without tracing the user's Python."""
-
-from fp8engine.flow.record import record
-from fp8engine.flow.result import Consumer, Flow, Layer
-
-__all__ = ["Consumer", "Flow", "Layer", "record"]

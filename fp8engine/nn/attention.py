@@ -1,0 +1,132 @@
+"""fe.Attention: multi-head and grouped-query attention whose four projections follow a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, attention, turned
+from fp8engine.autograd.norm_linear import norm_linear
+from fp8engine.autograd.parts import Memory, NormOf
+from fp8engine.errors import ShapeError, UnknownName
+from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, share_state
+from fp8engine.nn.linear import Linear
+from fp8engine.numerics.recipe import Recipe, resolve
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the width is divided, and what queries see.
+
+    count: heads of queries.  of_keys: heads of keys and values (None: as many).  width: of a head (None: hidden size /
+    count).  theta: base of rotary positions, or a `fp8engine.autograd.attention.Rotary`; None for none.
+    causal: a query sees up to its own position; window: only that many of them.  dropout: of the softmax.
+    qk_norm: eps of an RMSNorm of each head of q and k, before rotation (Qwen3); None for none.
+    """
+
+    count: int
+    of_keys: int | None = None
+    width: int | None = None
+    theta: float | Rotary | None = None
+    causal: bool = False
+    dropout: float = 0.0
+    window: int | None = None
+    qk_norm: float | None = None
+
+
+def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collection[str]:
+    """The layers that have a bias: all, none, or those named.  Raises UnknownName for a name that is none of them."""
+    if isinstance(bias, bool):
+        return names if bias else ()
+    for name in bias:
+        if name not in names:
+            raise UnknownName("layer in bias", name, names)
+    return bias
+
+
+class Attention(nn.Module):
+    """Self-attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits.
+
+    hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
+    projections, or the names of those that have one.  recipe: a Recipe or its name.  The three that read the input
+    share one quantised copy of it.
+    Raises ShapeError for a width that heads do not divide, or an input that is not 3-D; UnknownName for a recipe or a
+    name in bias.
+
+    >>> layer = Attention(32, Heads(4, of_keys=2, theta=1e4, causal=True), bias=False, recipe="current")
+    >>> layer(torch.randn(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+    >>> sorted(dict(layer.named_parameters()))
+    ['k_proj.weight', 'o_proj.weight', 'q_proj.weight', 'v_proj.weight']
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads | int,
+        bias: bool | Collection[str] = True,
+        *,
+        recipe: Recipe | str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.heads = heads = Heads(heads) if isinstance(heads, int) else heads
+        of_keys = heads.of_keys or heads.count
+        if heads.count % of_keys or (heads.width is None and hidden_size % heads.count):
+            raise ShapeError(
+                f"Attention: {hidden_size} columns, {heads.count} heads, {of_keys} of keys: heads divide the columns "
+                "(or have a width of their own), and the heads of keys divide the heads"
+            )
+        self.width = width = heads.width or hidden_size // heads.count
+        biased = with_bias(bias, PROJECTIONS)
+        common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
+        self.q_proj = Linear(hidden_size, heads.count * width, "q_proj" in biased, **common)
+        self.k_proj = Linear(hidden_size, of_keys * width, "k_proj" in biased, **common)
+        self.v_proj = Linear(hidden_size, of_keys * width, "v_proj" in biased, **common)
+        self.o_proj = Linear(heads.count * width, hidden_size, "o_proj" in biased, **common)
+        if heads.qk_norm is not None:
+            self.q_norm, self.k_norm = (nn.RMSNorm(width, heads.qk_norm, device=device, dtype=dtype) for _ in "qk")
+        share_state([(name, getattr(self, name)) for name in PROJECTIONS], resolve(recipe))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """x [batch, T, hidden] -> [batch, T, hidden].
+
+        mask: as functional.attention.attention.  positions: of rotary, [T] or [batch, T]; None: counted on from the
+        cache.  cache: keys and values of earlier calls; this call's are appended.
+        """
+        return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
+
+    def of_norm(self, x: torch.Tensor, norm: NormOf, memory: Memory, *seen) -> torch.Tensor:
+        """`forward` of norm(x), which is written once, in FP8.  seen: mask, positions, cache."""
+        layers = [layer_of(p) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        return self.o_proj(self._mix(norm_linear(x, norm, layers, memory), *seen))
+
+    def _mix(self, projected: tuple, mask=None, positions=None, cache: Cache | None = None) -> torch.Tensor:
+        heads = self.heads
+        if projected[0].dim() != 3:
+            raise ShapeError(f"Attention: input of {projected[0].dim()} dimensions; want [batch, T, hidden_size]")
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in projected)
+        if heads.qk_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if heads.theta is not None:
+            if positions is None:
+                start = 0 if cache is None else len(cache)
+                positions = torch.arange(start, start + q.shape[2], device=q.device)
+            turns = angles(positions, self.width, heads.theta)
+            q, k = turned(q, *turns), turned(k, *turns)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        scores = Scores(heads.causal, heads.dropout if self.training else 0.0, heads.window)
+        return attention(q, k, v, mask, scores).transpose(1, 2).flatten(-2)

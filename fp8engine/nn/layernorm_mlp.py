@@ -1,0 +1,74 @@
+"""fe.LayerNormMLP: a norm, a Linear, an activation and a Linear whose parameters stand as in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fp8engine.autograd import Memory, norm_mlp
+from fp8engine.autograd.parts import check_memory
+from fp8engine.errors import UnknownName
+from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, make_norm, norm_of, share_state
+from fp8engine.nn.linear import Linear
+from fp8engine.numerics.recipe import Recipe, resolve
+from fp8engine.ops.reference import Norm
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+
+RECOMPUTE = {False: (False, False), True: (True, True), "norm": (True, False), "activation": (False, True)}
+
+
+class LayerNormMLP(nn.Module):
+    """A transformer's MLP in FP8: norm and activation are written once, in the format that their matmul reads.
+
+    hidden, intermediate: features of input and output, and between the two layers.  bias: of both layers.
+    activation: relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, geglu_tanh.
+    recompute: what runs again in backward instead of being kept: "norm", "activation", True for both.
+    store: "16 bits", or "fp8": the inputs of norm and activation are kept in FP8 (E4M3, a scale per row).
+    recipe, norm, eps, zero_centered, device, dtype, input and output: as of fe.LayerNormLinear.
+    Children: `norm`; `up`, or for a gated activation `gate_up` (2 * intermediate rows, the gate's first); `down`.
+    Raises UnknownName for a recipe, norm, activation, recompute or store; for an input as fe.Linear does.
+
+    >>> mlp = LayerNormMLP(32, 64, "swiglu", bias=False, recipe="delayed", norm="rms")
+    >>> mlp(torch.ones(2, 4, 32)).shape, {name: list(p.shape) for name, p in mlp.state_dict().items()}
+    (torch.Size([2, 4, 32]), {'norm.weight': [32], 'gate_up.weight': [128, 32], 'down.weight': [32, 64]})
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        activation: str = "gelu",
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        norm: str = "layer",
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        recompute: bool | str = False,
+        store: str = "16 bits",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        recipe = resolve(recipe)
+        if activation not in ACTIVATIONS:
+            raise UnknownName("activation", activation, ACTIVATIONS)
+        if recompute not in RECOMPUTE:
+            raise UnknownName("recompute", recompute, [str(name) for name in RECOMPUTE])
+        self.activation = activation
+        self.memory = Memory(*RECOMPUTE[recompute], store)
+        check_memory(self.memory)
+        self.norm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
+        gated = ACTIVATIONS[activation].gated
+        self.first = "gate_up" if gated else "up"
+        first = Linear(hidden, intermediate * (1 + gated), bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
+        self.add_module(self.first, first)
+        self.down = Linear(intermediate, hidden, bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
+        share_state([(self.first, first), ("down", self.down)], recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = layer_of(getattr(self, self.first))
+        return norm_mlp(x, norm_of(self.norm), first, layer_of(self.down), self.activation, self.memory)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

@@ -1,0 +1,198 @@
+"""fe.TransformerLayer: attention and MLP between norms and residuals, each norm and activation written once, in FP8.
+
+    pre               y = x + D(A(n1(x)))            z = y + D(M(n2(y)))
+    post              y = n1(x + D(A(x)))            z = n2(y + D(M(y)))
+    parallel          z = x + D(A(n1(x))) + D(M(n2(x)))          parallel shared: n2 is n1
+
+A: attention, M: MLP, D: dropout.  The children are ordinary and named as a Llama block's, so a Llama block's
+state_dict loads; forward calls the fused functions with their parameters: hooks of q_proj, k_proj, v_proj, of the
+MLP's layers and of the norms do not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fp8engine.autograd import Memory, norm_mlp
+from fp8engine.autograd.attention import Cache
+from fp8engine.autograd.norm import norm as norm_of_input
+from fp8engine.autograd.parts import KEEP, NormOf, check_memory
+from fp8engine.errors import UnknownName
+from fp8engine.nn.attention import PROJECTIONS, Attention, Heads, with_bias
+from fp8engine.nn.hf_block import read_block
+from fp8engine.nn.layernorm_linear import layer_of, make_norm, norm_of, share_state
+from fp8engine.nn.layernorm_mlp import RECOMPUTE
+from fp8engine.nn.linear import Linear
+from fp8engine.numerics.recipe import Recipe, resolve
+from fp8engine.ops.reference import Norm
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+
+PLACEMENTS = ("pre", "post", "parallel", "parallel shared")
+
+
+class MLP(nn.Module):
+    """The MLP's layers: gate_proj (of a gated activation), up_proj, down_proj.  Calling it computes what they are."""
+
+    def __init__(self, hidden: int, intermediate: int, activation: str, biased: Collection[str], **common: Any):
+        super().__init__()
+        self.activation = activation
+        self.gated = ACTIVATIONS[activation].gated
+        if self.gated:
+            self.gate_proj = Linear(hidden, intermediate, "gate_proj" in biased, **common)
+        self.up_proj = Linear(hidden, intermediate, "up_proj" in biased, **common)
+        self.down_proj = Linear(intermediate, hidden, "down_proj" in biased, **common)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden], not normed."""
+        return self.of_norm(x, None, KEEP)
+
+    def of_norm(self, x: torch.Tensor, norm: NormOf | None, memory: Memory) -> torch.Tensor:
+        """`forward` of norm(x), or of x, with the activation written once, in FP8."""
+        up, down = layer_of(self.up_proj), layer_of(self.down_proj)
+        first = (layer_of(self.gate_proj), up) if self.gated else up
+        return norm_mlp(x, norm, first, down, self.activation, memory)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
+
+
+class TransformerLayer(nn.Module):
+    """A transformer's block in FP8, with the memory options of fe.LayerNormMLP.
+
+    hidden, intermediate: features of input and output, and of the MLP between.  heads: a number, or an fe.Heads
+    (grouped queries, rotary positions, causal, window, dropout of the softmax).
+    activation: relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, geglu_tanh.
+    bias: of all linear layers, or the names of those that have one: ("q_proj", "k_proj", "v_proj") is Qwen2's.
+    placement: of the norms, "pre", "post", "parallel" or "parallel shared" (one norm for both).
+    dropout: of what is added to the residual, in training; or a pair, after attention and after the MLP.
+    recompute: what runs again in backward instead of being kept: "norm", "activation", True for both.
+    store: "16 bits", or "fp8": the inputs of norms and activation are kept in FP8 (E4M3, a scale per row).
+    recipe, norm, eps, zero_centered, device, dtype: as of fe.LayerNormLinear.
+
+    Children: self_attn.{q,k,v,o}_proj; mlp.{gate,up,down}_proj; input_layernorm and post_attention_layernorm, or for
+    post-norm, which has none before attention, post_attention_layernorm and post_feedforward_layernorm.
+    Raises UnknownName for a recipe, norm, activation, placement, recompute, store or name in bias; ShapeError for heads
+    that do not divide hidden; for an input as fe.Linear does.
+
+    >>> heads = Heads(4, of_keys=2, theta=1e4, causal=True)
+    >>> layer = TransformerLayer(32, 112, heads, "swiglu", bias=False, recipe="current", norm="rms")
+    >>> layer(torch.randn(2, 6, 32)).shape
+    torch.Size([2, 6, 32])
+    >>> [name for name, _ in layer.named_parameters()][-3:]
+    ['mlp.down_proj.weight', 'input_layernorm.weight', 'post_attention_layernorm.weight']
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        heads: Heads | int,
+        activation: str = "gelu",
+        bias: bool | Collection[str] = True,
+        *,
+        recipe: Recipe | str,
+        norm: str = "layer",
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        placement: str = "pre",
+        dropout: float | tuple[float, float] = 0.0,
+        recompute: bool | str = False,
+        store: str = "16 bits",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        recipe = resolve(recipe)
+        for kind, name, known in (
+            ("activation", activation, ACTIVATIONS),
+            ("placement", placement, PLACEMENTS),
+            ("recompute", recompute, RECOMPUTE),
+        ):
+            if name not in known:
+                raise UnknownName(kind, name, [str(each) for each in known])
+        self.placement = placement
+        self.dropout = dropout if isinstance(dropout, tuple) else (dropout, dropout)
+        self.memory = Memory(*RECOMPUTE[recompute], store)
+        check_memory(self.memory)
+        feeding = ("gate_proj", "up_proj", "down_proj") if ACTIVATIONS[activation].gated else ("up_proj", "down_proj")
+        biased = with_bias(bias, (*PROJECTIONS, *feeding))
+        common = {"recipe": recipe, "device": device, "dtype": dtype}
+        self.self_attn = Attention(hidden, heads, [name for name in biased if name in PROJECTIONS], **common)
+        self.mlp = MLP(hidden, intermediate, activation, biased, **common)
+        for name in self.norms():
+            self.add_module(name, make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype))
+        layers = [(f"self_attn.{name}", getattr(self.self_attn, name)) for name in PROJECTIONS]
+        share_state([*layers, *((f"mlp.{name}", getattr(self.mlp, name)) for name in feeding)], recipe)
+
+    @classmethod
+    def from_hf(
+        cls,
+        layer: nn.Module,
+        recipe: Recipe | str,
+        config: Any = None,
+        *,
+        recompute: bool | str = False,
+        store: str = "16 bits",
+    ) -> TransformerLayer:
+        """A block of a Hugging Face model, rebuilt: the same numbers come out, with the recipe's rounding.
+
+        config: its model's, where the block does not hold one.  Parameters are copied, never shared, whatever the
+        family (a fused qkv has none to share): build the optimizer afterwards.  dtype, device, requires_grad, dropout
+        and training mode are the block's.  It is called as a TransformerLayer is, not as transformers calls its own.
+        Raises ConversionError for a block that it cannot be, with the reason, and UnknownName as the constructor does.
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=1, vocab_size=64))
+        >>> layer = TransformerLayer.from_hf(model.model.layers[0], "rowwise")
+        >>> layer(torch.randn(2, 6, 32)).shape
+        torch.Size([2, 6, 32])
+        """
+        source = read_block(layer, config)
+        made = cls(**source.options, recipe=recipe, recompute=recompute, store=store, device="meta")
+        made.to_empty(device=next(iter(source.parameters.values())).device)
+        copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in source.parameters.items()}
+        made.load_state_dict(copies, assign=True)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name not in source.frozen)
+        return made.train(layer.training)
+
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms, attention's first."""
+        if self.placement == "post":
+            return ("post_attention_layernorm", "post_feedforward_layernorm")
+        return ("input_layernorm", "post_attention_layernorm")[: 1 if self.placement == "parallel shared" else 2]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """x [batch, T, hidden] -> [batch, T, hidden].  mask, positions, cache: as fe.Attention takes them."""
+        seen = (mask, positions, cache)
+        first, second = (norm_of(getattr(self, self.norms()[i])) for i in (0, -1))
+        if self.placement == "post":
+            y = self._norm(x + self._drop(self.self_attn(x, *seen), 0), first)
+            return self._norm(y + self._drop(self.mlp.of_norm(y, None, self.memory), 1), second)
+        attended = self._drop(self.self_attn.of_norm(x, first, self.memory, *seen), 0)
+        if self.placement == "pre":
+            x = x + attended
+            return x + self._drop(self.mlp.of_norm(x, second, self.memory), 1)
+        return x + attended + self._drop(self.mlp.of_norm(x, second, self.memory), 1)
+
+    def _drop(self, x: torch.Tensor, where: int) -> torch.Tensor:
+        return F.dropout(x, self.dropout[where], self.training)
+
+    def _norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
+        """A norm after a residual, which the next residual reads too: in 16 bits."""
+        return norm_of_input(x, norm, self.memory if self.mlp.up_proj.numerics.plan.fp8 else KEEP)
+
+    def extra_repr(self) -> str:
+        return f"placement={self.placement}, dropout={self.dropout}"

@@ -1,0 +1,1 @@
+"""Formats, casts, recipes and the cost model of FP8: frozen values, no tensors."""

@@ -1,0 +1,347 @@
+"""Recipes: the Casts of a layer's three operands and the rules of its three matmuls.
+
+    forward   y[M, N]  = x[M, K]    @ w[N, K]^T        reduces K: x along -1, w along -1
+    dgrad     dx[M, K] = dy[M, N]   @ w[N, K]          reduces N: dy along -1, w along 0
+    wgrad     dw[N, K] = dy[M, N]^T @ x[M, K]          reduces M: dy along 0, x along 0
+
+A cast per row or per block must put its scales along the dimension that is reduced, so each operand is cast
+once for each of its two matmuls; a cast per tensor serves both.  Recipes are frozen, comparable and hashable.
+
+>>> print(current())
+current: input E4M3 per tensor, weight E4M3 per tensor, grad_output E5M2 per tensor;
+scales from each tensor itself; fast accumulation in forward and dgrad, promoted in wgrad.
+>>> Recipe.from_json(delayed(history=4).to_json()) == delayed(history=4)
+True
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fp8engine.errors import InvalidRecipe, UnknownName
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
+from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+
+MATMULS = ("forward", "dgrad", "wgrad")
+OBJECTIVES = ("accuracy", "speed")
+# What auto's consumers need of what they read, in dB.  E4M3 gives 31.6 dB to what lies within its normal range, E5M2
+# 25.6; 22 is where a cast has lost more to one scale than to three bits.
+NEEDS = {"matmul": 22.0, "activation": 22.0}
+MOST_DB = 31.6
+OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The precision of one Linear.
+
+    name: what reports print.
+    input, weight, grad_output: casts for forward (x, w) and dgrad (dy); x and dy are cast again along dim 0 for wgrad.
+    weight_for_dgrad, input_for_wgrad, grad_output_for_wgrad: another cast for that matmul; None: the same, along 0.
+    history, margin, algo: delayed scaling's window in steps, headroom in powers of two, and "max" or "most_recent".
+    fast_accumulation: the matmuls that may keep Hopper's ~13-bit partial sums; the others promote to FP32.
+    output: format in which a matmul's result leaves the Tensor Core when the layer itself is FP32; BF16 as on
+        hardware under autocast (one rounding, relative error up to 2^-8), FP32 for none.  A 16-bit layer uses its own.
+    cache_weights: whether the weight's FP8 copies, one byte an element and orientation, outlive what reads them.
+        "auto": until backward, and across calls where one version is read again (frozen, inference, accumulation);
+        True: as long as the weight stands; False: never.  A compiled graph keeps nothing across calls.
+    stored: FP8 cast under which the layer's result goes to memory, for FP8 matmuls that read it: per tensor, delayed
+        (the scale is predicted over `history`); None: 16 or 32 bits.  stored_margin: its headroom in powers of two.
+    """
+
+    input: Cast
+    weight: Cast
+    grad_output: Cast
+    weight_for_dgrad: Cast | None = None
+    input_for_wgrad: Cast | None = None
+    grad_output_for_wgrad: Cast | None = None
+    history: int = 16
+    margin: int = 0
+    algo: str = "max"
+    fast_accumulation: tuple[str, ...] = ("forward", "dgrad")
+    output: Format = BF16
+    cache_weights: bool | str = "auto"
+    stored: Cast | None = None
+    stored_margin: int = 0
+    name: str = "custom"
+
+    def __post_init__(self):
+        for key in ("input", "weight", "grad_output", *OTHER_CASTS):
+            value = getattr(self, key)
+            if not isinstance(value, Cast) and not (value is None and key in OTHER_CASTS):
+                raise InvalidRecipe(f"Recipe({key}={value!r}): want a fe.Cast")
+        if not isinstance(self.history, int) or self.history < 1:
+            raise InvalidRecipe(f"history={self.history!r}: the window holds at least one step")
+        if not isinstance(self.margin, int) or not -32 <= self.margin <= 32:
+            raise InvalidRecipe(f"margin={self.margin!r}: powers of two between -32 and 32")
+        if self.algo not in ("max", "most_recent"):
+            raise UnknownName("amax algorithm", self.algo, ["max", "most_recent"])
+        object.__setattr__(self, "fast_accumulation", tuple(self.fast_accumulation))
+        for matmul in self.fast_accumulation:
+            if matmul not in MATMULS:
+                raise UnknownName("matmul", matmul, MATMULS)
+        if not isinstance(self.output, Format) or self.output.is_fp8:
+            raise InvalidRecipe(f"output={self.output!r}: FP8 needs a consumer that reads it; want BF16, FP16 or FP32")
+        if self.cache_weights not in ("auto", True, False):
+            raise UnknownName("cache_weights", self.cache_weights, ["auto", "True", "False"])
+        for matmul in MATMULS:
+            a, b = self.operands(matmul)
+            if a.is_fp8 != b.is_fp8:
+                raise InvalidRecipe(f"{matmul} would multiply {a} by {b}: both operands in FP8 or neither")
+            if a.format == b.format == E5M2:
+                raise InvalidRecipe(f"{matmul} would multiply E5M2 by E5M2, which Hopper's Tensor Cores refuse")
+        if self.stored is not None and not (
+            isinstance(self.stored, Cast)
+            and self.stored.delayed
+            and self.input.is_fp8
+            and 0 <= self.stored_margin <= 32
+        ):
+            raise InvalidRecipe(
+                f"stored={self.stored!r}: a result is in FP8 before its amax is known, so want a delayed fe.Cast, "
+                "stored_margin 0 to 32, and an FP8 forward"
+            )
+
+    def operands(self, matmul: str) -> tuple[Cast, Cast]:
+        """The casts of the two operands of "forward" (x, w), "dgrad" (dy, w) or "wgrad" (dy, x)."""
+        if matmul == "forward":
+            return self.input, self.weight
+        if matmul == "dgrad":
+            return self.grad_output, self.weight_for_dgrad or self.weight.along(0)
+        return (
+            self.grad_output_for_wgrad or self.grad_output.along(0),
+            self.input_for_wgrad or self.input.along(0),
+        )
+
+    @functools.cached_property
+    def casts(self) -> tuple[Cast, ...]:
+        """All six casts, forward's two, dgrad's two, wgrad's two."""
+        return tuple(cast for matmul in MATMULS for cast in self.operands(matmul))
+
+    @functools.cached_property
+    def fp8_share(self) -> float:
+        """Share of the three matmuls' FLOPs done in FP8: 0, 1/3, 2/3 or 1."""
+        return sum(self.operands(matmul)[0].is_fp8 for matmul in MATMULS) / len(MATMULS)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any matmul is in FP8."""
+        return self.fp8_share > 0
+
+    @functools.cached_property
+    def delayed(self) -> bool:
+        """Whether any scale, an operand's or a stored result's, is predicted from earlier steps."""
+        return self.stored is not None or any(cast.delayed for cast in self.casts)
+
+    @property
+    def window(self) -> int:
+        """Steps of amax history that decide a predicted scale: "most_recent" looks at one."""
+        return self.history if self.algo == "max" else 1
+
+    def __str__(self) -> str:
+        parts = [f"input {self.input}", f"weight {self.weight}", f"grad_output {self.grad_output}"]
+        parts += [f"{key} {getattr(self, key)}" for key in (*OTHER_CASTS, "stored") if getattr(self, key) is not None]
+        if not self.is_fp8:
+            return f"{self.name}: {', '.join(parts)}; no FP8."
+        if any(cast.delayed for cast in self.casts):
+            window = f"the largest of {self.history} steps" if self.algo == "max" else "the last step"
+            scales = f"scales predicted from {window}, margin 2^{self.margin}"
+        else:
+            scales = "scales from each tensor itself"
+        fast = " and ".join(self.fast_accumulation)
+        slow = " and ".join(matmul for matmul in MATMULS if matmul not in self.fast_accumulation)
+        accumulation = [f"fast accumulation in {fast}"] * bool(fast) + [f"promoted in {slow}"] * bool(slow)
+        return f"{self.name}: {', '.join(parts)}; {scales}; {', '.join(accumulation)}."
+
+    def to_json(self) -> str:
+        """One JSON object; `Recipe.from_json` gives back an equal recipe."""
+        return json.dumps({f.name: _encode(getattr(self, f.name)) for f in fields(self)})
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        """The recipe that `to_json` wrote.  Raises InvalidRecipe on a missing or unknown field."""
+        try:
+            parts: dict[str, Any] = {key: _decode(value) for key, value in json.loads(text).items()}
+            return (Auto if "interval" in parts else Recipe)(**parts)
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise InvalidRecipe(f"not a recipe's JSON: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Recipe):
+    """A recipe that is only where each layer begins: formats follow from what its tensors turn out to hold.
+
+    min_sqnr_db: what a consumer needs, by kind as (kind, dB) pairs; a kind that is not named wants 16 bits.
+    max_flushed: share of the elements that a cast may turn into zero; max_rows_lost: share of rows it may empty.
+    interval: training steps between two looks at the tensors.  freeze_after: the last step that may change anything.
+    objective: "accuracy" takes the cheapest cast within 1 dB of the best, "speed" the cheapest that is good enough.
+    plan: path of decisions to repeat, made by `Report.save_plan`; nothing is measured then.
+    """
+
+    min_sqnr_db: tuple[tuple[str, float], ...] = ()
+    max_flushed: float = 0.05
+    max_rows_lost: float = 0.01
+    interval: int = 16
+    freeze_after: int | None = None
+    objective: str = "accuracy"
+    plan: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "min_sqnr_db", tuple((str(kind), float(need)) for kind, need in self.min_sqnr_db))
+        for kind, need in self.min_sqnr_db:
+            if not 0 <= need <= MOST_DB:
+                raise InvalidRecipe(
+                    f"auto(min_sqnr_db={need:g}) for {kind}: between 0 and {MOST_DB:g} dB, the error of the best FP8 "
+                    "cast there is; a layer that needs more belongs in 16 bits: overrides={name: 'bf16'}"
+                )
+        for key in ("max_flushed", "max_rows_lost"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise InvalidRecipe(f"auto({key}={getattr(self, key)!r}): a share, between 0 and 1")
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise InvalidRecipe(f"auto(interval={self.interval!r}): training steps between two looks, at least 1")
+        if self.freeze_after is not None and not (isinstance(self.freeze_after, int) and self.freeze_after >= 0):
+            raise InvalidRecipe(f"auto(freeze_after={self.freeze_after!r}): a training step, or None for never")
+        if self.objective not in OBJECTIVES:
+            raise UnknownName("objective", self.objective, OBJECTIVES)
+
+
+def _encode(value):
+    if isinstance(value, Format):
+        return {"format": value.name}
+    if isinstance(value, Cast):
+        kind = {"kind": type(value.granularity).__name__, **vars(value.granularity)}
+        return {
+            "cast": value.format.name,
+            "granularity": kind,
+            "scaling": value.scaling,
+            "power_of_2": value.power_of_2,
+        }
+    return [_encode(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _decode(value):
+    if isinstance(value, list):
+        return tuple(_decode(each) for each in value)
+    if not isinstance(value, dict):
+        return value
+    if "format" in value:
+        return Format.named(value["format"])
+    kind = dict(value["granularity"])
+    granularity = {"PerTensor": PerTensor, "PerRow": PerRow, "PerBlock": PerBlock}[kind.pop("kind")](**kind)
+    return Cast(Format.named(value["cast"]), granularity, value["scaling"], power_of_2=value["power_of_2"])
+
+
+def current() -> Recipe:
+    """Scale of every tensor from its own amax: hybrid formats, no history. The default; = torchao "tensorwise"."""
+    return Recipe(name="current", input=Cast(E4M3), weight=Cast(E4M3), grad_output=Cast(E5M2))
+
+
+def delayed(history: int = 16, margin: int = 0, algo: str = "max") -> Recipe:
+    """Scale predicted from a window of amaxes, so the cast needs no pass of its own (NVIDIA's FP8 training recipe)."""
+    cast, grad = Cast(E4M3, PerTensor(), "delayed"), Cast(E5M2, PerTensor(), "delayed")
+    return Recipe(name="delayed", input=cast, weight=cast, grad_output=grad, history=history, margin=margin, algo=algo)
+
+
+def rowwise() -> Recipe:
+    """One power-of-two scale per row of every operand, all E4M3; = torchao "rowwise"."""
+    cast = Cast(E4M3, PerRow(), power_of_2=True)
+    return Recipe(name="rowwise", input=cast, weight=cast, grad_output=cast)
+
+
+def rowwise_gw_hp() -> Recipe:
+    """As rowwise, the weight per tensor in dgrad and the weight gradient in 16 bits; = torchao "rowwise_with_gw_hp"."""
+    cast = Cast(E4M3, PerRow(), power_of_2=True)
+    return Recipe(
+        name="rowwise_gw_hp",
+        input=cast,
+        weight=cast,
+        grad_output=cast,
+        weight_for_dgrad=Cast(E4M3, power_of_2=True),
+        input_for_wgrad=Cast(BF16),
+        grad_output_for_wgrad=Cast(BF16),
+    )
+
+
+def blockwise(size: int = 128) -> Recipe:
+    """1 x size blocks of activations and gradients, size x size of weights, promoted sums (DeepSeek-V3)."""
+    line = Cast(E4M3, PerBlock(1, size), power_of_2=True)
+    square = Cast(E4M3, PerBlock(size, size), power_of_2=True)
+    return Recipe(name="blockwise", input=line, weight=square, grad_output=line, fast_accumulation=())
+
+
+def high_precision(format: Format = BF16) -> Recipe:
+    """No FP8 in this layer: its matmuls take operands in BF16, FP16 or FP32."""
+    cast = Cast(format)
+    if cast.is_fp8:
+        raise InvalidRecipe(f"high_precision({format}): want BF16, FP16 or FP32")
+    return Recipe(
+        name=format.name.lower(), input=cast, weight=cast, grad_output=cast, fast_accumulation=(), output=format
+    )
+
+
+def auto(
+    *,
+    min_sqnr_db: float | Mapping[str, float] = 22.0,
+    max_flushed: float = 0.05,
+    interval: int = 16,
+    freeze_after: int | None = None,
+    plan: str | os.PathLike | None = None,
+    objective: str = "accuracy",
+) -> Auto:
+    """Each tensor's format and granularity from its own statistics: begins as `current`, and says why it changes.
+
+    min_sqnr_db: what matmuls need of their operands, or {kind of consumer: need}; FP8 gives no more than 31.6.
+    max_flushed: share of elements that a cast may lose to zero.  interval: training steps between two measurements.
+    freeze_after: the last step that may change anything.
+    plan: decisions to repeat instead (`fe.inspect(model).save_plan`).
+    objective: "accuracy", or "speed" (predicted scales, and the cheapest cast that is good enough).
+    Raises InvalidRecipe for numbers out of range, UnknownName for an objective.
+
+    >>> print(auto(objective="speed").input.scaling, auto().interval, auto().is_fp8)
+    delayed 16 True
+    """
+    needs = {**NEEDS, **(min_sqnr_db if isinstance(min_sqnr_db, Mapping) else {"matmul": min_sqnr_db})}
+    scaling = "delayed" if objective == "speed" else "current"
+    return Auto(
+        name="auto",
+        input=Cast(E4M3, PerTensor(), scaling),
+        weight=Cast(E4M3, PerTensor(), scaling),
+        grad_output=Cast(E5M2, PerTensor(), scaling),
+        min_sqnr_db=tuple(sorted(needs.items())),
+        max_flushed=max_flushed,
+        interval=interval,
+        freeze_after=freeze_after,
+        objective=objective,
+        plan=None if plan is None else os.fspath(plan),
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "auto": auto,
+    "current": current,
+    "delayed": delayed,
+    "rowwise": rowwise,
+    "rowwise_gw_hp": rowwise_gw_hp,
+    "blockwise": blockwise,
+    "bf16": lambda: high_precision(BF16),
+    "fp16": lambda: high_precision(FP16),
+    "fp32": lambda: high_precision(FP32),
+}
+
+
+def resolve(recipe: str | Recipe) -> Recipe:
+    """A Recipe from its name, or the Recipe itself.  Raises UnknownName, with the nearest name.
+
+    >>> resolve("rowwise") == rowwise()
+    True
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str) or recipe not in RECIPES:
+        raise UnknownName("recipe", recipe, RECIPES)
+    return RECIPES[recipe]()

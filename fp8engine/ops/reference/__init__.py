@@ -1,0 +1,57 @@
+"""Every kernel in plain torch, under the kernel's name: the emulation where there is no FP8 hardware, and the oracle.
+
+| file | twin of | what |
+| --- | --- | --- |
+| rounding.py | kernels/rounding.py | round-to-nearest-even, saturating, NaN-keeping |
+| scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
+| operand.py | - | How to quantise, the Operand that comes out, the Slot that remembers |
+| quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
+| cast_transpose.py | kernels/cast_transpose.py | both orientations; how a producer stores its result |
+| stats.py | kernels/stats.py | amax, sum of squares, exponent histogram |
+| epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
+| matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
+| norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
+"""
+
+from fp8engine.ops.reference.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.ops.reference.cast_transpose import Store, cast_transpose, column_sums
+from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
+from fp8engine.ops.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
+from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups, from_groups
+from fp8engine.ops.reference.quantize import quantize, quantize_given
+from fp8engine.ops.reference.rounding import decode, round_to_grid, saturating_cast
+from fp8engine.ops.reference.scale import scale_factor, scale_update
+from fp8engine.ops.reference.stats import stats
+
+__all__ = [
+    "KINDS",
+    "Epilogue",
+    "How",
+    "Norm",
+    "Operand",
+    "RowStatistics",
+    "Slot",
+    "Store",
+    "act_quantize",
+    "act_quantize_backward",
+    "as_groups",
+    "cast_transpose",
+    "column_sums",
+    "decode",
+    "finish",
+    "from_groups",
+    "matmul_block",
+    "matmul_fp8",
+    "matmul_fp16",
+    "norm_quantize",
+    "norm_quantize_backward",
+    "quantize",
+    "quantize_given",
+    "round_to_grid",
+    "saturating_cast",
+    "scale_factor",
+    "scale_update",
+    "stats",
+]

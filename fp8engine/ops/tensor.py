@@ -1,0 +1,336 @@
+"""Float8Tensor: FP8 codes with their scale, as a tensor that takes part in ordinary code.
+
+    x ≈ data * scale        data [..., K] FP8; scale FP32: () per tensor, one per row, column or block otherwise
+
+A short list of operations keeps the FP8 form (detach, clone, moving device, views that keep groups whole, transposing
+a matrix, copying into one); everything else computes on the dequantised values and returns an ordinary tensor, and what
+would write into FP8 codes is refused.  One that a layer returned has a gradient, which is an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
+from fp8engine.numerics.formats import BF16, Format
+from fp8engine.ops import device, reference
+from fp8engine.ops import operations as ops
+from fp8engine.ops.reference import How, Operand, Slot
+
+aten = torch.ops.aten
+
+
+class Float8Tensor(torch.Tensor):
+    """FP8 codes with their scale, of any shape; made by `fe.quantize`.
+
+    data: the codes.  scale: FP32.  format: E4M3 or E5M2.  granularity: what one scale covers.
+    dtype (of the tensor) is what it dequantises to.  Saved, loaded and moved like any tensor; `fe.quantize` has no
+    gradient, and what a layer under `Recipe.stored` returns has.
+    source: the slot that counted it when it was stored, if one did.  power_of_2: every scale is known to be one.
+    """
+
+    _data: torch.Tensor
+    _scale: torch.Tensor
+    granularity: Granularity
+    source: Slot | None = None
+    power_of_2: bool = False
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
+        self._data, self._scale, self.granularity = data, scale, granularity
+
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The FP8 codes."""
+        return self._data
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """FP32; times the codes gives the values."""
+        return self._scale
+
+    @property
+    def format(self) -> Format:
+        """E4M3 or E5M2."""
+        return Format.of(self._data.dtype)
+
+    def dequantize(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values as an ordinary tensor in this tensor's dtype, the product taken in FP32; differentiable."""
+        return _Dequantize.apply(self) if torch.is_grad_enabled() and self.requires_grad else self.values()
+
+    def values(self) -> torch.Tensor:
+        """`dequantize` without a gradient."""
+        how = _how(self.granularity, self._data.dtype)
+        if how.per_tensor:
+            return (ops.decode(self._data, torch.float32) * self._scale).to(self.dtype)
+        flat = _matrix(self._data)
+        if flat.numel() == 0:
+            return flat.view(self.shape).to(self.dtype)
+        values = reference.as_groups(ops.decode(flat, torch.float32), how.rows, how.cols)
+        down, _, across, _ = values.shape
+        values = values * self._scale.reshape(down, 1, across, 1)
+        return reference.from_groups(values, *flat.shape).view(self._data.shape).to(self.dtype)
+
+    def operand(self) -> Operand:
+        """What the matmuls take; a matrix (leading dimensions count as rows)."""
+        how = _how(self.granularity, self._data.dtype)
+        data = _matrix(self._data)
+        scale = self._scale if how.per_tensor else _matrix(self._scale)
+        return Operand(data, scale, how.rows, how.cols, self.power_of_2)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"Float8Tensor({shape}, {self.format} {self.granularity}, dequantises to {self.dtype}, on {self.device})"
+
+    def __tensor_flatten__(self):
+        return ["_data", "_scale"], (self.granularity, self.dtype, self.power_of_2)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        *rest, power_of_2 = context
+        return _knowing(Float8Tensor(inner["_data"], inner["_scale"], *rest), power_of_2)
+
+    def __reduce_ex__(self, protocol):
+        # As bytes: torch's pickle of an FP8 storage cannot be read back outside torch.save.
+        codes = self._data.view(torch.uint8)
+        return _rebuild, (codes, self.format.name, self._scale, self.granularity, self.dtype, self.power_of_2)
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), self._map(torch.clone))
+
+    def _map(self, fn) -> Float8Tensor:
+        found = type(self)(fn(self._data), fn(self._scale), self.granularity, self.dtype)
+        return _knowing(found, self.power_of_2)
+
+    def _viewed(self, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity) -> Float8Tensor:
+        """Other shape, same numbers."""
+        found = type(self)(data, scale, granularity, self.dtype)
+        found.source = self.source
+        return _knowing(found, self.power_of_2)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        kwargs = kwargs or {}
+        keep = KEEPING.get(func)
+        if keep is not None:
+            result = keep(func, args, kwargs)
+            if result is not None:
+                return result
+        if func._schema.is_mutable:
+            _refuse_writing(func, args, kwargs)
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Float8Tensor):
+        values = x.values()
+        return torch.ops.aten._unsafe_view.default(values, values.shape)  # a Function's result is no view
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> Float8Tensor:
+    """x [..., K] as a Float8Tensor under a cast.
+
+    scale: use this one (x ≈ q * scale; it must have the shape the cast's granularity gives) instead of measuring x:
+    what does not fit then saturates.  Rows count over the leading dimensions.
+    Raises UnsupportedDtype for a dtype that is not FP32, BF16 or FP16 or a cast that is not to FP8, ShapeError for a
+    scale of another shape, BackendError for one on another device.
+
+    >>> q = quantize(torch.tensor([[1.0, -3.0, 7.0]]), Cast(Format.named("E4M3"), power_of_2=True))
+    >>> q.dequantize().tolist(), q.scale.item(), q.data.dtype
+    ([[1.0, -3.0, 7.0]], 0.015625, torch.float8_e4m3fn)
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.layout != torch.strided:
+        raise UnsupportedDtype(f"quantize: x is {x.dtype}, {x.layout}; want dense float32, bfloat16 or float16")
+    if not cast.is_fp8:
+        raise UnsupportedDtype(f"quantize: {cast} has no scale; x.to({cast.format.dtype}) does it")
+    if x.dim() == 0:
+        raise ShapeError("quantize: x has no dimensions; want at least one")
+    how = ops.how(cast)._replace(delayed=False)
+    with torch.no_grad():
+        flat = _matrix(x.detach())
+        shape = how.scale_shape(*flat.shape)
+        if scale is None:
+            operand = ops.quantize(flat, how)
+        else:
+            if tuple(scale.shape) != shape and not (how.per_tensor and scale.numel() == 1):
+                raise ShapeError(
+                    f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}"
+                )
+            operand = ops.quantize_given(flat, how, scale.detach().float().reshape(shape))
+    scale = operand.scale
+    if x.dim() > 2 and how.rows == 1:
+        scale = scale.view(*x.shape[:-1], scale.shape[-1])
+    return _knowing(Float8Tensor(operand.data.view(x.shape), scale, cast.granularity, x.dtype), operand.power_of_2)
+
+
+def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16) -> torch.Tensor:
+    """a [..., K] @ b[N, K].T + bias[N], of Float8Tensors or ordinary tensors; a result [..., N] in `out`.
+
+    Two Float8Tensors multiply in FP8 (on the backend `fe.backend` or the device names), FP32 sums rounded once to
+    `out`; beside an ordinary tensor a Float8Tensor is dequantised.  Raises ShapeError, and BackendError
+    for E5M2 by E5M2 or operands on several devices.
+
+    >>> a = quantize(torch.ones(2, 3), Cast(Format.named("E4M3"), power_of_2=True))
+    >>> from fp8engine.numerics.formats import FP32
+    >>> matmul(a, a, out=FP32)
+    tensor([[3., 3.],
+            [3., 3.]])
+    """
+    if a_MK.dim() < 1 or b_NK.dim() != 2 or a_MK.shape[-1] != b_NK.shape[1]:
+        raise ShapeError(f"matmul: want a [..., K] and b [N, K], got {list(a_MK.shape)} and {list(b_NK.shape)}")
+    if out.is_fp8:
+        raise UnsupportedDtype(f"matmul: out={out} needs a scale; quantize the result")
+    if isinstance(a_MK, Float8Tensor) and isinstance(b_NK, Float8Tensor):
+        y_MN = ops.matmul(a_MK.operand(), b_NK.operand(), bias_N, out.dtype, "exact")
+        return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
+    a_MK, b_NK = _plain(a_MK), _plain(b_NK)
+    device.check_one("matmul", a_MK, b=b_NK, bias=bias_N)
+    if a_MK.dtype != b_NK.dtype:
+        b_NK = b_NK.to(a_MK.dtype)
+    y_MN = ops.matmul_fp16(_matrix(a_MK), b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)
+    return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
+
+
+def _rebuild(codes: torch.Tensor, format: str, scale, granularity, dtype, power_of_2: bool = False) -> Float8Tensor:
+    """power_of_2 has a default for what was saved before it was kept."""
+    return _knowing(Float8Tensor(codes.view(Format.named(format).dtype), scale, granularity, dtype), power_of_2)
+
+
+def _knowing(x: Float8Tensor, power_of_2: bool) -> Float8Tensor:
+    x.power_of_2 = power_of_2
+    return x
+
+
+def _how(granularity: Granularity, dtype: torch.dtype) -> How:
+    return ops.how(Cast(Format.of(dtype), granularity))
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _plain(x: Any) -> Any:
+    return x.values() if isinstance(x, Float8Tensor) else x
+
+
+def _refuse_writing(func, args, kwargs) -> None:
+    """What is written to a dequantised copy would be lost without a word."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        values = [value, kwargs.get(argument.name)] if argument.alias_info and argument.alias_info.is_write else []
+        if any(isinstance(leaf, Float8Tensor) for leaf in tree_leaves(values)):
+            raise UnsupportedDtype(
+                f"{func} writes into a Float8Tensor, whose codes cannot hold what it computes: use the operation that "
+                "returns a new tensor, or x = x.dequantize() before (for a layer's result: Recipe(stored=None))"
+            )
+
+
+def _same(func, args, kwargs):
+    """The same memory, seen again."""
+    x = args[0]
+    return x._viewed(func(x._data), func(x._scale), x.granularity)
+
+
+def _clone(func, args, kwargs):
+    """The operation on codes and scale alike."""
+    found = args[0]._map(lambda inner: func(inner, *args[1:], **kwargs))
+    found.source = args[0].source
+    return found
+
+
+def _view(func, args, kwargs):
+    """Any view of codes under one scale."""
+    x, *rest = args
+    if not isinstance(x.granularity, PerTensor):
+        return None
+    found = func(x._data, *rest, **kwargs)
+    parts = [x._viewed(data, x._scale, x.granularity) for data in tree_leaves(found)]
+    return parts[0] if isinstance(found, torch.Tensor) else parts
+
+
+def _move(func, args, kwargs):
+    """`.to`: another device keeps FP8, another dtype dequantises."""
+    if kwargs.get("dtype") not in (None, args[0].dtype):
+        return None
+    return args[0]._map(lambda inner: func(inner, **{**kwargs, "dtype": None}))
+
+
+def _transpose(func, args, kwargs):
+    x, *dims = args
+    if isinstance(x.granularity, PerTensor):
+        return _view(func, args, kwargs)
+    if func is aten.permute.default:  # .T
+        dims = dims[0] if x.dim() == 2 and dims[0][0] % 2 == 1 else [0, 0]
+    if x.dim() != 2 or (dims and {dim % 2 for dim in dims} != {0, 1}):
+        return None
+    scale = x._scale.t() if x._scale.dim() == 2 else x._scale
+    granularity = x.granularity
+    if isinstance(granularity, PerRow):
+        granularity = PerRow(-1 - granularity.dim)
+    elif isinstance(granularity, PerBlock):
+        granularity = PerBlock(granularity.cols, granularity.rows)
+    return x._viewed(x._data.t(), scale, granularity)
+
+
+def _reshape(func, args, kwargs):
+    """A view keeps FP8 where no group is cut: per tensor always, per row as long as the last dimension stays."""
+    x, shape = args[0], args[1]
+    if isinstance(x.granularity, PerTensor):
+        return _view(func, args, kwargs)
+    by_row = x.granularity == PerRow(-1) or (isinstance(x.granularity, PerBlock) and x.granularity.rows == 1)
+    if by_row and len(shape) and shape[-1] in (x.shape[-1], -1):
+        data = func(x._data, shape)
+        if data.shape[-1] == x.shape[-1]:
+            scale = x._scale.reshape(*data.shape[:-1], x._scale.shape[-1])
+            return x._viewed(data, scale, x.granularity)
+    return None
+
+
+def _copy(func, args, kwargs):
+    target, source = args[:2]
+    if not isinstance(target, Float8Tensor):
+        return target.copy_(source.dequantize())
+    if not isinstance(source, Float8Tensor):
+        cast = Cast(target.format, target.granularity, power_of_2=target.power_of_2)
+        source = quantize(source.to(target.device), cast)
+    target._data.copy_(source._data)
+    target._scale.copy_(source._scale)
+    target.power_of_2 = source.power_of_2
+    return target
+
+
+KEEPING = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _move,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _transpose,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.copy_.default: _copy,
+    **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default), _view),
+    **dict.fromkeys((aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default), _view),
+}
+
+# Our own classes and nothing else, so that torch.load(weights_only=True), the default, reads our tensors.
+torch.serialization.add_safe_globals([_rebuild, PerTensor, PerRow, PerBlock])

@@ -1,0 +1,252 @@
+"""Our own Triton kernels as a backend: whether they can run here, what they take, and which layout they are given.
+
+    FP8                a Hopper or Ada card (sm_89 on); any machine under TRITON_INTERPRET=1, for tests
+    FP16, BF16         a card from sm_80 on
+    V100 and older     never: Triton has had no Tensor Core path for sm_70 and sm_75 since 3.3
+
+Triton is imported when a kernel is first asked for, not before: it is optional, and a CPU needs none.
+FP8 Tensor Cores read both operands contiguous along K; one that is not is copied first, a byte an element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+
+from fp8engine.errors import BackendError, VersionError
+from fp8engine.ops import device
+from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
+
+OLDEST, TOO_NEW = (3, 6), (3, 10)
+CAPABILITY_16_BITS = (8, 0)
+POWERS = tuple(1 << power for power in range(8))  # rows or columns of a group that a tile of a cast holds whole
+BLOCKS = (32, 64, 128)  # values of K that share a scale, and so are one step of the block matmul's loop
+
+
+def require() -> None:
+    """Raise BackendError where Triton is missing, VersionError where it is too old or too new."""
+    version = installed()
+    if version is None:
+        raise BackendError(
+            "backend 'triton' needs Triton, which is not installed: pip install 'triton>=3.6,<3.10' (Linux), "
+            "or use 'cublas' or 'reference'"
+        )
+    if not OLDEST <= version < TOO_NEW:
+        raise VersionError(
+            f"backend 'triton' needs triton>=3.6,<3.10, and {version[0]}.{version[1]} is installed: install another, "
+            "or use 'cublas' or 'reference'"
+        )
+
+
+@functools.cache
+def installed() -> tuple[int, int] | None:
+    """(major, minor) of the installed Triton, None without one."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    major, minor = importlib.import_module("triton").__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def usable() -> bool:
+    """Whether a Triton of a version that we know is installed."""
+    version = installed()
+    return version is not None and OLDEST <= version < TOO_NEW
+
+
+def interpreting() -> bool:
+    """Whether kernels are interpreted on the CPU (slow, exact, for tests)."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def no_card(where: torch.device, oldest: tuple[int, int] = device.FP8_CAPABILITY) -> str | None:
+    """Why our kernels cannot run there, or None when they can.  oldest: capability that the formats need."""
+    if where.type == "cuda":
+        if device.capability(where) >= oldest:
+            return None
+        what = "FP8 Tensor Cores" if oldest == device.FP8_CAPABILITY else "path of Triton's to its Tensor Cores"
+        return f"{device.name(where)} has no {what}; sm_{oldest[0]}{oldest[1]} or later has"
+    if where.type == "cpu" and interpreting():
+        return None
+    return f"no Triton kernels for {where.type} (TRITON_INTERPRET=1 interprets them on a CPU, for tests)"
+
+
+def unsupported(a: Operand, b: Operand) -> str | None:
+    """Why our kernels cannot multiply these operands, or None when they can."""
+    if reason := no_card(a.data.device):
+        return reason
+    if a.data.dtype.itemsize != 1 or b.data.dtype.itemsize != 1:
+        return "operands are not FP8 codes"
+    if a.data.dtype == b.data.dtype == torch.float8_e5m2:
+        return "Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3"
+    if not (a.scaled_along_k or b.scaled_along_k):
+        return None
+    sizes = {operand.cols for operand in (a, b) if operand.scaled_along_k}
+    if len(sizes) > 1 or not sizes.issubset(BLOCKS):
+        return f"scales along K for every {sorted(sizes)} values; want one of {BLOCKS}, the same for both"
+    return None
+
+
+def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False) -> torch.Tensor:
+    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason."""
+    if reason := unsupported(a, b):
+        raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
+    a, b = a._replace(data=_along_k(a.data)), b._replace(data=_along_k(b.data))
+    with _on(a.data.device):
+        if a.scaled_along_k or b.scaled_along_k:
+            size = a.cols if a.scaled_along_k else b.cols
+            return _kernel("matmul_block")(_in_groups(a, size), _in_groups(b, size), epilogue)
+        return _kernel("matmul_fp8")(a, b, epilogue, not fast)
+
+
+def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+    """a @ b.T of FP16 or BF16 tensors of any strides, ended by the epilogue.  Raises BackendError with the reason."""
+    reason = no_card(a_MK.device, CAPABILITY_16_BITS)
+    if a_MK.dtype != b_NK.dtype or a_MK.dtype not in (torch.float16, torch.bfloat16):
+        reason = f"{a_MK.dtype} by {b_NK.dtype}; want both float16 or both bfloat16"
+    if reason:
+        raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
+    with _on(a_MK.device):
+        return _kernel("matmul_fp16")(_addressable(a_MK), _addressable(b_NK), epilogue)
+
+
+def castable(x_MK: torch.Tensor, how: How) -> bool:
+    """Whether our kernels cast x so: groups of a power of two up to 128, or whole rows, columns or tensors."""
+    return x_MK.numel() > 0 and casts_groups(how)
+
+
+def casts_groups(how: How) -> bool:
+    """Whether our kernels find scales of such groups."""
+    sizes = {how.rows, how.cols} - {-1}
+    whole = -1 in (how.rows, how.cols)
+    return sizes.issubset(POWERS) and (not whole or sizes <= {1})
+
+
+def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of reference.quantize on our kernels, for what `castable` takes."""
+    with _on(x_MK.device):
+        return _kernel("quantize")(_addressable(x_MK), how, slot)
+
+
+def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
+    """The twin of reference.quantize_given."""
+    with _on(x_MK.device):
+        return _kernel("quantize", "quantize_given")(_addressable(x_MK), how, scale)
+
+
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False):
+    """((codes, scale), (codes of the transpose, their scale)), and sums of columns where asked, from one read of x."""
+    with _on(x_MK.device):
+        return _kernel("cast_transpose")(_addressable(x_MK), how, slot, sums)
+
+
+def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
+    """The twin of reference.scale_update: one launch for every slot of a model."""
+    with _on(history_HS.device):
+        _kernel("scale_update")(history_HS, live_2S, rules_3S)
+
+
+def stats(x_MK: torch.Tensor, every: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The twin of reference.stats, as a tuple."""
+    with _on(x_MK.device):
+        return _kernel("stats")(x_MK, every)
+
+
+def transpose_codes(q_MK: torch.Tensor) -> torch.Tensor:
+    """FP8 codes [K, M], contiguous, of codes [M, K] in any strides."""
+    with _on(q_MK.device):
+        return _kernel("cast_transpose", "transpose_codes")(q_MK)
+
+
+def norm_unsupported(shape: Sequence[int], norm: Norm, to: Store) -> str | None:
+    """Why our kernels do not store the norm of an x of that shape so, forward or backward, or None when they do."""
+    return _kernel("norm_quantize", "unsupported")(shape, norm, to)
+
+
+def norm_quantize(x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store) -> tuple:
+    """The twin of reference.norm_quantize, as a tuple, where `norm_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("norm_quantize")(x_MK, weight_K, bias_K, norm, to)
+
+
+def norm_quantize_backward(dy_MK: torch.Tensor, x_MK, weight_K, rows: RowStatistics, norm: Norm, to: Store) -> tuple:
+    """The twin of reference.norm_quantize_backward, as a tuple, where `norm_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("norm_quantize", "norm_quantize_backward")(dy_MK, x_MK, weight_K, rows, norm, to)
+
+
+def act_unsupported(shape: Sequence[int], kind: str, to: Store, backward: bool = False) -> str | None:
+    """Why our kernels do not store the activation of an x of that shape so, or None when they do."""
+    return _kernel("act_quantize", "unsupported")(shape, kind, to, backward)
+
+
+def act_quantize(x_MK: torch.Tensor, kind: str, to: Store) -> tuple:
+    """The twin of reference.act_quantize, as a tuple, where `act_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("act_quantize")(x_MK, kind, to)
+
+
+def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store) -> tuple:
+    """The twin of reference.act_quantize_backward, as a tuple, where `act_unsupported` says None."""
+    with _on(x_MK.device):
+        return _kernel("act_quantize", "act_quantize_backward")(dy_MN, x_MK, kind, to)
+
+
+@functools.lru_cache(maxsize=4096)
+def measured(operation: str, capability: tuple[int, int], m: int, n: int) -> float:
+    """torch's time over our kernel's for an M x N result, as the tuning table has it; 0 where nobody has measured.
+
+    >>> measured("matmul_fp8", (7, 0), 4096, 4096)
+    0.0
+    """
+    if not usable():
+        return 0.0
+    tuning = importlib.import_module("fp8engine.kernels.tuning")
+    try:
+        return tuning.pick(operation, capability, m, n).ratio or 0.0
+    except LookupError:
+        return 0.0
+
+
+@functools.cache
+def _kernel(module: str, launcher: str | None = None):
+    require()
+    return getattr(importlib.import_module(f"fp8engine.kernels.{module}"), launcher or module)
+
+
+def _along_k(codes: torch.Tensor) -> torch.Tensor:
+    """The codes contiguous along K, copied where they are not."""
+    if codes.shape[1] > 1 and codes.stride(1) != 1:
+        codes = codes.view(torch.uint8).contiguous().view(codes.dtype)
+    return _addressable(codes)
+
+
+def _addressable(x: torch.Tensor) -> torch.Tensor:
+    """x, or a contiguous copy where its strides are too large for a kernel's 32-bit offsets inside a tile."""
+    launch = importlib.import_module("fp8engine.kernels.launch")
+    x = x if launch.addressable(x) else x.contiguous()
+    if not launch.addressable(x):
+        raise BackendError(
+            f"backend 'triton' takes rows of fewer than {launch.MOST_STRIDE} elements, got {list(x.shape)}"
+        )
+    return x
+
+
+def _in_groups(operand: Operand, size: int) -> Operand:
+    """The operand with a scale for every `size` of K: one per tensor or per row is repeated, as a view."""
+    if operand.scaled_along_k:
+        return operand._replace(rows=operand.data.shape[0] if operand.rows == -1 else operand.rows)
+    m, k = operand.data.shape
+    return operand._replace(scale=operand.scale.expand(m, max(-(-k // size), 1)), rows=1, cols=size)
+
+
+def _on(where: torch.device):
+    """Triton launches on torch's current card: the operands' own has to be it."""
+    if where.type != "cuda" or where.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(where)

@@ -1,0 +1,334 @@
+"""The scaling state of a model: one table, a column ("slot") for each operand of each layer.
+
+A layer that stores its result in FP8 has one more, behind all operands' (output_slots.py).
+
+    history [H, S]  amax of the last H steps, newest first          live [2, S]   this step's amax; the factor s
+    counts  [7, S]  calls, elements, sampled, saturated, ...        rules [3, S]  MAX / 2^margin, window, power of two
+
+One table means one update a step for the whole model, one tensor to reduce across ranks, one thing to save.
+The update runs by itself, when the first forward of the next step begins: from the root's forward, or from a layer's
+where the root is passed by (a wrapper that calls `model.forward`).  It never runs inside a backward pass, so a layer
+recomputed by activation checkpointing sees the scales of its first forward.  Without gradients nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8engine.errors import StateError
+from fp8engine.numerics.formats import Format
+from fp8engine.numerics.recipe import Cast, Recipe
+from fp8engine.ops import operations as ops
+from fp8engine.ops.operators import in_backward
+from fp8engine.ops.reference import Slot
+from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.reference.scale import FP32_MAX
+from fp8engine.scaling.output_slots import OutputSlots
+from fp8engine.scaling.shared_input import SharedInput, siblings
+
+ROLES = ("input", "weight", "grad_output")
+OUTPUT = "output"
+NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """What the table says of one slot, copied out (reading it waits for the device).
+
+    scale: x ≈ q * scale, last used or predicted for the next step; 1 before the first use.
+    amax: largest finite magnitude of the latest step.  history: of earlier steps, newest first.
+    elements, saturated, nonfinite, recasts: counts since the start; `saturated` were beyond a predicted scale and
+    made the tensor be cast again; an output's stayed so, and widened `margin`, the powers of two that are kept free.
+    underflowed: out of `sampled` elements, those that became zero; an output's are not counted.
+    """
+
+    name: str
+    format: Format
+    cast: Cast
+    scale: torch.Tensor
+    amax: torch.Tensor
+    history: torch.Tensor
+    calls: torch.Tensor
+    elements: torch.Tensor
+    sampled: torch.Tensor
+    saturated: torch.Tensor
+    underflowed: torch.Tensor
+    nonfinite: torch.Tensor
+    recasts: torch.Tensor
+    margin: int = 0
+
+    def to_dict(self) -> dict:
+        """Plain numbers, for JSON; shares of the elements looked at."""
+        counted = {key: int(getattr(self, key)) for key in COUNTERS}
+        return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
+
+
+def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
+    """A slot in types that JSON knows; shares of the elements looked at."""
+    elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
+    return {
+        "cast": str(cast),
+        "format": cast.format.name,
+        "scale": scale,
+        "amax": amax,
+        "calls": counted["calls"],
+        "elements": counted["elements"],
+        "saturated": counted["saturated"] / elements,
+        "underflowed": counted["underflowed"] / sampled,
+        "sampled": counted["sampled"] / elements,
+        "nonfinite": counted["nonfinite"],
+        "recasts": counted["recasts"],
+        "margin": margin,
+    }
+
+
+def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
+    """What `scale_update` knows of a slot."""
+    return cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2
+
+
+class ScalingState:
+    """Scales, histories and counters of the FP8 layers that were converted together.
+
+    layers: (name, recipe) of each; slot ROLES[j] of layer i is column 3 * i + j.
+    """
+
+    def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
+        self.layers = list(layers)
+        self.delayed = sum(recipe.delayed for _, recipe in self.layers)  # how many layers have a predicted scale
+        self.shared = SharedInput()
+        self.parents = siblings(name for name, _ in self.layers)
+        self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
+        self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
+        self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
+        self.begun = False  # a training step has begun
+        # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
+        self.clock: Callable[[bool], None] | None = None
+        self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
+        self.closely: frozenset[int] = frozenset()  # layers whose tensors are looked at under every granularity
+        self.others = True  # whether other layers are looked at too
+        self.outputs = OutputSlots()
+        self._reset(torch.device(device))
+
+    @NORMAL
+    def _reset(self, device: torch.device) -> None:
+        """Fresh tables: nothing seen, no scale known."""
+        depth = max([recipe.history for _, recipe in self.layers if recipe.delayed], default=0)
+        casts = [(getattr(recipe, role), recipe) for _, recipe in self.layers for role in ROLES]
+        rules = [_rule(cast, recipe) for cast, recipe in casts]
+        self.rules_3S = torch.tensor(rules, dtype=torch.float32, device=device).reshape(-1, 3).t().contiguous()
+        self.history_HS = torch.zeros(depth, len(casts), dtype=torch.float32, device=device)
+        self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
+        self.live_2S[0] = -1.0
+        self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
+        self.saved_1 = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # whether a save decides the next join: ranks.py
+        self.outputs.begin(device)
+        self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
+        for layer, (_, recipe) in enumerate(self.layers):
+            self._follow(layer, recipe)
+        self._see_on_host()
+
+    def reserve(self, layers: Iterable[int]) -> None:
+        """Columns for the results of these layers, where they have none yet: the tables grow once for all of them."""
+        new = [layer for layer in layers if layer not in self.outputs.places]
+        if not new:
+            return
+        self.rules_3S, self.history_HS, self.live_2S, self.counts_CS = (
+            torch.nn.functional.pad(t, (0, len(new)))
+            for t in (self.rules_3S, self.history_HS, self.live_2S, self.counts_CS)
+        )
+        self.live_2S[0, -len(new) :] = -1.0
+        self.outputs.add(new)
+        self._see_on_host()
+
+    def _follow(self, layer: int, recipe: Recipe) -> None:
+        """The layer stores its result as the recipe says: with a column for it from the first time on."""
+        stored, outputs = recipe.stored, self.outputs
+        if stored is None:
+            if layer in outputs.places:
+                outputs.rule(layer, 0.0, 0.0, self.rules_3S, self.live_2S)
+            return
+        self.reserve([layer])
+        column = outputs.column(layer, self.live_2S.shape[1])
+        self.rules_3S[1, column], self.rules_3S[2, column] = recipe.window, stored.power_of_2
+        top = stored.format.max
+        outputs.rule(layer, top / 2.0**recipe.stored_margin, top, self.rules_3S, self.live_2S)
+
+    def _see_on_host(self) -> None:
+        """NumPy's views of the two tables that every cast writes, where they are real CPU memory."""
+        on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
+        self._slots: dict[tuple[int, bool, bool], Slot] = {}
+        self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_host": None, "_slots": {}}  # a copy of the views would not follow the copied tables
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._see_on_host()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.live_2S.device
+
+    @NORMAL
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow `Module._apply` to its device; a change of dtype leaves the tables as they are."""
+        try:
+            where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
+        except NotImplementedError:  # `.to` of tables on the meta device, whose weights have been loaded
+            where = fn(torch.empty(0, dtype=torch.uint8)).device
+        if where == self.device:
+            return
+        self.samples = None
+        if self.device.type == "meta":
+            self._reset(where)
+            return
+        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1"):
+            setattr(self, name, getattr(self, name).to(where))
+        self.outputs.to(where)
+        self._see_on_host()
+
+    def slot(self, index: int, record: bool, count: bool = True) -> Slot:
+        """Column `index` as a kernel takes it."""
+        key = (index, record, count)
+        if torch.compiler.is_compiling():
+            return Slot(self.live_2S, self.counts_CS, *key)
+        if (made := self._slots.get(key)) is None:
+            made = self._slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
+        return made
+
+    def begin_forward(self, *_: object) -> None:
+        """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
+        self.begin_step()
+        if not torch.compiler.is_compiling():
+            self.shared.begin()
+
+    def end_forward(self, *_: object) -> None:
+        """The root's forward has ended, or failed: nothing that was made of its inputs outlives it."""
+        if not torch.compiler.is_compiling():
+            self.shared.end()
+
+    def watch(self, root: nn.Module) -> None:
+        """Follow the forwards of the model that the layers are part of."""
+        root.register_forward_pre_hook(self.begin_forward)
+        root.register_forward_hook(self.end_forward, always_call=True)
+
+    def begin_step(self) -> None:
+        """Enter the last step's amaxes, if this is a training step and not a recompute."""
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                self._update()
+        elif not in_backward():
+            # The clock's first forward may be a reentrant checkpoint's; or an evaluation's, which it finds out later.
+            if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.clock is None):
+                self.fold()
+        elif torch.is_grad_enabled():
+            self.recomputed = True
+
+    def enter(self) -> None:
+        """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
+        or if nobody has told the clock of the first.
+        """
+        if in_backward():
+            self.recomputed |= torch.is_grad_enabled()
+        elif self.backward_seen or not (self.begun or self.clock is None):
+            self.begin_step()
+
+    def fold(self) -> None:
+        """Enter this step's amaxes into the windows and predict the next scales."""
+        came, self.begun = self.backward_seen, True
+        self.backward_seen = self.recomputed = False
+        self._update()
+        if self.clock is not None:
+            self.clock(came)
+
+    def _update(self) -> None:
+        # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
+        if self.delayed or torch.compiler.is_compiling():
+            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
+            if not torch.compiler.is_compiling() and len(self.outputs):
+                self.outputs.settle(self.counts_CS)
+                self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
+        elif self._host is not None:
+            self._host[0][0] = -1.0
+        else:
+            self.live_2S[0].fill_(-1.0)
+
+    @NORMAL
+    def adopt(self, layer: int, recipe: Recipe) -> None:
+        """A layer follows another recipe from now on.  Histories stay; a scale for another format's range does not.
+
+        The table gets deeper where the recipe's history is longer.
+        """
+        name, before = self.layers[layer]
+        self.layers[layer] = (name, recipe)
+        self._follow(layer, recipe)
+        self.delayed += recipe.delayed - before.delayed
+        if recipe.delayed and (more := recipe.history - len(self.history_HS)) > 0:
+            self.history_HS = torch.cat([self.history_HS, self.history_HS.new_zeros(more, self.history_HS.shape[1])])
+        for j, role in enumerate(ROLES):
+            cast, index = getattr(recipe, role), len(ROLES) * layer + j
+            rule = torch.tensor(_rule(cast, recipe), dtype=torch.float32)
+            self.rules_3S[:, index] = rule.to(self.device, non_blocking=True)  # a step begins: nobody waits
+            if cast != getattr(before, role) or recipe.margin != before.margin:
+                self.live_2S[1, index] = 0.0
+
+    def rescale_gradients(self, factor: float) -> None:
+        """The loss scale was multiplied by `factor`: so are the gradients' past amaxes, and their scales follow."""
+        if not factor > 0:
+            raise StateError(f"rescale_gradients({factor}): a loss scale changes by a positive factor")
+        gradients = slice(ROLES.index("grad_output"), len(ROLES) * len(self.layers), len(ROLES))
+        self.history_HS[:, gradients] *= factor
+        self.live_2S[1, gradients] = (self.live_2S[1, gradients] / factor).clamp_(max=FP32_MAX)
+        amax = self.live_2S[0, gradients]
+        self.live_2S[0, gradients] = torch.where(amax > 0, amax * factor, amax)
+
+    def view(self, name: str, layer: int, role: str) -> SlotView:
+        """The slot of `role` of the layer-th layer, one of `roles`, under that name."""
+        if self.device.type == "meta":  # nothing has run: as a fresh table says it
+            return ScalingState([self.layers[layer]]).view(name, 0, role)
+        recipe = self.layers[layer][1]
+        if role == OUTPUT:
+            self.outputs.settle(self.counts_CS)
+        index, margin, cast = self.column(layer, role), recipe.margin, self.cast(layer, role)
+        amax, s = self.live_2S[:, index].clone()
+        if role == OUTPUT:
+            stored = self.outputs.scale_O[self.outputs.places[layer]]
+            s = torch.where(stored > 0, 1.0 / stored, 0.0)
+            margin = round(math.log2(cast.format.max / float(self.rules_3S[0, index]))) if recipe.stored else 0
+        history = self.history_HS[: recipe.history if recipe.delayed else 0, index].clone()
+        if amax < 0:
+            amax = history[0] if len(history) else torch.zeros_like(amax)
+        scale = torch.where(s > 0, 1.0 / s, 1.0)
+        counters = dict(zip(COUNTERS, self.counts_CS[:, index].clone(), strict=True))
+        return SlotView(name, cast.format, cast, scale, amax, history, **counters, margin=margin)
+
+    def cast(self, layer: int, role: str) -> Cast:
+        """What a slot is cast to now."""
+        recipe = self.layers[layer][1]
+        return recipe.stored or Cast(recipe.output) if role == OUTPUT else getattr(recipe, role)
+
+    def column(self, layer: int, role: str) -> int:
+        """Where the tables hold the slot of a role; "output" of a layer that stores its result."""
+        if role == OUTPUT:
+            return self.outputs.column(layer, self.live_2S.shape[1])
+        return len(ROLES) * layer + ROLES.index(role)
+
+    def row(self, layer: int, role: str) -> int:
+        """Where `samples` describes it: outputs behind all operands, one for each layer, stored in FP8 or not."""
+        if role == OUTPUT:
+            return len(ROLES) * len(self.layers) + layer
+        return len(ROLES) * layer + ROLES.index(role)
+
+    def roles(self, layer: int) -> tuple[str, ...]:
+        """The roles of which the layer has slots."""
+        return (*ROLES, OUTPUT) if layer in self.outputs.places else ROLES
