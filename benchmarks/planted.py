@@ -3,8 +3,8 @@
     python benchmarks/planted.py          from a checkout with the dev extra; 1 min
 
 dB short of the best single format and granularity, of the part of the tensor that matters; median over the steps that
-are judged (from step 3 on), the worst in brackets.  The scenes, and how they are measured: tests/troubled.py and
-tests/controller/test_planted.py.
+are judged (from step 3 on), the worst in brackets.  The scenes, and how they are measured:
+tests/helpers/troubled.py and tests/auto/test_planted.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TESTS = Path(__file__).parents[1] / "tests"
 
 def main() -> None:
     """Train every scene under every recipe, print, write the result."""
-    sys.path.insert(0, str(TESTS))
-    planted = SimpleNamespace(**runpy.run_path(str(TESTS / "controller" / "test_planted.py")))
+    sys.path[:0] = [str(TESTS / "helpers"), str(TESTS)]
+    planted = SimpleNamespace(**runpy.run_path(str(TESTS / "auto" / "test_planted.py")))
     scenes = {"a, x1000": planted.Planted(planted.channel(lambda step: 1e3), 20), **planted.SCENES}
     scenes["e"] = planted.Planted(planted.Scene(planted.scaled, "grad_output"), 40)
     scenes["d"].after = planted.SETTLED

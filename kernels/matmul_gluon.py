@@ -21,7 +21,7 @@ ended, and on a new barrier the phase before the first, of parity 1, counts as e
 
 A consumer gives a slot back only after warpgroup_mma_wait says that the product which reads it is done.  That speaks
 for one warpgroup; Triton puts a barrier of all eight warps before the one thread's arrival that speaks for both
-(tests/test_kernels_gluon.py looks for it).  Two products are in flight at a time, so that STAGES is at least 2.
+(tests/ops/test_kernels_gluon.py looks for it).  Two products are in flight at a time, so that STAGES is at least 2.
 
 Cost: 2 M N K operations and, from L2, (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every BLOCK_M * BLOCK_N * BLOCK_K
 multiply-adds; 47 instructions a BLOCK_K.  It cannot be interpreted: its twin on a card is kernels/matmul_fp8.py, whose

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
-from fp8engine.ops import device
 
 HALVES = (torch.float16, torch.bfloat16)
 BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would convert each operand to FP32 and back
@@ -249,10 +248,16 @@ def _check_hardware(device_type: str, dtype: torch.dtype | None) -> None:
         raise BackendError('autocast("cuda"): there is no CUDA device here; say "cpu", or leave device_type out')
     here = torch.device("cuda", torch.cuda.current_device())
     wanted = torch.get_autocast_dtype("cuda") if dtype is None else dtype
-    if wanted == torch.bfloat16 and (has := device.capability(here)) < BF16_CAPABILITY:
+    if wanted == torch.bfloat16:
+        check_bf16("autocast", here, "with fe.amp.GradScaler")
+
+
+def check_bf16(call: str, card: torch.device, with_what: str) -> None:
+    """Raise BackendError, naming the call and the card, where a CUDA card has no BF16 Tensor Cores."""
+    if (has := torch.cuda.get_device_capability(card)) < BF16_CAPABILITY:
         raise BackendError(
-            f"autocast(dtype=torch.bfloat16): {device.name(here)} (sm_{has[0]}{has[1]}) has no BF16 Tensor Cores, "
-            "which come with sm_80; take dtype=torch.float16 with fe.amp.GradScaler"
+            f"{call}(dtype=torch.bfloat16): {torch.cuda.get_device_name(card)} (sm_{has[0]}{has[1]}) has no BF16 Tensor "
+            f"Cores, which come with sm_80; take dtype=torch.float16 {with_what}"
         )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fp8engine.amp.autocast import BF16_CAPABILITY, autocast
+from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.pair import LOW
@@ -37,14 +37,12 @@ from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import (
-    BackendError,
     ConversionError,
     LossScaleError,
     OptimizerError,
     UnknownName,
     UnsupportedDtype,
 )
-from fp8engine.ops import device as hardware
 
 LEVELS = ("O1", "O2")
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -236,11 +234,8 @@ def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device])
     if not devices:
         raise ConversionError("decorate() was given neither a model nor an optimizer")
     for where in devices:
-        if dtype == torch.bfloat16 and where.type == "cuda" and (has := hardware.capability(where)) < BF16_CAPABILITY:
-            raise BackendError(
-                f"decorate(dtype=torch.bfloat16): {hardware.name(where)} (sm_{has[0]}{has[1]}) has no BF16 Tensor"
-                " Cores, which come with sm_80; take dtype=torch.float16, whose loss scaler is built in"
-            )
+        if dtype == torch.bfloat16 and where.type == "cuda":
+            check_bf16("decorate", where, "(decorate builds its loss scaler in)")
 
 
 def _check_optimizers(optimizers: list, known: set[nn.Parameter], low: list[bool], masters: list[bool]) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fp8engine import files
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.numerics.recipe import Recipe
 
@@ -85,10 +86,7 @@ class Plan:
             "start": json.loads(self.start.to_json()),
             "changes": [change.to_dict() for change in self.changes],
         }
-        beside = f"{os.fspath(path)}.part"
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump(whole, file, indent=1)
-        os.replace(beside, path)
+        files.write(path, json.dumps(whole, indent=1))
 
     @staticmethod
     def load(path: str | os.PathLike) -> Plan:

@@ -21,12 +21,9 @@ import importlib
 import itertools
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -299,19 +296,6 @@ def difference(old: str, new: str) -> str:
             old.splitlines(True), new.splitlines(True), "a/kernels/tuning.json", "b/kernels/tuning.json"
         )
     )
-
-
-def write(path: Path, text: str) -> None:
-    """Replace a file at once: whoever reads it meanwhile has all of the old one or all of the new."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, path.stat().st_mode if path.exists() else 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _as_row(operation: str, name: str, one: Tried) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 import typer
 from rich.table import Table
 
+from fp8engine import files
 from fp8engine.bench import amp, cases, casts, generate, linear, run, steps
-from fp8engine.bench.tune import OPERATIONS, difference, dump, tune, write
+from fp8engine.bench.tune import OPERATIONS, difference, dump, tune
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
 
@@ -137,7 +138,7 @@ def command(
     new = dump(table)
     diff = difference(TABLE.read_text(), new)
     if replace:
-        write(TABLE, new)
+        files.write(TABLE, new)
     if as_json:
         print_json({"table": table, "tried": tried, "diff": diff, "written": str(TABLE) if replace else None})
     else:

@@ -1,7 +1,7 @@
 """fe.GroupedLinear: the linear layers of E experts as one module, its weight [E, N, K].
 
 One scale per tensor serves all the experts.  What that costs an expert whose weights are smaller than the largest
-expert's, in dB of its own output against a scale of its own (recipe "current"; tests/test_grouped.py measures it):
+expert's, in dB of its own output against a scale of its own (recipe "current"; tests/nn/test_grouped.py measures it):
 
     ratio of magnitudes   2^0 to 2^-8   2^-10   2^-12   2^-14   2^-16
     loss, dB                  0.0        0.02    0.7     8.4     20

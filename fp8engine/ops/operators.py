@@ -69,7 +69,7 @@ def define_effect(schema: str, implementation, fake) -> None:
     A declared write is functionalised: a graph works on its own copy of the table and copies all of it back, over what
     other graphs (the next block, compiled by itself) have written meanwhile, and autograd refuses the table that
     backward needs because its version has moved.  As effects in order they run in place, once each, in the order
-    written, forward and backward: tests/test_compile.py.
+    written, forward and backward: tests/nn/test_compile.py.
     """
     define(schema, implementation, fake)
     effects._register_effectful_op(f"fp8engine::{schema.split('(')[0]}", effects._EffectType.ORDERED)

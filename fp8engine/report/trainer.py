@@ -9,6 +9,7 @@ Imported only by who wants it, because it needs transformers.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Literal
 import torch
 from transformers import TrainerCallback
 
+from fp8engine import files
 from fp8engine.errors import StateError
 from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict
 
@@ -49,15 +51,9 @@ class ScalingStateCallback(TrainerCallback):
         if not state.is_world_process_zero or model is None:
             return
         path = _folder(args, state) / FILE
-        part = path.with_suffix(".part")
-        try:
-            with open(part, "wb") as file:
-                torch.save(scaling_state_dict(model), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        memory = io.BytesIO()
+        torch.save(scaling_state_dict(model), memory)
+        files.write(path, memory.getvalue())
 
     def on_train_begin(self, args, state, control, model=None, **_):
         """Trainer has read a checkpoint, or starts at step 0."""

@@ -238,7 +238,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None)  # a CUDA build's asks
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla")
-    monkeypatch.setattr("fp8engine.ops.device.capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     return capability
 

@@ -24,7 +24,6 @@ from fp8engine.errors import (
     UnknownName,
     UnsupportedDtype,
 )
-from fp8engine.ops import device
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,13 +96,13 @@ def test_decorated_once_and_stepped_by_one_scaler():
 
 
 def test_a_v100_is_told_to_take_fp16(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device, "capability", lambda _: (7, 0))
-    monkeypatch.setattr(device, "name", lambda _: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
     card = {torch.device("cuda", 0)}
     with pytest.raises(BackendError, match=r"Tesla V100 \(sm_70\).*torch.float16"):
         _check_precision("O2", torch.bfloat16, card)
     _check_precision("O2", torch.float16, card)
-    monkeypatch.setattr(device, "capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     _check_precision("O2", torch.bfloat16, card)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fp8engine import files
 from fp8engine.bench import tune
 from fp8engine.bench.cases import Operands, Shape, parse
 from fp8engine.bench.run import PROMOTED, Variant
@@ -170,16 +171,16 @@ def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "tuning.json"
     path.write_text("old")
     path.chmod(0o640)
-    tune.write(path, "new")
+    files.write(path, "new")
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o640
 
     def full(source, target):
         raise OSError("no space")
 
-    monkeypatch.setattr(tune.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="no space"):
-        tune.write(path, "newer")
+        files.write(path, "newer")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 

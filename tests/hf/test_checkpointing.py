@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from hf.families import FAMILIES, Family
+from hf_families import FAMILIES, Family
 from support import converted, same, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

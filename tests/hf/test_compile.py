@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf.families import FAMILIES
+from hf_families import FAMILIES
 from support import FP8_RECIPES, converted, same, tables
 from torch._dynamo.utils import counters
 

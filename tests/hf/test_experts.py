@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf.families import FAMILIES
+from hf_families import FAMILIES
 from support import FP8_RECIPES, converted, same, sqnr, tables
 from torch import nn
 from torch._dynamo.exc import Unsupported

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf.families import FAMILIES, Family
+from hf_families import FAMILIES, Family
 from support import FP8_RECIPES, converted, same, sqnr
 from torch import nn
 from transformers.pytorch_utils import Conv1D

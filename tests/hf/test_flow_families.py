@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf.families import FAMILIES
+from hf_families import FAMILIES
 from support import converted, same, tables
 
 from fp8engine.auto import flow

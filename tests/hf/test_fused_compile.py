@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
-from hf.families import FAMILIES
-from hf.fusing import logits
+from hf_families import FAMILIES
+from hf_fusing import logits
 from support import converted
 
 pytestmark = [

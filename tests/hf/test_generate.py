@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf.families import FAMILIES, Family
+from hf_families import FAMILIES, Family
 from support import converted, same, sqnr, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -1,4 +1,4 @@
-"""peft's LoRA on more families than tests/test_convert_lora.py has: before or after convert, trained, saved, merged."""
+"""peft's LoRA on more families than convert/test_convert_lora.py has: before and after convert, saved, merged."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from hf.families import FAMILIES
+from hf_families import FAMILIES
 from support import converted, same
 from torch import nn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf.families import FAMILIES, VOCABULARY, Family
+from hf_families import FAMILIES, VOCABULARY, Family
 from safetensors import safe_open
 from support import converted, same, tables
 

@@ -9,7 +9,7 @@ import accelerate
 import lightning
 import pytest
 import torch
-from hf.families import FAMILIES, VOCABULARY
+from hf_families import FAMILIES, VOCABULARY
 from support import converted, same, tables
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import Trainer, TrainingArguments

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import transformers
-from hf.families import FAMILIES, Family
+from hf_families import FAMILIES, Family
 from support import converted, sqnr
 from torch import nn
 

@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Callable
 
+import faithful
 import pytest
 import torch
-from interpreted import faithful
 from support import UNIT
 
 MAP_NORESERVE = 0x4000  # of Linux, where Triton runs; mmap names it from Python 3.13 on

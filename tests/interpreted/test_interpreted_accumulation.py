@@ -1,7 +1,7 @@
-"""tests/test_amp_accumulation.py, asked of the Triton kernel."""
+"""tests/nn/test_amp_accumulation.py, asked of the Triton kernel."""
 
 import torch
-from test_amp_accumulation import check
+from nn.test_amp_accumulation import check
 
 import fp8engine as fe
 from fp8engine.ops import operations as ops

@@ -1,11 +1,11 @@
 """The patched interpreter through the language itself: the casts and dots that a kernel writes, as a kernel does."""
 
+import faithful
 import pytest
 import torch
 import triton
 import triton.language as tl
 from casts import E4M3, E5M2, FP8, assert_same, bits, every_code, every_value, values
-from interpreted import faithful
 from triton.runtime import interpreter
 
 

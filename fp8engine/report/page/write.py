@@ -14,6 +14,7 @@ from html import escape
 from importlib import resources
 from typing import Protocol
 
+from fp8engine import files
 from fp8engine.errors import ReportError
 from fp8engine.report.page import parts
 from fp8engine.report.page.data import blob, looks_of, to_json
@@ -31,11 +32,8 @@ class Drawn(Protocol):
 def write(report, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> None:
     """Put the page at `path`, whole or not at all.  Raises ReportError where it cannot be written."""
     text = page(report, losses, flow)
-    beside = f"{os.fspath(path)}.part"
     try:
-        with open(beside, "w", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.write(text)
-        os.replace(beside, path)
+        files.write(path, text)
     except OSError as error:
         raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 

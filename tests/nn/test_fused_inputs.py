@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from fused import NORMS, Model, apart, assert_equal, batches, like, step, train, with_root
+from nn.test_linear_inputs import LAYOUTS
 from support import DTYPES, FP8_RECIPES, tables
-from test_linear_inputs import LAYOUTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 

@@ -9,8 +9,8 @@ import itertools
 import pytest
 import torch
 from fused import Model, apart, fused, like, step, with_root
+from nn.test_linear import check
 from support import DTYPES, numerics_of, sqnr
-from test_linear import check
 
 import fp8engine as fe
 from fp8engine.numerics.formats import BF16, E4M3, E5M2

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from hf.families import FAMILIES
+from hf_families import FAMILIES
 from PIL import Image
 from torch import nn
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from casts import E4M3, E5M2, fp8
-from reference.test_reference_act import EXACT, GATED
-from reference.test_reference_act import exact as exact_act
-from reference.test_reference_norm import exact
-from test_producers import CALLS, NORMS, inputs, slot, tensors, vector
+from ops.reference.test_reference_act import EXACT, GATED
+from ops.reference.test_reference_act import exact as exact_act
+from ops.reference.test_reference_norm import exact
+from ops.test_producers import CALLS, NORMS, inputs, slot, tensors, vector
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe

@@ -1,6 +1,6 @@
-"""fe.GroupedLinear against experts in NumPy (tests/experts.py), what it keeps for backward, and torch's grouped matmul.
+"""fe.GroupedLinear against experts in NumPy (helpers/experts.py), what it keeps, and torch's grouped matmul.
 
-Tolerances: those of tests/test_linear.py, for each expert's sums.
+Tolerances: those of tests/nn/test_linear.py, for each expert's sums.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def layer_of(name: str, k: int = 32, n: int = 48, **options) -> GroupedLinear:
 
 
 def bound(value, product, absolute, sums: int, dtype, rounds: bool) -> np.ndarray:
-    """tests/test_linear.py's: BF16 products, FP32 sums, one rounding to dtype, scales; 1.01: errors of errors."""
+    """tests/nn/test_linear.py's: BF16 products, FP32 sums, one rounding to dtype, scales; 1.01: errors of errors."""
     tiny = torch.finfo(dtype).smallest_normal * UNIT[dtype]
     rounding = rounds * 2.0**-8 * np.abs(product) + (UNIT[dtype] + 2.0**-22) * np.abs(value)
     return 1.01 * (rounding + sums * 2.0**-24 * absolute + tiny)

@@ -1,6 +1,6 @@
 """fp8engine/auto/policy.py: which casts statistics of planted trouble lead to, and how seldom they change.
 
-Layer 0 has the slots; tensors of tests/planted.py.  What E4M3 holds per tensor: normal values down to 2^-15 of amax,
+Layer 0 has the slots; tensors of helpers/planted.py.  What E4M3 holds per tensor: normal values down to 2^-15 of amax,
 half of the smallest subnormal at 2^-18.8 of it, below which all is flushed; E5M2: 2^-32.8.
 """
 

@@ -1,6 +1,6 @@
 """Planted trouble in training: what fixed recipes lose, and that auto stays beside the best choice and says why.
 
-How it is measured: tests/troubled.py.  A normal tensor has 31.6 dB in E4M3 and 25.6 in E5M2.  Ordinary values r times
+How it is measured: helpers/troubled.py.  A normal tensor has 31.6 dB in E4M3 and 25.6 in E5M2.  Ordinary values r times
 smaller than amax fall below E4M3's smallest normal at r = 28,000, and lose 6 dB at about 45,000.  An outlier 1000 times
 the others is harmless there (amax is 4000 of their rms), so that (a) is planted at 30,000, where harm begins.
 """

@@ -55,7 +55,7 @@ def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_inductor_agrees(recipe):
-    """With and without a checkpoint Inductor may sum in another order: 1 FP32 ulp, see tests/test_compile.py."""
+    """With and without a checkpoint Inductor may sum in another order: 1 FP32 ulp, see tests/nn/test_compile.py."""
     plain, recomputed = net(recipe), net(recipe, reentrant=False)
     losses = train(recomputed, torch.compile(recomputed, fullgraph=True))
     assert losses == pytest.approx(train(plain), rel=1e-3)

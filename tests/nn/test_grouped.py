@@ -79,7 +79,7 @@ def test_what_a_shared_scale_costs_a_smaller_expert(ratio: int, loss: float, wit
         with torch.no_grad():
             layer.weight.copy_(w)
         found[recipe] = sqnr(x[128:].double() @ w[1].double().T, layer(x, [128, 128])[128:])
-    # Of its own: 28.5 dB, that of two E4M3 operands (tests/test_linear.py).
+    # Of its own: 28.5 dB, that of two E4M3 operands (tests/nn/test_linear.py).
     assert abs(found["rowwise"] - 28.5) < 0.2
     assert abs(28.5 - found["current"] - loss) < within + 0.1
 

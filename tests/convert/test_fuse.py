@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf.families import FAMILIES
-from hf.fusing import exact, groups, near, step
+from hf_families import FAMILIES
+from hf_fusing import exact, groups, near, step
 from support import FP8_RECIPES, converted, same, sqnr, tables
 from torch import nn
 from torch._dynamo.utils import counters

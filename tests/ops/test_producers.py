@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 from casts import E4M3, E5M2, plain
-from reference.test_reference_act import EXACT, GATED
-from reference.test_reference_act import assert_within as assert_act_within
-from reference.test_reference_act import exact as exact_act
-from reference.test_reference_norm import assert_within, exact, reach
+from ops.reference.test_reference_act import EXACT, GATED
+from ops.reference.test_reference_act import assert_within as assert_act_within
+from ops.reference.test_reference_act import exact as exact_act
+from ops.reference.test_reference_norm import assert_within, exact, reach
 from support import same
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -101,7 +101,7 @@ def layout(found) -> list[tuple]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_norms_and_their_gradients_are_torchs_in_float64(norm: Norm, dtype: torch.dtype):
-    """Bounds: tests/reference/test_reference_norm.py, with u = 2^-24 and K columns."""
+    """Bounds: tests/ops/reference/test_reference_norm.py, with u = 2^-24 and K columns."""
     (x_MK, dy_MK), k, u = inputs(13, 131, dtype), 131, 2.0**-24
     weight_K, bias_K = vector(x_MK), vector(x_MK, 1)
     x, w, b = (t.double().requires_grad_() for t in (x_MK, weight_K, bias_K))
@@ -125,7 +125,7 @@ def test_norms_and_their_gradients_are_torchs_in_float64(norm: Norm, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", EXACT)
 def test_activations_and_their_gradients_are_torchs_in_float64(kind: str, dtype: torch.dtype):
-    """Bounds: tests/reference/test_reference_act.py, 16 u |x| and 32 u |dy| (1 + |x|), times what a gate multiplies."""
+    """Bounds: reference/test_reference_act.py, 16 u |x| and 32 u |dy| (1 + |x|), times what a gate multiplies."""
     (x_MK, dy), n, u = inputs(13, 62, dtype), 31 if kind in GATED else 62, 2.0**-24
     dy_MN, leaf = dy[:, :n], x_MK.double().requires_grad_()
     wanted = exact_act(leaf, kind)

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from hf.families import FAMILIES, Family
+from hf_families import FAMILIES, Family
 from support import converted
 from torch import nn
 from transformers.activations import ACT2FN

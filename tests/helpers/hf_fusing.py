@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from hf.families import Family
+from hf_families import Family
 from support import sqnr
 from torch import nn
 

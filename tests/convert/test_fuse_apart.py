@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf.families import FAMILIES, Family
-from hf.fusing import groups, near, step
+from hf_families import FAMILIES, Family
+from hf_fusing import groups, near, step
 from support import converted, same, sqnr, tables
 from torch import nn
 

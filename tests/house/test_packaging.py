@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPTIONAL = ("triton", "transformers", "peft", "matplotlib", "tensorboard", "torchao", "sklearn", "fp8engine.kernels")
 
 # The state of a process that a library could change by being imported; printed before and after.

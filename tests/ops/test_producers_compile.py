@@ -3,8 +3,8 @@
 import pytest
 import torch
 from casts import E4M3, E5M2, fp8, plain
+from ops.test_producers import NORMS, inputs, slot, tensors, vector
 from support import same
-from test_producers import NORMS, inputs, slot, tensors, vector
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
