@@ -1,13 +1,92 @@
-"""Names of a model's parts as they were before wrappers: what `get_submodule` of the model without them finds.
+"""Private names of torch that the engine uses, each with its purpose, and names of parts as they were before wrappers.
 
-One table says which classes are wrappers, and what each calls the module that it holds.  The class decides, not the
-name alone: a model may call a part of its own `module`.
+Every other file uses public names of torch only; tests/house/test_torch_names.py checks that, and fails by name where
+torch renames one of these.  All of them exist from torch 2.11 on, the oldest that pyproject.toml allows, to 2.13.
+
+Where the engine's own tests replace a function of torch (`torch._scaled_mm`), it is looked up when it is called.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
 
+import torch
+import torch.overrides
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._higher_order_ops import effects
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "OpOverload",  # one operation of torch, as a TorchDispatchMode is given it
+    "TorchDispatchMode",  # every operation of a forward: flow, fe.amp.op_stats, the demo's FP16 matmuls
+    "is_functorch_wrapped_tensor",  # a tensor of vmap or grad: its values cannot be read
+    "no_dispatch",  # inside a subclass's __torch_dispatch__: operations on its plain parts
+    "tree_leaves",  # tensors inside a model's arguments and results, whatever holds them
+    "tree_map",
+]
+
+disable_current_modes = _disable_current_modes  # a stored tensor is read without its reader's modes seeing it
+
+# Dispatch: whether an operation may be called directly, without torch's dispatcher.
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
+dispatch_mode_stack = _get_current_dispatch_mode_stack  # which: checkpointing inside compile is one of them
+function_modes = torch.overrides._get_current_function_mode_stack  # autocast with lists is one of them
+no_torch_function = torch._C._disabled_torch_function_impl  # a tensor subclass that acts below autograd only
+
+# Autograd and transforms.
+graph_task = torch._C._current_graph_task_id  # number of the backward pass that is running; -1 outside of one
+after_backward = torch.autograd.Variable._execution_engine.queue_callback  # called when this backward pass ends
+sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  # order of nodes
+transforms_active = torch._C._are_functorch_transforms_active  # torch.func's grad, vjp, vmap, jvp
+tracing = torch._C._is_tracing  # torch.jit.trace
+autocast_active = torch._C._is_any_autocast_enabled  # for any device
+
+# Compilation.
+outside_of_graphs = torch._disable_dynamo  # torch.compiler.disable that does not import Dynamo (a second)
+
+# Operations without a public name.
+unsafe_view = torch.ops.aten._unsafe_view.default  # a reshape that autograd does not know as a view
+to_copy = torch.ops.aten._to_copy.default  # what x.to(...) dispatches to
+foreach_norm = torch._foreach_norm  # norms of many tensors in one launch
+foreach_copy_ = torch._foreach_copy_
+assert_async = torch._assert_async  # an assertion on a card that the host does not wait for
+update_loss_scale = torch._amp_update_scale_  # what torch.amp.GradScaler itself calls
+
+
+def ordered_effect(operator: str) -> None:
+    """Let torch.compile keep the order of an operator that writes a table nobody returns: never dropped nor moved.
+
+    Declared mutations would make each compiled region copy the whole table back, which loses what others wrote.
+    """
+    effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+
+
+def constant_in_graphs(function: Callable) -> None:
+    """Let Dynamo call a function while it traces, and put its result into the graph as a constant."""
+    vars(function)["_dynamo_marked_constant"] = True
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has BF16 products: AVX512-BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def scaled_mm(*operands, **options) -> torch.Tensor:
+    """torch._scaled_mm: cuBLASLt's FP8 matmul."""
+    return torch._scaled_mm(*operands, **options)
+
+
+def scaled_grouped_mm(*operands, **options) -> torch.Tensor:
+    """torch._scaled_grouped_mm: one FP8 matmul per group of rows."""
+    return torch._scaled_grouped_mm(*operands, **options)
+
+
+# Wrappers: what each class calls the module that it holds.  The class decides, not the name alone: a model may call
+# a part of its own `module`.
 HELD_AS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",

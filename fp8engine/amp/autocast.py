@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fp8engine import _torch
+from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
 
@@ -134,7 +135,7 @@ def keep_lists() -> tuple[contextlib.AbstractContextManager, contextlib.Abstract
     ...     y = checkpoint(lambda x: (x @ x).exp(), x, use_reentrant=False, context_fn=keep_lists)
     >>> y.sum().backward()
     """
-    stack = torch.overrides._get_current_function_mode_stack()
+    stack = _torch.function_modes()
     lists = [(mode.device_type, mode.lists) for mode in stack if isinstance(mode, _ListsMode)]
     return contextlib.nullcontext(), _Again(lists)
 
@@ -206,7 +207,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-vars(_warn)["_dynamo_marked_constant"] = True  # Dynamo calls it while it traces: said once, and not part of the graph
+_torch.constant_in_graphs(_warn)  # Dynamo calls it while it traces: said once, and not part of the graph
 
 
 def _casts(value: object, device_type: str) -> bool:
@@ -256,8 +257,8 @@ def check_bf16(call: str, card: torch.device, with_what: str) -> None:
     """Raise BackendError, naming the call and the card, where a CUDA card has no BF16 Tensor Cores."""
     if (has := torch.cuda.get_device_capability(card)) < BF16_CAPABILITY:
         raise BackendError(
-            f"{call}(dtype=torch.bfloat16): {torch.cuda.get_device_name(card)} (sm_{has[0]}{has[1]}) has no BF16 Tensor "
-            f"Cores, which come with sm_80; take dtype=torch.float16 {with_what}"
+            f"{call}(dtype=torch.bfloat16): {torch.cuda.get_device_name(card)} (sm_{has[0]}{has[1]}) has no BF16 "
+            f"Tensor Cores, which come with sm_80; take dtype=torch.float16 {with_what}"
         )
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import HALVES, autocast
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.opstats import as_text, precision

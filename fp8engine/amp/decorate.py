@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import OpListError, UnknownName
 
 
@@ -226,7 +227,7 @@ def _blind_spots(white: tuple[str, ...], black: tuple[str, ...], gray: tuple[str
 
 # What torch.compiler.assume_constant_result does, without importing Dynamo: lists can be built in a compiled function.
 for _function in (_spellings, _blind_spots):
-    vars(_function)["_dynamo_marked_constant"] = True
+    _torch.constant_in_graphs(_function)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine.amp.pair import LOW, Pair, errors, sums
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
@@ -129,7 +130,7 @@ class MasterWeights(Wrapped):
             elif pair.master.grad is None or pair.master.grad.is_sparse:
                 pair.master.grad = torch.empty_like(pair.master)
         if dense:
-            torch._foreach_copy_([cast(torch.Tensor, p.master.grad) for p in dense], [p.gradient for p in dense])
+            _torch.foreach_copy_([cast(torch.Tensor, p.master.grad) for p in dense], [p.gradient for p in dense])
         return dense
 
     @torch.no_grad()
@@ -155,7 +156,7 @@ class MasterWeights(Wrapped):
         if not given or any(pair.clipped for pair in given):
             return bool(given)
         # FP32 sums of the same numbers in another order; a scale is off by far more
-        now = torch._foreach_norm([cast(torch.Tensor, pair.master.grad) for pair in given], 1)
+        now = _torch.foreach_norm([cast(torch.Tensor, pair.master.grad) for pair in given], 1)
         return any(error > 2.0**-10 for error in errors(given, now))
 
     @torch.no_grad()
@@ -174,7 +175,7 @@ class MasterWeights(Wrapped):
     def _scatter(self) -> None:
         """Round the masters into the parameters."""
         pairs = self._pairs.values()
-        torch._foreach_copy_([pair.parameter for pair in pairs], [pair.master for pair in pairs])
+        _torch.foreach_copy_([pair.parameter for pair in pairs], [pair.master for pair in pairs])
         for pair in pairs:
             pair.rounded = pair.now()
 

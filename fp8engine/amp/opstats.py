@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8engine._torch import OpOverload, TorchDispatchMode, tree_leaves
 from fp8engine.numerics.formats import BY_DTYPE
 
 # They reserve memory or fill it with one value: no precision is at stake.
@@ -148,7 +147,7 @@ def as_text(table, lines: list[str], width: int) -> str:
     return out.getvalue()
 
 
-def _is_view(func: torch._ops.OpOverload) -> bool:
+def _is_view(func: OpOverload) -> bool:
     returns = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returns)
 

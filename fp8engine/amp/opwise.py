@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8engine._torch import TorchDispatchMode
 from fp8engine.amp.events import Call, Creation
 from fp8engine.amp.readings import Reading, read, readable, tensors
 

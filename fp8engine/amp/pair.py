@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine.errors import OptimizerError
 
 LOW = (torch.float16, torch.bfloat16)
@@ -86,7 +87,7 @@ def _mark(watching: weakref.ref[Pair]) -> None:
 
 def sums(pairs: list[Pair]) -> Sequence[torch.Tensor]:
     """Of the magnitudes of the parameters' gradients, on their device."""
-    return torch._foreach_norm([pair.gradient for pair in pairs], 1, torch.float32) if pairs else ()
+    return _torch.foreach_norm([pair.gradient for pair in pairs], 1, torch.float32) if pairs else ()
 
 
 def errors(given: list[Pair], sums: Sequence[torch.Tensor]) -> list[float]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
+from fp8engine._torch import tree_map
 from fp8engine.errors import ConversionError, UnknownName
 
 LOW = (torch.float16, torch.bfloat16)

@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+
+from fp8engine import _torch
+from fp8engine._torch import is_functorch_wrapped_tensor
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -120,7 +122,7 @@ def read_all(held: Sequence[torch.Tensor]) -> list[Reading]:
         elif values is not None:
             found[index] = Reading(*torch.aminmax(values), values.dtype)
     for (_, dtype), group in together.items():
-        norms = torch._foreach_norm([values for _, values in group], math.inf)
+        norms = _torch.foreach_norm([values for _, values in group], math.inf)
         for (index, _), norm in zip(group, norms, strict=True):
             found[index] = Reading(norm, norm, dtype)
     return found

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import LossScaleError
 
 if TYPE_CHECKING:
@@ -139,14 +140,14 @@ def follow_on_device(
     """`following`, in place on (scale, good, bad), for a flag that the host has not read."""
     scale, good, bad = tensors
     if rules.decrease_every_n == 1:
-        torch._amp_update_scale_(scale, good, found.float(), *factors)
+        _torch.update_loss_scale(scale, good, found.float(), *factors)
         scale.clamp_(rules.floor, rules.ceiling)
         return
     bad.add_(1).mul_(found)
     fell = bad >= rules.decrease_every_n
     waits = found & ~fell  # the kernel takes this for a finite iteration: undone below
     kept = scale.clone()
-    torch._amp_update_scale_(scale, good, fell.float(), *factors)
+    _torch.update_loss_scale(scale, good, fell.float(), *factors)
     scale.clamp_(rules.floor, rules.ceiling)
     scale.copy_(torch.where(waits, kept, scale))
     good.mul_(~waits)

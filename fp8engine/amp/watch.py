@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine.amp.events import (
     Batch,
     Call,
@@ -222,7 +223,7 @@ class Recorder:
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling():
             return
-        recomputed = torch._C._current_graph_task_id() >= 0
+        recomputed = _torch.graph_task() >= 0
         stack = self._stack()
         if module is self.model and not recomputed:
             stack.clear()
@@ -232,7 +233,7 @@ class Recorder:
             self._begin(name)
         call = Call(name, module, parent, self.step)
         call.recomputed = recomputed
-        call.watched = self._batch.opwise and torch._C._len_torch_dispatch_stack() > 0
+        call.watched = self._batch.opwise and _torch.dispatch_modes() > 0
         stack.append(call)
         if outermost:
             self._open = call
@@ -245,7 +246,7 @@ class Recorder:
                         self._follow_gradient("grad_input", tensor, call, reading)
                 reading.consumers.append(call)
                 call.inputs.append(reading)
-        call.sequence = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        call.sequence = _torch.sequence_number()
 
     def _leave(self, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -294,7 +295,7 @@ class Recorder:
 
     def _gradient(self, parameter: torch.Tensor) -> None:
         if not self._arrived:  # one reading of all when this backward ends; CUDA takes one launch for them
-            torch.autograd.Variable._execution_engine.queue_callback(self._gradients)
+            _torch.after_backward(self._gradients)
         self._arrived.append(parameter)
 
     def _gradients(self) -> None:

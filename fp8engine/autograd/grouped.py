@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.autograd.call import ON_CODES, Call, Either
 from fp8engine.autograd.groups import (
     Groups,
@@ -119,8 +120,8 @@ def _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics: Numerics) -> tor
 
 
 # A graph would need the number of rows as constants, and so a new one every step.
-_outside_of_graphs = torch._disable_dynamo(_grouped_linear)
-_plain_outside_of_graphs = torch._disable_dynamo(_grouped_plain)
+_outside_of_graphs = _torch.outside_of_graphs(_grouped_linear)
+_plain_outside_of_graphs = _torch.outside_of_graphs(_grouped_plain)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.ops import device
 from fp8engine.ops.reference import Operand
@@ -71,7 +72,7 @@ class Groups:
         if "sizes" in vars(self) or self.counts is None:
             return torch.tensor(self.sizes, device=self.where).cumsum(0, dtype=torch.int32)
         right = (self.counts >= 0).all() & (self.counts.sum() == self.rows)
-        torch._assert_async(right, f"{self.name}: sizes of experts are negative, or do not sum to {self.rows} rows")
+        _torch.assert_async(right, f"{self.name}: sizes of experts are negative, or do not sum to {self.rows} rows")
         return self.counts.cumsum(0, dtype=torch.int32)
 
     def _check(self, sizes: list[int]) -> list[int]:
@@ -133,7 +134,7 @@ def scaled_grouped(a: Operand, b: Operand, turned: bool, groups: Groups, fast: b
     scale_b = b.scale.reshape(-1, 1) if b.scale.dim() == 0 else b.scale.view(experts, -1)
     scale_b = scale_b.expand(data.shape[:2]).contiguous()
     rows = a.data.contiguous()
-    return torch._scaled_grouped_mm(
+    return _torch.scaled_grouped_mm(
         rows, data.mT, scale_a, scale_b, offs=groups.ends, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 

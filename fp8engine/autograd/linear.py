@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import suited, take
@@ -135,7 +136,7 @@ def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
     Not `y.view`: autograd refuses in-place operations on a view that a Function returns.  `_unsafe_view` gives the same
     memory as a tensor that is no view of another, which is right because the caller gives y_MN up.
     """
-    return y_MN if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y_MN, [*x.shape[:-1], y_MN.shape[1]])
+    return y_MN if x.dim() == 2 else _torch.unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[1]])
 
 
 def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:

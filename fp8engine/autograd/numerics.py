@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, Recipe
 from fp8engine.ops import device
@@ -191,7 +192,7 @@ def plain(x: torch.Tensor) -> bool:
     """Whether x is real data in eager code, so that operands made from it can be kept and found again."""
     return (
         not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and _torch.dispatch_modes() == 0
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and not x.is_meta
         and not x.is_inference()

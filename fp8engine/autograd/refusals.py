@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
+from fp8engine import _torch
 from fp8engine.errors import Fp8EngineError, GradientError, ParallelError, ScriptError, UnsupportedDtype
 from fp8engine.ops.tensor import Float8Tensor
 
@@ -23,7 +24,7 @@ INPUTS = (*PLAIN, Float8Tensor)
 
 def under_transforms() -> bool:
     """Whether one of torch.func's transforms is running this code."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() and _torch.transforms_active()
 
 
 def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
@@ -41,7 +42,7 @@ def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
 
 def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     """Raise ScriptError inside torch.jit.trace, GradientError for a dual tensor.  Not for code under torch.compile."""
-    if torch._C._is_tracing():
+    if _torch.tracing():
         raise no_script(name, "torch.jit.trace")
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)):
         raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")

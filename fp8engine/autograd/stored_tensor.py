@@ -12,15 +12,14 @@ import copy
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
+from fp8engine import _torch
+from fp8engine._torch import no_dispatch, tree_map
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.cast import Granularity
 from fp8engine.ops.tensor import KEEPING, Float8Tensor
 
-COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+COPIES = (torch.ops.aten.clone.default, _torch.to_copy)
 
 
 class Memory:
@@ -53,7 +52,7 @@ class StoredTensor(Float8Tensor):
         """The values of all of the codes' memory, made once."""
         if self._memory.values is None:
             # Dynamo asks for the memory of a real tensor in its own mode, where tensors are fake.
-            with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+            with torch.inference_mode(False), torch.no_grad(), _torch.disable_current_modes():
                 codes = self._data.new_empty(0).set_(self._data.untyped_storage())
                 self._memory.values = Float8Tensor(codes, self._scale, self.granularity, self.dtype).values()
         return self._memory.values

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.bench import roofline
 from fp8engine.bench.cases import LLM, Operands, Pair, Shape, Truth
 from fp8engine.bench.timing import Clock, clock, measure
@@ -82,9 +83,9 @@ def variants(kind: str, capability: tuple[int, int] = (0, 0), triton: bool = Fal
     """
     fp8 = kind == "cuda" and capability >= device.FP8_CAPABILITY
     bits = "fp16" if kind == "cuda" and capability < (8, 0) else "bf16"
-    found = {BASE: Variant(bits, _torch)}
+    found = {BASE: Variant(bits, _plain)}
     if kind == "cpu":
-        found["torch fp32"] = Variant("fp32", _torch, roundings=0)
+        found["torch fp32"] = Variant("fp32", _plain, roundings=0)
     elif triton and capability >= (8, 0):
         found["triton 16 bits"] = Variant(bits, _triton_16_bits, peer=BASE)
     if fp8 or (kind == "cpu" and hasattr(torch, "_scaled_mm")):
@@ -122,14 +123,14 @@ def _triton_fp8() -> dict[str, Variant]:
 _PER = ("tensor", "row")
 
 
-def _torch(pair: Pair) -> torch.Tensor:
+def _plain(pair: Pair) -> torch.Tensor:
     return pair.a.data @ pair.b.data.t()
 
 
 def _torch_scaled(fast: bool) -> Callable[[Pair], torch.Tensor]:
     def run(pair: Pair) -> torch.Tensor:
         scale_b = pair.b.scale.t() if pair.b.scale.dim() == 2 else pair.b.scale
-        return torch._scaled_mm(
+        return _torch.scaled_mm(
             pair.a.data, pair.b.data.t(), pair.a.scale, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
         )
 

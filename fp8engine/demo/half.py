@@ -10,8 +10,8 @@ import contextlib
 import platform
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+
+from fp8engine._torch import TorchDispatchMode, tree_map
 
 aten = torch.ops.aten
 # The matmuls of a transformer, and which of each one's results are FP16 (None: all; attention's second is a sum).

@@ -25,6 +25,7 @@ import time
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import BackendError
 
 FP8_CAPABILITY = (8, 9)
@@ -94,7 +95,7 @@ def cpu_multiplies(format: str) -> bool:
     if hasattr(torch.cpu, "get_capabilities"):
         known = torch.cpu.get_capabilities()
         return any(known.get(name, False) for name in INSTRUCTIONS[format])
-    return format == "bf16" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return format == "bf16" and _torch.cpu_multiplies_bf16()
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def cpu_scales_rows() -> bool:
     """Whether torch's scaled matmul takes a scale per row on a CPU; torch 2.11's fails an assertion of its own."""
     codes, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
     try:
-        torch._scaled_mm(codes, codes.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+        _torch.scaled_mm(codes, codes.t(), scales, scales.t(), out_dtype=torch.bfloat16)
     except RuntimeError:
         return False
     return True
@@ -136,7 +137,7 @@ def cpu_timings() -> CpuTimings:
         a_fp8, b_fp8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
 
         def scaled_mm():
-            return torch._scaled_mm(a_fp8, b_fp8.t(), one, one, out_dtype=torch.bfloat16)
+            return _torch.scaled_mm(a_fp8, b_fp8.t(), one, one, out_dtype=torch.bfloat16)
 
         try:
             scaled = _best_ms(scaled_mm)

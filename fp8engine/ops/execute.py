@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import BackendError
 from fp8engine.ops import ranks, reference, scaled_mm, triton_backend
 from fp8engine.ops.dispatch import asked, choose, choose_casts
@@ -21,7 +22,7 @@ def matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> 
         return triton_backend.matmul(a, b, Epilogue(bias_N, out), fast=precision == "fast")
     if name == "cublas":
         return scaled_mm.matmul(a, b, bias_N, out, fast=precision == "fast")
-    if torch._C._is_any_autocast_enabled():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
+    if _torch.autocast_active():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
         with torch.autocast(a.data.device.type, enabled=False):
             return _emulate(a, b, bias_N, out, precision)
     return _emulate(a, b, bias_N, out, precision)

@@ -15,6 +15,7 @@ from typing import Literal, overload
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import BackendError, ShapeError, UnknownName
 from fp8engine.numerics.recipe import Cast, PerBlock, PerRow
 from fp8engine.ops import device, execute, reference
@@ -180,7 +181,7 @@ def direct(x: torch.Tensor) -> bool:
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and _torch.dispatch_modes() == 0
         and not x.is_meta
         and not torch.is_grad_enabled()
     )

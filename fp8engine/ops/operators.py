@@ -10,11 +10,10 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch._higher_order_ops import effects
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from fp8engine import _torch
 from fp8engine.errors import GradientError
 from fp8engine.ops import execute, reference
 from fp8engine.ops.reference import Epilogue, How, Operand, Slot
@@ -27,7 +26,7 @@ CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDisp
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass (a forward that runs now is a recompute)."""
-    return torch._C._current_graph_task_id() != -1
+    return _torch.graph_task() != -1
 
 
 class _ForwardAlone(torch.autograd.Function):
@@ -72,7 +71,7 @@ def define_effect(schema: str, implementation, fake) -> None:
     written, forward and backward: tests/nn/test_compile.py.
     """
     define(schema, implementation, fake)
-    effects._register_effectful_op(f"fp8engine::{schema.split('(')[0]}", effects._EffectType.ORDERED)
+    _torch.ordered_effect(f"fp8engine::{schema.split('(')[0]}")
 
 
 def define_recorded(call: str, results: int, implementation, fake, define: Callable = define) -> None:
@@ -112,7 +111,7 @@ def define_recorded(call: str, results: int, implementation, fake, define: Calla
 
     def recorded(*arguments):
         *given, live, counts, index, record, count = arguments
-        if not any(isinstance(mode, CHECKPOINTS) for mode in _get_current_dispatch_mode_stack()):
+        if not any(isinstance(mode, CHECKPOINTS) for mode in _torch.dispatch_mode_stack()):
             return getattr(OPERATORS, f"{name}_slot").default(*arguments, not in_backward())
         column = _saved(OPERATORS.take_column.default, live, counts, index)
         *found, live_21, counts_C1 = getattr(OPERATORS, f"{name}_column").default(*given, *column, record, count)
@@ -123,7 +122,7 @@ def define_recorded(call: str, results: int, implementation, fake, define: Calla
     tables, flags = "Tensor live, Tensor counts", "bool record, bool count"
     slot = f"{inputs}, {tables}, int index, {flags}"
     define(f"{name}_slot({slot}, bool once=True) -> ({', '.join(returns)})", write, fake)
-    effects._register_effectful_op(f"fp8engine::{name}_slot", effects._EffectType.ORDERED)
+    _torch.ordered_effect(f"fp8engine::{name}_slot")
     define(
         f"{name}_column({inputs}, {tables}, {flags}) -> ({', '.join(returns + ['Tensor'] * 2)})",
         in_column,

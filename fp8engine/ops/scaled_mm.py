@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
+from fp8engine import _torch
 from fp8engine.errors import BackendError
 from fp8engine.ops import device
 from fp8engine.ops.reference.operand import Operand
@@ -65,7 +66,7 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
         # As vectors first: torch wants strides of 1 even along a dimension of size 1, which a transposed scale lacks.
         scale_a = a.scale.reshape(-1).expand(m).contiguous().unsqueeze(1)
         scale_b = pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0).unsqueeze(0)
-    y_MN = torch._scaled_mm(
+    y_MN = _torch.scaled_mm(
         a_data,
         b_data.t(),
         scale_a=scale_a,

@@ -13,8 +13,9 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fp8engine import _torch
+from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, Format
@@ -118,7 +119,7 @@ class Float8Tensor(torch.Tensor):
         found.source = self.source
         return _knowing(found, self.power_of_2)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = _torch.no_torch_function  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,7 +138,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Float8Tensor):
         values = x.values()
-        return torch.ops.aten._unsafe_view.default(values, values.shape)  # a Function's result is no view
+        return _torch.unsafe_view(values, values.shape)  # a Function's result is no view
 
     @staticmethod
     def backward(ctx, dy):
@@ -320,12 +321,12 @@ KEEPING = {
     aten.detach.default: _same,
     aten.alias.default: _same,
     aten.clone.default: _clone,
-    aten._to_copy.default: _move,
+    _torch.to_copy: _move,
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
     aten.permute.default: _transpose,
     aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
+    _torch.unsafe_view: _reshape,
     aten.reshape.default: _reshape,
     aten.copy_.default: _copy,
     **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default), _view),

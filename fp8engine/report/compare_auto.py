@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
+from fp8engine._torch import tree_leaves
 from fp8engine.report.compare_text import NOTHING, Batch
 
 STEPS = 4  # a look, a closer one, and the decisions that follow

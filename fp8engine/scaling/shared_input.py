@@ -21,6 +21,7 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.ops import device
 from fp8engine.ops.fingerprint import fingerprint
 from fp8engine.ops.reference import Operand, Slot
@@ -71,7 +72,7 @@ class SharedInput(threading.local):
 
     def operands(self, x: torch.Tensor, layer: int, parent: str | None) -> Kept:
         """What has been made of this very tensor so far, for a layer with that parent; the caller adds to it."""
-        task = torch._C._current_graph_task_id()  # of the backward pass under way; -1 outside of one
+        task = _torch.graph_task()  # of the backward pass under way; -1 outside of one
         outside = task == -1 and not self.active
         if parent is None or outside or (x.device.type == "cpu" and not x.is_contiguous()):
             return {}

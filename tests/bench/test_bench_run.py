@@ -71,7 +71,7 @@ def measured(ways: dict[str, Variant], right: int, shape: Shape = SHAPE) -> dict
 def test_a_wrong_result_has_an_error_and_no_time_or_ratio(broken):
     called = []
     wrong = Variant("tensor", lambda pair: called.append(0) or broken(pair), peer="ok")
-    rows = measured({BASE: Variant("bf16", run._torch), "ok": Variant("tensor", right, roundings=2), "bad": wrong}, 2)
+    rows = measured({BASE: Variant("bf16", run._plain), "ok": Variant("tensor", right, roundings=2), "bad": wrong}, 2)
     assert rows["bad"]["correct"] is False
     assert TIMES.isdisjoint(rows["bad"])
     assert rows["bad"]["error"] is None or rows["bad"]["error"] > rows["bad"]["tolerance"]
@@ -92,7 +92,7 @@ def test_a_result_that_is_wrong_on_other_operands_is_wrong():
 
 def test_ratios_are_the_others_time_over_ours():
     ways = {
-        BASE: Variant("bf16", run._torch),
+        BASE: Variant("bf16", run._plain),
         "slow": Variant("tensor", right, roundings=2),
         "ours": Variant("tensor", right, peer="slow", roundings=2),
     }
@@ -174,7 +174,7 @@ def test_the_limits_of_one_result_serve_another():
 
 
 def test_a_line_has_numbers_only_for_what_is_right():
-    rows = measured({BASE: Variant("bf16", run._torch), "bad": Variant("tensor", lost_tile)}, 1)
+    rows = measured({BASE: Variant("bf16", run._plain), "bad": Variant("tensor", lost_tile)}, 1)
     assert line(rows[BASE]).split()[-1] == "1.00"
     assert "96x64x128" in line(rows[BASE])
     assert "WRONG, error " in line(rows["bad"])

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8engine._torch import TorchDispatchMode
 from fp8engine.auto.flow.kinds import OVERWRITES, group_of, kind_of
 from fp8engine.auto.flow.origins import Origin, State, States, place
 from fp8engine.auto.flow.result import Flow, flow_of
