@@ -35,6 +35,7 @@ disable_current_modes = _disable_current_modes  # a stored tensor is read withou
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 dispatch_mode_stack = _get_current_dispatch_mode_stack  # which: checkpointing inside compile is one of them
 function_modes = torch.overrides._get_current_function_mode_stack  # autocast with lists is one of them
+wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without storage that holds others
 no_torch_function = torch._C._disabled_torch_function_impl  # a tensor subclass that acts below autograd only
 
 # Autograd and transforms.
@@ -73,6 +74,11 @@ def constant_in_graphs(function: Callable) -> None:
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has BF16 products: AVX512-BF16 or AMX."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def scaled_mm(*operands, **options) -> torch.Tensor:

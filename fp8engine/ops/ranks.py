@@ -19,6 +19,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from fp8engine import _torch
 from fp8engine.errors import ParallelError
 
 
@@ -70,7 +71,7 @@ def _named(name: str) -> dist.ProcessGroup:
 
 def _of_data_parallel() -> dist.ProcessGroup | None:
     """The group of the DistributedDataParallel whose forward is running; None outside of one."""
-    wrapper = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    wrapper = _torch.active_ddp()
     if wrapper is None:
         return None
     if wrapper._join_config.enable:

@@ -43,7 +43,7 @@ class Float8Tensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, granularity: Granularity, dtype: torch.dtype):
-        return torch.Tensor._make_wrapper_subclass(
+        return _torch.wrapper_subclass(
             cls, data.shape, data.stride(), data.storage_offset(), dtype=dtype, device=data.device
         )
 

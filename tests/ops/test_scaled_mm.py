@@ -181,11 +181,11 @@ def test_where_it_is_not(monkeypatch: pytest.MonkeyPatch):
 def test_row_scales_on_a_cpu_where_torch_has_none(takes: bool, monkeypatch: pytest.MonkeyPatch):
     """As torch 2.11, whose own words are "INTERNAL ASSERT FAILED ... report a bug"."""
 
-    def scaled_mm(a, b, scale_a, scale_b, out_dtype):
+    def fails(a, b, scale_a, scale_b, out_dtype):
         if not takes:
             raise RuntimeError("INTERNAL ASSERT FAILED")
 
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", fails)
     monkeypatch.setattr(device, "cpu_scales_rows", TAKES_ROWS)
     assert device.cpu_scales_rows() is takes
     a, b = operands((16, 16, 16), GROUPS["row x tensor"])
