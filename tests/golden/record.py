@@ -21,9 +21,9 @@ everything of that kind fixed to what any x86-64 CPU can do:
 | attention | the backend MATH, "eager" in transformers | the fused one rounds by the alignment of its memory |
 | emulated products | torch.cpu.get_capabilities replaced | the engine emulates FP8 in BF16 where the CPU has it |
 
-Weights and batches are made of integers, and AdamW's betas are 0.5 and 0.75, whose powers are exact for 32 steps: what
-is recorded does not hang on how random normal numbers or `pow` are computed.  `agree.py` beside this file checks the
-independence on other (emulated) CPUs and says which of the pins were seen to be needed.
+Weights and batches are made of integers, so that nothing hangs on how random normal numbers are computed.  The optimizer
+is SGD: torch.sqrt, which Adam needs, is MKL's, refines the CPU's own approximation of 1/sqrt, and has no pin.
+agree.py beside this file checks the independence on other (emulated) CPUs, and which pins this machine needs.
 """
 
 from __future__ import annotations

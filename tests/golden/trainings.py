@@ -96,7 +96,6 @@ class Training:
     model: Any
     loss: Callable[[int], Any]
     steps: int = STEPS
-    adam: bool = False
     forward: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     whole: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     scaler: Any = None
@@ -104,10 +103,7 @@ class Training:
     def run(self) -> Run:
         """Train; the gradients recorded are the unscaled ones."""
         found, parameters = Run(), list(self.model.parameters())
-        if self.adam:
-            optimizer: Any = torch.optim.AdamW(parameters, lr=2.0**-9, betas=(0.5, 0.75), foreach=False, fused=False)
-        else:
-            optimizer = torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5, foreach=False, fused=False)
+        optimizer = torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5, foreach=False, fused=False)
         scaler = self.scaler or torch.amp.GradScaler("cpu", enabled=False)
         with fe.backend("reference"):
             for step in range(self.steps):
@@ -148,12 +144,12 @@ def recipes() -> list[str]:
 
 
 def gpt(recipe: str, steps: int = STEPS) -> Training:
-    """The demo's GPT, as the demo trains it: under autocast in 16 bits, converted in FP8; AdamW."""
+    """The demo's GPT, as the demo trains it: under autocast in 16 bits, converted in FP8."""
     precision = Precision(recipe, torch.device("cpu"))
     model = integers(GPT(replace(SIZES["tiny"], context=32)))
     model = model if recipe in PLAIN else converted(model, named(recipe))
     return Training(
-        model, lambda step: loss_of(model, tokens(step, 256)), steps, True, precision.forward, precision.step,
+        model, lambda step: loss_of(model, tokens(step, 256)), steps, precision.forward, precision.step,
         precision.scaler,
     )  # fmt: skip
 
@@ -175,7 +171,7 @@ def plain_llama(**options: Any) -> Any:
 
 
 def training(model: Any, steps: int = STEPS) -> Training:
-    """Of a language model of transformers, on tokens it shall predict; SGD."""
+    """Of a language model of transformers, on tokens it shall predict."""
     return Training(model, lambda step: model(input_ids=tokens(step), labels=tokens(step)).loss, steps)
 
 
@@ -236,8 +232,8 @@ def mixtral(recipe: str, fuse: bool = False) -> Training:
         "pad_token_id": 0,
         **EAGER,
     }
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**size, **heads, **experts)
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**size, **heads, **experts, **EAGER)
     return training(converted(integers(transformers.MixtralForCausalLM(config)).train(), recipe, fuse=fuse), FEWER)
 
 
