@@ -21,8 +21,8 @@ everything of that kind fixed to what any x86-64 CPU can do:
 | attention | the backend MATH, "eager" in transformers | the fused one rounds by the alignment of its memory |
 | emulated products | torch.cpu.get_capabilities replaced | the engine emulates FP8 in BF16 where the CPU has it |
 
-Weights and batches are made of integers, so that nothing hangs on how random normal numbers are computed.  The optimizer
-is SGD: torch.sqrt, which Adam needs, is MKL's, refines the CPU's own approximation of 1/sqrt, and has no pin.
+Weights and batches are made of integers, so that nothing hangs on how random normal numbers are computed.  The
+optimizer is SGD: torch.sqrt, which Adam needs, is MKL's, which differs from one CPU to the next under every pin.
 agree.py beside this file checks the independence on other (emulated) CPUs, and which pins this machine needs.
 """
 

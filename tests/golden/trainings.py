@@ -233,7 +233,7 @@ def mixtral(recipe: str, fuse: bool = False) -> Training:
         **EAGER,
     }
     experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**size, **heads, **experts, **EAGER)
+    config = transformers.MixtralConfig(**size, **heads, **experts)
     return training(converted(integers(transformers.MixtralForCausalLM(config)).train(), recipe, fuse=fuse), FEWER)
 
 
