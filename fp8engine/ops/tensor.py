@@ -334,4 +334,9 @@ KEEPING = {
 }
 
 # Our own classes and nothing else, so that torch.load(weights_only=True), the default, reads our tensors.
-torch.serialization.add_safe_globals([_rebuild, PerTensor, PerRow, PerBlock])
+SAVED = (_rebuild, PerTensor, PerRow, PerBlock)
+# Also under the names that files of fp8engine 0.1 hold.
+OLD = ("tensor._rebuild", "cast.PerTensor", "cast.PerRow", "cast.PerBlock")
+torch.serialization.add_safe_globals(
+    [*SAVED, *((it, f"fp8engine.{name}") for it, name in zip(SAVED, OLD, strict=True))]
+)

@@ -100,8 +100,9 @@ def unpickled(name: str, weights_only: bool = False) -> Any:
     else:
         found = pickle.loads(make.read(name))
     # An editable install of another checkout answers for modules that this one lacks.
-    ours = {key: module.__file__ for key, module in sys.modules.items() if key.startswith("fp8engine.")}
-    assert not [key for key, file in ours.items() if file and Path(fe.__file__).parent not in Path(file).parents]
+    ours = {key: getattr(module, "__file__", None) for key, module in sys.modules.items()}
+    here = Path(fe.__file__).parent
+    assert not [k for k, file in ours.items() if k.startswith("fp8engine.") and file and here not in Path(file).parents]
     return found
 
 
