@@ -10,7 +10,7 @@ from pathlib import Path
 def write(path: str | os.PathLike, content: bytes | str) -> None:
     """Put `content` at `path`, text as UTF-8: written beside it, forced to the disk, then renamed over the old file.
 
-    Raises OSError with the system's reason (a full disk, a folder that is missing or cannot be written); the old content
+    Raises OSError with the reason (a full disk, a folder that is missing or cannot be written); the old content
     is then unchanged and nothing is left beside it.
 
     >>> import tempfile
