@@ -334,9 +334,6 @@ KEEPING = {
 }
 
 # Our own classes and nothing else, so that torch.load(weights_only=True), the default, reads our tensors.
-SAVED = (_rebuild, PerTensor, PerRow, PerBlock)
-# Also under the names that files of fp8engine 0.1 hold.
-OLD = ("tensor._rebuild", "cast.PerTensor", "cast.PerRow", "cast.PerBlock")
-torch.serialization.add_safe_globals(
-    [*SAVED, *((it, f"fp8engine.{name}") for it, name in zip(SAVED, OLD, strict=True))]
-)
+torch.serialization.add_safe_globals([_rebuild, PerTensor, PerRow, PerBlock])
+OF_0_1 = {"tensor": (_rebuild,), "recipe": (PerTensor, PerRow, PerBlock), "cast": (PerTensor, PerRow, PerBlock)}
+torch.serialization.add_safe_globals([(x, f"fp8engine.{old}.{x.__name__}") for old in OF_0_1 for x in OF_0_1[old]])
