@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from fp8engine._torch import plain_name
-from fp8engine.auto import Controller
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
@@ -149,19 +148,21 @@ def _output(numerics: Numerics, weight: torch.Tensor, tables: Slots) -> dict:
 
 
 def _why_plain(numerics: Numerics) -> str:
-    clock = getattr(numerics.state.clock, "__self__", None)
-    if not (numerics.consumers and isinstance(clock, Controller)):
+    controller = numerics.state.controller
+    if not numerics.consumers or controller is None:
         return ""
-    return clock.outputs.why(numerics)
+    return controller.outputs.why(numerics)
 
 
 def _not_looked(numerics: Numerics, ran: bool) -> str:
     """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
-    clock = getattr(numerics.state.clock, "__self__", None)
-    if not (ran and isinstance(clock, Controller)):
+    controller = numerics.state.controller
+    if not ran or controller is None:
         return ""
     # Step 0 may have begun in a forward without gradients: of an evaluation, unless a backward pass came.
-    trained = clock.step > 0 or (clock.step == 0 and (numerics.state.backward_seen or not clock.tentative))
+    trained = controller.step > 0 or (
+        controller.step == 0 and (numerics.state.backward_seen or not controller.tentative)
+    )
     return "" if trained else NOT_LOOKED
 
 
