@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import HALVES, autocast
+from fp8engine.amp.difference import Difference, forward_hooks
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.opstats import as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
@@ -189,7 +190,7 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, how: tuple[OpLists, 
     calls: dict[str, int] = {}
 
     def hook(name: str) -> Callable:
-        def finished(module: nn.Module, args: Any, output: Any) -> None:
+        def finished(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             call = calls[name] = calls.get(name, -1) + 1
             seen((name, call), module, _floating(output))
 
@@ -197,20 +198,16 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, how: tuple[OpLists, 
 
     half = dtype in HALVES
     with _as_it_was(model, None if half else dtype), torch.no_grad():
-        hooks = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
         # itself; older ones were not tried).
         casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
-        try:
-            with casting, _DropoutIn(drawn_in if half else dtype):
-                if isinstance(given, dict):
-                    model(**given)
-                else:
-                    model(*(given if isinstance(given, (tuple, list)) else (given,)))
-        finally:
-            for handle in hooks:
-                handle.remove()
+        hooks = forward_hooks((module, hook(name)) for name, module in model.named_modules())
+        with hooks, casting, _DropoutIn(drawn_in if half else dtype):
+            if isinstance(given, dict):
+                model(**given)
+            else:
+                model(*(given if isinstance(given, (tuple, list)) else (given,)))
 
 
 class _DropoutIn(TorchFunctionMode):
@@ -283,17 +280,10 @@ def _layer(
         return LayerError(*start, dtypes, note="outputs of other shapes")
     if not low:
         return LayerError(*start, dtypes)
-    noise, signal, wild_low, wild_high = 0.0, 0.0, 0, 0
+    difference = Difference()
     for ours, theirs in zip(low, high, strict=True):
-        finite_low, finite_high = ours.isfinite(), theirs.isfinite()
-        both = finite_low & finite_high
-        want = theirs.double()[both]
-        noise += (ours.double()[both] - want).square().sum().item()
-        signal += want.square().sum().item()
-        wild_low += int((~finite_low).sum())
-        wild_high += int((~finite_high).sum())
-    error = math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)
-    return LayerError(*start, dtypes, error, wild_low, wild_high)
+        difference.add(ours, theirs)
+    return LayerError(*start, dtypes, difference.error, difference.nonfinite_low, difference.nonfinite_high)
 
 
 def _device_type(model: nn.Module, inputs: Any) -> str:
