@@ -21,8 +21,8 @@ SINGLE = {
     "nn": "families",
     "numerics": "cast cost formats recipe",
     "ops": (
-        "cublas=scaled_mm device dispatch execute fingerprint native=triton_backend operators producers ranks "
-        "run_producers tensor"
+        "cublas=scaled_mm device dispatch=backends execute=matmul fingerprint native=triton_backend operators=library "
+        "producers=norm_act ranks run_producers=ways tensor"
     ),
     "scaling": "choice observe=sample output_slots prediction shared_input stats=histogram",
 }
@@ -46,7 +46,7 @@ FOLDERS = {
     ),
     "reference": (
         "ops.reference",
-        "act_quantize cast_transpose epilogue matmul norm_quantize operand quantize rounding scale stats",
+        "act_quantize cast_transpose epilogue matmul norm_quantize operand quantize rounding scale",
     ),
 }
 SILENT = ("hf", "flow")  # fe.hf and fe.flow are public names: their dotted paths stay

@@ -44,7 +44,7 @@ from fp8engine.autograd.parts import (
 )
 from fp8engine.autograd.ready import suited
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 
@@ -136,7 +136,7 @@ class _NormMLP(torch.autograd.Function):
             halves.append(y_MN)
             weights += [weight_NK, *turned]
         y_MN = halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
-        [(a, to_save)], _ = produced([second], lambda to: producers.act_quantize(y_MN, spec.kind, to))
+        [(a, to_save)], _ = produced([second], lambda to: norm_act.act_quantize(y_MN, spec.kind, to))
         weight_NK, bias_N = parameters[-2:]
         z_MN, turned = second.forward(a, weight_NK, bias_N, spec.out)
         ctx.recompute = spec.memory.recompute_activation and second.needs_x
@@ -157,7 +157,7 @@ class _NormMLP(torch.autograd.Function):
         with second.as_asked():
             y_MN: Any = None if data is None else kept(data, scale, ctx.dtype)
             if ctx.recompute and second.needs_w:
-                [again] = produced_again([second], lambda to: producers.act_quantize(y_MN, ctx.kind, to))
+                [again] = produced_again([second], lambda to: norm_act.act_quantize(y_MN, ctx.kind, to))
                 x2 = tensors_of(again)
             da_MF, *own = second.backward(matrix(dz), tuple(x2), weights[-3:], ctx.dtype)
             if da_MF is None:
@@ -178,8 +178,8 @@ def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, y_MN, kind:
     """dy of each first layer: stored as it reads it, or in 16 bits where it cannot, or where there are two."""
     to = firsts[0].store_grad() if len(firsts) == 1 else None
     if to is not None:
-        observe_made(firsts, "grad_output", lambda to: producers.act_quantize_backward(da_MF, y_MN, kind, to))
-    found: Any = producers.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
+        observe_made(firsts, "grad_output", lambda to: norm_act.act_quantize_backward(da_MF, y_MN, kind, to))
+    found: Any = norm_act.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
     if to is None:
         return [found.dx_MK] if len(firsts) == 1 else list(found.dx_MK.chunk(2, dim=1))
     return [firsts[0].stored_grad(*found)]

@@ -13,7 +13,7 @@ from fp8engine.autograd.linear import in_shape_of, matrix
 from fp8engine.autograd.norm_linear import norm_in_16_bits
 from fp8engine.autograd.parts import KEEP, Memory, NormOf, check_memory, keep, kept
 from fp8engine.errors import UnknownName
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference import RowStatistics, column_sums
 from fp8engine.ops.reference.norm_quantize import KINDS
 
@@ -39,7 +39,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma_K, beta_K, which, memory: Memory):
         y: Any
-        y, _, rows = producers.norm_quantize(matrix(x), gamma_K, beta_K, which)
+        y, _, rows = norm_act.norm_quantize(matrix(x), gamma_K, beta_K, which)
         ctx.save_for_backward(*keep(matrix(x), memory), gamma_K, *rows)
         ctx.which, ctx.dtype = which, x.dtype
         ctx.beta_dtype = None if beta_K is None else beta_K.dtype
@@ -49,7 +49,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy):
         data, scale, gamma_K, *rows = ctx.saved_tensors
         dy_MK, x_MK = matrix(dy), kept(data, scale, ctx.dtype)
-        found: Any = producers.norm_quantize_backward(dy_MK, x_MK, gamma_K, RowStatistics(*rows), ctx.which)
+        found: Any = norm_act.norm_quantize_backward(dy_MK, x_MK, gamma_K, RowStatistics(*rows), ctx.which)
         dbeta_K = None
         if ctx.beta_dtype is not None:  # RMSNorm has no beta of its own
             dbeta_K = (column_sums(dy_MK) if found.dbias_K is None else found.dbias_K).to(ctx.beta_dtype)

@@ -44,7 +44,7 @@ from fp8engine.autograd.parts import (
 )
 from fp8engine.autograd.ready import suited, take
 from fp8engine.errors import UnknownName
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference import RowStatistics, column_sums
 from fp8engine.ops.reference.norm_quantize import KINDS
 from fp8engine.ops.tensor import Float8Tensor
@@ -180,7 +180,7 @@ class Entry:
             return dn_MK.view(self.shape), None, None
         _, _, rstd_M, mean_M, gamma_K, _ = saved[:OWN]
         rows = RowStatistics(rstd_M, mean_M)  # pyright: ignore[reportArgumentType] - saved with x, never None here
-        found: Any = producers.norm_quantize_backward(dn_MK, self._x(saved), gamma_K, rows, self.norm)
+        found: Any = norm_act.norm_quantize_backward(dn_MK, self._x(saved), gamma_K, rows, self.norm)
         dbeta_K = found.dbias_K
         if self.beta_dtype is None:
             dbeta_K = None
@@ -196,7 +196,7 @@ class Entry:
 
     def _make(self, x_MK: torch.Tensor, gamma_K, beta_K):
         norm: Any = self.norm
-        return lambda to: producers.norm_quantize(x_MK, gamma_K, beta_K, norm, to)
+        return lambda to: norm_act.norm_quantize(x_MK, gamma_K, beta_K, norm, to)
 
 
 class _NormLinear(torch.autograd.Function):

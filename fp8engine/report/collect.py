@@ -20,7 +20,7 @@ from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.nn.linear import Float8Module
-from fp8engine.ops import operations as ops
+from fp8engine.ops import matmul
 from fp8engine.report.slots import Slots
 from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
@@ -100,7 +100,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
-        backend = numerics.ran or ops.choose(where, numerics.plan.by_block)
+        backend = numerics.ran or matmul.choose(where, numerics.plan.by_block)
         if not ran:
             backend = "none"
     return {
@@ -109,7 +109,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "shape": list(shape),
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
+        "emulated": ran and recipe.is_fp8 and matmul.emulated(where, backend),
         "reason": "; ".join(
             filter(None, (_not_looked(numerics, ran), _why(numerics, ran, backend), *_dequantised(slots["input"])))
         ),
@@ -171,7 +171,7 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return f"asked for {numerics.recipe.name}"
     if not ran:
         return BYPASSED if numerics.bypassed else NEVER_RAN
-    if why := ops.why_emulated(numerics.state.device, backend):
+    if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
     return ""
 
