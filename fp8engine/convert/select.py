@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fp8engine.autograd.linear import FLOATS
 from fp8engine.convert.bypassed import uncalled
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn import experts
@@ -271,7 +272,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"its weight is a {type(weight).__name__}"
     if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
         return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
     return None
 

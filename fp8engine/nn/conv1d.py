@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fp8engine.autograd import Layer, linear
-from fp8engine.nn.lazy import UNREAL, read
+from fp8engine.nn.lazy import PLACEHOLDERS, apply
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, scale_name, serving
 from fp8engine.numerics.recipe import Recipe
@@ -27,8 +27,8 @@ class Float8Conv1D(Float8Module, Conv1D):
         return Layer(self.weight.t(), self.bias, self.numerics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(x, UNREAL):
-            return read(self, x)
+        if self.fused is not None or isinstance(x, PLACEHOLDERS):
+            return apply(self, x)
         return linear(x, self.weight.t(), self.bias, self.numerics)
 
 
