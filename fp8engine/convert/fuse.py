@@ -1,4 +1,4 @@
-"""Level 2 of fe.convert: groups of norms, linear layers and activations that run as one call, or why a layer does not.
+"""Fusion of norms, linear layers and activations into groups that run as one call (level 2 of fe.convert).
 
     norm, q k v      where the norm comes before, and q, k and v are its only consumers
     norm, MLP        the same for up, or gate and up; with the activation and down

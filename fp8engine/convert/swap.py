@@ -1,4 +1,4 @@
-"""fe.convert: every linear layer of any model put under a recipe, in place.
+"""fe.convert, which puts every linear layer of any model under a recipe, in place.
 
 select   the layers and their recipes (select.py), less those that example_inputs do not call
 check    strict=True's refusals, `auto`'s plan and flow: an error up to here leaves the model as it was

@@ -23,7 +23,7 @@ class Float8Conv1D(Float8Module, Conv1D):
         return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"
 
     def as_layer(self) -> Layer:
-        """What the fused functions take of it."""
+        """The layer as the fused functions take it."""
         return Layer(self.weight.t(), self.bias, self.numerics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ class Linear(Float8Module, nn.Linear):
         attach([self.numerics], [(out_features, in_features)])
 
     def as_layer(self) -> Layer:
-        """What the fused functions take of it."""
+        """The layer as the fused functions take it."""
         return Layer(self.weight, self.bias, self.numerics)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
