@@ -23,8 +23,8 @@ SINGLE = {
     ),
     "numerics": "cast cost formats recipe",
     "ops": (
-        "cublas=scaled_mm device dispatch execute fingerprint native=triton_backend operators producers ranks "
-        "run_producers tensor"
+        "cublas=scaled_mm device dispatch=backends execute=matmul fingerprint native=triton_backend operators=library "
+        "producers=norm_act ranks run_producers=ways tensor"
     ),
     "scaling": "choice observe=sample output_slots prediction shared_input stats=histogram",
 }
@@ -41,11 +41,11 @@ FOLDERS = {
     ),
     "modules": (
         "nn",
-        ("attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer"),
+        "attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer",
     ),
     "reference": (
         "ops.reference",
-        "act_quantize cast_transpose epilogue matmul norm_quantize operand quantize rounding scale stats",
+        "act_quantize cast_transpose epilogue matmul norm_quantize operand quantize rounding scale",
     ),
 }
 SILENT = ("hf", "flow")  # fe.hf and fe.flow are public names: their dotted paths stay

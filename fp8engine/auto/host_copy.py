@@ -34,7 +34,7 @@ def send(step: int, state: ScalingState) -> Arriving:
     together = ranks.agree(state.samples, state.ranks)
     ranks.agree(counts_CS, state.ranks)
     samples, counts, rules = (_to_host(table) for table in (state.samples, counts_CS, state.rules_3S))
-    return Arriving(step, samples, counts, rules, state.closely, _event(state.device), together)
+    return Arriving(step, samples, counts, rules, state.detailed_layers, _event(state.device), together)
 
 
 def arrived(look: Arriving, just_sent: bool) -> bool:

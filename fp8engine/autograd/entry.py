@@ -16,7 +16,7 @@ from fp8engine.autograd.linear import matrix
 from fp8engine.autograd.norm import norm_gradients
 from fp8engine.autograd.parts import Spec, keep, kept, made_together, produced, recomputed, tensors_of
 from fp8engine.autograd.ready import take
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference import RowStatistics
 from fp8engine.ops.tensor import Float8Tensor
 
@@ -117,4 +117,4 @@ class Entry:
 
     def _make(self, x_MK: torch.Tensor, gamma_K, beta_K):
         norm: Any = self.norm
-        return lambda to: producers.norm_quantize(x_MK, gamma_K, beta_K, norm, to)
+        return lambda to: norm_act.norm_quantize(x_MK, gamma_K, beta_K, norm, to)

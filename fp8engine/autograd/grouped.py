@@ -41,9 +41,8 @@ from fp8engine.autograd.ready import suited
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
-from fp8engine.ops.dispatch import asked
+from fp8engine.ops import casts, device
+from fp8engine.ops.backends import asked
 from fp8engine.ops.reference import How, Operand, Slot, column_sums
 from fp8engine.scaling.shared_input import Kept
 
@@ -299,8 +298,8 @@ def _spans_rows(how: How) -> bool:
 def _stacked(x_RC: torch.Tensor, how: How, sizes: list[int], slot: Slot) -> Operand:
     """Rows under a cast; where rows share a scale, each group of `sizes` rows is cast for itself."""
     if not _spans_rows(how) or (how.rows > 1 and not any(size % how.rows for size in sizes)):
-        return ops.quantize(x_RC, how, slot)
-    parts = [ops.quantize(part, how, slot) for part in x_RC.split(sizes)]
+        return casts.quantize(x_RC, how, slot)
+    parts = [casts.quantize(part, how, slot) for part in x_RC.split(sizes)]
     return parts[0]._replace(data=torch.cat([p.data for p in parts]), scale=torch.cat([p.scale for p in parts]))
 
 

@@ -45,7 +45,7 @@ from fp8engine.autograd.parts import (
 )
 from fp8engine.autograd.ready import suited
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 
@@ -131,7 +131,7 @@ class _NormMLP(torch.autograd.Function):
         entry = Entry(spec, firsts)
         halves, saved, weights = entry.forward(x, gamma_K, beta_K, parameters)
         y_MN = halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
-        [(a, to_save)], _ = produced([second], lambda to: producers.act_quantize(y_MN, spec.kind, to))
+        [(a, to_save)], _ = produced([second], lambda to: norm_act.act_quantize(y_MN, spec.kind, to))
         weight_NK, bias_N = parameters[-2:]
         z_MN, transposed = second.forward(a, weight_NK, bias_N, spec.out)
         ctx.recompute = spec.memory.recompute_activation and second.needs_x
@@ -152,7 +152,7 @@ class _NormMLP(torch.autograd.Function):
         with second.as_asked():
             y_MN: Any = None if data is None else kept(data, scale, ctx.dtype)
             if ctx.recompute and second.needs_w:
-                [again] = recomputed([second], lambda to: producers.act_quantize(y_MN, ctx.kind, to))
+                [again] = recomputed([second], lambda to: norm_act.act_quantize(y_MN, ctx.kind, to))
                 x2 = tensors_of(again)
             da_MF, *own = second.backward(matrix(dz), tuple(x2), weights[-3:], ctx.dtype)
             if da_MF is None:
@@ -165,8 +165,8 @@ def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, y_MN, kind:
     """dy of each first layer: in FP8 as it reads it, or in 16 bits where it cannot or where there are two layers."""
     to = firsts[0].store_grad() if len(firsts) == 1 else None
     if to is not None:
-        sample_made(firsts, "grad_output", lambda to: producers.act_quantize_backward(da_MF, y_MN, kind, to))
-    found: Any = producers.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
+        sample_made(firsts, "grad_output", lambda to: norm_act.act_quantize_backward(da_MF, y_MN, kind, to))
+    found: Any = norm_act.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
     if to is None:
         return [found.dx_MK] if len(firsts) == 1 else list(found.dx_MK.chunk(2, dim=1))
     return [firsts[0].stored_grad(*found)]

@@ -12,7 +12,7 @@ import torch
 from fp8engine.autograd.linear import in_shape_of, matrix
 from fp8engine.autograd.parts import KEEP, Memory, NormOf, check_memory, keep, kept
 from fp8engine.errors import UnknownName
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference import Norm, RowStatistics, column_sums
 from fp8engine.ops.reference.norm_quantize import KINDS
 
@@ -57,7 +57,7 @@ def norm_gradients(
     dn_MK: torch.Tensor, x_MK: torch.Tensor, gamma_K, rows: RowStatistics, norm: Norm, beta_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(dx [M, K], dgamma, dbeta) of norm(x); beta_dtype None: it has no beta."""
-    found: Any = producers.norm_quantize_backward(dn_MK, x_MK, gamma_K, rows, norm)
+    found: Any = norm_act.norm_quantize_backward(dn_MK, x_MK, gamma_K, rows, norm)
     dbeta_K = None
     if beta_dtype is not None:  # RMSNorm has no beta of its own
         dbeta_K = (column_sums(dn_MK) if found.dbias_K is None else found.dbias_K).to(beta_dtype)
@@ -68,7 +68,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma_K, beta_K, which, memory: Memory):
         y: Any
-        y, _, rows = producers.norm_quantize(matrix(x), gamma_K, beta_K, which)
+        y, _, rows = norm_act.norm_quantize(matrix(x), gamma_K, beta_K, which)
         ctx.save_for_backward(*keep(matrix(x), memory), gamma_K, *rows)
         ctx.which, ctx.dtype = which, x.dtype
         ctx.beta_dtype = None if beta_K is None else beta_K.dtype

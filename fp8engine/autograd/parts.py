@@ -14,8 +14,7 @@ import torch
 from fp8engine.autograd.call import Call, Either
 from fp8engine.autograd.numerics import Numerics, _count_again
 from fp8engine.errors import UnknownName
-from fp8engine.ops import operations as ops
-from fp8engine.ops import operators
+from fp8engine.ops import casts, library
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.scaling.shared_input import Kept
@@ -82,7 +81,7 @@ def keep(x_MK: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, torch.Tensor
     """(data, scale or None) of x, kept for an elementwise backward."""
     if memory.store == "16 bits":
         return x_MK, None
-    q = ops.quantize(x_MK, ROWS)
+    q = casts.quantize(x_MK, ROWS)
     return q.data, q.scale
 
 
@@ -92,7 +91,7 @@ def kept(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> 
         return data
     # A power of two times 4 bits is exact in BF16 and FP32; FP16 has no room for every scale.
     wide = torch.float32 if dtype == torch.float16 else dtype
-    return (ops.decode(data, wide) * scale.to(wide)).to(dtype)
+    return (casts.decode(data, wide) * scale.to(wide)).to(dtype)
 
 
 def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Either | None]], list]:
@@ -171,8 +170,9 @@ def _count_again_of(live, counts, source: int, index: int, record: bool, size: i
     _count_again(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
 
 
-operators.define_effect(
+library.define(
     "count_again(Tensor live, Tensor counts, int source, int index, bool record, SymInt size) -> ()",
     _count_again_of,
     lambda *arguments: None,
+    effect=True,
 )

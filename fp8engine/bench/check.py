@@ -17,9 +17,10 @@ import torch
 from fp8engine.bench import check_producers
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.formats import E4M3, E5M2, FP16, FP32, Format
-from fp8engine.ops import operations as ops
 from fp8engine.ops import reference, triton_backend
-from fp8engine.ops.dispatch import backend
+from fp8engine.ops import scale_update as update
+from fp8engine.ops.backends import backend
+from fp8engine.ops.casts import cast_transpose, quantize
 from fp8engine.ops.reference import Epilogue, How, Operand, Slot
 from fp8engine.ops.reference.operand import COUNTERS
 
@@ -178,8 +179,8 @@ def _cast(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: 
     live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
     slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
     with backend(name), torch.no_grad():
-        first, turned = ops.cast_transpose(x, how, slot)
-        alone = ops.quantize(x, how, slot)
+        first, turned = cast_transpose(x, how, slot)
+        alone = quantize(x, how, slot)
     data = torch.cat([each.data.contiguous().view(torch.uint8) for each in (first, alone)])
     # On a CPU the reference looks for flushed elements on some calls only: rows "sampled" and "underflowed".
     counts = slot.counts_CS if where.type == "cuda" else slot.counts_CS[[0, 1, 3, 5, 6]]
@@ -202,7 +203,7 @@ def scale_update(where: torch.device) -> str | None:
     rules = rules.repeat(1, 1000)
     ours = [table.clone().to(where) for table in (history, live, rules)]
     with backend("triton"):
-        ops.scale_update(ours[0], ours[1], ours[2])
+        update.scale_update(ours[0], ours[1], ours[2])
     reference.scale_update(history, live, rules)
     for name, found, wanted in zip(("history", "live"), ours, (history, live), strict=False):
         if wrong := _differs(found.cpu(), wanted):

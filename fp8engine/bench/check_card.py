@@ -12,7 +12,7 @@ import torch
 from fp8engine.bench import check
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.formats import E4M3
-from fp8engine.ops import device, dispatch, triton_backend
+from fp8engine.ops import backends, device, triton_backend
 from fp8engine.ops.reference import Epilogue
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
@@ -35,7 +35,7 @@ def checks(where: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]
 def captured(where: torch.device, recipe: str) -> str | None:
     """Forward and backward captured once and replayed on other data and weights equal eager code."""
     for name in _backends(recipe):
-        with dispatch.backend(name):
+        with backends.backend(name):
             made, x, dy = _layer(where, recipe)
             side = torch.cuda.Stream(where)
             side.wait_stream(torch.cuda.current_stream(where))
@@ -68,7 +68,7 @@ def captured(where: torch.device, recipe: str) -> str | None:
 def waits(where: torch.device, recipe: str, steps: int = 1) -> str | None:
     """Training steps under torch's alarm for calls that wait for the card."""
     for name in _backends(recipe):
-        with dispatch.backend(name):
+        with backends.backend(name):
             made, x, dy = _layer(where, recipe)
             made(x).backward(dy)
             torch.cuda.synchronize(where)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8engine.ops import operations as ops
-from fp8engine.ops import producers, reference
-from fp8engine.ops.dispatch import backend
+from fp8engine.ops import casts, norm_act, reference
+from fp8engine.ops.backends import backend
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
@@ -79,7 +78,7 @@ def column_sums(where: torch.device, shape: tuple[int, int]) -> str | None:
     for (rows, cols), dtype in itertools.product(((-1, -1), (1, -1), (1, 128)), (torch.bfloat16, torch.float32)):
         x = torch.randn(shape, device=where).to(dtype)
         with backend("triton"), torch.no_grad():
-            *_, sums_K = ops.cast_transpose(x, How(E4M3, rows, cols), sums=True)
+            *_, sums_K = casts.cast_transpose(x, How(E4M3, rows, cols), sums=True)
         error, bound = (sums_K.double() - x.double().sum(0)).abs(), shape[0] * 2.0**-24 * x.double().abs().sum(0)
         if (error > bound).any():
             return f"{rows}x{cols}, {dtype}: {(error / bound).max():.1f} times the bound"
@@ -101,7 +100,7 @@ def _results(where, run, how: How | None, transposed: bool, name: str) -> list[t
         live = torch.tensor([[0.0, -1.0], [0.0, 2.0**6 if how.delayed else 0.0]], device=where)
         slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
     with backend(name), torch.no_grad():
-        parts = run(producers, Store(how, transposed, slot))
+        parts = run(norm_act, Store(how, transposed, slot))
     results = []
     for part in parts:
         if isinstance(part, Operand):

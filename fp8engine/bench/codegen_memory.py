@@ -1,4 +1,4 @@
-"""The kernels bound by memory, as `codegen` compiles them: casts, norms, activations, statistics, the update of scales.
+"""The kernels bound by memory, as `codegen` compiles them: casts, norms, activations, the update of scales.
 
 What moves a tensor has to move it 16 bytes a thread; a launch that only reduces what another left behind need not.
 """
@@ -15,7 +15,6 @@ from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.scale_update import scale_update
-from fp8engine.kernels.stats import stats
 from fp8engine.ops.reference import How, Norm, RowStatistics, Slot, Store
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -57,8 +56,6 @@ def cases() -> Iterator[MemoryCase]:
         "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()
     )
     yield _case("transpose_codes", hopper, ("_transpose_kernel",), transpose_codes, _meta(M, K, dtype=E4M3))
-    for dtype in (BF16, torch.float32):
-        yield _case(f"stats {dtype}".replace("torch.", ""), every, (), stats, _meta(M, K, dtype=dtype))
     for steps in (16, 1024):
         tables = _meta(steps, 10_000), _meta(2, 10_000), _meta(3, 10_000)
         yield _case(f"scale_update {steps} steps", every, ("_scale_update_kernel",), scale_update, *tables)

@@ -30,7 +30,7 @@ from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.numerics.recipe import Auto, Recipe
-from fp8engine.ops import dispatch
+from fp8engine.ops import matmul
 from fp8engine.scaling.table import ScalingState
 
 RECORD = "_fp8engine"  # attribute of a converted root
@@ -168,7 +168,7 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
 def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
     """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
     where = device_of(decision.module, decision.parameter)
-    return dispatch.why_emulated(where, dispatch.choose(where, numerics_plan(recipe).by_block))
+    return matmul.why_emulated(where, matmul.choose(where, numerics_plan(recipe).by_block))
 
 
 def _refuse(fused: nn.Module | None, decisions: list[Decision], emulated: dict[str, str]) -> None:

@@ -23,8 +23,7 @@ from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts, device, matmul
 from fp8engine.ops.reference import Operand
 from fp8engine.scaling.table import ROLES, ScalingState
 
@@ -59,7 +58,7 @@ def scale_shape(weight: Cast, n: int, k: int) -> tuple[int, ...]:
     >>> scale_shape(Cast(E4M3, PerBlock(128, 128)), 300, 128)
     (3, 1)
     """
-    return ops.how(weight).scale_shape(n, k) or (1,)
+    return casts.how(weight).scale_shape(n, k) or (1,)
 
 
 class Served(Float8Module):
@@ -139,19 +138,19 @@ class Served(Float8Module):
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             out = torch.get_autocast_dtype(x.device.type)
         if not torch.compiler.is_compiling():
-            numerics.ran = ops.choose(x.device, numerics.plan.by_block, (len(x_MK), n))
+            numerics.ran = matmul.choose(x.device, numerics.plan.by_block, (len(x_MK), n))
         slot = numerics.slot("input", record=True)
         with torch.no_grad():
             if self.input_scale is None:
-                a = ops.quantize(x_MK, how, slot)
+                a = casts.quantize(x_MK, how, slot)
             else:
-                a = ops.quantize_given(x_MK, how, self.input_scale.reshape(()))
+                a = casts.quantize_given(x_MK, how, self.input_scale.reshape(()))
                 slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
             scale = scale.reshape(()) if group.per_tensor else scale
             b = Operand(weight_NK, scale, group.rows, group.cols, group.power_of_2)
             precision = "exact" if numerics.plan.exact else numerics.plan.precision["forward"]
             bias = None if self.bias is None else self.bias.detach()
-            return in_shape_of(x, ops.matmul(a, b, bias, out, precision))
+            return in_shape_of(x, matmul.matmul(a, b, bias, out, precision))
 
     def _check(self, x: torch.Tensor) -> None:
         n, k = self.shape_NK
@@ -250,9 +249,9 @@ def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor
     >>> codes.float().tolist(), scale.tolist()
     ([[448.0, -112.0]], [0.015625])
     """
-    how = ops.how(weight)._replace(delayed=False)
+    how = casts.how(weight)._replace(delayed=False)
     with torch.no_grad():
-        made = ops.quantize(weight_NK.detach(), how)
+        made = casts.quantize(weight_NK.detach(), how)
     return made.data, made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
 
 

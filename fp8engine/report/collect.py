@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from fp8engine._torch import plain_name
-from fp8engine.auto import Controller
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.nn.linear import Float8Module
-from fp8engine.ops import operations as ops
+from fp8engine.ops import matmul
 from fp8engine.report.slots import Slots
 from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
@@ -101,7 +100,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
-        backend = numerics.ran or ops.choose(where, numerics.plan.by_block)
+        backend = numerics.ran or matmul.choose(where, numerics.plan.by_block)
         if not ran:
             backend = "none"
     return {
@@ -110,7 +109,7 @@ def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[in
         "shape": list(shape),
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
+        "emulated": ran and recipe.is_fp8 and matmul.emulated(where, backend),
         "reason": "; ".join(
             filter(None, (_not_looked(numerics, ran), _why(numerics, ran, backend), *_dequantised(slots["input"])))
         ),
@@ -149,19 +148,21 @@ def _output(numerics: Numerics, weight: torch.Tensor, tables: Slots) -> dict:
 
 
 def _why_plain(numerics: Numerics) -> str:
-    clock = getattr(numerics.state.clock, "__self__", None)
-    if not (numerics.consumers and isinstance(clock, Controller)):
+    controller = numerics.state.controller
+    if not numerics.consumers or controller is None:
         return ""
-    return clock.outputs.why(numerics)
+    return controller.outputs.why(numerics)
 
 
 def _not_looked(numerics: Numerics, ran: bool) -> str:
     """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
-    clock = getattr(numerics.state.clock, "__self__", None)
-    if not (ran and isinstance(clock, Controller)):
+    controller = numerics.state.controller
+    if not ran or controller is None:
         return ""
     # Step 0 may have begun in a forward without gradients: of an evaluation, unless a backward pass came.
-    trained = clock.step > 0 or (clock.step == 0 and (numerics.state.backward_seen or not clock.tentative))
+    trained = controller.step > 0 or (
+        controller.step == 0 and (numerics.state.backward_seen or not controller.tentative)
+    )
     return "" if trained else NOT_LOOKED
 
 
@@ -170,7 +171,7 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return f"asked for {numerics.recipe.name}"
     if not ran:
         return BYPASSED if numerics.bypassed else NEVER_RAN
-    if why := ops.why_emulated(numerics.state.device, backend):
+    if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
     return ""
 

@@ -115,8 +115,7 @@ def controllers_of(model: nn.Module) -> list[Controller]:
 
 
 def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
-    clocks = [getattr(state.clock, "__self__", None) for state in _states(layers)]
-    return [clock for clock in clocks if isinstance(clock, Controller)]
+    return [state.controller for state in _states(layers) if state.controller is not None]
 
 
 def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:
