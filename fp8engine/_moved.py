@@ -42,7 +42,7 @@ FOLDERS = {
     ),
     "modules": (
         "nn",
-        ("attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer"),
+        "attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer",
     ),
     "reference": (
         "ops.reference",

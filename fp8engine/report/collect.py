@@ -177,9 +177,9 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
 
 
 def _fused(module: nn.Module) -> str:
-    """With whom the layer runs as one, or why with nobody; "" where fuse=True was not asked."""
-    group, alone = getattr(module, "fused", None), getattr(module, "alone", "")
-    return str(group) if group is not None else f"not fused: {alone}" if alone else ""
+    """The group that the layer runs fused in, or why it is in none; "" where fuse=True was not asked."""
+    group, why = getattr(module, "fused", None), getattr(module, "not_fused_because", "")
+    return str(group) if group is not None else f"not fused: {why}" if why else ""
 
 
 def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> dict:
