@@ -195,9 +195,7 @@ class Controller:
         """Enter the statistics of a step into the history, and decide on every group of layers."""
         for slot, measured in found.items():
             choice = self.choices[slot[0]]
-            self.history.enter(
-                step, self._name(slot), label(slot, choice), measured, predicted(measured, slot, choice)
-            )
+            self.history.enter(step, self._name(slot), label(slot, choice), measured, predicted(measured, slot, choice))
         needs = {slot: needs_of(self.recipes[slot[0]]) for slot in found}
         detailed: set[int] = set()
         self.resample = False

@@ -64,7 +64,9 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             pending = PendingSample(int(at), HostCopy(found[key] for key in PENDING), frozenset(map(int, layers)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
-    if {change.layer for change in log} - controller.by_name.keys() or set(choices) - set(range(len(controller.layers))):
+    if {change.layer for change in log} - controller.by_name.keys() or set(choices) - set(
+        range(len(controller.layers))
+    ):
         raise StateError("the state of an auto recipe for another model: its layers are not these")
     controller.step, controller.steps_without_backward = step, late
     controller.resample, controller.tentative = resample, tentative
