@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import HALVES, autocast
+from fp8engine.amp.capture import Call, Difference, on_calls
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.opstats import as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
@@ -163,11 +164,11 @@ def compare(
     reference: dict[tuple[str, int], list[torch.Tensor]] = {}
     layers: list[LayerError] = []
 
-    def keep(key: tuple[str, int], module: nn.Module, outputs: list[torch.Tensor]) -> None:
-        reference[key] = [output.clone() for output in outputs]  # a clone: a later function may work in place
+    def keep(call: Call) -> None:
+        reference[call.key] = [output.clone() for output in call.tensors()]
 
-    def match(key: tuple[str, int], module: nn.Module, outputs: list[torch.Tensor]) -> None:
-        layers.append(_layer(key, module, outputs, reference.pop(key, None)))
+    def match(call: Call) -> None:
+        layers.append(_layer(call, reference.pop(call.key, None)))
 
     _run(model, inputs, high, (lists, high), keep)
     _run(model, inputs, low, (lists, high), match)
@@ -179,38 +180,28 @@ def compare(
     return Comparison(layers, precision(low), precision(high), limit)
 
 
-Seen = Callable[[tuple[str, int], nn.Module, list[torch.Tensor]], None]
-
-
-def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, how: tuple[OpLists, torch.dtype], seen: Seen) -> None:
-    """One forward in `dtype`; `seen` gets (name, call), module and floating outputs of each call as it finishes."""
+def _run(
+    model: nn.Module,
+    inputs: Any,
+    dtype: torch.dtype,
+    how: tuple[OpLists, torch.dtype],
+    listener: Callable[[Call], None],
+) -> None:
+    """One forward in `dtype`; `listener` gets each call as it finishes.  how: autocast's lists, and dropout's dtype."""
     lists, drawn_in = how
     device_type = _device_type(model, inputs)
-    calls: dict[str, int] = {}
-
-    def hook(name: str) -> Callable:
-        def finished(module: nn.Module, args: Any, output: Any) -> None:
-            call = calls[name] = calls.get(name, -1) + 1
-            seen((name, call), module, _floating(output))
-
-        return finished
-
     half = dtype in HALVES
     with _as_it_was(model, None if half else dtype), torch.no_grad():
-        hooks = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
         # itself; older ones were not tried).
         casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
-        try:
-            with casting, _DropoutIn(drawn_in if half else dtype):
-                if isinstance(given, dict):
-                    model(**given)
-                else:
-                    model(*(given if isinstance(given, (tuple, list)) else (given,)))
-        finally:
-            for handle in hooks:
-                handle.remove()
+        listening = on_calls(dict(model.named_modules()), listener)
+        with listening, casting, _DropoutIn(drawn_in if half else dtype):
+            if isinstance(given, dict):
+                model(**given)
+            else:
+                model(*(given if isinstance(given, (tuple, list)) else (given,)))
 
 
 class _DropoutIn(TorchFunctionMode):
@@ -272,10 +263,9 @@ def _copy(value: Any, dtype: torch.dtype | None, always: bool = True) -> Any:
     return value.detach().to(target, copy=always)
 
 
-def _layer(
-    key: tuple[str, int], module: nn.Module, low: list[torch.Tensor], high: list[torch.Tensor] | None
-) -> LayerError:
-    start = (key[0], type(module).__name__, key[1])
+def _layer(call: Call, high: list[torch.Tensor] | None) -> LayerError:
+    low, (name, index) = call.tensors(), call.key
+    start = (name, type(call.module).__name__, index)
     if high is None:
         return LayerError(*start, (_precisions(low), "-"), note="ran in low only")
     dtypes = (_precisions(low), _precisions(high))
@@ -283,17 +273,10 @@ def _layer(
         return LayerError(*start, dtypes, note="outputs of other shapes")
     if not low:
         return LayerError(*start, dtypes)
-    noise, signal, wild_low, wild_high = 0.0, 0.0, 0, 0
-    for ours, theirs in zip(low, high, strict=True):
-        finite_low, finite_high = ours.isfinite(), theirs.isfinite()
-        both = finite_low & finite_high
-        want = theirs.double()[both]
-        noise += (ours.double()[both] - want).square().sum().item()
-        signal += want.square().sum().item()
-        wild_low += int((~finite_low).sum())
-        wild_high += int((~finite_high).sum())
-    error = math.sqrt(noise / signal) if signal else (math.inf if noise else 0.0)
-    return LayerError(*start, dtypes, error, wild_low, wild_high)
+    found = Difference()
+    for pair in zip(low, high, strict=True):
+        found.add(*pair)
+    return LayerError(*start, dtypes, found.error, found.nonfinite_low, found.nonfinite_high)
 
 
 def _device_type(model: nn.Module, inputs: Any) -> str:
@@ -302,10 +285,6 @@ def _device_type(model: nn.Module, inputs: Any) -> str:
     if len(kinds) > 1:
         raise StateError(f"compare: the model and its inputs lie on {' and '.join(sorted(kinds))}; move them to one")
     return kinds.pop() if kinds else "cpu"
-
-
-def _floating(values: Any) -> list[torch.Tensor]:
-    return [v.detach() for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
 
 
 def _precisions(values: list[torch.Tensor]) -> str:
