@@ -1,18 +1,7 @@
-"""Comparison of a model under recipes with the model as it is, on real tokens.
+"""Runs of a model and of a converted copy on the same batches, and the numbers that their outputs add up to.
 
-The model runs in the precision it is in, then a copy of it under each recipe, on the same batches:
-
-    loss      mean cross-entropy of the tokens to predict (language models)
-    top-1     share of these predictions, or of a classifier's answers, that stay the same
-    cosine    of each text's embedding, the mean of its tokens' last hidden states, to the model's own (encoders)
-    SQNR      10 log10( sum y^2 / sum (y' - y)^2 ) dB in FP64, padding left out; y the model's own, y' under the recipe
-
-SQNR is taken of the model's output and of each linear layer, there twice: `sqnr_db` inside the model, where errors of
-earlier layers arrive with the input, and `own_sqnr_db` of the layer alone, called with the input that it has in the
-model's own precision.  The layer to look at is the one of the lowest own SQNR: errors add up on the way, so a layer's
-place lowers the first, and nothing but the layer's own casts the second.
-
-fe.amp.compare asks another question: two dtypes of one model without FP8, every module.
+`auto` decides in training steps, and `delayed` predicts its scales from the amaxes of earlier steps.  Forwards without
+gradients are neither, so a copy under these recipes runs a few steps on the first batches before it is compared.
 """
 
 from __future__ import annotations
@@ -20,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,72 +18,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8engine._torch import tree_leaves
+from fp8engine.amp.capture import Call, Difference, on_calls
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
-from fp8engine.report.compare_auto import fill_history, show
-from fp8engine.report.compare_text import NOTHING, Batch, pooled, real_rows
+from fp8engine.report.compare.batches import NOTHING, Batch, pooled, real_rows
+from fp8engine.report.compare.result import Comparison, LayerResult, RecipeResult
 
 ROWS = 128  # taken into FP64 at once: logits of a large vocabulary in FP64 would be the largest tensor of all
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """One linear layer under a recipe.  recipe "none": left alone, for `reason`.
-
-    own_sqnr_db, sqnr_db: inf where nothing differs, NaN where a value is not finite, None where it was never called
-    or the two runs called it with different numbers of rows.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    recipe: str
-    reason: str
-    own_sqnr_db: float | None
-    sqnr_db: float | None
-
-
-@dataclass(frozen=True)
-class RecipeResult:
-    """A model under one recipe, against itself.  None: the model has no such number.
-
-    loss: nats a token.  top1: share of equal answers.  cosine, least_cosine: over the texts.
-    """
-
-    recipe: str
-    loss: float | None
-    top1: float | None
-    cosine: float | None
-    least_cosine: float | None
-    sqnr_db: float
-    fp8_flops_share: float
-    emulated: bool
-    layers: list[LayerResult]
-
-    def worst(self) -> LayerResult | None:
-        """The converted layer of the lowest own SQNR, one that is not finite first; None where none was called."""
-        called = [layer for layer in self.layers if layer.recipe != "none" and layer.own_sqnr_db is not None]
-        return min(called, key=lambda layer: _rank(layer.own_sqnr_db), default=None)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A model, and what each recipe makes of it.  loss: its own.  texts, tokens: what it was run on."""
-
-    model: str
-    dtype: str
-    loss: float | None
-    texts: int
-    tokens: int
-    results: list[RecipeResult]
+STEPS = 4  # of auto: a sample, a detailed one, and the decisions that follow
 
 
 def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequence[str | Recipe]) -> Comparison:
     """Run `model` as it is and a converted copy under each recipe, one copy at a time, on the same batches.
 
-    batches: from `fp8engine.report.compare_text.batches`.  Forwards only, in eval mode; the model is left as it was.
+    batches: from `batches`.  Forwards only, in eval mode; the model is left as it was.
     "auto" runs a few training steps first, without an optimizer; "delayed" a forward over each of the first batches,
     which fills its history.  A 16- or 32-bit recipe that every layer computes in already gives the model itself.
     Memory: the model, one copy, and what its linear layers give for one batch.
@@ -103,7 +42,7 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     Raises UnknownName (a recipe), ConversionError (no batch, no linear layer that can be converted to FP8, a model
     that cannot be copied or does not run on the batches).
 
-    >>> from fp8engine.report.compare_text import BYTES, batches
+    >>> from fp8engine.report.compare import BYTES, batches
     >>> model = nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
     >>> found = compare_recipes(model, batches(model, [list(b"some text")], BYTES), ["current", "bf16"])
     >>> [(result.recipe, result.worst().name in "13") for result in found.results]
@@ -139,17 +78,13 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
         raise ConversionError(f"{type(model).__name__} has no linear layers")
     twin = _converted(model, recipe, decisions)
     if isinstance(recipe, Auto):
-        run_steps(twin, batches)
+        run_training_steps(twin, batches)
     elif recipe.delayed:
-        fill_history(batches[: recipe.window], lambda batch: _run(twin, batch))
+        _fill_history(twin, batches[: recipe.window])
     layers, scores = _Layers(model, twin, decisions), _Scores()
     with torch.no_grad():
         for batch in batches:
-            with layers.reference(batch):
-                high = _run(model, batch)
-            with layers.twin(batch):
-                low = _call(twin, batch)
-            layers.settle()
+            low, high = layers.run(batch)
             scores.add(low, high, batch)
     report = inspect(twin)
     result = RecipeResult(
@@ -166,9 +101,41 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
     return scores.mean(scores.loss_high), result
 
 
-def run_steps(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Let a model's `auto` layers decide from a few training steps without an optimizer.  Raises ConversionError."""
-    show(model, batches, lambda batch: _run(model, batch))
+def run_training_steps(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Let a model's `auto` layers decide from a few forwards and backwards without an optimizer.
+
+    The loss is the cross-entropy where there are targets, else the mean square of the output.  Weights do not change;
+    a parameter that takes no gradient gets one meanwhile, so that gradients are sampled too, and all are thrown away.
+    Raises ConversionError for a model that does not run on the batches.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            for step in range(STEPS):
+                batch = batches[step % len(batches)]
+                _loss(_run(model, batch), batch).backward()
+                model.zero_grad(set_to_none=True)
+            _run(model, batches[0])  # a step begins: what the last one showed is decided on
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _fill_history(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Enter each batch's amaxes into the windows of a model under delayed scaling."""
+    with torch.enable_grad():  # without gradients nothing is recorded
+        for batch in [*batches, batches[0]]:  # a step's amaxes are entered when the next step begins
+            _run(model, batch)
+
+
+def _loss(output: Any, batch: Batch) -> torch.Tensor:
+    logits = getattr(output, "logits", None)
+    values = logits if isinstance(logits, torch.Tensor) else _first(output, with_grad=True)
+    if batch.targets is not None and values.dim() == 3:
+        return F.cross_entropy(values.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=NOTHING)
+    return values.float().square().mean()
 
 
 def _converted(model: nn.Module, recipe: Recipe, decisions: list[Decision]) -> nn.Module:
@@ -199,32 +166,25 @@ def _run(model: nn.Module, batch: Batch) -> Any:
 
 @dataclass
 class _Noise:
-    """Sums of squares of a signal and of what is added to it; `odd`: shapes did not agree."""
+    """The difference of one tensor between the two runs, over all batches.  comparable: shapes agreed so far."""
 
-    signal: float = 0.0
-    noise: float = 0.0
+    found: Difference = field(default_factory=Difference)
     calls: int = 0
-    odd: bool = False
+    comparable: bool = True
 
-    def add(self, low: torch.Tensor, high: torch.Tensor) -> None:
+    def add(self, low: torch.Tensor, high: torch.Tensor | None) -> None:
         self.calls += 1
-        if low.shape != high.shape:
-            self.odd = True
+        if high is None or low.shape != high.shape:
+            self.comparable = False
             return
-        for ours, theirs in zip(low.split(ROWS), high.split(ROWS), strict=True):
-            want = theirs.double()
-            self.signal += want.square().sum().item()
-            self.noise += (ours.double() - want).square().sum().item()
+        for parts in zip(low.split(ROWS), high.split(ROWS), strict=True):
+            self.found.add(*parts)
 
     def decibels(self) -> float:
-        if not math.isfinite(self.signal + self.noise):
-            return math.nan
-        if self.noise == 0:
-            return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        return math.nan if self.found.nonfinite_low or self.found.nonfinite_high else self.found.sqnr_db
 
     def of_a_layer(self) -> float | None:
-        return self.decibels() if self.calls and not self.odd else None
+        return self.decibels() if self.calls and self.comparable else None
 
 
 @dataclass
@@ -266,50 +226,47 @@ class _Scores:
 
 
 class _Layers:
-    """Hooks on the linear layers of both models, and the sums of each layer's noise."""
+    """The linear layers of a model and of its copy, and the noise of each.
+
+    own: of the copy's layer called with the input of the model's; inside: of the copy's layer within the copy.
+    """
 
     def __init__(self, model: nn.Module, twin: nn.Module, decisions: list[Decision]):
         paths = {id(module): name for name, module in model.named_modules()}
-        copies = dict(twin.named_modules())
-        # Experts of one module come as several decisions; the module is what can be called.
-        by_module = {id(decision.module): decision for decision in reversed(decisions)}
-        self.decisions = {paths[key]: decision for key, decision in reversed(by_module.items())}
-        self.modules = {name: (decision.module, copies[name]) for name, decision in self.decisions.items()}
-        self.own, self.inside = defaultdict(_Noise), defaultdict(_Noise)
-        self.kept: dict[str, list[torch.Tensor]] = defaultdict(list)
+        twins = dict(twin.named_modules())
+        self.model, self.twin = model, twin
+        self.decisions: dict[str, Decision] = {}
+        for decision in decisions:  # experts of one module have a decision each, and are called as one
+            self.decisions.setdefault(paths[id(decision.module)], decision)
+        self.modules = {name: decision.module for name, decision in self.decisions.items()}
+        self.twins = {name: twins[name] for name in self.decisions}
+        self.own = {name: _Noise() for name in self.decisions}
+        self.inside = {name: _Noise() for name in self.decisions}
 
-    def reference(self, batch: Batch) -> _Hooks:
-        """Around the model's own run: keep each output, and call the converted layer with the same input."""
+    def run(self, batch: Batch) -> tuple[Any, Any]:
+        """(output of the copy, output of the model); the noise of every layer on the way is added."""
+        reference: dict[tuple[str, int], torch.Tensor] = {}
 
-        def hook(name: str, twin: nn.Module):
-            def keep(module, args, kwargs, output) -> None:
-                high = real_rows(_tensor(output), batch.real).clone()  # a clone: a later function may work in place
-                self.kept[name].append(high)
-                if self.decisions[name].recipe is not None:
-                    self.own[name].add(real_rows(_tensor(twin(*args, **kwargs)), batch.real), high)
+        def rows(call: Call) -> torch.Tensor:
+            return real_rows(call.tensors()[0], batch.real)
 
-            return keep
+        def keep(call: Call) -> None:
+            name, _ = call.key
+            high = reference[call.key] = rows(call).clone()  # a clone: a later function may work in place
+            if self.decisions[name].recipe is not None:
+                alone = call._replace(output=self.twins[name](*call.args, **call.kwargs))
+                self.own[name].add(rows(alone), high)
 
-        return _Hooks([(module, hook(name, twin)) for name, (module, twin) in self.modules.items()])
+        def match(call: Call) -> None:
+            self.inside[call.key[0]].add(rows(call), reference.pop(call.key, None))
 
-    def twin(self, batch: Batch) -> _Hooks:
-        """Around the copy's run: hold each output against the one kept."""
-
-        def hook(name: str):
-            def match(module, args, kwargs, output) -> None:
-                low = real_rows(_tensor(output), batch.real)
-                kept = self.kept[name]
-                self.inside[name].add(low, kept.pop(0) if kept else low.new_empty(0))
-
-            return match
-
-        return _Hooks([(twin, hook(name)) for name, (_, twin) in self.modules.items()])
-
-    def settle(self) -> None:
-        """After both: a layer that the copy called less often (an expert that no token was sent to) has no SQNR."""
-        for name, kept in self.kept.items():
-            self.inside[name].odd |= bool(kept)
-        self.kept.clear()
+        with on_calls(self.modules, keep):
+            high = _run(self.model, batch)
+        with on_calls(self.twins, match):
+            low = _call(self.twin, batch)
+        for name, _ in reference:  # the copy called it less often: an expert that no token was sent to
+            self.inside[name].comparable = False
+        return low, high
 
     def results(self) -> list[LayerResult]:
         found = []
@@ -320,30 +277,13 @@ class _Layers:
         return found
 
 
-class _Hooks:
-    """Forward hooks for the time of a `with`."""
-
-    def __init__(self, wanted: list[tuple[nn.Module, Any]]):
-        self.wanted = wanted
-
-    def __enter__(self) -> None:
-        self.handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in self.wanted]
-
-    def __exit__(self, *error) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def _tensor(output: Any) -> torch.Tensor:
-    return next(value for value in tree_leaves(output) if isinstance(value, torch.Tensor)).detach()
+def _first(output: Any, *, with_grad: bool = False) -> torch.Tensor:
+    tensors = (value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
+    return next(tensor for tensor in tensors if tensor.requires_grad or not with_grad)
 
 
 def _answer(output: Any) -> torch.Tensor:
     for name in ("logits", "last_hidden_state"):
         if isinstance(value := getattr(output, name, None), torch.Tensor):
             return value
-    return _tensor(output)
-
-
-def _rank(decibels: float | None) -> float:
-    return -math.inf if decibels is None or math.isnan(decibels) else decibels
+    return _first(output)
