@@ -1,26 +1,32 @@
-"""Atomic writes: a file holds all of its old content or all of its new, whatever happens meanwhile."""
+"""Atomic writes to files, and asynchronous copies of tensors to the host.
+
+`write`: a file holds all of its old content or all of its new, whatever happens meanwhile.
+`HostCopy`: device memory is read without making the host wait for the device.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 
 def write(path: str | os.PathLike, content: bytes | str) -> None:
     """Put `content` at `path`, text as UTF-8: written beside it, forced to the disk, then renamed over the old file.
 
-    Missing folders are made.  Raises OSError with the system's reason (a full disk, a folder without write access);
-    the old content is then unchanged and nothing is left beside it.
+    Raises OSError with the reason (a full disk, a folder that is missing or cannot be written); the old content
+    is then unchanged and nothing is left beside it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write(Path(folder) / "a" / "b.txt", "whole")
-    ...     (Path(folder) / "a" / "b.txt").read_bytes(), os.listdir(Path(folder) / "a")
+    ...     write(Path(folder) / "b.txt", "whole")
+    ...     (Path(folder) / "b.txt").read_bytes(), os.listdir(folder)
     (b'whole', ['b.txt'])
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(
         f".{path.name}.{secrets.token_hex(4)}.part"
     )  # unique: threads and processes may write at once
@@ -47,3 +53,41 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+class HostCopy:
+    """An asynchronous copy of tensors to the host: on CUDA into pinned memory behind an event, elsewhere made at once.
+
+    tensors: the copies, in the order given.  Those of CUDA tensors hold their values once `done` returns True or `wait`
+    has returned; what is later written to the originals is in none of them.
+
+    >>> counts = torch.tensor([1, 2])
+    >>> copy = HostCopy([counts])
+    >>> _ = counts.zero_()
+    >>> copy.done(), copy.wait()
+    (True, [tensor([1, 2])])
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        originals = [tensor.detach() for tensor in tensors]
+        self.tensors = [
+            torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            if tensor.is_cuda
+            else tensor.cpu().clone()
+            for tensor in originals
+        ]
+        self._events = []
+        for device in {tensor.device for tensor in originals if tensor.is_cuda}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def done(self) -> bool:
+        """Whether every copy has been made, so that `wait` would not wait."""
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies, once the device has made them."""
+        for event in self._events:
+            event.synchronize()
+        return self.tensors

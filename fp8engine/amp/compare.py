@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import HALVES, autocast
-from fp8engine.amp.capture import Call, Difference, on_calls
+from fp8engine.amp.difference import Call, Difference, on_calls
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.opstats import as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
@@ -273,10 +273,10 @@ def _layer(call: Call, high: list[torch.Tensor] | None) -> LayerError:
         return LayerError(*start, dtypes, note="outputs of other shapes")
     if not low:
         return LayerError(*start, dtypes)
-    found = Difference()
-    for pair in zip(low, high, strict=True):
-        found.add(*pair)
-    return LayerError(*start, dtypes, found.error, found.nonfinite_low, found.nonfinite_high)
+    difference = Difference()
+    for ours, theirs in zip(low, high, strict=True):
+        difference.add(ours, theirs)
+    return LayerError(*start, dtypes, difference.error, difference.nonfinite_low, difference.nonfinite_high)
 
 
 def _device_type(model: nn.Module, inputs: Any) -> str:

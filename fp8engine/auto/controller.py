@@ -24,13 +24,14 @@ from typing import Any
 import torch
 
 from fp8engine.auto.history import History, trends_from_dict
-from fp8engine.auto.host_copy import Arriving, arrived, send
+from fp8engine.auto.host_copy import PendingSample, start_copy
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs, decide_outputs, rounded
 from fp8engine.auto.policy import MOST_CHANGES, decide, enough, needs_of, per_tensor, widen
 from fp8engine.auto.saving import choices_from_list, choices_to_list
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe, StateError
+from fp8engine.files import HostCopy
 from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import Auto
 from fp8engine.ops import device
@@ -64,7 +65,7 @@ class Controller:
         self.log: list[Change] = []
         self.history = History()
         self.again = False  # whether the last look left a question that only a closer one can answer
-        self.pending: Arriving | None = None
+        self.pending: PendingSample | None = None
         self.counts: torch.Tensor | None = None  # at the last look
         self.late = 0  # forwards since the watched one, without a backward
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
@@ -73,7 +74,7 @@ class Controller:
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
-        self.state.clock = self.begin_step
+        self.state.controller, self.state.on_step = self, self.begin_step
 
     @staticmethod
     def check(recipes: Sequence[Auto]) -> None:
@@ -131,15 +132,15 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Where it stands: its decisions as JSON, and as tensors what was seen and not yet decided on."""
         state, pending = self.state, self.pending
-        if pending is not None and pending.event is not None:
-            pending.event.synchronize()
+        if pending is not None:
+            pending.copy.wait()
         kept = {
             "step": self.step,
             "again": self.again,
             "late": self.late,
             "tentative": self.tentative,
-            "closely": sorted(state.closely),
-            "pending": None if pending is None else [pending.step, sorted(pending.closely)],
+            "closely": sorted(state.detailed_layers),
+            "pending": None if pending is None else [pending.step, sorted(pending.detailed_layers)],
             "choices": choices_to_list(self.choices),
             "log": [change.to_dict() for change in self.log],
             "trends": self.history.trends_to_dict(),
@@ -165,8 +166,8 @@ class Controller:
             pending = None
             if kept["pending"] is not None:
                 at, near = kept["pending"]
-                samples, counts, rules = (found[key] for key in ("samples", "pending_counts", "pending_rules"))
-                pending = Arriving(int(at), samples, counts, rules, frozenset(map(int, near)))
+                copy = HostCopy(found[key] for key in ("samples", "pending_counts", "pending_rules"))
+                pending = PendingSample(int(at), copy, frozenset(map(int, near)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
         if {change.layer for change in log} - self.by_name.keys() or set(choices) - set(range(len(self.layers))):
@@ -179,7 +180,7 @@ class Controller:
         self.outputs.load_state_dict(kept["outputs"])
         for change in log:
             self.by_name[change.layer].adopt(change.recipe)
-        self.state.closely = closely
+        self.state.detailed_layers = closely
         waiting = None if pending is not None else tables["samples"]
         self.state.samples = None if waiting is None else waiting.to(self.state.device, copy=True)
 
@@ -197,8 +198,8 @@ class Controller:
         """Begin or end watching, by the number of the step that begins."""
         state = self.state
         state.samples, self.late = None, 0
-        state.others = max(self.step, 0) % self.recipe.interval == 0  # else closer looks are all that is wanted
-        due = (self.again or state.others) and not self._ending()
+        state.sample_all = max(self.step, 0) % self.recipe.interval == 0  # else closer looks are all that is wanted
+        due = (self.again or state.sample_all) and not self._ending()
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
             rows = (len(ROLES) + self.outputs.any) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
@@ -212,11 +213,11 @@ class Controller:
         state = self.state
         new = None
         if state.samples is not None:
-            self.pending = new = send(self.step - 1, state)
-        if self.pending is not None and arrived(self.pending, self.pending is new):
+            self.pending = new = start_copy(self.step - 1, state)
+        if self.pending is not None and self.pending.arrived(self.pending is new):
             look, self.pending = self.pending, None
             if not self.frozen:
-                self._decide(look.step, self._read(look.samples, look.closely), look.counts)
+                self._decide(look.step, self._read(look.samples, look.detailed_layers), look.counts)
                 decide_outputs(self, look)
 
     def _read(self, samples: torch.Tensor, closely: Container[int]) -> dict[Slot, Measured]:
@@ -259,7 +260,7 @@ class Controller:
                 self.again, new = True, choice
             else:
                 if not inside or not per_tensor(inside, needs, choice):  # seen closely now, and next time at once
-                    closely |= places & self.state.closely
+                    closely |= places & self.state.detailed_layers
                 new = decide(inside, needs, choice)
                 new = new if new.reasons else widen(new, self._saturated(choice, counts))
             self._adopt(choice, new, inside)
@@ -273,7 +274,7 @@ class Controller:
             for i, choice in self.choices.items()
             if choice.grain != "tensor" and (choice.grain or choice.changes < MOST_CHANGES)
         }
-        self.state.closely = frozenset(layers | others)
+        self.state.detailed_layers = frozenset(layers | others)
 
     def _adopt(self, old: Choice, new: Choice, inside: Mapping[Slot, Measured]) -> None:
         for i in sorted({i for i, _ in new.formats}):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp8engine.auto.host_copy import Arriving
+from fp8engine.auto.host_copy import PendingSample
 from fp8engine.auto.log import Change, SlotChange
 from fp8engine.auto.output_policy import Reader, Stored, cannot, cast_of, decide_output, widened
 from fp8engine.auto.policy import needs_of
@@ -161,7 +161,7 @@ class Outputs:
         return (now[0] - before[0]) / max(now[1] - before[1], 1)
 
 
-def decide_outputs(controller: Controller, look: Arriving) -> None:
+def decide_outputs(controller: Controller, look: PendingSample) -> None:
     """What the results of a controller's layers are stored in, their operands being decided."""
     outputs, layers = controller.outputs, controller.layers
     changed, seen_now = outputs.decide(look.samples, look.counts, look.rules)

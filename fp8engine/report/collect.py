@@ -21,7 +21,7 @@ from fp8engine.convert.swap import RECORD, Record
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops import operations as ops
 from fp8engine.ops.reference.operand import COUNTERS
-from fp8engine.report.state import controller_of, controllers_of, require_module
+from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
 
@@ -162,13 +162,13 @@ def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
 
 
 def _why_not_stored(numerics: Numerics) -> str:
-    controller = controller_of(numerics.state)
+    controller = numerics.state.controller
     return "" if controller is None or not numerics.consumers else controller.outputs.why(numerics)
 
 
 def _not_sampled(numerics: Numerics, ran: bool) -> str:
     """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
-    controller = controller_of(numerics.state)
+    controller = numerics.state.controller
     if not ran or controller is None:
         return ""
     # Step 0 may have begun in a forward without gradients: of an evaluation, unless a backward pass came.

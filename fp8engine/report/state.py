@@ -121,15 +121,8 @@ def controllers_of(model: nn.Module) -> list[Controller]:
     return _controllers(float8_layers(model, "controllers_of"))
 
 
-def controller_of(state: ScalingState) -> Controller | None:
-    """The controller that decides for a state's layers; None under a fixed recipe."""
-    found = getattr(state.clock, "__self__", None)
-    return found if isinstance(found, Controller) else None
-
-
 def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
-    found = (controller_of(state) for state in _states(layers))
-    return [controller for controller in found if controller is not None]
+    return [state.controller for state in _states(layers) if state.controller is not None]
 
 
 def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:

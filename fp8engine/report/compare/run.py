@@ -7,7 +7,6 @@ gradients are neither, so a copy under these recipes runs a few steps on the fir
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8engine._torch import tree_leaves
-from fp8engine.amp.capture import Call, Difference, on_calls
+from fp8engine.amp.difference import Call, Difference, on_calls
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
@@ -93,7 +92,7 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
         scores.same / scores.answers if scores.answers else None,
         sum(scores.cosines) / len(scores.cosines) if scores.cosines else None,
         min(scores.cosines, default=None),
-        scores.output.decibels(),
+        scores.output.found.sqnr_db,
         report.totals["fp8_flops_share"],
         any(layer["emulated"] for layer in report.layers),
         layers.results(),
@@ -177,14 +176,10 @@ class _Noise:
         if high is None or low.shape != high.shape:
             self.comparable = False
             return
-        for parts in zip(low.split(ROWS), high.split(ROWS), strict=True):
-            self.found.add(*parts)
+        self.found.add(low, high, ROWS)
 
-    def decibels(self) -> float:
-        return math.nan if self.found.nonfinite_low or self.found.nonfinite_high else self.found.sqnr_db
-
-    def of_a_layer(self) -> float | None:
-        return self.decibels() if self.calls and self.comparable else None
+    def sqnr_db(self) -> float | None:
+        return self.found.sqnr_db if self.calls and self.comparable else None
 
 
 @dataclass
@@ -272,7 +267,7 @@ class _Layers:
         found = []
         for name, decision in self.decisions.items():
             recipe = "none" if decision.recipe is None else decision.recipe.name
-            own, inside = self.own[name].of_a_layer(), self.inside[name].of_a_layer()
+            own, inside = self.own[name].sqnr_db(), self.inside[name].sqnr_db()
             found.append(LayerResult(name, decision.shape, recipe, decision.reason, own, inside))
         return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8engine.amp.capture import Call, Difference, on_calls
+from fp8engine.amp.difference import Call, Difference, on_calls
 
 
 def test_every_call_is_numbered_and_no_hook_stays():
@@ -36,8 +36,8 @@ def test_differences_add_up_over_tensors():
     high = [torch.randn(3, 4), torch.randn(7)]
     low = [tensor + 1e-3 * torch.randn_like(tensor) for tensor in high]
     found = Difference()
-    for pair in zip(low, high, strict=True):
-        found.add(*pair)
+    for rows, pair in zip((None, 2), zip(low, high, strict=True), strict=True):
+        found.add(*pair, rows=rows)
     want, got = (torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in (high, low))
     error = ((got - want).norm() / want.norm()).item()
     assert found.error == pytest.approx(error, rel=64 * 2.0**-53)  # two sums of 19 squares, in another order
@@ -50,12 +50,12 @@ def test_differences_add_up_over_tensors():
         ([1.0, 2.0], [1.0, 2.0], 0.0, math.inf),
         ([0.0, 0.0], [0.0, 0.0], 0.0, math.inf),
         ([1.0, 0.0], [0.0, 0.0], math.inf, -math.inf),
-        ([0.0, math.nan], [3.0, 1.0], 1.0, 0.0),
+        ([0.0, math.nan], [3.0, 1.0], 1.0, math.nan),
     ],
 )
 def test_limits(low: list[float], high: list[float], error: float, sqnr: float):
     found = Difference()
     found.add(torch.tensor(low), torch.tensor(high))
-    assert (found.error, found.sqnr_db) == (error, sqnr)
+    assert (found.error, found.sqnr_db) == pytest.approx((error, sqnr), rel=0, abs=0, nan_ok=True)
     assert found.nonfinite_low == sum(map(math.isnan, low))
     assert found.nonfinite_high == 0

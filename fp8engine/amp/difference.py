@@ -1,0 +1,113 @@
+"""The difference between two runs of a model: each module's output as it finishes, its relative error and its SQNR.
+
+    error = ||low - high||_2 / ||high||_2        SQNR = 10 log10(||high||^2 / ||low - high||^2) dB
+
+Sums are taken in FP64 over the elements that are finite in both runs; the others are counted.  `fe.amp.compare` (two
+dtypes) and `fp8engine compare` (a model and its FP8 copy) both use it in this way:
+
+    with on_calls(modules, keep): model(...)      # reference[call.key] = clones of call.tensors()
+    with on_calls(modules, match): copy(...)      # Difference().add(low, high), high = reference.pop(call.key)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8engine._torch import tree_leaves
+
+
+@dataclass
+class Difference:
+    """Sums of squares of a reference (signal) and of the deviation from it (noise), over one or more tensors.
+
+    nonfinite_low, nonfinite_high: how many elements are NaN or Inf.
+
+    >>> difference = Difference()
+    >>> difference.add(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]))
+    >>> round(difference.error, 4), round(difference.sqnr_db, 2)
+    (0.2236, 13.01)
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    nonfinite_low: int = 0
+    nonfinite_high: int = 0
+
+    def add(self, low: torch.Tensor, high: torch.Tensor, rows: int | None = None) -> None:
+        """Add two tensors of one shape.  rows: how many rows are converted to FP64 at once, by default all."""
+        pairs = [(low, high)] if rows is None else zip(low.split(rows), high.split(rows), strict=True)
+        for ours, theirs in pairs:
+            finite_low, finite_high = ours.isfinite(), theirs.isfinite()
+            wrong_low, wrong_high = int((~finite_low).sum()), int((~finite_high).sum())
+            got, want = ours.double(), theirs.double()
+            if wrong_low or wrong_high:
+                both = finite_low & finite_high
+                got, want = got[both], want[both]
+            self.noise += (got - want).square().sum().item()
+            self.signal += want.square().sum().item()
+            self.nonfinite_low += wrong_low
+            self.nonfinite_high += wrong_high
+
+    @property
+    def error(self) -> float:
+        """Relative error over the finite elements: Inf where the reference is 0 and the other is not."""
+        if self.signal:
+            return math.sqrt(self.noise / self.signal)
+        return math.inf if self.noise else 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal-to-quantisation-noise ratio in dB: Inf where nothing differs, NaN where an element is not finite."""
+        if self.nonfinite_low or self.nonfinite_high or not math.isfinite(self.signal + self.noise):
+            return math.nan  # the sums of huge FP64 values overflow
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+
+class Call(NamedTuple):
+    """One finished forward of one module.  key: the module's name, and the number of its earlier calls in this run."""
+
+    key: tuple[str, int]
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The floating tensors in the output, without their graphs; a later in-place function may still write them."""
+        leaves = tree_leaves(self.output)
+        return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point]
+
+
+@contextlib.contextmanager
+def on_calls(modules: Mapping[str, nn.Module], listener: Callable[[Call], None]) -> Iterator[None]:
+    """Inside the block, give `listener` each call of the modules as it finishes: inner modules before outer ones.
+
+    >>> calls = []
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> with on_calls(dict(model.named_modules()), calls.append):
+    ...     _ = model(torch.ones(1, 2))
+    >>> [call.key for call in calls]
+    [('0', 0), ('1', 0), ('', 0)]
+    """
+    counts = dict.fromkeys(modules, 0)
+
+    def hook(name: str) -> Callable:
+        def finished(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            counts[name] += 1
+            listener(Call((name, counts[name] - 1), module, args, kwargs, output))
+
+        return finished
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
+        yield
