@@ -16,9 +16,7 @@ import time
 
 from common import machine, save
 
-from fp8engine.demo.config import Config
-from fp8engine.demo.precision import DEFAULT
-from fp8engine.demo.train import run
+from fp8engine.demo import DEFAULT, Config, run
 
 TARGET_PERCENT = 0.5
 RECIPES = (*DEFAULT, "rowwise_gw_hp")

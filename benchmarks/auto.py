@@ -24,9 +24,8 @@ from common import interleaved, machine, save, timed
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.demo.config import Config
-from fp8engine.demo.data import Text
-from fp8engine.demo.data import read as read_text
+from fp8engine.demo.config import Config, Text
+from fp8engine.demo.config import read as read_text
 from fp8engine.demo.model import GPT, loss_of
 from fp8engine.numerics.recipe import Recipe
 from fp8engine.report.state import controllers_of

@@ -2,31 +2,21 @@
 
     python benchmarks/block.py
 
-What is measured and how: fp8engine/bench/steps.py.  Needs torch, from a bare checkout too.
+Cases, variants and checks: fp8engine/bench/steps.py.  Needs torch, from a bare checkout too.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
-import torch
-from common import save
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
+from common import WHERE, parser, save, show
 
 from fp8engine.bench import steps
 
 
 def main() -> None:
     """Measure, print, write the result."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = steps.steps(steps.CASES[where.type], where)
-    print(result["what"])
-    for row in result["rows"]:
-        print(steps.line(row))
+    parser(__doc__).parse_args()
+    result = steps.steps(steps.CASES[WHERE.type], WHERE)
+    show(result, steps.line)
     print(f"written to {save('block', result)}")
 
 

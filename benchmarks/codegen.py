@@ -1,9 +1,9 @@
 """`make codegen`: compile every committed kernel configuration for the card it is meant for; judge the machine code.
 
-    python benchmarks/codegen.py [--jobs N] [--only WORD] [--update]
+    python benchmarks/codegen.py [--jobs N] [--only WORD] [--update] [--baseline FILE]
 
 Prints a table and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core instructions, or
-a loss against codegen.json beside this file.  --update writes that file anew (the diff shows what changed).
+a loss against the baseline, codegen.json beside this file.  --update writes it anew (the diff shows what changed).
 Needs Triton, not a GPU.
 """
 
@@ -19,7 +19,9 @@ from pathlib import Path
 
 import triton
 
-from fp8engine.bench import codegen
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
+
+from benchmarks.machine_code import judge, launches
 
 BASELINE = Path(__file__).with_name("codegen.json")
 HEADER = (
@@ -34,9 +36,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="processes")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--update", action="store_true", help="write the baseline anew")
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="default: codegen.json")
     asked = parser.parse_args()
     start = time.perf_counter()
-    names = [case.name for case in codegen.cases() if asked.only in case.name]
+    names = [case.name for case in launches.cases() if asked.only in case.name]
     rows, broken = [], []
     print(HEADER)
     with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
@@ -48,12 +51,12 @@ def main() -> int:
             for row in found:
                 print(_line(row), flush=True)
     if asked.update:
-        kernels = codegen.baseline_of(rows).items()
+        kernels = judge.baseline_of(rows).items()
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels)  # a kernel a line
-        BASELINE.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{lines}\n }}\n}}\n')
-        print(f"wrote {BASELINE}")
-    broken += [f"{row.name}: {why}" for row in rows for why in codegen.failures(row)]
-    broken += _against_baseline(rows)
+        asked.baseline.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{lines}\n }}\n}}\n')
+        print(f"wrote {asked.baseline}")
+    broken += [f"{row.name}: {why}" for row in rows for why in judge.failures(row)]
+    broken += _against_baseline(rows, asked.baseline)
     print(f"{len(rows)} kernels compiled with Triton {triton.__version__} in {time.perf_counter() - start:.0f} s")
     for line in broken:
         print(f"FAILED {line}")
@@ -62,26 +65,26 @@ def main() -> int:
 
 def _compiled(name: str):
     """(name, rows, error) of one case; found by name, because a launch does not travel between processes."""
-    case = next(case for case in codegen.cases() if case.name == name)
+    case = next(case for case in launches.cases() if case.name == name)
     try:
-        return name, codegen.compile_case(case), None
+        return name, judge.compile_case(case), None
     except Exception as error:  # whatever the compiler raises is a line of the table
         return name, [], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _against_baseline(rows: list[codegen.Row]) -> list[str]:
-    baseline = json.loads(BASELINE.read_text())
+def _against_baseline(rows: list[judge.Row], path: Path) -> list[str]:
+    baseline = json.loads(path.read_text())
     if baseline["triton"] != triton.__version__:
         print(f"not compared: the baseline is of Triton {baseline['triton']}, this is {triton.__version__}")
         return []
     known = baseline["kernels"]
-    new = [f"{row.name}: not in {BASELINE.name}; make codegen UPDATE=1" for row in rows if row.name not in known]
+    new = [f"{row.name}: not in {path.name}; make codegen UPDATE=1" for row in rows if row.name not in known]
     return new + [
-        f"{row.name}: {why}" for row in rows if row.name in known for why in codegen.losses(row, known[row.name])
+        f"{row.name}: {why}" for row in rows if row.name in known for why in judge.losses(row, known[row.name])
     ]
 
 
-def _line(row: codegen.Row) -> str:
+def _line(row: judge.Row) -> str:
     notes = " ".join(row.notes)
     return (
         f"{row.name:84s} {row.registers:4d} {row.spills:5d} {row.shared:6d} {row.programs:4d} {row.loop:4d} "

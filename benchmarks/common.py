@@ -1,43 +1,50 @@
-"""What every benchmark here shares: the machine's description, interleaved timing, the result file.
+"""Parts of every benchmark: where it runs, the machine's description, interleaved timing, the result file.
 
 Timing: variants take turns, so a slow second hits all of them; each turn is one call, timed by the wall clock; the
 median over turns is reported with the spread between the quartiles.
+
+Importing it makes a bare checkout importable: fp8engine need not be installed.
 """
 
 from __future__ import annotations
 
-import datetime
+import argparse
 import json
-import platform
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fp8engine.bench import harness
+
 RESULTS = Path(__file__).parent / "results"
+WHERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def machine() -> dict:
-    """CPU, threads, versions, date and commit, as every result file carries them."""
-    name = platform.processor() or platform.machine()
-    flags = ""
+    """CPU, threads, versions, date and commit, as every result file of a CPU carries them."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-        fields = {key.strip(): value.strip() for key, value in fields.items()}
-        name, flags = fields.get("model name", name), fields.get("flags", "")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "cpu": name,
-        "bf16_instructions": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags.split()],
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-    }
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split()}
+    found = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
+    return harness.machine(torch.device("cpu")) | {"bf16_instructions": found}
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of options whose help is a script's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def show(result: dict, line: Callable[[dict], str]) -> None:
+    """Print a benchmark's rows."""
+    print(result["what"])
+    for row in result["rows"]:
+        print(line(row))
 
 
 def interleaved(calls: dict[str, Callable[[], float]], turns: int, warmup: int = 3) -> dict[str, dict[str, float]]:

@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  after the path, which makes a bare checkout importable
 
-from fp8engine.bench import cases, casts, check, check_card, generate, linear, run, steps  # noqa: E402
+from benchmarks import checks  # noqa: E402
+from fp8engine.bench import cases, casts, gemm, generate, harness, linear, steps  # noqa: E402
 from fp8engine.ops import device  # noqa: E402
 
 SHARE_OF_BENCH = 0.55  # of the time, kept for the benchmark: the checks stop before
@@ -42,7 +43,7 @@ def main() -> int:
     where = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(where)
     end = time.perf_counter() + 60 * asked.minutes
-    machine = run.machine(where)
+    machine = harness.machine(where)
     print(" ".join(f"{key}={value}" for key, value in machine.items() if value is not None), flush=True)
     folder = asked.out or ROOT / "benchmarks" / "results" / _slug(machine["card"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,10 +63,10 @@ def main() -> int:
 
 
 def _check(where: torch.device, stop: float) -> list[str]:
-    """Run the checks until `stop`; what failed.  A check not reached counts as failed: silence is no pass."""
+    """Run the checks until `stop`; what failed.  A check not reached in time counts as failed."""
     failed, passed, late = [], 0, 0
-    every = list(check.checks(where, more=True)) if device.has_fp8(where) else []
-    every += list(check_card.checks(where)) if device.has_fp8(where) else []
+    every = list(checks.checks(where, more=True)) if device.has_fp8(where) else []
+    every += list(checks.card_checks(where)) if device.has_fp8(where) else []
     if not every:
         print(f"{device.name(where)} has no FP8 Tensor Cores: its kernels are not checked")
     for name, one in every:
@@ -126,20 +127,20 @@ def _bench(where: torch.device, folder: Path, machine: dict, end: float) -> None
     """Shape by shape while there is time; each is saved before the next begins."""
     rows, shapes = [], list(dict.fromkeys([*cases.LISTS["square"], *cases.LISTS["llm"]]))
     limits = None
-    print(run.HEADINGS)
+    print(gemm.HEADINGS)
     for shape in shapes:
         if time.perf_counter() > end - 20:
             print(f"out of time: {shape} and the shapes after it not measured")
             break
-        found = run.gemm([shape], where, limits=limits)
-        limits = limits or run.limits_of(found)
+        found = gemm.gemm([shape], where, limits=limits)
+        limits = limits or gemm.limits_of(found)
         rows += found["rows"]
-        result = {**found, "rows": rows, "summary": run.summary(rows)}
+        result = {**found, "rows": rows, "summary": gemm.summary(rows)}
         _save(folder, machine, "gemm", result)
         for row in found["rows"]:
-            print(run.line(row), flush=True)
+            print(gemm.line(row), flush=True)
     if rows:
-        for name, found in run.summary(rows).items():
+        for name, found in gemm.summary(rows).items():
             print(f"{name}: {json.dumps(found)}")
 
 

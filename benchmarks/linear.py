@@ -2,34 +2,24 @@
 
     python benchmarks/linear.py [--shapes M,N,K;M,N,K]
 
-What is measured and how: fp8engine/bench/linear.py.  Needs torch, from a bare checkout too; torchao joins where it is.
+Cases, variants and checks: fp8engine/bench/linear.py.  Needs torch, from a bare checkout too; torchao joins where it
+is.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
-import torch
-from common import save
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
+from common import WHERE, parser, save, show
 
 from fp8engine.bench import cases, linear
 
 
 def main() -> None:
     """Measure, print, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", help="M,N,K joined by semicolons")
-    options = parser.parse_args()
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = cases.parse(options.shapes) if options.shapes else linear.SHAPES[where.type]
-    result = linear.linear(shapes, where)
-    print(result["what"])
-    for row in result["rows"]:
-        print(linear.line(row))
+    options = parser(__doc__)
+    options.add_argument("--shapes", help="M,N,K joined by semicolons")
+    asked = options.parse_args().shapes
+    result = linear.linear(cases.parse(asked) if asked else linear.SHAPES[WHERE.type], WHERE)
+    show(result, linear.line)
     print(f"written to {save('linear', result)}")
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8engine.demo.config import Config
-from fp8engine.demo.data import read as read_text
+from fp8engine.demo.config import read as read_text
 from fp8engine.demo.trainer import Trainer
 from fp8engine.numerics import recipe
 from fp8engine.numerics.recipe import Cast

@@ -14,16 +14,12 @@ import copy
 import json
 import math
 import statistics
-import sys
-from pathlib import Path
 
 import torch
 from common import machine, save
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
-
 from fp8engine.bench.networks import Block, Size, fused
-from fp8engine.bench.steps import _saved
+from fp8engine.bench.steps import saved_bytes
 
 SIZE, BATCH, T = Size(256, 896, 8, 2), 4, 256
 OPTIONS = {
@@ -62,7 +58,7 @@ def measured(recipe: str, outliers: bool, seed: int) -> dict[str, dict[str, floa
         layer = fused(plain, recipe, **memory)
         reached = {name: sqnr(wanted[name], value) for name, value in gradients(layer, x, dy).items()}
         matrices = [db for name, db in reached.items() if name.endswith("proj.weight")]
-        kept = _saved(layer, lambda: layer(x.clone().requires_grad_()))  # noqa: B023 - called at once
+        kept = saved_bytes(layer, lambda: layer(x.clone().requires_grad_()))  # noqa: B023 - called at once
         found[option] = {
             "y": reached["y"],
             "dx": reached["dx"],

@@ -1,6 +1,6 @@
-"""What the three training examples share: options, a log for TensorBoard, checkpoints.  Nothing of mixed precision.
+"""Options, a log for TensorBoard, checkpoints and process groups: parts of the three training examples.
 
-Data and models are fp8engine/bench/digits.py's: scikit-learn's digits, an AlexNet-style CNN, a small ViT.
+Nothing here is about mixed precision.  Data and models are in digits.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import digits
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import fp8engine as fe
-from fp8engine.bench import digits
 from fp8engine.errors import Fp8EngineError, StateError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,6 +28,7 @@ VARIANTS = {
     "o2": "FP16 weights, FP32 norms and masters, GradScaler",
 }
 GRADIENTS_EVERY = 10  # steps: a reduction and a wait a layer, too much for each one
+SETTLE = 0.5  # seconds: many turns of a thread on a crowded machine; it needs one
 KEYS = {"model", "variant", "accuracy", "weights"}  # of a checkpoint
 
 
@@ -152,6 +153,26 @@ def restore(path: Path) -> dict[str, Any]:
         told = str(error).splitlines()[-1].strip()
         raise StateError(f"{path} holds other weights than a {found['model']}'s: {told}") from None
     return {**found, "net": net}
+
+
+@torch.no_grad()
+def apart(model: nn.Module) -> float:
+    """The largest difference between two processes in any weight; every process has to call it."""
+    weights = torch.cat([p.float().flatten() for p in model.parameters()])
+    most, least = weights.clone(), weights
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    distributed.all_reduce(least, distributed.ReduceOp.MIN)
+    return (most - least).max().item()
+
+
+def leave() -> None:
+    """destroy_process_group, when gloo's threads are done with this process's Python objects.
+
+    A gloo thread drops each finished collective, and the context that backward left in it, under the GIL.  If Python
+    exits meanwhile, the process aborts (pytorch pull request 179291; 5 of 12 runs of a plain DDP script).
+    """
+    time.sleep(SETTLE)
+    distributed.destroy_process_group()
 
 
 def stop(error: Fp8EngineError) -> None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import digits
 import torch
-from amp_common import DEVICE, Log, Options, folder, options, save, stop
+from amp_common import DEVICE, Log, Options, apart, folder, leave, options, save, stop
 from torch import distributed, multiprocessing
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
-from fp8engine.bench import digits
-from fp8engine.bench.amp import apart, leave
 from fp8engine.errors import Fp8EngineError
 
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"

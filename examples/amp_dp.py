@@ -12,13 +12,13 @@ to write it, and the numbers are amp_single.py's.  PyTorch recommends Distribute
 
 from __future__ import annotations
 
+import digits
 import torch
 from amp_common import DEVICE, Log, Options, folder, options, save, stop
 from torch import nn
 from torch.nn import functional as F
 
 import fp8engine as fe
-from fp8engine.bench import digits
 from fp8engine.errors import Fp8EngineError
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import digits
 import torch
 from amp_common import DEVICE, restore, stop
 
 import fp8engine as fe
-from fp8engine.bench import digits
 from fp8engine.errors import Fp8EngineError
 
 

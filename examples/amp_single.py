@@ -10,12 +10,12 @@ FP16 instructions converts every number; a GPU's Tensor Cores do not).  Needs fp
 
 from __future__ import annotations
 
+import digits
 import torch
 from amp_common import DEVICE, Log, Options, folder, options, save, stop
 from torch.nn import functional as F
 
 import fp8engine as fe
-from fp8engine.bench import digits
 from fp8engine.errors import Fp8EngineError
 
 

@@ -1,13 +1,12 @@
-"""Measurements: how fast the matmuls are here, against torch's and against what the machine can do.
+"""Measurements of a machine that a user runs: matmuls, casts, layers and models, beside torch's and its own limits.
 
-| file | question |
+| file | what it holds |
 | --- | --- |
-| timing.py | how long a call takes, fairly |
-| cases.py | which shapes, which operands, and whether a result is right |
-| roofline.py | what the machine can do at most |
-| run.py | every way to multiply, checked, then timed |
-| tune.py | which configuration of a kernel is fastest |
-| codegen.py, offline.py, sass.py | what the kernels compile to for a card that is not there |
+| timing.py | clocks, and timing of calls in turns |
+| harness.py | checked first, then timed: rows, ratios, limits of the machine, text |
+| cases.py, networks.py | what is measured: shapes and operands; blocks and models |
+| gemm.py, casts.py, linear.py, steps.py, generate.py | one benchmark each: its cases, its variants, its check |
+| tune.py | search for the fastest configuration of each kernel |
 
 Needs torch and nothing else; Triton where there is a card for it.
 """

@@ -1,16 +1,16 @@
-"""What is multiplied, and whether the result is right.
+"""Shapes and operands of the matmuls, and the error of a result against float64.
 
     y[M, N] = sum_k a[m, k] b[n, k]      a, b random normal: zeros cost less power, and so run at higher clocks
 
 Shapes are named lists or written out, joined by semicolons: "llm", "square;4096,4096,7168".
 
-A result is held against float64 in two ways, and its error is the larger one, relative to the root mean square:
+The error is taken in two ways, relative to the root mean square, and the larger one counts:
 
     rows    some rows spread over M, every element
     probe   y v against a (b^T v) for random signs v, in stripes of 32 rows: a tile of zeros anywhere shows as
             sqrt(BLOCK_N / N), 0.13 for one tile of 128 among 7168 columns
 
-The truth is made of the operands as they are after quantisation: the format's own error is no error of a matmul.
+The exact product is of the operands after quantisation: the format's own error is no error of a matmul.
 """
 
 from __future__ import annotations
@@ -95,13 +95,19 @@ def _one(word: str) -> tuple[Shape, ...]:
         return LISTS[word]
     if "," not in word:
         raise UnknownName("list of shapes", word, [*LISTS, "M,N,K"])
-    sizes = [part.strip() for part in word.split(",")]
-    if len(sizes) != 3 or not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
-        raise ShapeError(f"shape {word!r} is not M,N,K, three whole numbers from 1 on")
-    return (Shape(*map(int, sizes)),)
+    return (Shape(*sizes(word, "M,N,K", "three")),)
 
 
-# What a variant multiplies: kind -> how (a, b) are quantised; None: in that dtype as they are.
+def sizes(word: str, names: str, count: str) -> list[int]:
+    """The whole numbers of a shape like names; count: how many, in words.  Raises ShapeError."""
+    parts = [part.strip() for part in word.split(",")]
+    whole = all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts)
+    if not whole or len(parts) != len(names.split(",")):
+        raise ShapeError(f"shape {word!r} is not {names}, {count} whole numbers from 1 on")
+    return [int(part) for part in parts]
+
+
+# Kind of operands -> how (a, b) are quantised, or the dtype that they are rounded to.
 E4M3 = torch.float8_e4m3fn
 KINDS: dict[str, tuple[How, How] | torch.dtype] = {
     "fp32": torch.float32,
@@ -121,7 +127,7 @@ class Pair(NamedTuple):
 
 
 class Operands:
-    """Random normal operands of one shape, in every kind that is asked for, made when they are."""
+    """Random normal operands of one shape, in each kind made when it is first asked for."""
 
     def __init__(self, shape: Shape, where: torch.device, seed: int = 0):
         generator = torch.Generator(where).manual_seed(seed)
@@ -165,7 +171,7 @@ def values(operand: Operand, first: int = 0, last: int | None = None) -> torch.T
 
 @dataclass(frozen=True)
 class Truth:
-    """What a product must be.  rows_R: indices checked; exact_RN: those rows; signs_N, probe_M: y @ signs.  float64."""
+    """The product in float64, in parts.  rows_R: indices checked; exact_RN: those rows; signs_N, probe_M: y @ signs."""
 
     rows_R: torch.Tensor
     exact_RN: torch.Tensor
@@ -174,7 +180,7 @@ class Truth:
 
     @staticmethod
     def of(pair: Pair) -> Truth:
-        """The truth about one pair of operands, in pieces that fit into memory."""
+        """Of one pair of operands, computed in pieces that fit into memory."""
         (m, k), n, where = pair.a.data.shape, pair.b.data.shape[0], pair.a.data.device
         rows_R = torch.linspace(0, m - 1, min(m, ROWS), device=where).long()
         signs_N = torch.randint(0, 2, (n,), generator=torch.Generator(where).manual_seed(1), device=where) * 2.0 - 1.0

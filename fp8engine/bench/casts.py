@@ -1,10 +1,10 @@
-"""How fast tensors are cast: bytes that have to move, over the time it takes, beside the machine's measured copy.
+"""Casts: the bytes that each has to move, over the time it takes, beside the machine's measured copy.
 
     rate = (reads * bytes of x + writes) * elements / seconds          of copy = rate / (2 * bytes copied / seconds)
 
 `reads` and `writes` are the fewest that the cast can do with: current scaling reads a tensor twice (its amax first),
 predicted scales and scales of a row or block once; each orientation stored is a byte an element.
-A result that is not the reference's bit for bit has no rate.
+A result is right if it is the reference's bit for bit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from fp8engine.bench import roofline
-from fp8engine.bench.run import machine
-from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.bench import cases, harness
+from fp8engine.bench.harness import Limits, Row, Timer
+from fp8engine.bench.timing import Clock
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.formats import E4M3
 from fp8engine.ops import device
@@ -71,56 +71,42 @@ def casts(
     shapes: Sequence[tuple[int, int]],
     where: torch.device,
     ticks: Clock | None = None,
-    limits: roofline.Limits | None = None,
+    limits: Limits | None = None,
     turns: int | None = None,
 ) -> dict[str, Any]:
     """Check and time every cast of BF16 matrices M x K: {"machine", "what", "limits", "rows"}, plain values."""
-    ticks = clock(where) if ticks is None else ticks
-    turns = (30 if where.type == "cuda" else 7) if turns is None else turns
+    timer = Timer.of(where, ticks, turns, (30, 7))
     with torch.no_grad():
-        limits = roofline.limits(where, ticks) if limits is None else limits
-        rows = [row for shape in shapes for row in compare(shape, where, ticks, turns, limits)]
+        limits = harness.limits(where, timer.clock) if limits is None else limits
+        rows = [row for shape in shapes for row in compare(shape, where, timer, limits)]
     emulated = not device.has_fp8(where)
     what = "casts as plain torch operations on this device" if emulated else "casts on this card"
-    return {"machine": machine(where), "what": what, "limits": {"copy_gb_per_s": limits.bytes / 1e9}, "rows": rows}
+    return harness.result(where, what, rows, limits={"copy_gb_per_s": limits.bytes / 1e9})
 
 
-def compare(
-    shape: tuple[int, int], where: torch.device, ticks: Clock, turns: int, limits: roofline.Limits
-) -> list[dict[str, Any]]:
-    """One shape's rows: those whose result is right are timed."""
-    m, k = shape
+def compare(shape: tuple[int, int], where: torch.device, timer: Timer, limits: Limits) -> list[Row]:
+    """One shape's rows."""
     generator = torch.Generator(where).manual_seed(0)
-    sets = [torch.randn(m, k, generator=generator, device=where, dtype=torch.bfloat16) for _ in range(SETS)]
-    rows = {name: _checked(name, way, sets[0]) for name, way in WAYS.items()}
-    slots = {name: _slot(way, sets[0]) for name, way in WAYS.items()}
-    calls: dict[str, Callable[[int], object]] = {
-        name: lambda turn, name=name: WAYS[name].run(sets[turn % SETS], slots[name])
-        for name, row in rows.items()
-        if row["correct"]
-    }
-    for name, timing in (measure(calls, ticks, turns) if calls else {}).items():
-        rate = WAYS[name].bytes(sets[0]) / timing.median
-        rows[name] |= {
-            "seconds": timing.median,
-            "spread": timing.spread,
-            "gb_per_s": rate / 1e9,
-            "of_copy": rate / limits.bytes,
-            "target": TARGETS.get(name) if where.type == "cuda" else None,
-        }
-    return list(rows.values())
+    sets = [torch.randn(*shape, generator=generator, device=where, dtype=torch.bfloat16) for _ in range(SETS)]
+    first = sets[0]
 
-
-def _checked(name: str, way: Way, x: torch.Tensor) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "shape": list(x.shape), "correct": None}
-    try:
-        found = way.run(x, _slot(way, x))
+    def check(row: Row, way: Way) -> harness.Call:
+        found = way.run(first, _slot(way, first))
         with backend("reference"):
-            wanted = way.run(x, _slot(way, x))
-    except Exception as error:  # any: a kernel that this card, driver or compiler does not take
-        return row | {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    row["correct"] = all(_equal(one, other) for one, other in zip(found, wanted, strict=True))
-    return row if row["correct"] else row | {"why": "not the reference's codes and scales: no time, no rate"}
+            wanted = way.run(first, _slot(way, first))
+        row["correct"] = all(_equal(one, other) for one, other in zip(found, wanted, strict=True))
+        if not row["correct"]:
+            row["why"] = "not the reference's codes and scales: no time, no rate"
+        slot = _slot(way, first)
+        return lambda turn: way.run(sets[turn % SETS], slot)
+
+    def derive(name: str, seconds: float, over: Callable) -> Row:
+        rate = WAYS[name].bytes(first) / seconds
+        target = TARGETS.get(name) if where.type == "cuda" else None
+        return {"gb_per_s": rate / 1e9, "of_copy": rate / limits.bytes, "target": target}
+
+    checks = {name: lambda row, way=way: check(row, way) for name, way in WAYS.items()}
+    return harness.compare({"shape": list(shape)}, checks, derive, timer)
 
 
 def _equal(one: Operand, other: Operand) -> bool:
@@ -144,20 +130,21 @@ def parse(text: str) -> list[tuple[int, int]]:
     """
     shapes = []
     for word in filter(None, (word.strip() for word in text.split(";"))):
-        sizes = [part.strip() for part in word.split(",")]
-        if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
-            raise ShapeError(f"shape {word!r} is not M,K, two whole numbers from 1 on")
-        shapes.append((int(sizes[0]), int(sizes[1])))
+        m, k = cases.sizes(word, "M,K", "two")
+        shapes.append((m, k))
     if not shapes:
         raise ShapeError(f"no shapes in {text!r}; want M,K joined by semicolons")
     return shapes
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """A row as plain text."""
-    name = f"{row['name']:34s} {'x'.join(map(str, row['shape'])):12s}"
-    if not row["correct"]:
-        return f"{name} {'cannot run' if row['correct'] is None else 'WRONG'}: {row['why']}"
-    target = "" if row["target"] is None else f"   target {row['target']:.0%}"
-    rate = f"{row['gb_per_s']:9.1f} GB/s {row['of_copy']:6.1%} of copy"
-    return f"{name} {1e3 * row['seconds']:9.3f} ms {row['spread']:5.0%} {rate}{target}"
+    return harness.line(
+        f"{row['name']:34s} {'x'.join(map(str, row['shape'])):12s}",
+        row,
+        ("ms", "{:9.3f} ms"),
+        ("spread", " {:5.0%}"),
+        ("gb_per_s", " {:9.1f} GB/s"),
+        ("of_copy", " {:6.1%} of copy"),
+        ("target", "   target {:.0%}"),
+    )

@@ -1,18 +1,17 @@
-"""How fast a model like Llama writes: it reads a prompt at once, then a token at a time from kept keys and values.
+"""Generation with a model like Llama: a prompt read at once, then a token at a time from kept keys and values.
 
     bf16               the model in BF16, eager
     fp8engine X        fe.convert with the recipe X; the weights' FP8 copies are kept between tokens ("inference")
     served X           weights stored as FP8 codes (fe.hf.load), inputs cast as X says
 
-A variant is checked before it is timed: the logits of a given text, read piece by piece, against the FP32 model's,
-which reads it at once.  At one token a step the matmuls are bound by reading weights, so that what counts is bytes; on
-a CPU FP8 is emulated.
+A result is right if the logits of a given text, read piece by piece, are no further from the FP32 model's, which reads
+it at once, than the formats explain.  At one token a step the matmuls are bound by reading weights, so that what counts
+is bytes; on a CPU FP8 is emulated.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,16 +19,14 @@ import torch
 from torch import nn
 
 from fp8engine.autograd.attention import Cache
+from fp8engine.bench import harness
 from fp8engine.bench.cases import sqnr
+from fp8engine.bench.harness import Row, Timer
 from fp8engine.bench.networks import NETWORKS, Size
-from fp8engine.bench.run import machine
-from fp8engine.bench.steps import BASE, LEAST_SQNR
-from fp8engine.bench.timing import Clock, clock, measure
-from fp8engine.convert.swap import convert
-from fp8engine.errors import EmulationWarning
+from fp8engine.bench.steps import BASE, LEAST_SQNR, converted
+from fp8engine.bench.timing import Clock
 from fp8engine.nn.serving import ServedLinear
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import device
 
 
 class Case(NamedTuple):
@@ -74,7 +71,7 @@ def piecewise(model: nn.Module, text_BT: torch.Tensor, prompt: int) -> torch.Ten
 def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
     """What can be measured, made of the FP32 model."""
     found: dict[str, Callable[[nn.Module], nn.Module]] = {BASE: lambda model: model.bfloat16()}
-    found |= {f"fp8engine {recipe}": _converted(recipe) for recipe in ("current", "rowwise", "blockwise")}
+    found |= {f"fp8engine {recipe}": converted(recipe) for recipe in ("current", "rowwise", "blockwise")}
     return found | {f"served {recipe}": _served(recipe) for recipe in ("current", "blockwise")}
 
 
@@ -87,50 +84,33 @@ def generate(
 ) -> dict[str, Any]:
     """Check and time every variant of every case: {"machine", "what", "rows"}."""
     ways = variants() if ways is None else ways
-    ticks = clock(where) if ticks is None else ticks
-    turns = (10 if where.type == "cuda" else 3) if turns is None else turns
-    rows = [row for case in cases for row in _compare(case, where, ways, ticks, turns)]
-    what = "generation" + ("" if device.has_fp8(where) else "; FP8 emulated: values, not speed")
-    return {"machine": machine(where), "what": what, "rows": rows}
+    timer = Timer.of(where, ticks, turns, (10, 3))
+    rows = [row for case in cases for row in compare(case, where, ways, timer)]
+    return harness.result(where, harness.training_on(where, "generation"), rows)
 
 
-def _compare(case: Case, where: torch.device, ways, ticks: Clock, turns: int) -> list[dict]:
+def compare(case: Case, where: torch.device, ways, timer: Timer) -> list[Row]:
+    """One case's rows."""
     torch.manual_seed(0)
     plain = NETWORKS["llama"].make(case.size).to(where).eval()
     text = torch.randint(case.size.vocabulary, (case.batch, case.prompt + 4), device=where)
     with torch.inference_mode():
         wanted = plain(text)
-    rows, calls = {}, {}
-    for label, make in ways.items():
-        row: dict[str, Any] = {"name": label, "case": str(case), "correct": None}
-        rows[label] = row
-        try:
-            model = make(copy.deepcopy(plain))
-            row["sqnr"] = round(sqnr(piecewise(model, text, case.prompt), wanted), 1)
-        except Exception as error:  # any: a kernel or a recipe that does not take this
-            row["why"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            continue
+
+    def check(row: Row, make: Callable[[nn.Module], nn.Module]) -> harness.Call:
+        model = make(copy.deepcopy(plain))
+        row["sqnr"] = round(sqnr(piecewise(model, text, case.prompt), wanted), 1)
         row["weights"] = sum(p.nbytes for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters(False))
         row["correct"] = row["sqnr"] >= LEAST_SQNR
-        if row["correct"]:
-            calls[label] = lambda turn, model=model: write(model, text[:, : case.prompt], case.tokens)
-        else:
+        if not row["correct"]:
             row["why"] = f"wrong: {row['sqnr']} dB; no time, no ratio"
-    times = measure(calls, ticks, turns) if calls else {}
-    for label, timing in times.items():
-        base = times[BASE].median / timing.median if BASE in times else None
-        speed = case.batch * case.tokens / timing.median
-        rows[label] |= {"seconds": timing.median, "spread": timing.spread, "tokens_per_s": speed, "over_bf16": base}
-    return list(rows.values())
+        return lambda turn: write(model, text[:, : case.prompt], case.tokens)
 
+    def derive(name: str, seconds: float, over: Callable) -> Row:
+        return {"tokens_per_s": case.batch * case.tokens / seconds, "over_bf16": over(BASE)}
 
-def _converted(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    def make(model: nn.Module) -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", EmulationWarning)  # the result says it
-            return convert(model.bfloat16(), recipe)
-
-    return make
+    checks = {name: lambda row, make=make: check(row, make) for name, make in ways.items()}
+    return harness.compare({"case": str(case)}, checks, derive, timer)
 
 
 def _served(recipe: str) -> Callable[[nn.Module], nn.Module]:
@@ -145,13 +125,15 @@ def _served(recipe: str) -> Callable[[nn.Module], nn.Module]:
     return make
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """A row as plain text."""
-    name = f"{row['name']:20s} {row['case']}"
-    if not row["correct"]:
-        return f"{name} {'cannot run' if row['correct'] is None else 'WRONG'}: {row['why']}"
-    ratio = f" {row['over_bf16']:5.2f}x bf16" if row["over_bf16"] else ""
-    return (
-        f"{name} {1e3 * row['seconds']:9.2f} ms {row['spread']:4.0%} {row['tokens_per_s']:9.0f} tokens/s{ratio}"
-        f"   logits {row['sqnr']:.0f} dB   weights {row['weights'] / 2**20:.1f} MiB"
+    return harness.line(
+        f"{row['name']:20s} {row['case']}",
+        row | {"mib": row.get("weights", 0) / 2**20},
+        ("ms", "{:9.2f} ms"),
+        ("spread", " {:4.0%}"),
+        ("tokens_per_s", " {:9.0f} tokens/s"),
+        ("over_bf16", " {:5.2f}x bf16"),
+        ("sqnr", "   logits {:.0f} dB"),
+        ("mib", "   weights {:.1f} MiB"),
     )

@@ -1,9 +1,9 @@
-"""How fast a Linear trains: forward and backward under every recipe, beside nn.Linear in BF16 and torchao.
+"""A linear layer: forward and backward under every recipe, beside nn.Linear in BF16 and torchao.
 
     over_bf16   the time of BF16 nn.Linear's forward and backward over the variant's, medians in one run
 
-A variant whose y, dx or dw is further from float64 than FP8 explains has its SQNR and nothing else: no time, no ratio.
-Host time is that of queueing a forward; launches are what the profiler counts on a card.
+A result is right if y, dx and dw are no further from float64 than FP8 explains.  Host time is that of queueing a
+forward.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.bench import harness
 from fp8engine.bench.cases import Shape, sqnr
-from fp8engine.bench.run import machine
-from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.bench.harness import Row, Timer
+from fp8engine.bench.timing import Clock
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics import cost
-from fp8engine.ops import device
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 SETS = 2
@@ -82,67 +82,53 @@ def linear(
 ) -> dict[str, Any]:
     """Check and time every variant on every shape (M tokens, N outputs, K inputs): {"machine", "what", "rows"}."""
     ways = variants(where, where.type == "cuda") if ways is None else ways
-    ticks = clock(where) if ticks is None else ticks
-    turns = (30 if where.type == "cuda" else 9) if turns is None else turns
-    rows = [row for shape in shapes for row in compare(shape, where, ways, ticks, turns)]
-    what = "forward and backward" + ("" if device.has_fp8(where) else "; FP8 emulated: values, not speed")
-    return {"machine": machine(where), "what": what, "rows": rows}
+    timer = Timer.of(where, ticks, turns, (30, 9))
+    rows = [row for shape in shapes for row in compare(shape, where, ways, timer)]
+    return harness.result(where, harness.training_on(where), rows)
 
 
-def compare(shape: Shape, where: torch.device, ways: dict[str, Variant], ticks: Clock, turns: int) -> list[dict]:
+def compare(shape: Shape, where: torch.device, ways: dict[str, Variant], timer: Timer) -> list[Row]:
     """One shape's rows."""
-    generator = torch.Generator(where).manual_seed(0)
-    weight = torch.randn(shape.n, shape.k, generator=generator, device=where).mul_(shape.k**-0.5).bfloat16()
+    random = torch.Generator(where).manual_seed(0)
+    normal = lambda *size: torch.randn(*size, generator=random, device=where)  # noqa: E731
+    weight = normal(shape.n, shape.k).mul_(shape.k**-0.5).bfloat16()
     sets = [
-        (
-            torch.randn(shape.m, shape.k, generator=generator, device=where).bfloat16().requires_grad_(),
-            torch.randn(shape.m, shape.n, generator=generator, device=where).bfloat16(),
-        )
-        for _ in range(SETS)
+        (normal(shape.m, shape.k).bfloat16().requires_grad_(), normal(shape.m, shape.n).bfloat16()) for _ in range(SETS)
     ]
     wanted = _exact(weight, *sets[0])
-    rows, calls = {}, {}
-    for name, way in ways.items():
-        rows[name], step = _checked(name, way, shape, weight, sets, wanted)
-        if rows[name]["correct"]:
-            calls[name] = step
-    times = measure(calls, ticks, turns) if calls else {}
-    for name, timing in times.items():
-        rows[name] |= {
-            "seconds": timing.median,
-            "spread": timing.spread,
-            "over_bf16": times[BASE].median / timing.median if BASE in times else None,
-            "target": TARGETS.get(shape) if where.type == "cuda" and name == "fp8engine current" else None,
-            "model": cost.speedup(shape.m, shape.n, shape.k, "amax pass"),
-        }
-    return list(rows.values())
+
+    def derive(name: str, seconds: float, over: Callable) -> Row:
+        target = TARGETS.get(shape) if where.type == "cuda" and name == "fp8engine current" else None
+        model = cost.speedup(shape.m, shape.n, shape.k, "amax pass")
+        return {"over_bf16": over(BASE), "target": target, "model": model}
+
+    checks = {name: lambda row, way=way: _checked(row, way, weight, sets, wanted) for name, way in ways.items()}
+    return harness.compare({"shape": list(shape)}, checks, derive, timer)
 
 
-def _checked(name: str, way: Variant, shape: Shape, weight, sets, wanted) -> tuple[dict, Callable[[int], object]]:
-    row: dict[str, Any] = {"name": name, "shape": list(shape), "correct": None}
-    try:
-        layer = way.make(shape.k, shape.n, weight.device)
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter.copy_(weight if parameter.dim() == 2 else torch.zeros_like(parameter))
-        run = torch.compile(layer, fullgraph=True) if way.compiled else layer
-        parameter = next(each for each in layer.parameters() if each.dim() == 2)
+def _checked(row: Row, way: Variant, weight: torch.Tensor, sets, wanted) -> harness.Call:
+    outputs, inputs = weight.shape
+    layer = way.make(inputs, outputs, weight.device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(weight if parameter.dim() == 2 else torch.zeros_like(parameter))
+    run = torch.compile(layer, fullgraph=True) if way.compiled else layer
+    parameter = next(each for each in layer.parameters() if each.dim() == 2)
 
-        def step(turn: int):
-            x, dy = sets[turn % SETS]
-            x.grad = parameter.grad = None
-            y = run(x)
-            y.backward(dy)
-            return y
+    def step(turn: int) -> torch.Tensor:
+        x, dy = sets[turn % SETS]
+        x.grad = parameter.grad = None
+        y = run(x)
+        y.backward(dy)
+        return y
 
-        y = step(0)
-        found = [part for part in (y, sets[0][0].grad, parameter.grad) if part is not None]
-        row["sqnr"] = [round(sqnr(one, exact), 1) for one, exact in zip(found, wanted, strict=True)]
-        row["host_us"] = _host_us(run, sets[0][0])
-    except Exception as error:  # any: a kernel, a compiler or a peer that does not take this
-        return row | {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}, lambda turn: None
+    found = [part for part in (step(0), sets[0][0].grad, parameter.grad) if part is not None]
+    row["sqnr"] = [round(sqnr(one, exact), 1) for one, exact in zip(found, wanted, strict=True)]
+    row["host_us"] = _host_us(run, sets[0][0])
     row["correct"] = min(row["sqnr"]) >= LEAST_SQNR
-    return (row if row["correct"] else row | {"why": "wrong gradients: no time, no ratio"}), step
+    if not row["correct"]:
+        row["why"] = "wrong gradients: no time, no ratio"
+    return step
 
 
 def _exact(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -163,15 +149,15 @@ def _host_us(run: Callable, x: torch.Tensor) -> float:
     return 1e6 * taken / HOST_CALLS
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """A row as plain text."""
-    name = f"{row['name']:30s} {'x'.join(map(str, row['shape'])):16s}"
-    if not row["correct"]:
-        return f"{name} {'cannot run' if row['correct'] is None else 'WRONG'}: {row['why']}"
-    ratio = "" if row["over_bf16"] is None else f"{row['over_bf16']:6.2f}x bf16"
-    target = "" if row["target"] is None else f"   target {row['target']:.2f}"
-    sqnr = "/".join(f"{value:.0f}" for value in row["sqnr"])
-    return (
-        f"{name} {1e3 * row['seconds']:9.3f} ms {row['spread']:5.0%} {ratio}   y/dx/dw {sqnr} dB"
-        f"   host {row['host_us']:.0f} us{target}"
+    errors = "/".join(f"{value:.0f}" for value in row.get("sqnr", ()))
+    return harness.line(
+        f"{row['name']:30s} {'x'.join(map(str, row['shape'])):16s}",
+        row,
+        ("ms", "{:9.3f} ms"),
+        ("spread", " {:5.0%} "),
+        ("over_bf16", "{:6.2f}x bf16"),
+        ("host_us", f"   y/dx/dw {errors} dB   host {{:.0f}} us"),
+        ("target", "   target {:.2f}"),
     )

@@ -1,12 +1,12 @@
-"""How fast a whole network trains: a block or a model, forward and backward, under every recipe, beside BF16's.
+"""Whole networks: a block or a model, forward and backward under every recipe, beside BF16's.
 
     over_bf16       time of the network in BF16, eager, over the variant's          over_compiled   compiled BF16's
     activations     bytes that autograd saves for backward, each storage once, parameters left out
 
 "fp8engine X": fe.convert with the recipe X; "layer X": every block an fe.TransformerLayer, with its memory options.
-A variant is checked before it is timed: its output, and the gradient of its first linear layer's weight, which every
-other layer's went into, against the same network in FP32.  One that is further off than its formats explain has its
-SQNR and nothing else.  Host time and launches belong to a card; on a CPU FP8 is emulated.
+A result is right if the output, and the gradient of the first linear layer's weight, which every other layer's went
+into, are no further from the same network's in FP32 than the formats explain.  Launches and peak memory belong to a
+card; on a CPU FP8 is emulated.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fp8engine.bench import harness
 from fp8engine.bench.cases import sqnr
+from fp8engine.bench.harness import Row, Timer
 from fp8engine.bench.networks import NETWORKS, Size, fused
-from fp8engine.bench.run import machine
-from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.bench.timing import Clock
 from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning
-from fp8engine.ops import device
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 MEMORY = {"": {}, ", recompute": {"recompute": True}, ", FP8 inputs": {"recompute": True, "store": "fp8"}}
@@ -58,12 +58,12 @@ class Variant(NamedTuple):
 def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
     """What can be measured there."""
     found = {BASE: Variant(_bf16), "fp16 autocast": Variant(lambda network: network, autocast=True)}
-    found |= {f"fp8engine {recipe}": Variant(_ours(recipe)) for recipe in RECIPES}
+    found |= {f"fp8engine {recipe}": Variant(converted(recipe)) for recipe in RECIPES}
     found |= {f"layer current{label}": Variant(_layer(**memory)) for label, memory in MEMORY.items()}
     if compiled:
         found["layer current, compiled"] = Variant(_layer(), True)
         found[COMPILED] = Variant(_bf16, True)
-        found |= {f"fp8engine {recipe}, compiled": Variant(_ours(recipe), True) for recipe in RECIPES}
+        found |= {f"fp8engine {recipe}, compiled": Variant(converted(recipe), True) for recipe in RECIPES}
         if where.type == "cuda" and importlib.util.find_spec("torchao") is not None:
             found["torchao tensorwise, compiled"] = Variant(_torchao, True)
     return found
@@ -73,7 +73,9 @@ def _bf16(network: nn.Module) -> nn.Module:
     return network.bfloat16()
 
 
-def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
+def converted(recipe: str) -> Callable[[nn.Module], nn.Module]:
+    """fe.convert to a recipe, of the network in BF16."""
+
     def make(network: nn.Module) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EmulationWarning)  # the result says it
@@ -102,14 +104,12 @@ def steps(
 ) -> dict[str, Any]:
     """Check and time every variant of every case (network, size, tokens, sequence): {"machine", "what", "rows"}."""
     ways = variants(where, where.type == "cuda") if ways is None else ways
-    ticks = clock(where) if ticks is None else ticks
-    turns = (20 if where.type == "cuda" else 7) if turns is None else turns
-    rows = [row for case in cases for row in compare(case, where, ways, ticks, turns)]
-    what = "forward and backward" + ("" if device.has_fp8(where) else "; FP8 emulated: values, not speed")
-    return {"machine": machine(where), "what": what, "rows": rows}
+    timer = Timer.of(where, ticks, turns, (20, 7))
+    rows = [row for case in cases for row in compare(case, where, ways, timer)]
+    return harness.result(where, harness.training_on(where), rows)
 
 
-def compare(case, where: torch.device, ways: dict[str, Variant], ticks: Clock, turns: int) -> list[dict]:
+def compare(case, where: torch.device, ways: dict[str, Variant], timer: Timer) -> list[Row]:
     """One case's rows."""
     name, size, tokens, sequence = case
     network = NETWORKS[name]
@@ -122,49 +122,40 @@ def compare(case, where: torch.device, ways: dict[str, Variant], ticks: Clock, t
     y.backward(dy)
     wanted = (y.detach(), _first(plain).grad, dy)
     plain.zero_grad(set_to_none=True)
-    rows, calls = {}, {}
-    for label, way in ways.items():
-        row: dict[str, Any] = {"name": label, "network": name, "size": str(size), "tokens": tokens, "correct": None}
-        rows[label], step = _checked(row, way, copy.deepcopy(plain), sets, wanted)
-        if rows[label]["correct"]:
-            calls[label] = step
-    times = measure(calls, ticks, turns) if calls else {}
-    for label, timing in times.items():
-        ratios = {base: times[base].median / timing.median if base in times else None for base in (BASE, COMPILED)}
-        rows[label] |= {
-            "seconds": timing.median,
-            "spread": timing.spread,
-            "tokens_per_s": tokens / timing.median,
-            "over_bf16": ratios[BASE],
-            "over_compiled": ratios[COMPILED],
-            "target": TARGET if where.type == "cuda" and size == BIG and label.endswith("current, compiled") else None,
-        }
-    return list(rows.values())
+
+    def derive(label: str, seconds: float, over: Callable) -> Row:
+        aimed = where.type == "cuda" and size == BIG and label.endswith("current, compiled")
+        ratios = {"over_bf16": over(BASE), "over_compiled": over(COMPILED)}
+        return {"tokens_per_s": tokens / seconds, **ratios, "target": TARGET if aimed else None}
+
+    checks = {
+        label: lambda row, way=way: _checked(row, way, copy.deepcopy(plain), sets, wanted)
+        for label, way in ways.items()
+    }
+    return harness.compare({"network": name, "size": str(size), "tokens": tokens}, checks, derive, timer)
 
 
-def _checked(row: dict, way: Variant, network: nn.Module, sets, wanted) -> tuple[dict, Callable[[int], object]]:
+def _checked(row: Row, way: Variant, network: nn.Module, sets, wanted) -> harness.Call:
     y_exact, dw_exact, dy = wanted
-    where = y_exact.device.type
-    try:
-        made = way.make(network)
-        low = next(made.parameters()).dtype
-        inputs = [x.to(low) if x.is_floating_point() else x for x in sets]
-        run = torch.compile(made, fullgraph=True) if way.compiled else made
+    made = way.make(network)
+    low = next(made.parameters()).dtype
+    inputs = [x.to(low) if x.is_floating_point() else x for x in sets]
+    run = torch.compile(made, fullgraph=True) if way.compiled else made
 
-        def step(turn: int):
-            made.zero_grad(set_to_none=True)
-            with torch.autocast(where, torch.float16, enabled=way.autocast):
-                y = run(inputs[turn % len(inputs)])
-            y.backward(dy.to(y.dtype))
-            return y
+    def step(turn: int) -> torch.Tensor:
+        made.zero_grad(set_to_none=True)
+        with torch.autocast(y_exact.device.type, torch.float16, enabled=way.autocast):
+            y = run(inputs[turn % len(inputs)])
+        y.backward(dy.to(y.dtype))
+        return y
 
-        row["sqnr"] = [round(sqnr(step(0), y_exact), 1), round(sqnr(_first(made).grad, dw_exact), 1)]
-        row["activations"] = _saved(made, lambda: step(0))
-        row |= _on_card(step, y_exact.device)
-    except Exception as error:  # any: a kernel, a compiler or a peer that does not take this
-        return row | {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}, lambda turn: None
+    row["sqnr"] = [round(sqnr(step(0), y_exact), 1), round(sqnr(_first(made).grad, dw_exact), 1)]
+    row["activations"] = saved_bytes(made, lambda: step(0))
+    row |= _on_card(step, y_exact.device)
     row["correct"] = row["sqnr"][0] >= LEAST_SQNR and row["sqnr"][1] >= LEAST_GRADIENT
-    return (row if row["correct"] else row | {"why": f"wrong: {row['sqnr']} dB; no time, no ratio"}), step
+    if not row["correct"]:
+        row["why"] = f"wrong: {row['sqnr']} dB; no time, no ratio"
+    return step
 
 
 def _first(network: nn.Module) -> Any:
@@ -172,7 +163,7 @@ def _first(network: nn.Module) -> Any:
     return next(module.weight for module in network.modules() if isinstance(module, nn.Linear))
 
 
-def _saved(network: nn.Module, step: Callable[[], object]) -> int:
+def saved_bytes(network: nn.Module, step: Callable[[], object]) -> int:
     """Bytes of the storages that a step saves for backward, parameters left out."""
     own = {p.untyped_storage().data_ptr() for p in network.parameters()}
     sizes: dict[int, int] = {}
@@ -202,18 +193,23 @@ def _on_card(step: Callable[[int], object], where: torch.device) -> dict[str, in
     return {"peak_bytes": peak, "launches": launches}
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """A row as plain text."""
-    name = f"{row['name']:28s} {row['network']:6s} {row['size']:34s}"
-    if not row["correct"]:
-        return f"{name} {'cannot run' if row['correct'] is None else 'WRONG'}: {row['why']}"
-    ratios = "".join(
-        f" {row[key]:5.2f}x {text}" for key, text in (("over_bf16", "bf16"), ("over_compiled", "compiled")) if row[key]
-    )
-    card = f"   peak {row['peak_bytes'] / 2**30:.2f} GiB, {row['launches']} launches" if "launches" in row else ""
-    target = "" if row["target"] is None else f"   target {row['target']:.2f}"
-    sqnr = "/".join(f"{value:.0f}" for value in row["sqnr"])
-    return (
-        f"{name} {1e3 * row['seconds']:9.2f} ms {row['spread']:4.0%} {row['tokens_per_s']:9.0f} tokens/s{ratios}"
-        f"   y/dw {sqnr} dB   saved {row['activations'] / 2**20:.1f} MiB{card}{target}"
+    errors = "/".join(f"{value:.0f}" for value in row.get("sqnr", ()))
+    return harness.line(
+        f"{row['name']:28s} {row['network']:6s} {row['size']:34s}",
+        {
+            **row,
+            "mib": row.get("activations", 0) / 2**20,
+            "gib": row["peak_bytes"] / 2**30 if "launches" in row else None,
+        },
+        ("ms", "{:9.2f} ms"),
+        ("spread", " {:4.0%}"),
+        ("tokens_per_s", " {:9.0f} tokens/s"),
+        ("over_bf16", " {:5.2f}x bf16"),
+        ("over_compiled", " {:5.2f}x compiled"),
+        ("mib", f"   y/dw {errors} dB   saved {{:.1f}} MiB"),
+        ("gib", "   peak {:.2f} GiB"),
+        ("launches", ", {} launches"),
+        ("target", "   target {:.2f}"),
     )

@@ -1,4 +1,4 @@
-"""How long a call takes, fairly: variants take turns, operands rotate, the L2 cache is emptied, nothing waits inside.
+"""Timing of calls in turns: operands rotate, the L2 cache is emptied before each call, and nothing waits inside.
 
     turn 0: a(0) b(0) c(0)    turn 1: a(1) b(1) c(1)    ...        median and quartile spread over the turns
 
@@ -50,14 +50,14 @@ class Timing:
 
 
 class Clock(Protocol):
-    """What times one call after another."""
+    """Times one call after another."""
 
     def time(self, call: Callable[[], object]) -> None:
         """Run or queue one timed call."""
         ...
 
     def seconds(self) -> list[float]:
-        """Seconds of each call since the last question, in order.  Waits for the device."""
+        """Seconds of each call since `seconds` was last called, in order.  Waits for the device."""
         ...
 
 
@@ -74,7 +74,7 @@ class WallClock:
         self._seconds.append(time.perf_counter() - start)
 
     def seconds(self) -> list[float]:
-        """Seconds of each call since the last question, in order."""
+        """Seconds of each call since `seconds` was last called, in order."""
         found, self._seconds = self._seconds, []
         return found
 
@@ -82,7 +82,7 @@ class WallClock:
 class CudaClock:
     """CUDA events around each call, on an empty L2 cache.
 
-    card: what of torch.cuda it uses (Event, get_device_properties, _sleep, synchronize).
+    card: the part of torch.cuda that it uses (Event, get_device_properties, _sleep, synchronize).
     """
 
     def __init__(self, where: torch.device, card: Any = torch.cuda):
@@ -102,7 +102,7 @@ class CudaClock:
         self._events.append((start, end))
 
     def seconds(self) -> list[float]:
-        """Seconds of each call since the last question, in order.  Waits for the card."""
+        """Seconds of each call since `seconds` was last called, in order.  Waits for the card."""
         self._card.synchronize(self._where)
         found = [start.elapsed_time(end) / 1e3 for start, end in self._events]
         self._events = []

@@ -1,4 +1,4 @@
-"""Which configuration of a kernel is fastest on this card: searched, verified, measured, written into tuning.json.
+"""Search for the fastest configuration of each kernel on this card: verified, measured, written into tuning.json.
 
 For each operation and shape class, one step after another, starting from the committed configuration:
 
@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8engine.bench.cases import Operands, Pair, Shape, Truth
-from fp8engine.bench.run import FAST, PROMOTED, SETS, Variant, machine
-from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.bench.gemm import FAST, PROMOTED, SETS, Variant, kernel
+from fp8engine.bench.harness import Call, Row, Timer, compare, machine
+from fp8engine.bench.timing import Clock, clock
 from fp8engine.errors import BackendError, UnknownName
 from fp8engine.ops import device, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Epilogue
@@ -53,10 +54,7 @@ SOURCE = ("card", "driver", "capability", "torch", "triton", "date", "commit")
 
 @dataclass(frozen=True)
 class Job:
-    """What a candidate is tried with.
-
-    ours: makes y under a configuration.  other: what would run otherwise; `ours.kind` operands, as everywhere.
-    """
+    """How candidates are tried.  check: what would run otherwise.  ours: y of the same operands, by a configuration."""
 
     check: Variant
     ours: Callable[[Pair, Config], torch.Tensor]
@@ -89,24 +87,22 @@ def trial(job: Job, shape: Shape, configs: Sequence[Config]) -> list[float | str
     sets = [Operands(shape, job.where, seed)[job.check.kind] for seed in range(SETS)]
     truths = [Truth.of(pair) for pair in sets]
     allowed = job.check.tolerance(shape.k)
-    found: list[float | str] = [_trouble(job, config, sets, truths, allowed) or 0.0 for config in configs]
-    calls: dict[str, Callable[[int], object]] = {"other": lambda turn: job.check.run(sets[turn % SETS])}
-    for index, (config, state) in enumerate(zip(configs, found, strict=True)):
-        if not isinstance(state, str):
-            calls[str(index)] = lambda turn, config=config: job.ours(sets[turn % SETS], config)
-    times = measure(calls, job.ticks, TURNS)
-    other = times.pop("other").median
-    for index, timing in times.items():
-        found[int(index)] = other / timing.median
-    return found
 
+    def other(row: Row) -> Call:
+        row["correct"] = True
+        return lambda turn: job.check.run(sets[turn % SETS])
 
-def _trouble(job: Job, config: Config, sets: list[Pair], truths: list[Truth], allowed: float) -> str | None:
-    try:
+    def check(row: Row, config: Config) -> Call:
         worst = max(truth.error(job.ours(pair, config)) for pair, truth in zip(sets, truths, strict=True))
-    except Exception as error:  # any: of the compiler, the driver, or a resource there is not enough of
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return None if worst <= allowed else f"wrong result: relative error {worst:.1e}, allowed {allowed:.1e}"
+        row["correct"] = worst <= allowed
+        if not row["correct"]:
+            row["why"] = f"wrong result: relative error {worst:.1e}, allowed {allowed:.1e}"
+        return lambda turn: job.ours(sets[turn % SETS], config)
+
+    checks = {str(i): lambda row, config=config: check(row, config) for i, config in enumerate(configs)}
+    derive = lambda name, seconds, over: {"ratio": over("other")}  # noqa: E731
+    _, *rows = compare({}, {"other": other, **checks}, derive, Timer(job.ticks, TURNS))
+    return [row["ratio"] if row["correct"] else row["why"] for row in rows]
 
 
 def search(start: Config, steps: Sequence[Callable[[Config], list[Config]]], shapes: Sequence[Shape], run: Trial):
@@ -206,7 +202,7 @@ def tune(
     where: torch.device,
     note: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the new table, everything tried) on this card.  note: told of each class's result.
+    """(the new table, everything tried) on this card.  note: called with a line on each class's result.
 
     Raises BackendError without a card or without Triton.
     """
@@ -239,8 +235,7 @@ def tune(
 def job_of(operation: str, where: torch.device, ticks: Clock) -> Job:
     """How an operation's candidates are run, checked and what they are held against, on a card."""
     out = Epilogue(None, torch.bfloat16)
-    module = "matmul_fp8" if operation == "matmul_fp8_promoted" else operation
-    launch = getattr(importlib.import_module(f"fp8engine.kernels.{module}"), module)
+    launch = kernel("matmul_fp8" if operation == "matmul_fp8_promoted" else operation)
     if operation == "matmul_fp16":
         check = Variant("bf16", lambda pair: pair.a.data @ pair.b.data.t())
         return Job(check, lambda pair, config: launch(pair.a.data, pair.b.data, out, config), where, ticks)

@@ -1,4 +1,4 @@
-"""`fp8engine bench gemm | quantize | linear | amp | tune`: how fast it is here, checked first; the fastest kernels."""
+"""`fp8engine bench gemm | quantize | linear | block | model | tune`: benchmarks of this machine, and the tuner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 
 from fp8engine import files
-from fp8engine.bench import amp, cases, casts, generate, linear, run, steps
+from fp8engine.bench import cases, casts, generate, linear, steps
+from fp8engine.bench import gemm as matmuls
 from fp8engine.bench.tune import OPERATIONS, difference, dump, tune
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
@@ -36,7 +37,7 @@ def gemm(
     """Every matmul there is here: checked against float64, then timed beside torch's; no ratio for a wrong result."""
     where = _where(device)
     asked = cases.parse(shapes if shapes is not None else "llm" if where.type == "cuda" else "small")
-    result = run.gemm(asked, where)
+    result = matmuls.gemm(asked, where)
     if out is not None:
         _save(out, result)
     if as_json:
@@ -75,17 +76,10 @@ def linear_layer(
     _give(linear.linear(asked, where), linear.line, out, as_json)
 
 
-@bench.command("amp")
-def mixed_precision(
-    quick: Annotated[bool, typer.Option("--quick", help="One seed, two epochs; accuracy is not judged.")] = False,
-    device: Device = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Train the digits in FP32 and in FP16 with autocast, a scaler, master weights; alone, DataParallel, DDP."""
-    result = amp.amp(_where(device), quick, note=lambda text: typer.echo(text, err=True))
-    _give(result, amp.line, out, as_json)
+@bench.command("amp", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def amp(debug: Debug = False) -> None:
+    """Moved out of the package: it needs a checkout."""
+    raise BackendError("'bench amp' has left the package: run python benchmarks/amp.py in a checkout of the repository")
 
 
 @bench.command("block")
@@ -158,7 +152,7 @@ def _where(name: str | None) -> torch.device:
 
 
 def _give(result: dict, line: Callable[[dict], str], out: Path | None, as_json: bool) -> None:
-    """A result as JSON, into a file, or a line a row for a person."""
+    """Print a result as JSON or a line a row; `out` gets it as JSON."""
     if out is not None:
         _save(out, result)
     if as_json:
@@ -166,8 +160,6 @@ def _give(result: dict, line: Callable[[dict], str], out: Path | None, as_json: 
         return
     about = result["machine"]
     typer.echo(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}")
-    for text in result.get("head", ()):
-        typer.echo(text)
     for row in result["rows"]:
         typer.echo(line(row))
 
@@ -180,7 +172,7 @@ def _save(path: Path, result: dict) -> None:
 
 
 def tell(result: dict) -> None:
-    """The tables a person reads."""
+    """Print the result of `bench gemm` as a table a shape."""
     screen, about, most = console(), result["machine"], result["limits"]
     screen.print(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}", soft_wrap=True)
     screen.print(
@@ -199,8 +191,8 @@ def tell(result: dict) -> None:
     for name, found in result["summary"].items():
         if name != "best_tflops":
             mean, least = found["geometric_mean"], found["minimum"]
-            said = found["note"] if mean is None else f"geometric mean {mean:.3f}, least {least:.3f} of torch's speed"
-            screen.print(f"{name}: {said}", highlight=False)
+            note = found["note"] if mean is None else f"geometric mean {mean:.3f}, least {least:.3f} of torch's speed"
+            screen.print(f"{name}: {note}", highlight=False)
 
 
 def _cells(row: dict) -> list[str]:

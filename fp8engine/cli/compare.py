@@ -11,7 +11,7 @@ import typer
 
 from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
-from fp8engine.demo import files
+from fp8engine.demo import config as disk
 from fp8engine.numerics.recipe import RECIPES, Auto, resolve
 from fp8engine.report.compare import Comparison, compare_recipes, show
 from fp8engine.report.compare.batches import batches, pieces
@@ -40,7 +40,7 @@ def command(
     """Compare a model with itself under FP8: loss, top-1 agreement, embeddings, SQNR of each linear layer."""
     recipes = [resolve(name) for name in dict.fromkeys(recipe or ["current"])]
     chosen = pieces(read_text(text), texts)
-    files.check_writable(out)
+    disk.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
     move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ids, cut = token_ids(chosen, tokens, length)
@@ -65,10 +65,10 @@ def command(
 
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
     written = [out / "compare.json"]
-    files.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
+    disk.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
     if (image := show.picture(found)) is not None:
         written.append(out / "compare.png")
-        files.write(written[1], image)
+        disk.write(written[1], image)
     return written
 
 

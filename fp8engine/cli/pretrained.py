@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fp8engine.cli.inspect import load
-from fp8engine.demo.config import DemoError
-from fp8engine.demo.data import read
+from fp8engine.demo.config import DemoError, read
 from fp8engine.errors import ConversionError
 from fp8engine.report.compare.batches import BYTES, Tokens
 

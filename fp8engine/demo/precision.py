@@ -1,37 +1,91 @@
-"""From a recipe's name to how a step is computed.
+"""Precision of a step: from a recipe's name to how the model is prepared and a step is computed.
 
 | recipe | model | forward | loss scale |
 | --- | --- | --- | --- |
 | fp32 | plain | plain | none |
 | bf16 | plain | torch.autocast(bfloat16) | none |
 | fp16 | plain | torch.autocast(float16) | torch.amp.GradScaler |
-| any other | fp8engine.convert.swap | CUDA: torch.autocast(bfloat16); CPU: plain | none |
+| any other | fe.convert | CUDA: torch.autocast(bfloat16); CPU: plain | none |
 
 Parameters are FP32 everywhere.  On a card what FP8 leaves alone (attention, norms, the head) runs in 16 bits as anyone
 would train it; on a CPU autocast makes the emulated step slower, and without it the difference to fp32 is FP8's alone.
+
+FP16 on a CPU without FP16 instructions: FP16 operands, products and sums in FP32, one rounding to FP16.  That is what a
+V100's Tensor Cores compute.  torch's own FP16 matmul rounds alike but takes 6 to 28 times an FP32 matmul's time there
+(measured: 2048x128x512 on one AVX512 core), and its attention likewise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from fp8engine._torch import TorchDispatchMode, tree_map
 from fp8engine.convert.swap import convert
-from fp8engine.demo import half
 from fp8engine.errors import EmulationWarning, UnknownName
 from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report import inspect
 
 PLAIN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")
+aten = torch.ops.aten
+# The matmuls of a transformer, and which of each one's results are FP16 (None: all; attention's second is a sum).
+PRODUCTS = {
+    aten.mm.default: None,
+    aten.addmm.default: None,
+    aten.bmm.default: None,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: None,
+}
+
+
+class SumsInFP32(TorchDispatchMode):
+    """Within it, matmuls of FP16 tensors multiply and add in FP32 and round their result once.
+
+    >>> a = torch.full((1, 2), 200.0, dtype=torch.float16)
+    >>> with SumsInFP32():
+    ...     a @ a.t()                                      # 80000 is beyond FP16, and is not hidden
+    tensor([[inf]], dtype=torch.float16)
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in PRODUCTS or not any(_is_half(arg) for arg in args):
+            return func(*args, **kwargs)
+        result = func(*tree_map(_widen, args), **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.half()
+        halves = PRODUCTS[func]
+        return tuple(part.half() if halves is None or index in halves else part for index, part in enumerate(result))
+
+
+def _is_half(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.float16
+
+
+def _widen(x):
+    return x.float() if _is_half(x) else x
+
+
+def cpu_is_slow() -> bool:
+    """Whether this CPU has no FP16 instructions, as far as torch tells (all x86 before Sapphire Rapids)."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return x86 and not (known.get("avx512_fp16") or known.get("amx_fp16"))
+
+
+def matmuls(device: torch.device) -> contextlib.AbstractContextManager:
+    """The context in which FP16 is trained on this device: SumsInFP32 on a CPU that is slow at it, else nothing."""
+    return SumsInFP32() if device.type == "cpu" and cpu_is_slow() else contextlib.nullcontext()
 
 
 class Precision:
-    """A recipe on a device: prepares a model, wraps each forward and backward, says afterwards what ran.
+    """A recipe on a device: prepares a model, wraps each forward and backward, names the backends that ran.
 
     Raises UnknownName for a name that is no recipe.
 
@@ -46,7 +100,7 @@ class Precision:
         beside_fp8 = torch.bfloat16 if device.type == "cuda" else None
         self.autocast = PLAIN.get(recipe, beside_fp8)
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe == "fp16")
-        self.matmuls = half.matmuls(device) if recipe == "fp16" else contextlib.nullcontext()
+        self.matmuls = matmuls(device) if recipe == "fp16" else contextlib.nullcontext()
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model as this recipe trains it.  That FP8 is emulated, the table says: no warning beside it."""
@@ -71,7 +125,7 @@ class Precision:
     def ran(self, model: nn.Module) -> str:
         """Where the matmuls ran: "torch", or the FP8 backends; "(emulated)" where no hardware has that format."""
         if self.recipe in PLAIN:
-            return "torch (emulated)" if isinstance(self.matmuls, half.SumsInFP32) else "torch"
+            return "torch (emulated)" if isinstance(self.matmuls, SumsInFP32) else "torch"
         layers = [layer for layer in inspect(model).layers if layer["recipe"] != "none"]
         names = "+".join(sorted({layer["backend"] for layer in layers}))
         return f"{names} (emulated)" if any(layer["emulated"] for layer in layers) else names

@@ -1,4 +1,4 @@
-"""Several recipes, one after another, on the same bytes; stopped at any moment it leaves whole files and a report.
+"""Runs and sessions: a recipe trained from its first step or last checkpoint; several recipes on the same bytes.
 
 Ctrl-C (or SIGTERM) lets the step under way finish, saves the run, measures it as it is and writes the report up to
 there; a second Ctrl-C ends it at once, and what is on the disk is still whole.
@@ -7,27 +7,131 @@ there; a second Ctrl-C ends it at once, and what is on the disk is still whole.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
+import math
 import signal
+import statistics
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8engine.demo import files
-from fp8engine.demo.config import Config, DemoError
-from fp8engine.demo.plot import draw
+import torch
+from torch import nn
+
+from fp8engine.demo import config as disk
+from fp8engine.demo.config import Config, DemoError, read
+from fp8engine.demo.model import loss_of
 from fp8engine.demo.precision import DEFAULT
-from fp8engine.demo.progress import Screen, Silent
-from fp8engine.demo.summary import Summary, about
-from fp8engine.demo.train import Keeping, Result, run
-from fp8engine.demo.trainer import Trainer
+from fp8engine.demo.progress import Silent
+from fp8engine.demo.report import Result, Summary, about, draw
+from fp8engine.demo.trainer import Keeping, OnStep, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report import inspect
 from fp8engine.report.page import page
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PROMPT = b"The "
+TEMPERATURE = 0.7
+LENGTH = 200  # bytes of a sample
+
+
+def run(
+    config: Config, recipe: str, seed: int = 0, *, on_step: OnStep | None = None, keeping: Keeping | None = None
+) -> Result:
+    """Train one GPT under one recipe.
+
+    on_step is called after every step; when it returns False the run is saved (where `keeping` says) and measured as it
+    is.  Raises DemoError (text, folder), UnknownName (recipe), StateError (a checkpoint that is not this run's).
+
+    >>> result = run(Config(size="tiny", steps=2, batch=2), "rowwise")
+    >>> result.steps, result.fp8_flops_share > 0.8, result.ran_on
+    (2, True, 'reference (emulated)')
+    """
+    trainer = start(config, recipe, seed, keeping)
+    trainer.run(on_step, keeping)
+    return measured(trainer)
+
+
+def start(config: Config, recipe: str, seed: int, keeping: Keeping | None) -> Trainer:
+    """What trains a run, before its first step or where its checkpoint ends."""
+    trainer = Trainer(config, recipe, seed, read(config.text, config.shape.context))
+    if keeping is not None and keeping.resume and (path := keeping.path(recipe, seed)).exists():
+        trainer.load(path)
+    return trainer
+
+
+def measured(trainer: Trainer) -> Result:
+    """The result of a run as far as it has come."""
+    config, curve = trainer.config, trainer.curve
+    known = dict(curve.validation)
+    report = inspect(trainer.model)
+    totals = report.totals
+    converted = totals["converted"] > 0
+    return Result(
+        recipe=trainer.recipe,
+        seed=trainer.seed,
+        steps=trainer.steps_done,
+        train_loss=statistics.fmean(curve.losses[-20:]) if curve.losses else math.nan,
+        validation_loss=known[trainer.steps_done] if trainer.steps_done in known else trainer.validate(),
+        tokens_per_second=config.tokens_per_step / statistics.median(curve.seconds) if curve.seconds else math.nan,
+        seconds=sum(curve.seconds),
+        activation_bytes=activation_bytes(trainer),
+        fp8_flops_share=totals["fp8_flops_share"],
+        saturated=totals["saturated"] if converted else None,
+        underflowed=totals["underflowed"] if converted else None,
+        skipped=curve.skipped,
+        ran_on=trainer.precision.ran(trainer.model),
+        sample=sample(trainer),
+        curve=curve,
+        decisions=report.decisions,
+    )
+
+
+def activation_bytes(trainer: Trainer) -> int:
+    """Bytes of activations that one step keeps for its backward.
+
+    Counted where autograd saves them, each storage once, at the run's batch and at twice that; the difference is what
+    belongs to a batch: parameters and autocast's 16-bit copies of them fall out.  The model's copy does the work, so
+    its counters and scales stand still.
+    """
+    model, config = copy.deepcopy(trainer.model), trainer.config
+    once, twice = (
+        trainer.text.batch(trainer.seed, 0, batch, config.shape.context) for batch in (config.batch, 2 * config.batch)
+    )
+    return _saved(trainer, model, twice) - _saved(trainer, model, once)
+
+
+def _saved(trainer: Trainer, model: nn.Module, ids: torch.Tensor) -> int:
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # an output that its own graph holds would keep the graph for ever
+
+    watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with watching, trainer.precision.step(), trainer.precision.forward():
+        loss = loss_of(model, ids.to(trainer.device))  # held: a freed address could be taken again
+    total = sum(sizes.values())
+    del loss
+    return total
+
+
+@torch.no_grad()
+def sample(trainer: Trainer) -> str:
+    """Text that the model writes after PROMPT, the same for the same weights."""
+    generator = torch.Generator().manual_seed(trainer.seed)
+    written = list(PROMPT)
+    for _ in range(LENGTH):
+        ids = torch.tensor([written[-trainer.config.shape.context :]], device=trainer.device)
+        with trainer.precision.step(), trainer.precision.forward():
+            logits = trainer.model(ids)[0, -1].float().cpu()
+        chances = torch.softmax(logits / TEMPERATURE, 0).nan_to_num(0.0) + 1e-9  # a diverged model writes noise
+        written.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(written).decode("utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +168,7 @@ class Outcome:
     signal: int | None = None
 
 
-def train(config: Config, session: Session, screen: Screen | None = None) -> Outcome:
+def train(config: Config, session: Session, screen: Silent | None = None) -> Outcome:
     """Train under each recipe in turn; the report is written after each, of `auto` also its page and its plan.
 
     Raises DemoError (nothing to resume, or a folder that cannot be written, before training; a full disk, with the last
@@ -72,29 +176,26 @@ def train(config: Config, session: Session, screen: Screen | None = None) -> Out
     """
     if session.resume:
         _check_resumable(session)
-    files.check_writable(session.out)
+    disk.check_writable(session.out)
     screen = screen or Silent()
     results: list[Result] = []
     common = about(config, session.seed)
     written: list[Path] = []
     pages: list[Path] = []
-    with _listening() as received:
+    with _signals() as received:
         for recipe in session.recipes:
-            trainers: list[Trainer] = []
-
-            def on_start(trainer: Trainer, recipe: str = recipe, trainers: list[Trainer] = trainers) -> None:
-                trainers.append(trainer)
-                screen.begins(recipe, trainer)
+            trainer = start(config, recipe, session.seed, session.keeping)
+            screen.begins(recipe, trainer)
 
             def on_step(step: int, loss: float, tokens_per_second: float, recipe: str = recipe) -> bool:
                 screen.step(recipe, step, loss, tokens_per_second)
                 return not received
 
-            result = run(config, recipe, session.seed, on_start=on_start, on_step=on_step, keeping=session.keeping)
-            results.append(result)
+            trainer.run(on_step, session.keeping)
+            results.append(measured(trainer))
             screen.done(recipe, results[-1].steps, results[-1].validation_loss)
             written = Summary(common, results).write(session.out)
-            pages += _explain(trainers[0], session.out)
+            pages += _explain(trainer, session.out)
             if received:
                 break
     summary = Summary(common, results)
@@ -126,27 +227,27 @@ def _explain(trainer: Trainer, folder: Path) -> list[Path]:
     if not report.controllers:
         return []
     html, plan = folder / f"{trainer.recipe}.html", folder / f"{trainer.recipe}-plan.json"
-    files.write(html, page(report, trainer.curve.losses or None).encode(errors="replace"))
+    disk.write(html, page(report, trainer.curve.losses or None).encode(errors="replace"))
     report.save_plan(plan)
     return [html, plan]
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[int]]:
-    """The signals received so far; the first of a kind is only noted, the second acts as it always does."""
+def _signals() -> Iterator[list[int]]:
+    """The signals received so far: the first of a kind is only recorded, the second acts as it always does."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received  # only the main thread may listen
+        yield received  # only the main thread may handle signals
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
-    def note(number: int, frame: object) -> None:
+    def record(number: int, frame: object) -> None:
         received.append(number)
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, usual)
 
     for number in SIGNALS:
-        signal.signal(number, note)
+        signal.signal(number, record)
     try:
         yield received
     finally:

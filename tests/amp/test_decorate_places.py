@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from amp_common import leave
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +16,6 @@ from fp8engine.amp.decorate import _check_precision, decorate
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
-from fp8engine.bench.amp import leave
 from fp8engine.errors import (
     BackendError,
     ConversionError,

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from amp_common import leave
 from autos import INTERVAL, batch, controller, lines, loss_of, plain, train
 from blocks import WIDTH, Net
 from support import DTYPES, converted, state_of
@@ -13,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
-from fp8engine.bench.amp import leave
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure

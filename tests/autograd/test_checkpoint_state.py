@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8engine.demo import Config, DemoError, Keeping, Session, checkpoint, data, files, measure, run, train
-from fp8engine.demo.data import read
+from fp8engine.demo import Config, DemoError, Keeping, Session, config, run, session, train
+from fp8engine.demo.config import read
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import StateError
 from fp8engine.report import scaling_state_dict
@@ -22,8 +22,8 @@ CONFIG = Config(size="tiny", steps=8, batch=2)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured beside the training takes less time."""
-    monkeypatch.setattr(data, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(measure, "LENGTH", 10)
+    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
+    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 def fresh(recipe: str = "delayed", config: Config = CONFIG, seed: int = 0) -> Trainer:
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = fresh()
     for _ in range(3):
         one.step()
-    checkpoint.save(path, one)
+    one.save(path)
     return path
 
 
@@ -57,7 +57,7 @@ def refused(path: Path, trainer: Trainer, told: str) -> None:
     trainer.step()
     before, curve = tensors(trainer), copy.deepcopy(trainer.curve)
     with pytest.raises(StateError, match=told):
-        checkpoint.load(path, trainer)
+        trainer.load(path)
     assert same(tensors(trainer), before)
     assert trainer.curve == curve
 
@@ -87,8 +87,8 @@ def test_weights_moments_and_scaling_state_are_too(recipe: str, tmp_path: Path):
         straight.step()
     for _ in range(3):
         first.step()
-    checkpoint.save(tmp_path / "x.pt", first)
-    checkpoint.load(tmp_path / "x.pt", second)
+    first.save(tmp_path / "x.pt")
+    second.load(tmp_path / "x.pt")
     for _ in range(3):
         second.step()
     assert same(tensors(second), tensors(straight))
@@ -227,32 +227,32 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_full_disk_leaves_the_old_file_whole(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.pt"
-    files.write(path, b"old")
+    config.write(path, b"old")
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, broken, full)
     with pytest.raises(DemoError, match=r"cannot write .*x.pt: No space left on device; what was there before"):
-        files.write(path, b"new")
+        config.write(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
 def test_a_disk_that_fills_up_keeps_the_report_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second recipe's checkpoint fails: the first one's row and the checkpoints before it are there."""
-    write = files.write
+    write = config.write
 
     def fails_for_bf16(path: Path, content: bytes) -> None:
         if path.name.startswith("bf16"):
             raise DemoError("cannot write: No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(files, "write", fails_for_bf16)
+    monkeypatch.setattr(config, "write", fails_for_bf16)
     with pytest.raises(DemoError, match="No space left"):
         train(CONFIG, Session(recipes=("fp32", "bf16"), out=tmp_path))
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 2
-    checkpoint.load(tmp_path / "checkpoints" / "fp32-seed0.pt", fresh("fp32"))
+    fresh("fp32").load(tmp_path / "checkpoints" / "fp32-seed0.pt")
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path):

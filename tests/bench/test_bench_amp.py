@@ -1,17 +1,17 @@
-"""`fp8engine bench amp`: what is trained, what is judged, what is shown; and the committed result."""
+"""benchmarks/amp.py: what is trained, what is judged, what is shown; and the committed result."""
 
+import doctest
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import digits
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fp8engine.bench import amp, digits
-from fp8engine.bench.amp import LAUNCHERS, VARIANTS, Cell, Part
-from fp8engine.cli import app
+from benchmarks import amp
+from benchmarks.amp import LAUNCHERS, VARIANTS, Cell, Part
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -155,47 +155,62 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
     return asked
 
 
-def call(*arguments: object):
-    return CliRunner().invoke(app, ["bench", "amp", "--device", "cpu", *map(str, arguments)])
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The script with these options: (exit status, stdout, stderr); what it saves goes elsewhere."""
+    monkeypatch.setattr(amp, "save", lambda what, result: tmp_path / what)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = amp.main(["--device", "cpu", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_the_command_prints_one_table(trained: list[Cell]):
-    result = call()
-    assert result.exit_code == 0, result.output
+def test_the_script_prints_one_table(trained: list[Cell], call):
+    status, out, told = call()
+    assert status == 0
     assert len(trained) == 84
     assert {cell.epochs for cell in trained} == {8}
-    table = result.stdout.splitlines()
+    table = out.splitlines()
     assert table.count(amp.HEADING) == 1
     body = table[table.index(amp.HEADING) + 1 :]
     groups = [" ".join(line.split()[:2]) for line in body[::4]]
     assert groups == ["single cnn", "single vit", "single cnn", "dp cnn", "dp vit", "ddp cnn", "ddp vit"]
     assert len(body) == 28
-    assert "the times say nothing of a GPU" in result.stdout
-    assert "nn.DataParallel calls the module itself" in result.stdout
-    assert "WRONG" not in result.stdout
-    assert "84/84: ddp, 2 processes" in result.stderr
+    assert "the times say nothing of a GPU" in out
+    assert "nn.DataParallel calls the module itself" in out
+    assert "WRONG" not in out
+    assert "84/84: ddp, 2 processes" in told
 
 
-def test_json_and_quick(trained: list[Cell], tmp_path: Path):
-    out = tmp_path / "amp.json"
-    result = call("--quick", "--json", "--out", out)
-    assert result.exit_code == 0, result.output
+def test_json_and_quick(trained: list[Cell], call, tmp_path: Path):
+    path = tmp_path / "amp.json"
+    status, out, _ = call("--quick", "--json", "--out", path)
+    assert status == 0
     assert len(trained) == 28
-    printed = json.loads(result.stdout)
-    assert printed == json.loads(out.read_text())
+    printed = json.loads(out)
+    assert printed == json.loads(path.read_text())
     assert {row["correct"] for row in printed["rows"]} == {None}
     assert any("too few steps" in text for text in printed["head"])
 
 
-def test_what_it_refuses(trained: list[Cell], monkeypatch: pytest.MonkeyPatch):
-    result = CliRunner().invoke(app, ["bench", "amp", "--device", "meta"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "no amp benchmark on meta" in result.stderr
+def test_what_it_refuses(trained: list[Cell], call, monkeypatch: pytest.MonkeyPatch):
+    status, out, told = call("--device", "meta")
+    assert (status, out) == (2, "")
+    assert "no amp benchmark on meta" in told
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    result = call()
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "fp8engine[examples]" in result.stderr
+    status, out, told = call()
+    assert (status, out) == (2, "")
+    assert "fp8engine[examples]" in told
     assert trained == []
+
+
+@pytest.mark.parametrize("module", [amp, digits])
+def test_examples_in_docstrings(module):
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_the_committed_result_reaches_the_target():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8engine.bench.cases import CHUNK, KINDS, LLM, Operands, Shape, Truth, parse, values
-from fp8engine.bench.run import ROUNDING
+from fp8engine.bench.gemm import ROUNDING
 from fp8engine.errors import Fp8EngineError, ShapeError, UnknownName
 
 CPU = torch.device("cpu")

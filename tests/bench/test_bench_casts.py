@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fp8engine.bench import casts, linear
+from fp8engine.bench import casts, harness, linear
 from fp8engine.bench.cases import Shape
-from fp8engine.bench.roofline import Limits
+from fp8engine.bench.harness import Limits, Timer
 from fp8engine.cli import app
 from fp8engine.errors import ShapeError
 from fp8engine.ops import execute
@@ -64,7 +64,7 @@ def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatc
         return data, scale
 
     monkeypatch.setattr(execute, "quantize", wrong)
-    rows = {row["name"]: row for row in casts.compare((16, 64), CPU, Ticks(len(casts.WAYS) - 1), 3, COPY)}
+    rows = {row["name"]: row for row in casts.compare((16, 64), CPU, Timer(Ticks(len(casts.WAYS) - 1), 3), COPY)}
     assert rows["row"]["correct"] is False
     assert "seconds" not in rows["row"]
     assert "of_copy" not in rows["row"]
@@ -114,7 +114,7 @@ def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_
         "wrong": linear.Variant(lambda k, n, where: Wrong(k, n, dtype=torch.bfloat16)),
         "fails": linear.Variant(fails),
     }
-    _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Ticks(1), 3)
+    _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))
     assert (wrong["correct"], failed["correct"]) == (False, None)
     assert not {"seconds", "over_bf16"} & {*wrong, *failed}
     assert wrong["sqnr"][0] == pytest.approx(6.0, abs=0.1)  # half is missing: 10 log10(4)
@@ -125,7 +125,7 @@ def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_
 @pytest.mark.parametrize(("command", "shapes"), [("quantize", "64,64"), ("linear", "32,48,64")])
 def test_the_commands(command: str, shapes: str, monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(casts.roofline, "limits", lambda where, ticks: COPY)
+    monkeypatch.setattr(harness, "limits", lambda where, ticks: COPY)
     out = tmp_path / "found.json"
     result = CliRunner().invoke(app, ["bench", command, "--shapes", shapes, "--json", "--out", str(out)])
     assert result.exit_code == 0, result.output

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import fp8engine
-from fp8engine.bench import run
-from fp8engine.bench.roofline import Limits
+from fp8engine.bench import gemm, harness
+from fp8engine.bench.harness import Limits
 from fp8engine.cli import app, bench
 from fp8engine.kernels import tuning
 
@@ -27,7 +27,7 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU, whose limits are not measured here."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(run.roofline, "limits", lambda where, ticks: Limits(1e12, 1e10))
+    monkeypatch.setattr(harness, "limits", lambda where, ticks: Limits(1e12, 1e10))
 
 
 def test_json_holds_everything_and_nothing_else_is_printed(tmp_path: Path):
@@ -60,7 +60,7 @@ def test_a_table_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture
     ]
     about = {"card": None, "cpu": "a CPU", "torch": "2"}
     limits = {"matmul_16_bits_tflops": 1.0, "copy_gb_per_s": 1.0}
-    summary = run.summary(rows) | {"triton 16 bits": {"geometric_mean": 1.25, "minimum": math.pi}}
+    summary = gemm.summary(rows) | {"triton 16 bits": {"geometric_mean": 1.25, "minimum": math.pi}}
     bench.tell({"machine": about, "what": "", "limits": limits, "rows": rows, "summary": summary})
     text = capsys.readouterr().out
     for part in ("5.0e-01", "not finite", "no [sm_89]", "geometric mean 1.250, least 3.142"):
@@ -77,6 +77,7 @@ def test_a_table_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture
         (("gemm", "--shapes", "8,8,8", "--device", "meta"), "no matmul benchmark on meta"),
         (("gemm", "--shapes", "8,8,8", "--out", "/no/such/folder/x.json"), "cannot write"),
         (("tune",), "torch finds none"),
+        (("amp", "--quick", "--device", "cpu"), "run python benchmarks/amp.py in a checkout"),
     ],
 )
 def test_what_it_refuses(arguments: tuple, told: str):
@@ -117,10 +118,10 @@ for name in ("rich", "typer", "safetensors", "triton", "pytest"):
 import warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {root!r})
-from fp8engine.bench import cases, roofline, run, timing, tune
+from fp8engine.bench import cases, gemm, harness, timing, tune
 import torch
 ticks = timing.WallClock()
-result = run.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, roofline.Limits(1.0, 1.0), 2)
+result = gemm.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, harness.Limits(1.0, 1.0), 2)
 from fp8engine import device
 without = [] if device.cpu_scales_rows() else ["torch fp8 row"]  # torch 2.11's CPU
 print([row["name"] for row in result["rows"] if not row["correct"]] == without, len(result["rows"]))

@@ -1,6 +1,7 @@
 """Kernels compiled without a card, and what counts as a fault or a loss in their machine code."""
 
 import dataclasses
+import doctest
 import importlib
 import json
 import re
@@ -10,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from fp8engine.bench import codegen, offline, sass
+from benchmarks.machine_code import judge, launches, offline, sass
 from fp8engine.errors import VersionError
 from fp8engine.kernels.tuning import Config, pick, table
 
 ROOT = Path(__file__).parents[2]
 BASELINE = json.loads((ROOT / "benchmarks" / "codegen.json").read_text())["kernels"]
-CASES = {case.name: case for case in codegen.cases()}
+CASES = {case.name: case for case in launches.cases()}
 
 
 @pytest.fixture(scope="module")
-def default() -> codegen.Row:
+def default() -> judge.Row:
     """The default FP8 kernel of a Hopper card, compiled."""
     config = table()["matmul_fp8"]["sm_90"]["large"]
-    (row,) = codegen.compile_case(CASES[f"matmul_fp8 tensor sm_90 {config} plain"])
+    (row,) = judge.compile_case(CASES[f"matmul_fp8 tensor sm_90 {config} plain"])
     return row
 
 
-def test_the_default_kernel_is_hopper_code(default: codegen.Row):
-    assert codegen.failures(default) == []
+def test_the_default_kernel_is_hopper_code(default: judge.Row):
+    assert judge.failures(default) == []
     assert (default.shape, default.products, default.spills) == ("QGMMA.64x256x32", 4, 0)
     assert default.loop <= 95
     assert default.shared <= 232_448
@@ -45,8 +46,8 @@ def test_a_card_of_sm_120_gets_what_it_can_run(operation: str):
     """Hopper's configurations ask for 131,096 bytes there; a program may have 101,376."""
     config = pick(operation.split()[0], (12, 0), 8192, 8192)
     case = dataclasses.replace(CASES[f"{operation} sm_89 {config} plain"], architecture=120)
-    (row,) = codegen.compile_case(case)
-    assert codegen.failures(row) == []
+    (row,) = judge.compile_case(case)
+    assert judge.failures(row) == []
     assert row.shape.startswith("QMMA.")
     with offline.caught(120) as launches:
         case.launch()
@@ -98,30 +99,30 @@ def test_interpreted_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch)
 def test_a_spill_is_found_by_the_compiler_itself(monkeypatch: pytest.MonkeyPatch):
     # 128 sums a thread and an erf in one piece do not fit into 255 registers: why `launch.parts` cuts a tile in four.
     matmul_fp8 = importlib.import_module("fp8engine.kernels.matmul_fp8")
-    config, end = Config(128, 128, 128, warps=4, parts=1), codegen._epilogues(fp8=True)["gelu+amax"]
+    config, end = Config(128, 128, 128, warps=4, parts=1), launches._epilogues(fp8=True)["gelu+amax"]
     assert matmul_fp8.parts(config, end) == 4
     monkeypatch.setattr(matmul_fp8, "parts", lambda config, epilogue: config.parts)
-    operand = codegen._operand(codegen.SIZE, -1, -1)
-    case = codegen.Case("", 90, config, True, lambda: matmul_fp8.matmul_fp8(operand, operand, end, False, config))
-    (row,) = codegen.compile_case(case)
+    operand = launches._operand(launches.SIZE, -1, -1)
+    case = launches.Case("", 90, config, True, lambda: matmul_fp8.matmul_fp8(operand, operand, end, False, config))
+    (row,) = judge.compile_case(case)
     assert row.spills > 0
-    assert codegen.failures(row) == [f"{row.spills} bytes spilled"]
+    assert judge.failures(row) == [f"{row.spills} bytes spilled"]
 
 
 def test_a_launcher_of_several_kernels_has_a_row_for_each():
-    rows = codegen.compile_case(CASES["quantize tensor predicted bfloat16 sm_90"])
+    rows = judge.compile_case(CASES["quantize tensor predicted bfloat16 sm_90"])
     assert [row.name.partition(": ")[2] for row in rows] == ["1 _measure_kernel", "2 _cast_kernel"]
-    assert [codegen.failures(row) for row in rows] == [[], []]
+    assert [judge.failures(row) for row in rows] == [[], []]
     assert (rows[1].matmul, rows[1].wide, rows[1].loop, rows[1].tensor_cycles) == (False, True, 0, 0.0)
 
 
 def test_a_kernel_that_moves_a_tensor_in_small_pieces_fails():
     row = dataclasses.replace(GOOD, matmul=False, wide=True, shape="", accesses=("ld.global.v4.b32", "st.global.b8"))
-    assert codegen.failures(row) == ["no st.global.v4: the tensor moves in narrower pieces"]
-    assert codegen.failures(dataclasses.replace(row, wide=False)) == []
+    assert judge.failures(row) == ["no st.global.v4: the tensor moves in narrower pieces"]
+    assert judge.failures(dataclasses.replace(row, wide=False)) == []
 
 
-GOOD = codegen.Row(
+GOOD = judge.Row(
     "k", 200, 0, 200_000, 1, 90, 4, "QGMMA.64x256x32", 1024.0, 180.0, 48.0, ("ld.global.v4.b32",), (), False, 90, True
 )
 
@@ -142,7 +143,7 @@ GOOD = codegen.Row(
     ],
 )
 def test_what_no_kernel_may_have(change, words):
-    found = codegen.failures(dataclasses.replace(GOOD, **change))
+    found = judge.failures(dataclasses.replace(GOOD, **change))
     assert len(found) == len(words)
     assert all(word in line for word, line in zip(words, found, strict=True))
 
@@ -160,8 +161,8 @@ def test_what_no_kernel_may_have(change, words):
     ],
 )
 def test_what_counts_as_a_loss(change, words):
-    before = codegen.baseline_of([GOOD])["k"]
-    assert codegen.losses(dataclasses.replace(GOOD, **change), before) == words
+    before = judge.baseline_of([GOOD])["k"]
+    assert judge.losses(dataclasses.replace(GOOD, **change), before) == words
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_what_counts_as_a_loss(change, words):
 )
 def test_how_many_programs_fit(shared, registers, warps, fit):
     made = offline.Compiled("", "", shared, warps, registers, 0, ())
-    assert codegen.programs(made, codegen.CARDS[90]) == fit
+    assert judge.programs(made, judge.CARDS[90]) == fit
 
 
 def test_the_main_loop_is_the_innermost_with_a_product():
@@ -205,14 +206,20 @@ def test_the_script_fails_on_a_kernel_that_got_worse(tmp_path: Path):
     script = ROOT / "benchmarks" / "codegen.py"
     content = json.loads((ROOT / "benchmarks" / "codegen.json").read_text())
     content["kernels"][name]["loop"] //= 2
-    copy = tmp_path / "codegen.py"
-    copy.write_text(script.read_text())
-    (tmp_path / "codegen.json").write_text(json.dumps(content))
-    run = [sys.executable, str(copy), "--jobs", "1", "--only", name]
+    baseline = tmp_path / "codegen.json"
+    baseline.write_text(json.dumps(content))
+    run = [sys.executable, str(script), "--jobs", "1", "--only", name, "--baseline", str(baseline)]
     done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "")
     assert f"FAILED {name}: main loop of " in done.stdout
     assert "QGMMA.64x128x32" in done.stdout
     done = subprocess.run([*run, "--update"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-    assert list(json.loads((tmp_path / "codegen.json").read_text())["kernels"]) == [name]
+    assert list(json.loads(baseline.read_text())["kernels"]) == [name]
+
+
+@pytest.mark.parametrize("module", [judge, sass])
+def test_examples_in_docstrings(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8engine.bench.roofline import Limits
+from fp8engine.bench.harness import Limits
 from fp8engine.ops import device
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda where: None)
     monkeypatch.setattr(device, "has_fp8", lambda where: True)
-    monkeypatch.setattr(module.check_card, "checks", lambda where: [])
+    monkeypatch.setattr(module.checks, "card_checks", lambda where: [])
     return module
 
 
@@ -63,7 +63,7 @@ def test_what_fails_is_listed_and_what_crashes_does_not_hide_the_rest(script, mo
         raise RuntimeError("out of resources")
 
     every = [("fine", lambda: None), ("wrong", lambda: "3 of 9 elements"), ("crashes", crash), ("last", lambda: None)]
-    monkeypatch.setattr(script.check, "checks", lambda where, more: every)
+    monkeypatch.setattr(script.checks, "checks", lambda where, more: every)
     failed = script._check(CPU, time.perf_counter() + 60)
     assert failed == ["wrong: 3 of 9 elements", "crashes: RuntimeError: out of resources"]
     out = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_what_fails_is_listed_and_what_crashes_does_not_hide_the_rest(script, mo
 
 
 def test_a_check_that_was_not_reached_is_no_pass(script, monkeypatch):
-    monkeypatch.setattr(script.check, "checks", lambda where, more: [("late", lambda: None)] * 3)
+    monkeypatch.setattr(script.checks, "checks", lambda where, more: [("late", lambda: None)] * 3)
     assert script._check(CPU, time.perf_counter() - 1) == ["3 checks were not reached in time"]
 
 
@@ -86,7 +86,7 @@ def test_every_shape_is_saved_before_the_next_begins(script, monkeypatch, tmp_pa
         row = {"name": "triton fp8 tensor fast", "shape": list(shapes[0]), "correct": None, "why": "fake"}
         return {"limits": {"matmul_16_bits_tflops": 700.0, "copy_gb_per_s": 4000.0}, "rows": [row]}
 
-    monkeypatch.setattr(script.run, "gemm", gemm)
+    monkeypatch.setattr(script.gemm, "gemm", gemm)
     machine = {"date": "2026-01-02", "card": "NVIDIA H200"}
     with pytest.raises(KeyboardInterrupt):
         script._bench(CPU, tmp_path, machine, time.perf_counter() + 600)

@@ -88,7 +88,7 @@ def test_bytes_saved_are_counted_once_and_without_parameters():
 
     network, x = Twice(), torch.randn(4, 8, requires_grad=True)
     # x for two products (one storage), both products, exp's result: four of 4 x 8 FP32.
-    assert steps._saved(network, lambda: network(x)) == 4 * 4 * 8 * 4
+    assert steps.saved_bytes(network, lambda: network(x)) == 4 * 4 * 8 * 4
 
 
 def test_the_plain_block_is_llamas():

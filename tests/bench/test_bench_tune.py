@@ -10,7 +10,7 @@ import torch
 from fp8engine import files
 from fp8engine.bench import tune
 from fp8engine.bench.cases import Operands, Shape, parse
-from fp8engine.bench.run import PROMOTED, Variant
+from fp8engine.bench.gemm import PROMOTED, Variant
 from fp8engine.bench.timing import WallClock
 from fp8engine.errors import BackendError, UnknownName
 from fp8engine.kernels import tuning

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import fp8engine
 from fp8engine.cli import app, doctor
-from fp8engine.demo import Config, checkpoint, data, measure
-from fp8engine.demo.data import read
-from fp8engine.demo.summary import COLUMNS
+from fp8engine.demo import Config, config, session
+from fp8engine.demo.config import read
+from fp8engine.demo.report import COLUMNS
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.ops import device
@@ -47,8 +47,8 @@ def refused(told: str, *arguments: object) -> None:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured beside the training takes less time."""
-    monkeypatch.setattr(data, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(measure, "LENGTH", 10)
+    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
+    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_ctrl_c_leaves_a_whole_checkpoint_and_the_report(tmp_path: Path):
     assert 7 <= row["steps"] < steps
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     trainer = Trainer(*_run("delayed", steps))
-    checkpoint.load(saved, trainer)
+    trainer.load(saved)
     assert trainer.steps_done == row["steps"]
     assert os.listdir(saved.parent) == ["delayed-seed0.pt"]  # no half-written file, no next recipe
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import fp8engine as fe
 from fp8engine.cli import app
-from fp8engine.demo import DEFAULT, data, measure
+from fp8engine.demo import DEFAULT, config, session
 from fp8engine.numerics.recipe import RECIPES
 
 SMALLEST = ("train", "--size", "tiny", "--batch", "2", "--steps", "3", "-r", "auto", "-r", "current", "--out")
@@ -17,8 +17,8 @@ SMALLEST = ("train", "--size", "tiny", "--batch", "2", "--steps", "3", "-r", "au
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured beside the training takes less time."""
-    monkeypatch.setattr(data, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(measure, "LENGTH", 10)
+    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
+    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 def call(*arguments: object):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp8engine.demo import DEFAULT, Config, DemoError, Session, data, measure, run, train
-from fp8engine.demo.data import Text, read
-from fp8engine.demo.half import SumsInFP32
+from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, run, session, train
+from fp8engine.demo.config import Text, read
+from fp8engine.demo.precision import SumsInFP32
 from fp8engine.demo.progress import Silent
-from fp8engine.demo.summary import COLUMNS, Summary, about
+from fp8engine.demo.report import COLUMNS, Summary, about
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.report import scaling_state_dict
@@ -23,8 +23,8 @@ from fp8engine.report import scaling_state_dict
 def short():
     """What is measured beside the training takes less time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "VALIDATION_WINDOWS", 64)
-        patch.setattr(measure, "LENGTH", 10)
+        patch.setattr(config, "VALIDATION_WINDOWS", 64)
+        patch.setattr(session, "LENGTH", 10)
         yield
 
 
@@ -124,7 +124,7 @@ def test_entropy_of_pairs_by_hand():
 def test_fp8_saves_one_byte_where_fp32_saves_four(recipe: str):
     """Inputs of the four layers of a block: width, width, width and 4 width a token; scales are the rest."""
     config = Config(size="tiny", steps=1, batch=4)
-    wide, narrow = (measure.activation_bytes(trainer(name, config)) for name in ("fp32", recipe))
+    wide, narrow = (session.activation_bytes(trainer(name, config)) for name in ("fp32", recipe))
     inputs = config.tokens_per_step * 2 * (3 * 64 + 4 * 64)
     rows = config.tokens_per_step * 2 * 4
     assert 0 <= narrow - (wide - 3 * inputs) <= 4 * 2 * rows
@@ -135,9 +135,9 @@ def test_measuring_disturbs_nothing():
     one.step()
     before = scaling_state_dict(one.model)
     weights = [parameter.detach().clone() for parameter in one.model.parameters()]
-    assert measure.activation_bytes(one) > 0
+    assert session.activation_bytes(one) > 0
     counted = scaling_state_dict(one.model)
-    assert measure.sample(one) == measure.sample(one)
+    assert session.sample(one) == session.sample(one)
     one.validate()
     after = scaling_state_dict(one.model)
     for slot, tensors in before["slots"].items():

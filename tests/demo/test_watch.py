@@ -8,17 +8,16 @@ from made_reports import made_up
 from rich.console import Console
 
 from fp8engine.auto import Alarm
-from fp8engine.demo import Config, Session, data, measure, train
-from fp8engine.demo.progress import Lines, shown
-from fp8engine.demo.watch import Watch, last, layers, rows_of
+from fp8engine.demo import Config, Session, config, session, train
+from fp8engine.demo.progress import Lines, Watch, last, layers, rows_of, shown
 from fp8engine.report.table import Report
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured beside the training takes less time."""
-    monkeypatch.setattr(data, "VALIDATION_WINDOWS", 16)
-    monkeypatch.setattr(measure, "LENGTH", 10)
+    monkeypatch.setattr(config, "VALIDATION_WINDOWS", 16)
+    monkeypatch.setattr(session, "LENGTH", 10)
 
 
 def terminal(height: int = 50) -> tuple[Console, io.StringIO]:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from amp_common import leave
 from support import converted
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
-from fp8engine.bench.amp import leave
 
 RANKS = 2
 STEPS = 3

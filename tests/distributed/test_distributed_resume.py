@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from amp_common import leave
 from support import converted, state_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
-from fp8engine.bench.amp import leave
 
 RANKS, SAVED, STEPS = 2, 3, 6
 RUNS = ["delayed", "speed", "compiled", "asked", "everybody", "sharded"]

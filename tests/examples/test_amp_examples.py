@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing import event_accumulator as accumulator
 
-from fp8engine.bench.amp import Cell, Part, train
+from benchmarks.amp import Cell, Part, train
 from fp8engine.errors import StateError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

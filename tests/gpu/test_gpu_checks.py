@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fp8engine.bench import check, check_card
+from benchmarks import checks
 from fp8engine.ops import device
 
 pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda", 0)
-EVERY = [*check.checks(CARD), *check_card.checks(CARD)] if device.has_fp8(CARD) else []
+EVERY = [*checks.checks(CARD), *checks.card_checks(CARD)] if device.has_fp8(CARD) else []
 
 
 @pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])

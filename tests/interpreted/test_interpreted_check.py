@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fp8engine.bench import check, check_producers
+from benchmarks import checks
+from benchmarks.checks import casts, matmuls
 from fp8engine.ops import triton_backend
 
 CPU = torch.device("cpu")
-EVERY = list(check.checks(CPU))
+EVERY = list(checks.checks(CPU))
 
 
 @pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])
@@ -32,16 +33,16 @@ def test_a_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
             triton_backend, name, lambda *args, right=right, **rest: FAULTS[fault](right(*args, **rest))
         )
     shape = (16, 24, 32)
-    assert check.integers_fp8(CPU, shape)
-    assert check.integers_fp16(CPU, shape)
-    assert check.integers_block(CPU, shape)
+    assert matmuls.integers_fp8(CPU, shape)
+    assert matmuls.integers_fp16(CPU, shape)
+    assert matmuls.integers_block(CPU, shape)
 
 
 def test_the_check_of_casts_finds_a_cast_that_hides_infinity(monkeypatch: pytest.MonkeyPatch):
     right = triton_backend.matmul_fp16
     monkeypatch.setattr(triton_backend, "matmul_fp16", lambda a, b, end: right(a.nan_to_num(posinf=1e4), b, end))
-    for format in (check.E4M3, check.E5M2):
-        assert "inf the first" in (check.rounding(CPU, format) or "")
+    for format in (matmuls.E4M3, matmuls.E5M2):
+        assert "inf the first" in (matmuls.rounding(CPU, format) or "")
 
 
 WRONG_CASTS = {
@@ -54,7 +55,7 @@ WRONG_CASTS = {
 def test_the_check_of_casts_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
     right = triton_backend.quantize
     monkeypatch.setattr(triton_backend, "quantize", lambda x, how, slot=None: WRONG_CASTS[fault](*right(x, how, slot)))
-    assert check.casts(CPU, (3, 7))
+    assert casts.casts(CPU, (3, 7))
 
 
 def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatch):
@@ -65,7 +66,7 @@ def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatc
         live_2S[1, 7] += 1
 
     monkeypatch.setattr(triton_backend, "scale_update", late)
-    assert "live" in (check.scale_update(CPU) or "")
+    assert "live" in (casts.scale_update(CPU) or "")
 
 
 WRONG_PRODUCERS = {
@@ -85,7 +86,7 @@ def test_the_checks_of_producers_find_a_fault(name: str, fault: str, monkeypatch
         return (y if isinstance(y, torch.Tensor) else WRONG_PRODUCERS[fault](y)), *rest
 
     monkeypatch.setattr(triton_backend, name, wrong)
-    one = check_producers.norms if name == "norm_quantize" else check_producers.activations
+    one = casts.norms if name == "norm_quantize" else casts.activations
     assert "forward: result" in (one(CPU, (5, 256)) or "")
 
 
@@ -97,4 +98,4 @@ def test_the_check_of_sums_finds_a_row_left_out(monkeypatch: pytest.MonkeyPatch)
         return (*both, sums_K - x_MK[-1].float()) if sums else tuple(both)
 
     monkeypatch.setattr(triton_backend, "cast_transpose", short)
-    assert "times the bound" in (check_producers.column_sums(CPU, (3, 7)) or "")
+    assert "times the bound" in (casts.column_sums(CPU, (3, 7)) or "")

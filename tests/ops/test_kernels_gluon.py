@@ -15,7 +15,7 @@ import torch
 from casts import E4M3, E5M2
 from triton import knobs
 
-from fp8engine.bench import offline, sass
+from benchmarks.machine_code import offline, sass
 from fp8engine.kernels import matmul_gluon as gluon
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops.reference import Operand

@@ -7,7 +7,7 @@ import torch
 from casts import E4M3, E5M2
 
 import fp8engine as fe
-from fp8engine.bench import offline
+from benchmarks.machine_code import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
 from fp8engine.ops import device, dispatch, execute, triton_backend
 from fp8engine.ops import operations as ops

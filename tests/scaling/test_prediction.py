@@ -13,7 +13,7 @@ from real_casts import real
 from torch import nn
 
 from fp8engine.demo.config import Config
-from fp8engine.demo.data import read as read_text
+from fp8engine.demo.config import read as read_text
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import InvalidRecipe
 from fp8engine.numerics.recipe import BF16, E4M3, E5M2, FP16, FP32, Cast, PerBlock, PerRow, PerTensor

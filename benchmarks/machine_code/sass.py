@@ -1,4 +1,4 @@
-"""What a kernel's machine code says of its speed, read from nvdisasm's text.
+"""A kernel's main loop and memory accesses, read from nvdisasm's text and from PTX.
 
 The main loop is the shortest one that holds a Tensor Core instruction.  From it:
 

@@ -1,9 +1,10 @@
-"""Norms, activations and sums of columns on a device, beside their twins: what one rounding more or less would show.
+"""Checks of the kernels bound by memory: casts, the update of scales, norms, activations, sums of columns.
 
-Kernels and twins sum in another order and take other approximations of exp, erf and tanh, each within a few ulps of
-FP32 (2^-23): so their FP32 results may differ by 2^-18 of the whole, and one in 2^8 or fewer roundings to 16 bits or
-FP8 falls on the other side.  A flip moves a code by 2^-2 (E5M2), 2^-3 (E4M3) or 2^-7 (BF16) of itself at most; flips of
-one element in 2^8 make a sixteenth of that of the whole.  Rounding twice, through BF16 to E4M3, would flip one in 16.
+Casts and the update of scales agree with the reference bit for bit.  Norms and activations sum in another order and
+take other approximations of exp, erf and tanh, each within a few ulps of FP32 (2^-23): so their FP32 results may differ
+by 2^-18 of the whole, and one in 2^8 or fewer roundings to 16 bits or FP8 falls on the other side.  A flip moves a code
+by 2^-2 (E5M2), 2^-3 (E4M3) or 2^-7 (BF16) of itself at most; flips of one element in 2^8 make a sixteenth of that of
+the whole.  Rounding twice, through BF16 to E4M3, would flip one in 16.  Each check returns what was wrong, or None.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.checks.operands import differs
 from fp8engine.ops import operations as ops
 from fp8engine.ops import producers, reference
 from fp8engine.ops.dispatch import backend
@@ -20,6 +22,7 @@ from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
 
+CASTS, MORE_CASTS = ((3, 7), (130, 129)), ((1, 1), (0, 32), (4099, 2053), (8192, 4096), (1024, 20000))
 SHAPES, MORE_SHAPES = ((3, 7), (5, 256)), ((1, 1), (4099, 2053), (8192, 4096), (64, 16384))
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STORES = {
@@ -33,12 +36,79 @@ APART = {E5M2: 2.0**-6, E4M3: 2.0**-7, torch.bfloat16: 2.0**-11, torch.float32: 
 
 
 def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """(name, check); more: larger shapes, for a card."""
+    """(name, check) of everything that can be checked there.  more: larger shapes as well, for a card."""
+    for shape in CASTS + (MORE_CASTS if more else ()):
+        yield f"casts {shape[0]}x{shape[1]}, bit for bit", lambda shape=shape: casts(where, shape)
+    yield "scale update, bit for bit", lambda: scale_update(where)
     for shape in SHAPES + (MORE_SHAPES if more else ()):
         name = f"{shape[0]}x{shape[1]}"
         yield f"norms {name}, forward and backward", lambda shape=shape: norms(where, shape)
         yield f"activations {name}, forward and backward", lambda shape=shape: activations(where, shape)
         yield f"sums of columns {name}", lambda shape=shape: column_sums(where, shape)
+
+
+def casts(where: torch.device, shape: tuple[int, int]) -> str | None:
+    """Codes, scales and tables of every granularity, dtype and way of scaling, with and without what is not finite."""
+    groups = ((-1, -1, False), (-1, -1, True), (1, -1, False), (-1, 1, False), (1, 128, False), (128, 128, False))
+    for dtype, bad in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+        x = (torch.randn(shape, device=where) * torch.exp2(torch.randint(-9, 10, shape, device=where))).to(dtype)
+        if bad and x.numel():
+            x.view(-1)[:: max(x.numel() // 3, 1)] = float("inf")
+        for (rows, cols, delayed), format in itertools.product(groups, (E4M3, E5M2)):
+            how = How(format, rows, cols, format == E4M3, delayed)
+            for predicted in (0.0, 2.0**-6, 2.0**6) if delayed else (0.0,):
+                found = _cast(where, "triton", x, how, predicted)
+                wanted = _cast(where, "reference", x, how, predicted)
+                for name, ours, twins in zip(CAST, found, wanted, strict=True):
+                    if wrong := differs(ours, twins):
+                        return f"{how} of {dtype}, predicted {predicted}, not finite {bad}, {name}: {wrong}"
+    return None
+
+
+CAST = ("codes", "scales", "codes of the transpose", "scale of the transpose", "live", "counts")
+
+
+def _cast(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: float) -> list[torch.Tensor]:
+    live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
+    slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
+    with backend(name), torch.no_grad():
+        first, transposed = ops.cast_transpose(x, how, slot)
+        standalone = ops.quantize(x, how, slot)
+    data = torch.cat([each.data.contiguous().view(torch.uint8) for each in (first, standalone)])
+    # On a CPU the reference counts flushed elements on some calls only: rows "sampled" and "underflowed".
+    counts = slot.counts_CS if where.type == "cuda" else slot.counts_CS[[0, 1, 3, 5, 6]]
+    scales = torch.cat([first.scale.reshape(-1), standalone.scale.reshape(-1)])
+    return [
+        _one_nan(data, how),
+        scales,
+        _one_nan(transposed.data.view(torch.uint8), how),
+        transposed.scale,
+        live,
+        counts,
+    ]
+
+
+def _one_nan(codes: torch.Tensor, how: How) -> torch.Tensor:
+    """The codes with every NaN, which has several codes, as one of them."""
+    return torch.where(codes.view(how.dtype).float().isnan(), 0x7F, codes)
+
+
+def scale_update(where: torch.device) -> str | None:
+    """Windows, live values and factors of 3,000 slots, some of which did not run, against the twin on the host."""
+    history = torch.rand(16, 3000).mul_(torch.randint(0, 2, (16, 3000)))
+    live = torch.stack([torch.where(torch.rand(3000) < 0.3, -1.0, torch.rand(3000) * 500), torch.rand(3000)])
+    rules = torch.stack(
+        [torch.tensor([448.0, 57344.0, 0.0]), torch.tensor([1.0, 5.0, 16.0]), torch.tensor([0.0, 1.0, 1.0])]
+    )
+    rules = rules.repeat(1, 1000)
+    ours = [table.clone().to(where) for table in (history, live, rules)]
+    with backend("triton"):
+        ops.scale_update(ours[0], ours[1], ours[2])
+    reference.scale_update(history, live, rules)
+    for name, found, wanted in zip(("history", "live"), ours, (history, live), strict=False):
+        if wrong := differs(found.cpu(), wanted):
+            return f"{name}: {wrong}"
+    return None
 
 
 def norms(where: torch.device, shape: tuple[int, int]) -> str | None:
@@ -95,7 +165,7 @@ def _compare(where: torch.device, run, how: How | None, transposed: bool) -> str
 
 
 def _results(where, run, how: How | None, transposed: bool, name: str) -> list[tuple[torch.Tensor, float]]:
-    """What a backend gives, with how far apart two of them may be."""
+    """A backend's results, each with how far apart two of them may be."""
     slot = None
     if how is not None:
         live = torch.tensor([[0.0, -1.0], [0.0, 2.0**6 if how.delayed else 0.0]], device=where)

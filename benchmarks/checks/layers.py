@@ -1,6 +1,6 @@
-"""Checks that need a card: CUDA graphs, no waiting in a step, compiled code, the warp-specialised kernel.
+"""Checks of whole layers: against their emulation, and on a card under CUDA graphs, torch.compile and sync alarms.
 
-Each check returns what was wrong, or None; `fp8engine.bench.check` has those that need no card.
+Each check returns what was wrong, or None.
 """
 
 from __future__ import annotations
@@ -9,27 +9,51 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8engine.bench import check
+from benchmarks.checks.matmuls import FAST_ERROR, OUTPUT_ERROR
 from fp8engine.nn.linear import Linear
-from fp8engine.numerics.formats import E4M3
-from fp8engine.ops import device, dispatch, triton_backend
-from fp8engine.ops.reference import Epilogue
+from fp8engine.ops import dispatch
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 
 
-def checks(where: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """(name, check) for a CUDA device with FP8 Tensor Cores."""
+def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """(name, check) of everything that can be checked there.  more: larger layers, for a card."""
+    for recipe in ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"):
+        yield f"Linear, {recipe}: triton against reference", lambda recipe=recipe: emulated(where, recipe, more)
+
+
+def card_checks(where: torch.device) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """(name, check) of what only a CUDA device with FP8 Tensor Cores can show."""
     for recipe in RECIPES:
         yield f"Linear, {recipe}: captured in a CUDA graph", lambda recipe=recipe: captured(where, recipe)
         yield f"Linear, {recipe}: no waiting in a step", lambda recipe=recipe: waits(where, recipe)
         yield f"Linear, {recipe}: torch.compile equals eager", lambda recipe=recipe: compiled(where, recipe)
-    yield "Linear, auto: no waiting in steps that look, read and decide", lambda: waits(where, "auto", 4)
-    yield "a matmul is one launch", lambda: launches(where)
-    if device.capability(where) == (9, 0):
-        for promoted in (False, True):
-            name = "promoted" if promoted else "fast"
-            yield f"matmul_gluon, {name}: equals its twin bit for bit", lambda promoted=promoted: gluon(where, promoted)
+    yield "Linear, auto: no waiting in steps that sample, copy and decide", lambda: waits(where, "auto", 4)
+
+
+def emulated(where: torch.device, recipe: str, more: bool) -> str | None:
+    """A Linear's output and gradients on our kernels, against the same layer emulated.
+
+    Both multiply the same FP8 values; they differ by accumulation (FAST_ERROR) and by roundings to BF16, one in ours
+    and two in the emulation.
+    """
+    m, n, k = (512, 1024, 768) if more else (48, 80, 64)
+    results = []
+    for name in ("triton", "reference"):
+        torch.manual_seed(0)
+        made = Linear(k, n, recipe=recipe, device=where, dtype=torch.bfloat16)
+        x = torch.randn(m, k, device=where, dtype=torch.bfloat16).requires_grad_()
+        with dispatch.backend(name):
+            y = made(x)
+            y.backward(torch.randn(m, n, device=where, dtype=torch.bfloat16))
+        bias = made.bias.grad if made.bias is not None else None
+        results.append((y.detach(), x.grad, made.weight.grad, bias))
+    limit = FAST_ERROR + 3 * OUTPUT_ERROR[torch.bfloat16]
+    for name, ours, emulated in zip(("y", "dx", "dw", "db"), *results, strict=True):
+        error = ((ours.double() - emulated.double()).norm() / emulated.double().norm()).item()
+        if not error <= limit:
+            return f"{name}: relative difference {error:.2e}, limit {limit:.2e}"
+    return None
 
 
 def captured(where: torch.device, recipe: str) -> str | None:
@@ -93,37 +117,6 @@ def compiled(where: torch.device, recipe: str) -> str | None:
     y = torch.compile(made, fullgraph=True)(x)
     y.backward(dy)
     return _apart(_parts(y, x, made), wanted, 1e-3)
-
-
-def launches(where: torch.device) -> str | None:
-    """Kernels that one matmul of operands contiguous along K starts."""
-    a, b = (check._integers(where, 256, 512, E4M3, by_row=False) for _ in "ab")
-    end = Epilogue()
-    triton_backend.matmul(a, b, end)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        triton_backend.matmul(a, b, end)
-        torch.cuda.synchronize(where)
-    names = [event.name for event in (profile.events() or ()) if event.device_type == torch.autograd.DeviceType.CUDA]
-    return None if len(names) == 1 else f"{len(names)}: {names}"
-
-
-def gluon(where: torch.device, promoted: bool) -> str | None:
-    """The warp-specialised kernel against the Triton one: integers, and random data, whose sums come in one order."""
-    from fp8engine.kernels.matmul_fp8 import matmul_fp8
-    from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported
-    from fp8engine.kernels.tuning import Config
-
-    config = Config(128, 128, 128, kernel="gluon") if promoted else Config(128, 256, 128, parts=2, kernel="gluon")
-    for m, n, k in ((1, 8, 16), (64, 64, 128), (130, 264, 144), (1024, 2048, 4096), (4100, 1032, 2064)):
-        for by_row in (False, True):
-            a, b = (check._integers(where, rows, k, E4M3, by_row) for rows in (m, n))
-            end = Epilogue(torch.randint(-3, 4, (n,), device=where).bfloat16() if by_row else None)
-            if reason := unsupported(a, b, end):
-                return f"{m}x{n}x{k}: {reason}"
-            found, twin = matmul_gluon(a, b, end, promoted, config), matmul_fp8(a, b, end, promoted)
-            if not torch.equal(found, twin):
-                return f"{m}x{n}x{k}, by_row={by_row}: {int((found != twin).sum())} of {twin.numel()} differ"
-    return None
 
 
 def _backends(recipe: str) -> tuple[str, ...]:

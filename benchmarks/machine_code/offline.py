@@ -1,8 +1,8 @@
-"""Kernels compiled for a card that is not there: the very launches of the library, caught before they reach a driver.
+"""Kernels compiled for an absent card: the launches of the library itself, caught before they reach a driver.
 
 `caught(architecture)` puts a pretended card under Triton and keeps every launch's signature, constants and options
 instead of running it; `Launch.compile` makes machine code of one with the ptxas in Triton's wheel.  What is compiled is
-what would be launched: nothing is spelt out a second time.
+what would be launched: nothing is written down a second time.
 
 Needs Triton (not in interpreter mode) and no GPU.
 """
@@ -38,7 +38,7 @@ SERIALIZED = {f"C{number}" for number in range(7510, 7516)}
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel's machine code and what ptxas said of it.  shared: bytes a program; spills: bytes."""
+    """One kernel's machine code and the report of ptxas.  shared: bytes a program; spills: bytes."""
 
     ptx: str
     sass: str
@@ -56,7 +56,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that did not happen."""
+    """A launch that was caught, and can be compiled."""
 
     kernel: Any
     signature: dict[str, str]
@@ -95,7 +95,7 @@ class Launch:
 
 
 class _PretendedCard:
-    """As much of a Triton driver as a launch asks before it compiles."""
+    """The part of a Triton driver that a launch uses before it compiles."""
 
     def __init__(self, architecture: int):
         self.architecture = architecture
@@ -133,7 +133,7 @@ def caught(architecture: int) -> Iterator[list[Launch]]:
         launches.append(
             Launch(fn.jit_function, compile["signature"], compile["constants"], attributes, options, architecture)
         )
-        return True  # Triton takes it that somebody else compiles, and does not launch
+        return True  # Triton then leaves compiling to this hook, and does not launch
 
     with knobs.runtime.scope(), _pretended(architecture):
         knobs.runtime.jit_cache_hook = keep
@@ -152,7 +152,7 @@ def _pretended(architecture: int) -> Iterator[_PretendedCard]:
 
 
 def _assemble(ptx: str, architecture: int, folder: Path) -> str:
-    """What ptxas says, once more and aloud: Triton keeps it to itself unless something fails."""
+    """The output of ptxas, run a second time: Triton shows it only where something fails."""
     source = folder / "kernel.ptx"
     source.write_text(ptx)
     suffix = "a" if architecture >= 90 else ""  # wgmma is an architecture-specific feature: sm_90a

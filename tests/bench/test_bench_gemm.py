@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8engine.bench import run
+from fp8engine.bench import gemm as matmuls
+from fp8engine.bench import harness
 from fp8engine.bench.cases import LLM, Shape
-from fp8engine.bench.roofline import Limits
-from fp8engine.bench.run import (
+from fp8engine.bench.gemm import (
     BASE,
     FAST,
     PROMOTED,
@@ -20,10 +20,10 @@ from fp8engine.bench.run import (
     gemm,
     limits_of,
     line,
-    machine,
     summary,
     variants,
 )
+from fp8engine.bench.harness import Limits, Timer, machine
 from fp8engine.errors import BackendError
 from fp8engine.ops import device, reference
 
@@ -71,11 +71,13 @@ def measured(ways: dict[str, Variant], right: int, shape: Shape = SHAPE) -> dict
 def test_a_wrong_result_has_an_error_and_no_time_or_ratio(broken):
     called = []
     wrong = Variant("tensor", lambda pair: called.append(0) or broken(pair), peer="ok")
-    rows = measured({BASE: Variant("bf16", run._plain), "ok": Variant("tensor", right, roundings=2), "bad": wrong}, 2)
+    rows = measured(
+        {BASE: Variant("bf16", matmuls._plain), "ok": Variant("tensor", right, roundings=2), "bad": wrong}, 2
+    )
     assert rows["bad"]["correct"] is False
     assert TIMES.isdisjoint(rows["bad"])
     assert rows["bad"]["error"] is None or rows["bad"]["error"] > rows["bad"]["tolerance"]
-    assert len(called) <= run.SETS  # checked, never timed
+    assert len(called) <= matmuls.SETS  # checked, never timed
     assert rows["ok"]["correct"] is True
     assert rows["ok"].keys() >= TIMES
 
@@ -92,7 +94,7 @@ def test_a_result_that_is_wrong_on_other_operands_is_wrong():
 
 def test_ratios_are_the_others_time_over_ours():
     ways = {
-        BASE: Variant("bf16", run._plain),
+        BASE: Variant("bf16", matmuls._plain),
         "slow": Variant("tensor", right, roundings=2),
         "ours": Variant("tensor", right, peer="slow", roundings=2),
     }
@@ -124,14 +126,14 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on():
 
 
 def test_nothing_is_timed_where_nothing_is_right():
-    assert compare(SHAPE, CPU, {"bad": Variant("tensor", lost_tile)}, Ticks(1), 3)[0]["correct"] is False
+    assert compare(SHAPE, CPU, {"bad": Variant("tensor", lost_tile)}, Timer(Ticks(1), 3))[0]["correct"] is False
 
 
 def test_operands_take_turns_while_timing():
     seen = []
     measured({"ok": Variant("tensor", lambda pair: seen.append(pair.a.data.data_ptr()) or right(pair), roundings=2)}, 1)
-    timed = seen[run.SETS :]
-    assert len(set(timed)) == run.SETS
+    timed = seen[matmuls.SETS :]
+    assert len(set(timed)) == matmuls.SETS
     assert all(one != next_ for one, next_ in itertools.pairwise(timed))
 
 
@@ -174,7 +176,7 @@ def test_the_limits_of_one_result_serve_another():
 
 
 def test_a_line_has_numbers_only_for_what_is_right():
-    rows = measured({BASE: Variant("bf16", run._plain), "bad": Variant("tensor", lost_tile)}, 1)
+    rows = measured({BASE: Variant("bf16", matmuls._plain), "bad": Variant("tensor", lost_tile)}, 1)
     assert line(rows[BASE]).split()[-1] == "1.00"
     assert "96x64x128" in line(rows[BASE])
     assert "WRONG, error " in line(rows["bad"])
@@ -259,7 +261,7 @@ def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
     }
     found = summary(list(rows.values()))
     assert all(one["geometric_mean"] for name, one in found.items() if name != "best_tflops")
-    assert set(run.TARGETS) <= set(ways)
+    assert set(matmuls.TARGETS) <= set(ways)
 
 
 def test_only_a_card_or_a_cpu_is_measured():
@@ -279,7 +281,7 @@ def test_only_a_card_or_a_cpu_is_measured():
 def test_a_result_says_what_it_is(where, capability, triton: bool, told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "capability", lambda where: capability)
     monkeypatch.setattr(device, "name", lambda where: "a card")
-    assert told in run._what(where, variants(where.type, capability, triton))
+    assert told in matmuls._what(where, variants(where.type, capability, triton))
 
 
 def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -289,7 +291,7 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
     assert found["cpu"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA H100")
     monkeypatch.setattr(device, "capability", lambda where: H100)
-    monkeypatch.setattr(run, "_said", lambda *command: command[0])
+    monkeypatch.setattr(harness, "_output", lambda *command: command[0])
     found = machine(CARD)
     assert (found["card"], found["capability"], found["driver"], found["commit"]) == (
         "NVIDIA H100",
@@ -297,10 +299,10 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
         "nvidia-smi",
         "git",
     )
-    assert run._version("no-such-package") is None
+    assert harness._version("no-such-package") is None
 
 
 def test_a_program_that_is_not_there_says_nothing():
-    assert run._said("no-such-program-here") is None
-    assert run._said(sys.executable, "-c", "raise SystemExit(1)") is None
-    assert run._said(sys.executable, "-c", "print('570.1'); print('570.1')") == "570.1"
+    assert harness._output("no-such-program-here") is None
+    assert harness._output(sys.executable, "-c", "raise SystemExit(1)") is None
+    assert harness._output(sys.executable, "-c", "print('570.1'); print('570.1')") == "570.1"

@@ -1,4 +1,4 @@
-"""Every committed configuration of every kernel, compiled for the card it is meant for, and judged by its machine code.
+"""Judgement of a kernel by its machine code: what no kernel may have, and what is a loss against a committed baseline.
 
 A kernel fails on a spill, on more shared memory than a program may have, on Tensor Core instructions that wait for each
 other or are not there, and on a loss against what the committed baseline says it was: a longer loop, fewer programs on
@@ -8,21 +8,12 @@ stand in a kernel's way, not how fast it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
+from benchmarks.machine_code import offline, sass
+from benchmarks.machine_code.launches import Case
 
-from fp8engine.bench import codegen_memory, offline, sass
-from fp8engine.kernels.matmul_block import matmul_block
-from fp8engine.kernels.matmul_fp8 import matmul_fp8
-from fp8engine.kernels.matmul_fp16 import matmul_fp16
-from fp8engine.kernels.tuning import Config, table
-from fp8engine.ops.reference import Epilogue, Operand
-
-E4M3 = torch.float8_e4m3fn
-SIZE = 4096
 LONGER_LOOP = 1.1  # times the baseline's: what a change of Triton's scheduling may cost before it counts as a loss
 
 
@@ -51,27 +42,7 @@ CARDS = {
     89: ADA,
     80: Card(shared=167936, per_program=166912, warps=64, fp8_rate=0, rate_16_bits=1024),
 }
-GLUON = {
-    "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
-    "promoted": Config(128, 128, 128, kernel="gluon"),
-}
 RESERVED = 1024  # bytes of shared memory that the system takes of every program
-
-
-@dataclass(frozen=True)
-class Case:
-    """One launcher under one configuration: `launch` calls it with meta tensors, and may start several kernels.
-
-    config: a matmul's; None for a kernel bound by memory, whose accesses in `wide` (names of kernels) have to be 16
-    bytes a thread.
-    """
-
-    name: str
-    architecture: int
-    config: Config | None
-    fp8: bool
-    launch: Callable[[], Any]
-    wide: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,27 +67,6 @@ class Row:
     fp8: bool
     matmul: bool = True
     wide: bool = False
-
-
-def cases() -> Iterator[Case]:
-    """The committed table, each configuration once, with the epilogues that differ in registers or memory."""
-    seen = set()
-    for operation, cards in table().items():
-        for arch, configs in cards.items():
-            for config in configs.values():
-                key = (operation, arch, config._replace(ratio=None))
-                if key not in seen:
-                    seen.add(key)
-                    yield from _of(operation, int(arch.removeprefix("sm_")), config)
-    for name, config in GLUON.items():  # off in the table until measured, and yet it has to stay sound
-        for rows in (-1, 1):
-            a, b, bias = _operand(SIZE, rows, -1), _operand(SIZE, rows, -1), _epilogues(True)["row"].bias_N
-            launch = _later(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
-            kind = "row" if rows == 1 else "tensor"
-            yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
-    for memory in codegen_memory.cases():
-        for arch in memory.architectures:
-            yield Case(f"{memory.name} sm_{arch}", arch, None, True, memory.launch, memory.wide)
 
 
 def compile_case(case: Case) -> list[Row]:
@@ -219,64 +169,3 @@ def _is(access: str, way: str) -> bool:
 
 def _wide(access: str) -> bool:
     return ".v4" in access or ".v8" in access or access.startswith("cp.async")
-
-
-def _of(operation: str, architecture: int, config: Config) -> Iterator[Case]:
-    k = SIZE if config.descriptors or architecture < 90 else SIZE + 1
-    aligned = "" if k == SIZE else " odd K"
-    if operation == "matmul_fp16":
-        for layout, (a_t, b_t) in {"along K": (False, False), "across K": (True, True)}.items():
-            for end, epilogue in _epilogues(fp8=False).items():
-                if end != "row":
-                    yield Case(
-                        f"{operation} {layout} sm_{architecture} {config}{aligned} {end}",
-                        architecture,
-                        config,
-                        False,
-                        _later(matmul_fp16, _matrix(k, a_t), _matrix(k, b_t), epilogue, config),
-                    )
-        return
-    for end, epilogue in _epilogues(fp8=True).items():
-        name = f"{operation} {{}} sm_{architecture} {config}{aligned} {end}"
-        if operation == "matmul_block":
-            for rows in (1, 128):  # 1: wgrad, whose operands were quantised down their columns and transposed
-                a, b = _operand(k, 1, 128, rows == 1), _operand(k, rows, 128, rows == 1)
-                launch = _later(matmul_block, a, b, epilogue, config)
-                yield Case(name.format(f"1x128 {rows}x128"), architecture, config, True, launch)
-        else:
-            rows = 1 if end == "row" else -1
-            promoted = operation == "matmul_fp8_promoted"
-            launch = _later(matmul_fp8, _operand(k, rows, -1), _operand(k, rows, -1), epilogue, promoted, config)
-            yield Case(name.format("row" if rows == 1 else "tensor"), architecture, config, True, launch)
-
-
-def _epilogues(fp8: bool) -> dict[str, Epilogue]:
-    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
-    bias, one = _meta(SIZE, dtype=torch.bfloat16), _meta(1)
-    counts = _meta(2, dtype=torch.int64)
-    everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
-    return {
-        "plain": Epilogue(),
-        "row": Epilogue(bias),
-        "gelu+amax": everything,
-        "fp32": Epilogue(None, torch.float32),
-    }
-
-
-def _later(launcher: Callable, *arguments) -> Callable[[], Any]:
-    return lambda: launcher(*arguments)
-
-
-def _operand(k: int, rows: int, cols: int, turned: bool = False) -> Operand:
-    down, across = (1 if rows == -1 else -(-SIZE // rows)), (1 if cols == -1 else -(-k // cols))
-    scale = _meta(across, down).t() if turned else _meta(down, across)
-    scale = _meta() if rows == cols == -1 else scale
-    return Operand(_meta(SIZE, k, dtype=E4M3), scale, rows, cols)
-
-
-def _matrix(k: int, transposed: bool) -> torch.Tensor:
-    return _meta(k, SIZE, dtype=torch.bfloat16).t() if transposed else _meta(SIZE, k, dtype=torch.bfloat16)
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

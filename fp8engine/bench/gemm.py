@@ -1,33 +1,27 @@
-"""Every way to multiply two matrices here: each result checked first, then all timed in turns, beside torch's own.
+"""Matmuls: every way to multiply two matrices here, checked against float64, then timed beside torch's own.
 
     over_peer     torch's time over the variant's, torch doing the same: the same format, scales and accumulation
     over_16_bits  the time of torch's 16-bit matmul over the variant's
 
-Both are of medians in one run; above 1 the variant is faster.  A variant whose result is wrong has its error and
-nothing else: no time, no ratio.  One that cannot run says why.
+Both are of medians in one run; above 1 the variant is faster.
 """
 
 from __future__ import annotations
 
-import datetime
-import gc
 import importlib
-import importlib.metadata
 import math
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp8engine import _torch
-from fp8engine.bench import roofline
+from fp8engine.bench import harness
 from fp8engine.bench.cases import LLM, Operands, Pair, Shape, Truth
-from fp8engine.bench.timing import Clock, clock, measure
+from fp8engine.bench.harness import Limits, Row, Timer
+from fp8engine.bench.timing import Clock
 from fp8engine.errors import BackendError
 from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.reference import Epilogue
@@ -102,7 +96,7 @@ def variants(kind: str, capability: tuple[int, int] = (0, 0), triton: bool = Fal
 
 
 def _scaled_mm(fp8: bool) -> dict[str, Variant]:
-    """torch's scaled matmul; a CPU knows one way to sum."""
+    """torch's scaled matmul; a CPU has one accumulation only."""
     if not fp8:
         return {f"torch fp8 {kind}": Variant(kind, _torch_scaled(False), PROMOTED, None, 2, True) for kind in _PER}
     return {
@@ -138,26 +132,23 @@ def _torch_scaled(fast: bool) -> Callable[[Pair], torch.Tensor]:
 
 
 def _triton(promoted: bool) -> Callable[[Pair], torch.Tensor]:
-    def run(pair: Pair) -> torch.Tensor:
-        return _kernel("matmul_fp8")(pair.a, pair.b, Epilogue(None, torch.bfloat16), promoted)
-
-    return run
+    return lambda pair: kernel("matmul_fp8")(pair.a, pair.b, Epilogue(None, torch.bfloat16), promoted)
 
 
 def _triton_block(pair: Pair) -> torch.Tensor:
-    return _kernel("matmul_block")(pair.a, pair.b, Epilogue(None, torch.bfloat16))
+    return kernel("matmul_block")(pair.a, pair.b, Epilogue(None, torch.bfloat16))
 
 
 def _triton_16_bits(pair: Pair) -> torch.Tensor:
-    return _kernel("matmul_fp16")(pair.a.data, pair.b.data, Epilogue(None, pair.a.data.dtype))
+    return kernel("matmul_fp16")(pair.a.data, pair.b.data, Epilogue(None, pair.a.data.dtype))
 
 
 def _reference(pair: Pair) -> torch.Tensor:
     return reference.matmul_fp8(pair.a, pair.b, None, torch.bfloat16)
 
 
-def _kernel(name: str) -> Callable[..., torch.Tensor]:
-    # Looked up at each call, 0.3 us beside a launch's 20 to 50: Triton is optional.
+def kernel(name: str) -> Callable[..., torch.Tensor]:
+    """A launcher by its name.  Imported at each call, 0.3 us beside a launch's 20 to 50: Triton is optional."""
     return getattr(importlib.import_module(f"fp8engine.kernels.{name}"), name)
 
 
@@ -166,7 +157,7 @@ def gemm(
     where: torch.device,
     ways: Mapping[str, Variant] | None = None,
     ticks: Clock | None = None,
-    limits: roofline.Limits | None = None,
+    limits: Limits | None = None,
     turns: int | None = None,
 ) -> dict[str, Any]:
     """Check and time every variant on every shape: {"machine", "what", "limits", "rows", "summary"}, plain values.
@@ -178,67 +169,44 @@ def gemm(
         raise BackendError(f"no matmul benchmark on {where.type}; use 'cuda' or 'cpu'")
     if ways is None:
         ways = variants(where.type, device.capability(where), triton_backend.usable())
-    ticks = clock(where) if ticks is None else ticks
-    turns = (30 if where.type == "cuda" else 9) if turns is None else turns
+    timer = Timer.of(where, ticks, turns, (30, 9))
     with torch.no_grad():
-        limits = roofline.limits(where, ticks) if limits is None else limits
-        rows = [row for shape in shapes for row in compare(shape, where, ways, ticks, turns)]
+        limits = harness.limits(where, timer.clock) if limits is None else limits
+        rows = [row for shape in shapes for row in compare(shape, where, ways, timer)]
     for row in rows:
         if "tflops" in row:
             row["of_16_bit_rate"] = row["tflops"] * 1e12 / limits.flops
-    return {
-        "machine": machine(where),
-        "what": _what(where, ways),
-        "limits": {"matmul_16_bits_tflops": limits.flops / 1e12, "copy_gb_per_s": limits.bytes / 1e9},
-        "rows": rows,
-        "summary": summary(rows),
-    }
+    rates = {"matmul_16_bits_tflops": limits.flops / 1e12, "copy_gb_per_s": limits.bytes / 1e9}
+    return harness.result(where, _what(where, ways), rows, limits=rates, summary=summary(rows))
 
 
-def compare(shape: Shape, where: torch.device, ways: Mapping[str, Variant], ticks: Clock, turns: int) -> list[dict]:
-    """One shape's rows: those whose result is right are timed, and compared."""
+def compare(shape: Shape, where: torch.device, ways: Mapping[str, Variant], timer: Timer) -> list[Row]:
+    """One shape's rows."""
     sets = [Operands(shape, where, seed) for seed in range(SETS)]
     truths: dict[tuple[str, int], Truth] = {}
-    rows = {name: _checked(name, way, sets, truths) for name, way in ways.items()}
-    right = [name for name in ways if rows[name]["correct"]]
-    del truths
-    gc.collect()  # float64 operands of the check: gigabytes
-    calls = {
-        name: lambda turn, run=ways[name].run, kind=ways[name].kind: run(sets[turn % SETS][kind]) for name in right
-    }
-    times = measure(calls, ticks, turns) if calls else {}
-    for name, timing in times.items():
-        peer, seconds = ways[name].peer, timing.median
-        rows[name] |= {
-            "seconds": seconds,
-            "spread": timing.spread,
-            "tflops": shape.flops / seconds / 1e12,
-            "peer": peer,
-            "over_peer": times[peer].median / seconds if peer in times else None,
-            "over_16_bits": times[BASE].median / seconds if BASE in times else None,
-        }
-    return list(rows.values())
 
-
-def _checked(name: str, way: Variant, sets: list[Operands], truths: dict[tuple[str, int], Truth]) -> dict:
-    shape = sets[0].shape
-    row: dict[str, Any] = {"name": name, "shape": list(shape), "emulated": way.emulated, "correct": None}
-    errors = []
-    for index, operands in enumerate(sets):
-        try:
+    def check(row: Row, way: Variant) -> harness.Call:
+        row["emulated"] = way.emulated
+        errors = []
+        for index, operands in enumerate(sets):
             pair = operands[way.kind]
             if (way.kind, index) not in truths:
                 truths[way.kind, index] = Truth.of(pair)
             errors.append(truths[way.kind, index].error(way.run(pair)))
-        except Exception as error:  # any: a kernel that this card, driver or compiler does not take
-            return row | {"why": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    worst, allowed = max(errors), way.tolerance(shape.k)
-    row |= {"correct": worst <= allowed, "error": worst if math.isfinite(worst) else None, "tolerance": allowed}
-    return row if row["correct"] else row | {"why": "wrong result: no time, no ratio"}
+        worst, allowed = max(errors), way.tolerance(shape.k)
+        row |= {"correct": worst <= allowed, "error": worst if math.isfinite(worst) else None, "tolerance": allowed}
+        return lambda turn: way.run(sets[turn % SETS][way.kind])
+
+    def derive(name: str, seconds: float, over: Callable) -> Row:
+        rate, peer = shape.flops / seconds / 1e12, ways[name].peer
+        return {"tflops": rate, "peer": peer, "over_peer": over(peer), "over_16_bits": over(BASE)}
+
+    checks = {name: lambda row, way=way: check(row, way) for name, way in ways.items()}
+    return harness.compare({"shape": list(shape)}, checks, derive, timer)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the rows come to: each variant of TARGETS against torch's over all shapes, and the highest rate.
+    """Each variant of TARGETS against torch's over all shapes, and the highest rate.
 
     "llm": over the LLM shapes among them, for which the targets are.  One wrong shape leaves a variant without a mean:
     a mean over the others would hide it.
@@ -267,10 +235,10 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def limits_of(result: Mapping[str, Any]) -> roofline.Limits:
+def limits_of(result: Mapping[str, Any]) -> Limits:
     """The limits that a result was held against, to hold another against the same."""
     found = result["limits"]
-    return roofline.Limits(found["matmul_16_bits_tflops"] * 1e12, found["copy_gb_per_s"] * 1e9)
+    return Limits(found["matmul_16_bits_tflops"] * 1e12, found["copy_gb_per_s"] * 1e9)
 
 
 HEADINGS = f"{'':40s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>9s} {'of max':>7s} {'x same':>7s} {'x 16 bits':>9s}"
@@ -278,14 +246,17 @@ HEADINGS = f"{'':40s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>9s} {'of max':>7s} {
 
 def line(row: Mapping[str, Any]) -> str:
     """A row as plain text, under HEADINGS; no number but the error for a wrong one."""
-    name = f"{row['name']:26s} {'x'.join(map(str, row['shape'])):13s}"
-    if not row["correct"]:
-        error = row.get("error")
-        said = "cannot run" if row["correct"] is None else "WRONG" if error is None else f"WRONG, error {error:.1e}"
-        return f"{name} {said}: {row['why']}"
-    same, base = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits"))
-    rate = f"{row['tflops']:9.3g} {row['of_16_bit_rate']:7.0%}"
-    return f"{name} {1e3 * row['seconds']:9.3f} {row['spread']:7.0%} {rate} {same:>7s} {base:>9s}"
+    ratios = {key: "" if row.get(key) is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits")}
+    return harness.line(
+        f"{row['name']:26s} {'x'.join(map(str, row['shape'])):13s}",
+        {**row, **ratios},
+        ("ms", "{:9.3f}"),
+        ("spread", " {:7.0%}"),
+        ("tflops", " {:9.3g}"),
+        ("of_16_bit_rate", " {:7.0%}"),
+        ("over_peer", " {:>7s}"),
+        ("over_16_bits", " {:>9s}"),
+    )
 
 
 def _what(where: torch.device, ways: Mapping[str, Variant]) -> str:
@@ -296,45 +267,3 @@ def _what(where: torch.device, ways: Mapping[str, Variant]) -> str:
     if device.has_fp8(where):
         return "FP8 Tensor Cores; without Triton, torch's matmuls alone"
     return f"{device.name(where)} has no FP8 Tensor Cores: 16-bit rows measured, FP8 emulated"
-
-
-def machine(where: torch.device) -> dict[str, Any]:
-    """The card or CPU, versions, date and commit, as every result carries them; None for what is not there."""
-    cuda = where.type == "cuda"
-    return {
-        "device": where.type,
-        "card": torch.cuda.get_device_name(where) if cuda else None,
-        "capability": "sm_{}{}".format(*device.capability(where)) if cuda else None,
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
-        "cuda": torch.version.cuda,
-        "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"),
-    }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _said(*command: str) -> str | None:
-    """The first line that a program prints; None where it fails or is not there."""
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return lines[0].strip() or None

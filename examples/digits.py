@@ -1,4 +1,4 @@
-"""A small real task: scikit-learn's handwritten digits, an AlexNet-style CNN and a ViT of a few thousand weights.
+"""Handwritten digits of scikit-learn, and two small models for them: an AlexNet-style CNN and a ViT.
 
 1797 images of 8 x 8 pixels, from 0 to 16; they come inside scikit-learn's wheel, so nothing is fetched.
 """

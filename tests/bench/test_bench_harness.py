@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8engine.bench import roofline
-from fp8engine.bench.roofline import Limits, half, limits
+from fp8engine.bench.harness import Limits, half, limits
+from fp8engine.ops import device
 
 
 class EachTakes:
@@ -24,13 +24,12 @@ class EachTakes:
 def test_rates_count_two_operations_a_product_and_a_copy_twice():
     found = limits(torch.device("cpu"), EachTakes(), side=16, copied=1000)
     assert found == Limits(2 * 16**3 / 2.0, 2 * 1000 / 4.0)
-    assert Limits(12.0, 3.0).intensity == 4.0
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype"), [((7, 0), torch.float16), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)]
 )
 def test_a_v100_is_measured_in_fp16(capability, dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(roofline, "capability", lambda where: capability)
+    monkeypatch.setattr(device, "capability", lambda where: capability)
     assert half(torch.device("cuda")) == dtype
     assert half(torch.device("cpu")) == torch.bfloat16

@@ -1,0 +1,1 @@
+"""Machine code of every kernel, compiled without a card and judged: what `make codegen` runs."""

@@ -1,0 +1,188 @@
+"""Launches to compile: every committed configuration of every matmul, and every kernel bound by memory in each form.
+
+A matmul is launched with the epilogues that differ in registers or memory.  A kernel that moves a tensor has to move it
+16 bytes a thread; a launch that only reduces what another left behind need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
+from fp8engine.kernels.matmul_block import matmul_block
+from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
+from fp8engine.kernels.quantize import quantize, quantize_given
+from fp8engine.kernels.scale_update import scale_update
+from fp8engine.kernels.stats import stats
+from fp8engine.kernels.tuning import Config, table
+from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+SIZE = 4096  # of a matmul
+M, K, SLOTS = 8192, 4096, 64  # of a cast, and of the table that its slot is in
+GLUON = {
+    "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
+    "promoted": Config(128, 128, 128, kernel="gluon"),
+}
+CASTS = {
+    "tensor": How(E4M3, -1, -1),
+    "tensor predicted": How(E5M2, -1, -1, False, True),
+    "row": How(E4M3, 1, -1, True),
+    "1x128": How(E4M3, 1, 128, True),
+    "128x128": How(E4M3, 128, 128, True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launcher under one configuration: `launch` calls it with meta tensors, and may start several kernels.
+
+    config: a matmul's; None for a kernel bound by memory, whose accesses in `wide` (names of kernels) have to be 16
+    bytes a thread.
+    """
+
+    name: str
+    architecture: int
+    config: Config | None
+    fp8: bool
+    launch: Callable[[], Any]
+    wide: tuple[str, ...] = ()
+
+
+def cases() -> Iterator[Case]:
+    """The committed table, each configuration once; Gluon's, which the table does not use; the memory-bound kernels."""
+    seen = set()
+    for operation, cards in table().items():
+        for arch, configs in cards.items():
+            for config in configs.values():
+                key = (operation, arch, config._replace(ratio=None))
+                if key not in seen:
+                    seen.add(key)
+                    yield from _matmul(operation, int(arch.removeprefix("sm_")), config)
+    for name, config in GLUON.items():  # off in the table until measured, and yet it has to stay sound
+        for rows in (-1, 1):
+            a, b, bias = _operand(SIZE, rows, -1), _operand(SIZE, rows, -1), _epilogues(True)["row"].bias_N
+            launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
+            kind = "row" if rows == 1 else "tensor"
+            yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
+    for name, architectures, wide, launch in _memory():
+        for arch in architectures:
+            yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
+
+
+def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]:
+    k = SIZE if config.descriptors or architecture < 90 else SIZE + 1
+    aligned = "" if k == SIZE else " odd K"
+    if operation == "matmul_fp16":
+        for layout, (a_t, b_t) in {"along K": (False, False), "across K": (True, True)}.items():
+            for end, epilogue in _epilogues(fp8=False).items():
+                if end != "row":
+                    yield Case(
+                        f"{operation} {layout} sm_{architecture} {config}{aligned} {end}",
+                        architecture,
+                        config,
+                        False,
+                        partial(matmul_fp16, _matrix(k, a_t), _matrix(k, b_t), epilogue, config),
+                    )
+        return
+    for end, epilogue in _epilogues(fp8=True).items():
+        name = f"{operation} {{}} sm_{architecture} {config}{aligned} {end}"
+        if operation == "matmul_block":
+            for rows in (1, 128):  # 1: wgrad, whose operands were quantised down their columns and transposed
+                a, b = _operand(k, 1, 128, rows == 1), _operand(k, rows, 128, rows == 1)
+                launch = partial(matmul_block, a, b, epilogue, config)
+                yield Case(name.format(f"1x128 {rows}x128"), architecture, config, True, launch)
+        else:
+            rows = 1 if end == "row" else -1
+            promoted = operation == "matmul_fp8_promoted"
+            launch = partial(matmul_fp8, _operand(k, rows, -1), _operand(k, rows, -1), epilogue, promoted, config)
+            yield Case(name.format("row" if rows == 1 else "tensor"), architecture, config, True, launch)
+
+
+def _epilogues(fp8: bool) -> dict[str, Epilogue]:
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
+    bias, one = _meta(SIZE, dtype=BF16), _meta(1)
+    counts = _meta(2, dtype=torch.int64)
+    everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
+    return {
+        "plain": Epilogue(),
+        "row": Epilogue(bias),
+        "gelu+amax": everything,
+        "fp32": Epilogue(None, torch.float32),
+    }
+
+
+def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:
+    """(name, architectures, which of its kernels have to move 16 bytes a thread, launch) of each form."""
+    hopper, fp8, every = (90,), (90, 89), (90, 89, 80)
+    wide = ("_cast_kernel", "_short_kernel", "_line_cast_kernel")
+    for name, how in CASTS.items():
+        for dtype in (BF16, torch.float32):
+            x = _meta(M, K, dtype=dtype)
+            word = str(dtype).removeprefix("torch.")
+            yield _form(f"quantize {name} {word}", fp8, wide, quantize, x, how, _slot())
+        both = wide if name != "128x128" else ()
+        yield _form(f"cast_transpose {name}", hopper, both, cast_transpose, _meta(M, K, dtype=BF16), how, _slot())
+        x = _meta(M, K, dtype=BF16)
+        yield _form(f"cast_transpose {name} sums", fp8, both, cast_transpose, x, how, _slot(), True)
+    yield _form("quantize column", hopper, (), quantize, _meta(M, K, dtype=BF16), How(E4M3, -1, 1, True), None)
+    yield _form(
+        "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()
+    )
+    yield _form("transpose_codes", hopper, ("_transpose_kernel",), transpose_codes, _meta(M, K, dtype=E4M3))
+    for dtype in (BF16, torch.float32):
+        yield _form(f"stats {dtype}".replace("torch.", ""), every, (), stats, _meta(M, K, dtype=dtype))
+    for steps in (16, 1024):
+        tables = _meta(steps, 10_000), _meta(2, 10_000), _meta(3, 10_000)
+        yield _form(f"scale_update {steps} steps", every, ("_scale_update_kernel",), scale_update, *tables)
+    stores = {
+        "plain": Store(),
+        "predicted": Store(CASTS["tensor predicted"], False, _slot()),
+        "row": Store(CASTS["row"], False, _slot()),
+        "1x128": Store(CASTS["1x128"], False, _slot()),
+    }
+    for name, to in stores.items():
+        for kind in ("gelu", "swiglu"):
+            x = _meta(M, 2 * K if kind == "swiglu" else K, dtype=BF16)
+            yield _form(f"act {kind} {name}", hopper, (), act_quantize, x, kind, to)
+            yield _form(
+                f"act backward {kind} {name}", hopper, (), act_quantize_backward, _meta(M, K, dtype=BF16), x, kind, to
+            )
+        for kind, width in (("rms", 4096), ("layer", 4096), ("layer", 16384)):
+            x, w = _meta(M, width, dtype=BF16), _meta(width, dtype=BF16)
+            bias = w if kind == "layer" else None
+            rows = RowStatistics(_meta(M), _meta(M) if kind == "layer" else None)
+            yield _form(f"norm {kind} {width} {name}", hopper, (), norm_quantize, x, w, bias, Norm(kind), to)
+            backward = norm_quantize_backward, x, x, w, rows, Norm(kind), to
+            yield _form(f"norm backward {kind} {width} {name}", hopper, (), *backward)
+
+
+def _form(name: str, architectures: tuple[int, ...], wide: tuple[str, ...], launcher: Callable, *arguments):
+    return name, architectures, wide, partial(launcher, *arguments)
+
+
+def _operand(k: int, rows: int, cols: int, transposed: bool = False) -> Operand:
+    down, across = (1 if rows == -1 else -(-SIZE // rows)), (1 if cols == -1 else -(-k // cols))
+    scale = _meta(across, down).t() if transposed else _meta(down, across)
+    scale = _meta() if rows == cols == -1 else scale
+    return Operand(_meta(SIZE, k, dtype=E4M3), scale, rows, cols)
+
+
+def _matrix(k: int, transposed: bool) -> torch.Tensor:
+    return _meta(k, SIZE, dtype=BF16).t() if transposed else _meta(SIZE, k, dtype=BF16)
+
+
+def _slot() -> Slot:
+    return Slot(_meta(2, SLOTS), _meta(7, SLOTS, dtype=torch.int64), 3)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
