@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
+from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
 from fp8engine.demo import config as disk
 from fp8engine.numerics.recipe import RECIPES, Auto, resolve
-from fp8engine.report.compare import Comparison, compare_recipes, show
-from fp8engine.report.compare.batches import batches, pieces
+from fp8engine.report.compare import Comparison, batches, compare_recipes, pieces, show
 
 
 @app.command("compare")
@@ -32,7 +30,7 @@ def command(
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Paragraphs (or lines) of the text to read.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,
-    device: Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")] = None,
+    device: Device = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where JSON and picture go.")] = Path("report"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -42,7 +40,7 @@ def command(
     chosen = pieces(read_text(text), texts)
     disk.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
-    move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    move(model, device_name(device))
     ids, cut = token_ids(chosen, tokens, length)
     if cut:
         notes.append(f"{cut} of {len(ids)} texts were cut to {length} tokens")
@@ -78,8 +76,5 @@ def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     for result in found.results:
         if result.worst() is not None:
             screen.print(show.layer_table(result))
-    for line in [*show.left_alone(found), *(f"note: {note}" for note in notes)]:
-        screen.print(line, soft_wrap=True, markup=False, highlight=False)
-    if len(written) == 1:
-        screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
-    screen.print(f"written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+    say(screen, *show.left_alone(found), *(f"note: {note}" for note in notes))
+    say_files(screen, written)

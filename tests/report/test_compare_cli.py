@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import fp8engine as fe
 from fp8engine.cli import app
-from fp8engine.cli.pretrained import load_pretrained
+from fp8engine.cli.models import load_pretrained
 from fp8engine.report.compare import compare_recipes
 from fp8engine.report.compare.batches import BYTES, batches
 
