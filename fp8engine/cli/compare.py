@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
+from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
 from fp8engine.demo import config as disk
 from fp8engine.numerics.recipe import RECIPES, Auto, resolve
-from fp8engine.report import compare_show
-from fp8engine.report.compare import Comparison, compare_recipes
-from fp8engine.report.compare_text import batches, pieces
+from fp8engine.report.compare import Comparison, batches, compare_recipes, pieces, show
 
 
 @app.command("compare")
@@ -33,7 +30,7 @@ def command(
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Paragraphs (or lines) of the text to read.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,
-    device: Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")] = None,
+    device: Device = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where JSON and picture go.")] = Path("report"),
     as_json: AsJson = False,
     debug: Debug = False,
@@ -43,7 +40,7 @@ def command(
     chosen = pieces(read_text(text), texts)
     disk.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
-    move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    move(model, device_name(device))
     ids, cut = token_ids(chosen, tokens, length)
     if cut:
         notes.append(f"{cut} of {len(ids)} texts were cut to {length} tokens")
@@ -56,7 +53,7 @@ def command(
             )
     found = compare_recipes(model, batches(model, ids, tokens), recipes)
     content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
-    content |= compare_show.to_dict(found)
+    content |= found.to_dict()
     written = _write(out, found, content)
     if as_json:
         print_json(content | {"files": [str(path) for path in written]})
@@ -67,7 +64,7 @@ def command(
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
     written = [out / "compare.json"]
     disk.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
-    if (image := compare_show.picture(found)) is not None:
+    if (image := show.picture(found)) is not None:
         written.append(out / "compare.png")
         disk.write(written[1], image)
     return written
@@ -75,12 +72,9 @@ def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
 
 def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     screen = console()
-    screen.print(compare_show.table(found))
+    screen.print(show.table(found))
     for result in found.results:
         if result.worst() is not None:
-            screen.print(compare_show.layer_table(result))
-    for line in [*compare_show.left_alone(found), *(f"note: {note}" for note in notes)]:
-        screen.print(line, soft_wrap=True, markup=False, highlight=False)
-    if len(written) == 1:
-        screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
-    screen.print(f"written: {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+            screen.print(show.layer_table(result))
+    say(screen, *show.left_alone(found), *(f"note: {note}" for note in notes))
+    say_files(screen, written)

@@ -1,7 +1,7 @@
-"""`fp8engine doctor`: what this machine has, what runs where, what is emulated and why, and whether it all works.
+"""`fp8engine doctor`: a check of this machine's versions and devices, and of every recipe on every device.
 
-Every recipe is tried on every device: one small Linear forward and backward, held against nn.Linear.  Exit code 0 when
-everything needed works, 1 when something is broken; what is merely absent (a GPU, an extra) is only said.
+A recipe is tried with one small Linear, forward and backward, against float32 matmuls.  Exit code 0 when everything
+needed works, 1 when something is broken; what is merely absent (a GPU, an extra) is a note.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ import re
 
 import torch
 import typer
-from rich.table import Table
 
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
 from fp8engine.nn import Linear
 from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
 from fp8engine.ops import device, matmul, triton_backend
 
 BROKEN = 1
-# Installed versions that work: at least the first, below the second.  As pyproject.toml says.
 NOT_TUNED = (
     "nobody has measured our Triton matmuls on such a card, so torch's scaled matmul is used where it can be; "
     "'fp8engine bench tune --write' measures them"
 )
+# Installed versions that work: at least the first, below the second.  As pyproject.toml says.
 NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}
-# package -> the extra that brings it
-OPTIONAL = {"transformers": "hf", "matplotlib": "report", "scikit-learn": "examples"}
+OPTIONAL = {"transformers": "hf", "matplotlib": "report", "scikit-learn": "examples"}  # package -> extra
 FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
 
 
@@ -44,7 +42,7 @@ def command(as_json: AsJson = False, debug: Debug = False) -> None:
 
 
 def examine() -> dict:
-    """Everything that doctor says, as plain values; "problems" is empty on a machine where all that is needed works."""
+    """All findings as plain values; "problems" is empty where everything needed works."""
     problems, notes = [], []
     versions = {name: _installed(name) for name in (*NEEDED, *OPTIONAL)}
     for name in NEEDED:
@@ -52,19 +50,18 @@ def examine() -> dict:
     for name, extra in OPTIONAL.items():
         if versions[name] is None:
             notes.append(f"{name} is not installed: pip install 'fp8engine[{extra}]' brings it")
-    where = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    present = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     devices = []
-    for one in where:
+    for where in present:
         try:
-            devices.append(_device(one))
+            devices.append(_device(where))
         except RuntimeError as error:  # a driver that does not answer
-            problems.append(f"{one} does not work: {str(error).splitlines()[0]}")
+            problems.append(f"{where} does not work: {str(error).splitlines()[0]}")
             continue
-        problems += [
-            f"{one}, recipe {row['recipe']}: {row['trouble']}" for row in devices[-1]["recipes"] if row["trouble"]
-        ]
-        notes += _card_notes(one)
-    if len(where) == 1:
+        rows = devices[-1]["recipes"]
+        problems += [f"{where}, recipe {row['recipe']}: {row['trouble']}" for row in rows if row["trouble"]]
+        notes += _card_notes(where)
+    if len(present) == 1:
         notes.append(_no_card())
     return {
         "ok": not problems,
@@ -100,7 +97,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _device(where: torch.device) -> dict:
-    """One device: what it is, and how each recipe runs on it."""
+    """One device, and how each recipe runs on it."""
     found: dict = {
         "device": str(where),
         "name": device.name(where),
@@ -133,7 +130,7 @@ def _try(recipe: Recipe, where: torch.device) -> dict:
 
 
 def _trouble(recipe: Recipe, where: torch.device) -> str | None:
-    """What goes wrong when a 64x32 Linear runs under the recipe; None when its results are what FP8 should give."""
+    """Why a 64x32 Linear under the recipe is wrong; None where its results are within FP8's error."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(48, 32, generator=generator).to(where)
     weight = torch.randn(64, 32, generator=generator).to(where)
@@ -147,7 +144,7 @@ def _trouble(recipe: Recipe, where: torch.device) -> str | None:
         pairs = {"output": (y.detach(), want), "input gradient": (x.grad, want @ weight)}
         pairs["weight gradient"] = (layer.weight.grad, want.t() @ x.detach())
         errors = {name: float((got - exact).norm() / exact.norm()) for name, (got, exact) in pairs.items()}
-    except Exception as error:  # any: this is what doctor is for
+    except Exception as error:  # any: it becomes a line of the report
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return None if errors[worst] < FP8_ERROR else f"the {worst} is off by {errors[worst]:.0%}"
@@ -168,7 +165,7 @@ def _card_notes(where: torch.device) -> list[str]:
 
 
 def _tuned(where: torch.device) -> bool:
-    """Whether somebody has measured our kernels on such a card."""
+    """Whether kernels/tuning.json has measurements of such a card."""
     sizes = ((8192, 8192), (1024, 2048), (64, 1024))
     return any(triton_backend.measured("matmul_fp8", device.capability(where), *size) > 0 for size in sizes)
 
@@ -183,24 +180,20 @@ def _tell(found: dict) -> None:
     screen = console()
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items())
     screen.print(f"Python {found['python']}, {versions}", soft_wrap=True)
-    for one in found["devices"]:
-        memory = f", {one['memory_gib']} GiB" if "memory_gib" in one else f", {one['threads']} threads"
-        title = f"{one['device']}: {one['name']}, {one['capability']}{memory}"
-        table = Table(title=title, title_justify="left")
-        for heading in ("recipe", "backend", "FP8 matmuls", "checked"):
-            table.add_column(heading)
-        for row in one["recipes"]:
-            how = f"emulated in {one['emulates_in']}: {row['why']}" if row["emulated"] else "FP8 Tensor Cores"
+    for each in found["devices"]:
+        memory = f", {each['memory_gib']} GiB" if "memory_gib" in each else f", {each['threads']} threads"
+        title = f"{each['device']}: {each['name']}, {each['capability']}{memory}"
+        shown = table(title, ("recipe", "backend", "FP8 matmuls", "checked"))
+        for row in each["recipes"]:
+            how = f"emulated in {each['emulates_in']}: {row['why']}" if row["emulated"] else "FP8 Tensor Cores"
             checked = f"[red]{row['trouble']}" if row["trouble"] else "[green]works"
-            table.add_row(row["recipe"], row["backend"], how, checked)
-        screen.print(table)
-        if "milliseconds" in one:
-            times = ", ".join(
-                f"{name} {'not there' if ms is None else f'{ms:.2f} ms'}" for name, ms in one["milliseconds"].items()
-            )
+            shown.add_row(row["recipe"], row["backend"], how, checked)
+        screen.print(shown)
+        if "milliseconds" in each:
+            timings = each["milliseconds"].items()
+            times = ", ".join(f"{name} {'not there' if ms is None else f'{ms:.2f} ms'}" for name, ms in timings)
             screen.print(f"one 256x512x512 matmul: {times}", highlight=False)
-    for note in found["notes"]:
-        screen.print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+    say(screen, *(f"note: {note}" for note in found["notes"]))
     for problem in found["problems"]:
         screen.print(f"[bold red]broken:[/] {problem}".replace("[sm", r"\[sm"), soft_wrap=True, highlight=False)
     if not found["problems"]:

@@ -1,4 +1,4 @@
-"""`fp8engine export`: a Hugging Face folder's weights in FP8, in a new folder that vLLM, transformers and we read."""
+"""`fp8engine export`: a Hugging Face folder's weights in FP8, in a folder for vLLM, transformers and `fe.hf.load`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 from safetensors import SafetensorError
 
-from fp8engine.cli.pretrained import load_weights, quiet, read_text, token_ids, tokens_of
-from fp8engine.cli.shared import AsJson, Debug, app, console, match_skips, print_json
+from fp8engine.cli.models import load_weights, quiet, read_text, token_ids, tokens_of
+from fp8engine.cli.shared import AsJson, Debug, Skip, app, console, match_skips, print_json, say, table
 from fp8engine.convert.select import linear_layers
 from fp8engine.convert.swap import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
@@ -22,8 +21,7 @@ from fp8engine.export import ExportReport, export
 from fp8engine.export.layout import LAYOUTS, choose
 from fp8engine.export.write import check_target
 from fp8engine.numerics.recipe import Auto, current, resolve
-from fp8engine.report.compare import run_steps
-from fp8engine.report.compare_text import batches, pieces
+from fp8engine.report.compare import batches, pieces, run_training_steps
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZE = r" *\d+(\.\d*)? *[KMGT]B *"
@@ -38,7 +36,7 @@ def command(
         str, typer.Option("--recipe", "-r", help="Its weight cast is what is written; auto decides it from --text.")
     ] = "current",
     layout: Annotated[str, typer.Option(help=f"auto, {', '.join(LAYOUTS)}.")] = "auto",
-    skip: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")] = None,
+    skip: Skip = None,
     dtype: Annotated[str, typer.Option(help=f"Of everything else: {', '.join(DTYPES)}.")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="What the model reads for -r auto.")] = None,
@@ -61,7 +59,7 @@ def command(
         )
     if not re.fullmatch(SIZE, max_shard_size, re.IGNORECASE):
         raise ConversionError(f"--max-shard-size {max_shard_size!r}: want a number and KB, MB, GB or TB, such as 5GB")
-    choose(current() if decides else resolve(recipe), layout, "dynamic")  # said before gigabytes are read
+    choose(current() if decides else resolve(recipe), layout, "dynamic")  # an error comes before gigabytes are read
     check_target(out)
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
     loaded, notes = load_weights(model, DTYPES[dtype])
@@ -74,7 +72,7 @@ def command(
         if decides:
             tokens = tokens_of(model, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
-            run_steps(loaded, batches(loaded, ids, tokens))
+            run_training_steps(loaded, batches(loaded, ids, tokens))
             notes.append(
                 f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table"
             )
@@ -91,18 +89,15 @@ def command(
 
 
 def _tell(report: ExportReport) -> None:
-    """What a person reads."""
-    screen = console()
-    table = Table(title=f"{report.path}: {report.recipe}, layout {report.layout}", title_justify="left")
-    for heading in ("layer", "shape", "recipe", "bytes", "in FP8", "left alone"):
-        table.add_column(heading, justify="left" if heading[0] == "l" else "right", overflow="fold")
+    title = f"{report.path}: {report.recipe}, layout {report.layout}"
+    right = "shape", "recipe", "bytes", "in FP8"
+    shown = table(title, ("layer", *right, "left alone"), right)
     for layer in report.layers:
         shape = "x".join(map(str, layer["shape"]))
         before, after = (f"{layer[key]:,}" for key in ("bytes_before", "bytes_after"))
-        table.add_row(layer["name"], shape, layer["recipe"], before, after, "")
+        shown.add_row(layer["name"], shape, layer["recipe"], before, after, "")
     for layer in report.left:
-        table.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", "", layer["reason"], style="dim")
-    screen.print(table)
-    for note in report.notes:
-        screen.print(f"note: {note}", markup=False, soft_wrap=True, highlight=False)
-    screen.print(str(report), markup=False, soft_wrap=True, highlight=False)
+        shown.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", "", layer["reason"], style="dim")
+    screen = console()
+    screen.print(shown)
+    say(screen, *(f"note: {note}" for note in report.notes), str(report))

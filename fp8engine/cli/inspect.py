@@ -1,26 +1,19 @@
-"""`fp8engine inspect`: what `fe.convert` would do to a model, before anything is downloaded, allocated or changed.
-
-The model is a folder with a Hugging Face config.json (built on the meta device: no weights are read), or
-module:function, a Python function without arguments that returns one.
-"""
+"""`fp8engine inspect`: the layers that `fe.convert` would convert and those it would not, without reading weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import importlib
 import math
-import sys
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 from rich.table import Table
 from torch import nn
 
-from fp8engine.cli.shared import AsJson, Debug, app, console, match_skips, print_json
+from fp8engine.cli.models import load_structure
+from fp8engine.cli.shared import AsJson, Debug, Skip, app, console, match_skips, print_json, table
 from fp8engine.convert.select import Decision, experts_run
 from fp8engine.convert.swap import plan
 from fp8engine.errors import ConversionError, InvalidRecipe
@@ -31,7 +24,7 @@ from fp8engine.nn.grouped import GroupedLinear
 def command(
     target: Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)],
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="For every layer that can.")] = "current",
-    skip: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")] = None,
+    skip: Skip = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="GLOB=RECIPE", help="Another recipe for some; repeatable.")
     ] = None,
@@ -39,7 +32,7 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Show what would be converted, what would be left alone, and why."""
-    model = load(target)
+    model = load_structure(target)
     decisions = _skipping(plan(model, recipe, overrides=dict(map(_pair, override or []))), skip or [])
     if not decisions:
         raise ConversionError(f"{target}: {type(model).__name__} has no linear layers")
@@ -56,20 +49,11 @@ def command(
     )
 
 
-def load(target: str) -> nn.Module:
-    """The model that a folder or a module:function stands for.  Raises ConversionError, saying what was wrong."""
-    if Path(target).is_dir():
-        return _from_folder(Path(target))
-    module, colon, function = target.partition(":")
-    if not colon or not module or not function or "/" in module:
-        raise ConversionError(f"{target!r} is neither a folder that exists nor module:function")
-    return _from_function(module, function)
-
-
 def describe(model: nn.Module, decisions: list[Decision]) -> dict:
-    """Plain values; a layer's share of the FLOPs is that of the weights that a row passes, the same rows everywhere.
+    """The decisions as plain values.
 
-    Of experts, a row passes those that its router chooses: `experts` is [chosen, all], None elsewhere.
+    flops_share: of the weights that a row passes, as if every layer saw the same rows.  experts: [chosen, all] of a
+    stack of experts, of which a row passes those that its router chooses; None elsewhere.
 
     >>> layer = nn.Linear(4, 8)
     >>> describe(layer, plan(layer, "rowwise"))["totals"]
@@ -112,42 +96,8 @@ def _experts(decision: Decision, run: dict[int, int]) -> list[int] | None:
     """
     if len(decision.shape) != 3:
         return None
-    alone = 1 if isinstance(decision.module, GroupedLinear) else decision.shape[0]
-    return [run.get(id(decision.module), alone), decision.shape[0]]
-
-
-def _from_folder(folder: Path) -> nn.Module:
-    if not (folder / "config.json").is_file():
-        raise ConversionError(f"{folder} has no config.json: want the folder of a Hugging Face model")
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConversionError("reading a model folder needs transformers: pip install 'fp8engine[hf]'") from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        named = [getattr(transformers, name, None) for name in config.architectures or []]
-        kind = next((found for found in named if found is not None), None)
-        with torch.device("meta"):
-            return kind._from_config(config) if kind else transformers.AutoModel.from_config(config)
-    except Exception as error:  # whatever transformers raises for a file it cannot use
-        raise ConversionError(f"transformers cannot build {folder}: {type(error).__name__}: {error}") from error
-
-
-def _from_function(module: str, function: str) -> nn.Module:
-    name = f"{module}:{function}"
-    sys.path.insert(0, "")  # a module in the folder where the command runs, as `python -m` finds it
-    try:
-        made: Any = importlib.import_module(module)
-        for part in function.split("."):
-            made = getattr(made, part)
-        model = made if isinstance(made, nn.Module) else made()
-    except Exception as error:  # the user's code: anything
-        raise ConversionError(f"{name} cannot be called: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove("")
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"{name} gave {type(model).__name__}, not an nn.Module")
-    return model
+    default = 1 if isinstance(decision.module, GroupedLinear) else decision.shape[0]
+    return [run.get(id(decision.module), default), decision.shape[0]]
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -172,19 +122,9 @@ def _skipping(decisions: list[Decision], patterns: Iterable[str]) -> list[Decisi
 
 
 def _table(title: str, layers: list[dict]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("layer", "kind", "shape", "FLOPs", "recipe", "why"):
-        table.add_column(heading, justify="right" if heading == "FLOPs" else "left", overflow="fold")
+    shown = table(title, ("layer", "kind", "shape", "FLOPs", "recipe", "why"), right=("FLOPs",))
     for layer in layers:
-        shape, recipe = "x".join(map(str, layer["shape"])), layer["recipe"]
-        style = None if recipe else "dim"
-        table.add_row(
-            layer["name"],
-            layer["kind"],
-            shape,
-            f"{layer['flops_share']:.1%}",
-            recipe or "-",
-            layer["reason"],
-            style=style,
-        )
-    return table
+        cells = layer["name"], layer["kind"], "x".join(map(str, layer["shape"])), f"{layer['flops_share']:.1%}"
+        recipe = layer["recipe"]
+        shown.add_row(*cells, recipe or "-", layer["reason"], style=None if recipe else "dim")
+    return shown

@@ -1,14 +1,17 @@
-"""Parts of every command: the app, errors in one line, JSON on standard output, a console for people."""
+"""Parts shared by all commands: the app, errors in one line, options, JSON on standard output, text and tables."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.core import TyperGroup
 
 from fp8engine.errors import Fp8EngineError, UnknownName
@@ -23,6 +26,8 @@ def _keep(ctx: typer.Context, value: bool) -> bool:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output, nothing else.")]
+Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
+Skip = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_keep, help="Show a traceback with an error.")]
 
 
@@ -36,7 +41,8 @@ class Commands(TyperGroup):
         except Fp8EngineError as error:
             if ctx.meta.get(DEBUG):
                 raise
-            console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True, highlight=False)
+            text = str(error).replace("[", r"\[")  # no markup
+            console(stderr=True).print(f"[bold red]error:[/] {text}", soft_wrap=True, highlight=False)
             raise typer.Exit(IMPOSSIBLE) from None
 
 
@@ -50,23 +56,45 @@ app = typer.Typer(
 )
 
 
+def device_name(asked: str | None) -> str:
+    """The device to run on: the one asked for, else cuda where there is one."""
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def console(*, stderr: bool = False) -> Console:
-    """A console of the terminal's width; of 160 columns in a pipe, where nothing tells."""
+    """A console as wide as the terminal, or 160 columns in a pipe."""
     made = Console(stderr=stderr)
     return made if made.is_terminal else Console(stderr=stderr, width=160)
 
 
+def say(screen: Console, *lines: str) -> None:
+    """Print lines as they are: no markup in them, and not wrapped."""
+    for line in lines:
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(title: str, headings: Iterable[str], right: Collection[str] = ()) -> Table:
+    """An empty table.  right: the headings of columns that are aligned right."""
+    made = Table(title=title, title_justify="left")
+    for heading in headings:
+        made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    return made
+
+
+def say_files(screen: Console, files: Sequence[Path]) -> None:
+    """The files that a command wrote, and why there is no picture among them."""
+    if not any(path.suffix == ".png" for path in files):
+        say(screen, "no picture: matplotlib is not installed (pip install 'fp8engine[report]')")
+    say(screen, f"written: {', '.join(map(str, files))}")
+
+
 def print_json(content: dict) -> None:
-    """One JSON document; NaN is not JSON, and is an error in the program."""
+    """Print one JSON document; NaN is not JSON, and would be an error of the program."""
     typer.echo(json.dumps(content, indent=1, allow_nan=False))
 
 
 def match_skips(patterns: Iterable[str], names: list[str]) -> None:
-    """Raises UnknownName for a --skip that names no layer."""
+    """Raise UnknownName for a --skip that names no layer."""
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UnknownName("--skip pattern (no linear layer matches it)", pattern, names)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -1,14 +1,14 @@
-"""`fp8engine train`: a small GPT on real text under every recipe; a table, a picture, a sample of what it writes."""
+"""`fp8engine train`: a small GPT on real text under every recipe; a table, a picture, a sample of its output."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+from rich.console import Console
 
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
 from fp8engine.demo import DEFAULT, Config, Outcome, Result, Session, train
 from fp8engine.demo.model import SIZES
 from fp8engine.demo.progress import shown
@@ -31,7 +31,7 @@ def command(
         str | None, typer.Option(metavar="FILE", help="What to learn.", show_default="Python's own manual")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
-    device: Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")] = None,
+    device: Device = None,
     out: Annotated[Path, typer.Option(help="Folder of the report and the checkpoints.")] = Path("report"),
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 100,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
@@ -45,11 +45,12 @@ def command(
 
     Ctrl-C finishes the step, keeps checkpoint and report, and exits with 130; --resume goes on from there.
     """
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=where)
+    config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=device_name(device))
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
     screen = console(stderr=as_json)
+    if not resume and (replaced := _checkpoints(session)):
+        say(screen, f"note: training starts anew and replaces {replaced}; --resume goes on from there")
     with shown(screen, recipes, steps, watch) as progress:
         outcome = train(config, session, progress)
     if as_json:
@@ -60,7 +61,13 @@ def command(
         raise typer.Exit(INTERRUPTED + outcome.signal)
 
 
-def _tell(screen, outcome: Outcome) -> None:
+def _checkpoints(session: Session) -> str:
+    """The checkpoints of earlier runs that this session writes over; "" where there are none."""
+    paths = [session.keeping.path(recipe, session.seed) for recipe in session.recipes]
+    return ", ".join(str(path) for path in paths if path.exists())
+
+
+def _tell(screen: Console, outcome: Outcome) -> None:
     screen.print(outcome.summary.table())
     for result in outcome.summary.samples():
         screen.rule(f"what the model trained in {result.recipe} writes", style="dim", align="left")
@@ -69,18 +76,14 @@ def _tell(screen, outcome: Outcome) -> None:
     for result in outcome.summary.results:
         _decided(screen, result)
     if outcome.signal is not None:
-        screen.print("stopped early: the report is up to here; go on with the same options and --resume")
-    names = [str(path) for path in outcome.files]
-    if not any(name.endswith(".png") for name in names):
-        screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")
-    screen.print(f"written: {', '.join(names)}", soft_wrap=True, highlight=False)
+        say(screen, "stopped early: the report is up to here; go on with the same options and --resume")
+    say_files(screen, outcome.files)
 
 
-def _decided(screen, result: Result, most: int = 5) -> None:
+def _decided(screen: Console, result: Result, most: int = 5) -> None:
     """The last few changes of format; all of them are on the page."""
-    if not result.decisions:
-        return
-    screen.print(f"{result.recipe} changed {len(result.decisions)} formats; the last:", highlight=False)
+    if result.decisions:
+        say(screen, f"{result.recipe} changed {len(result.decisions)} formats; the last:")
     for each in result.decisions[-most:]:
         text = f"  step {each['step']} {each['slot']} {each['before']} -> {each['after']}: {each['why']}"
         screen.print(text, markup=False, highlight=False)

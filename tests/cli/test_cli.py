@@ -108,6 +108,19 @@ def test_resume_goes_on_with_what_is_there(tmp_path: Path):
     refused("steps 6 there, 7 here", *(7 if a == 6 else a for a in arguments), "-r", "fp32", "--resume")
 
 
+def test_training_anew_over_checkpoints_is_said(tmp_path: Path):
+    """Without --resume the checkpoints of an earlier run are written over; that was silent once."""
+    arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32", "--out", tmp_path, "--json")
+    first, again = call(*arguments), call(*arguments)
+    assert "starts anew" not in first.stderr
+    (line,) = [line for line in again.stderr.splitlines() if "starts anew" in line]
+    path = tmp_path / "checkpoints" / "fp32-seed0.pt"
+    assert line == f"note: training starts anew and replaces {path}; --resume goes on from there"
+    assert json.loads(again.stdout)["rows"][0]["steps"] == 2
+    assert "starts anew" not in call(*arguments, "--resume").stderr
+    assert "starts anew" not in call(*arguments, "--seed", 1).stderr
+
+
 def test_resume_refuses_a_folder_without_the_checkpoint(tmp_path: Path):
     """A misspelt --out once began again at step 0, with exit code 0."""
     arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32")

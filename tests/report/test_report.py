@@ -123,6 +123,17 @@ def test_a_model_that_nobody_converted():
     assert "0 left alone" in empty.table()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [fe.inspect, fe.scaling_state, fe.scaling_state_dict, lambda model: fe.load_scaling_state_dict(model, {})],
+    ids=["inspect", "scaling_state", "scaling_state_dict", "load_scaling_state_dict"],
+)
+def test_what_is_no_module_is_named(call, request: pytest.FixtureRequest):
+    name = request.node.callspec.id
+    with pytest.raises(fe.errors.ConversionError, match=f"^{name} takes an nn.Module, not int: pass the model itself$"):
+        call(3)
+
+
 def test_planted_losses_are_counted():
     """x has 64 elements: amax 448 makes s 1, so that 5 of 2^-12 are below half the smallest subnormal (2^-10)."""
     layer = fe.Linear(16, 4, bias=False, recipe="current")

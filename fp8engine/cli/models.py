@@ -1,4 +1,8 @@
-"""A Hugging Face model folder with its weights and its tokenizer, and the text it reads; nothing is downloaded."""
+"""Loaders of what a command line names: models, with or without weights, tokenizers and texts; nothing is downloaded.
+
+A model is a folder with a Hugging Face config.json, or module:function, a Python function without arguments (or a
+model itself).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.cli.inspect import load
 from fp8engine.demo.config import DemoError, read
 from fp8engine.errors import ConversionError
-from fp8engine.report.compare_text import BYTES, Tokens
+from fp8engine.report.compare import BYTES, Tokens
 
 BYTES_NAME = "bytes"
+
+
+def load_structure(target: str) -> nn.Module:
+    """The model that a folder (on the meta device: no weights are read) or module:function stands for.
+
+    Raises ConversionError, saying what was wrong.
+    """
+    folder = Path(target)
+    if not folder.is_dir():
+        return _from_function(target)
+    with _transformers_refuses(f"cannot build {folder}"):
+        transformers, config, kind = _class_of(folder)
+        with torch.device("meta"):
+            return kind._from_config(config) if kind else transformers.AutoModel.from_config(config)
 
 
 def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Tokens, list[str]]:
@@ -25,13 +42,14 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
 
     tokenizer: a folder, or "bytes"; None: the model's folder.  Raises ConversionError, saying what was wrong.
     """
-    if not Path(target).is_dir():
-        model, notes = load(target), []
+    folder = Path(target)
+    if folder.is_dir():
+        model, notes = load_weights(folder)
+    else:
+        model, notes = _from_function(target), []
         if tokenizer is None:
             raise ConversionError(f"{target}: a function brings no tokenizer: give --tokenizer FOLDER, or bytes")
-    else:
-        model, notes = load_weights(Path(target))
-    return model, tokens_of(Path(target), tokenizer), notes
+    return model, tokens_of(folder, tokenizer), notes
 
 
 def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, list[str]]:
@@ -39,30 +57,21 @@ def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, 
 
     Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
     """
-    if not (folder / "config.json").is_file():
-        raise ConversionError(f"{folder} has no config.json: want the folder of a Hugging Face model")
-    transformers = _transformers()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    with _transformers_refuses(f"cannot load {folder}"):
+        transformers, config, kind = _class_of(folder)
         _check_plain(folder, config)
-        named = [getattr(transformers, name, None) for name in config.architectures or []]
-        kind = next((found for found in named if found is not None), transformers.AutoModel)
         with quiet():
+            kind = kind or transformers.AutoModel
             made = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
-    except ConversionError:
-        raise
-    except Exception as error:  # whatever transformers raises for a file it cannot use
-        told = str(error).splitlines()[0] if str(error) else ""
-        raise ConversionError(f"transformers cannot load {folder}: {type(error).__name__}: {told}") from error
-    model, told = made
-    missing = sorted(told["missing_keys"])
+    model, info = made
+    missing = sorted(info["missing_keys"])
     random = f"{len(missing)} weights are not in {folder} and are random, {missing[0]!r} the first" if missing else ""
     return model, [random] * bool(random)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers, unless somebody watches them."""
+    """Hide transformers' progress bars, unless standard error is a terminal."""
     transformers = _transformers()
     hide = transformers.logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hide:
@@ -104,6 +113,66 @@ def token_ids(texts: list[str], tokens: Tokens, length: int) -> tuple[list[list[
     return [one[:length] for one in ids], sum(len(one) > length for one in ids)
 
 
+def tokens_of(folder: Path, asked: str | None) -> Tokens:
+    """The tokenizer asked for, or of a model's folder.  Raises ConversionError."""
+    if asked == BYTES_NAME:
+        return BYTES
+    where = Path(asked) if asked else folder
+    if not where.is_dir():
+        raise ConversionError(f"--tokenizer {asked}: neither a folder that exists nor {BYTES_NAME!r}")
+    transformers = _transformers()
+    try:
+        made: Any = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
+    except Exception as error:  # whatever transformers raises for a file it cannot use
+        raise ConversionError(
+            f"{where} has no tokenizer that transformers can load ({type(error).__name__}): give --tokenizer FOLDER, "
+            f"or {BYTES_NAME}"
+        ) from error
+    pad = made.pad_token_id if made.pad_token_id is not None else made.eos_token_id
+    return Tokens(lambda text: made(text)["input_ids"], pad or 0, made.mask_token_id or 0)
+
+
+def _from_function(name: str) -> nn.Module:
+    module, colon, function = name.partition(":")
+    if not colon or not module or not function or "/" in module:
+        raise ConversionError(f"{name!r} is neither a folder that exists nor module:function")
+    sys.path.insert(0, "")  # a module in the folder where the command runs, as `python -m` finds it
+    try:
+        made: Any = importlib.import_module(module)
+        for part in function.split("."):
+            made = getattr(made, part)
+        model = made if isinstance(made, nn.Module) else made()
+    except Exception as error:  # the user's code: anything
+        raise ConversionError(f"{name} cannot be called: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove("")
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"{name} gave {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _class_of(folder: Path) -> tuple[Any, Any, Any]:
+    """(transformers, the folder's config, the class that it names or None)."""
+    if not (folder / "config.json").is_file():
+        raise ConversionError(f"{folder} has no config.json: want the folder of a Hugging Face model")
+    transformers = _transformers()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    named = [getattr(transformers, name, None) for name in config.architectures or []]
+    return transformers, config, next((found for found in named if found is not None), None)
+
+
+@contextlib.contextmanager
+def _transformers_refuses(what: str) -> Iterator[None]:
+    """Turn an error in the block into a ConversionError of one line: transformers raises anything for a bad file."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ConversionError(f"transformers {what}: {type(error).__name__}: {reason}") from error
+
+
 def _check_plain(folder: Path, config: Any) -> None:
     """transformers would dequantise such weights without an FP8 card, and what is then measured is no longer them."""
     if found := getattr(config, "quantization_config", None):
@@ -112,26 +181,6 @@ def _check_plain(folder: Path, config: Any) -> None:
             f"{folder} is quantised already ({method}): want the 16- or 32-bit weights that it was made from "
             "(fe.hf.load reads it as it is)"
         )
-
-
-def tokens_of(folder: Path, asked: str | None) -> Tokens:
-    """The tokenizer asked for, or of a model's folder.  Raises ConversionError."""
-    if asked == BYTES_NAME:
-        return BYTES
-    where = Path(asked) if asked else folder
-    if not where.is_dir():
-        raise ConversionError(f"--tokenizer {asked}: neither a folder that exists nor {BYTES_NAME!r}")
-    try:
-        made: Any = _transformers().AutoTokenizer.from_pretrained(where, local_files_only=True)
-    except ConversionError:
-        raise
-    except Exception as error:  # whatever transformers raises for a file it cannot use
-        raise ConversionError(
-            f"{where} has no tokenizer that transformers can load ({type(error).__name__}): give --tokenizer FOLDER, "
-            f"or {BYTES_NAME}"
-        ) from error
-    pad = made.pad_token_id if made.pad_token_id is not None else made.eos_token_id
-    return Tokens(lambda text: made(text)["input_ids"], pad or 0, made.mask_token_id or 0)
 
 
 def _transformers() -> Any:
