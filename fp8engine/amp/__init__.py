@@ -19,13 +19,11 @@ from fp8engine.amp.decorate import decorate
 from fp8engine.amp.lists import OpLists
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.opstats import OpStats, op_stats
-from fp8engine.amp.overflow import find_overflow
+from fp8engine.amp.overflow import Finding, OverflowReport, find_overflow
 from fp8engine.amp.pin import pin_fp32
 from fp8engine.amp.scale_rules import ScaleRules, ScaleStats
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
-from fp8engine.amp.table import OverflowReport
-from fp8engine.amp.verdict import Finding
 
 __all__ = [
     "Comparison",

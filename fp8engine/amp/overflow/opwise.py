@@ -1,17 +1,17 @@
-"""Which op made the first NaN or Inf: every op of one pass looked at, forward and backward.
+"""The op that made the first NaN or Inf of a pass: every op checked, forward and backward.
 
     an op creates NaN:  no input holds NaN, its output does
     an op creates Inf:  no input holds Inf and none is among its arguments, its output does
 
-So an op that hands on what it was given is never named, nor a mask: masked_fill(mask, -inf), where(mask, -inf, x),
+So an op that passes on what it was given is never named, nor is a mask: masked_fill(mask, -inf), where(mask, -inf, x),
 full(-inf) and the log of zeros and ones put in an Inf that was asked for, and what adds a mask has an Inf among its
-inputs.  Whether what an op created did any harm is for the modules' outputs to tell (verdict.py): log(0) behind a
-`where` does none.
+inputs.  Whether what an op created did any harm is seen in the modules' outputs (locate.py): log(0) behind a `where`
+does none.
 
 Forward, a TorchDispatchMode sees the ops that really run: casts of autocast, the parts of a fused function.  Backward,
 each node of the autograd graph gets a hook that sees the gradients going in and out, in whichever thread runs it; a
-node belongs to the innermost module that was running when its sequence number was given out.  All of this waits for the
-device at each op: it is for one pass, or for mode="ops".
+node belongs to the innermost module that was running when its sequence number was given out.  The host waits for the
+device at each op: this is for one pass, or for mode="ops".
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.amp.events import Call, Creation
-from fp8engine.amp.readings import Reading, read, readable, tensors
-
-if TYPE_CHECKING:
-    from fp8engine.amp.watch import Recorder
+from fp8engine.amp.overflow.reading import Reading, largest, read_now, readable, tensors
+from fp8engine.amp.overflow.trace import Call, Creation, Trace
 
 TAGGED = "fp8engine.amp"
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -37,63 +34,63 @@ OVERWRITES = ("copy_", "fill_", "zero_")  # what was in their first argument doe
 PASSED_BY_WEIGHTS = tuple(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
 )
-ENOUGH = 64  # creations kept of one pass: the first is what is asked for
+ENOUGH = 64  # creations kept of one pass: the first of a module is the one that is reported
 
 
 class OpMode(TorchDispatchMode):
-    """While it is on, every op is looked at, and what creates NaN or Inf is told to the recorder."""
+    """While it is on, every op of the forward is checked, and what creates NaN or Inf goes to the trace."""
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, trace: Trace):
         super().__init__()
-        self._recorder = recorder
+        self._trace = trace
         self._known: dict[int, tuple[weakref.ref, int, Reading]] = {}
-        self._told = 0
+        self._kept = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(self._recorder.quiet, "depth", 0):
+        if self._trace.is_quiet:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         given = [x for x in tensors((args, kwargs)) if readable(x) is not None]
         if name in OVERWRITES:
             given = given[1:]
-        before = [self._look(x) for x in given]
+        before = [self._read(x) for x in given]
         output = func(*args, **kwargs)
-        if name not in UNWRITTEN and self._told < ENOUGH:
+        if name not in UNWRITTEN and self._kept < ENOUGH:
             asked = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
             for made in tensors(output):
-                self._judge(name, (given, before, asked), self._look(made, fresh=True))
+                self._check(name, (given, before, asked), self._read(made, fresh=True))
         return output
 
-    def _look(self, tensor: torch.Tensor, fresh: bool = False) -> Reading:
-        held = self._known.get(id(tensor))
-        if not fresh and held and held[0]() is tensor and held[1] == tensor._version:
-            return held[2]
-        reading = _now(read(tensor))
-        if not tensor.is_inference():  # it counts no versions, so what was seen may be old
+    def _read(self, tensor: torch.Tensor, fresh: bool = False) -> Reading:
+        known = self._known.get(id(tensor))
+        if not fresh and known and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        reading = read_now(tensor)
+        if not tensor.is_inference():  # it counts no versions, so a kept reading may be old
             self._known[id(tensor)] = weakref.ref(tensor), tensor._version, reading
         return reading
 
-    def _judge(self, name: str, source: tuple[list[torch.Tensor], list[Reading], bool], made: Reading) -> None:
+    def _check(self, name: str, source: tuple[list[torch.Tensor], list[Reading], bool], after: Reading) -> None:
         given, before, asked = source
-        what = creates(before, asked, made)
-        if (asked and made.inf) or (what == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)):
-            self._recorder.asked()
-            what = what if what == "NaN" else None
-        if what is None:
+        made = creates(before, asked, after)
+        if (asked and after.inf) or (made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)):
+            self._trace.masked()
+            made = made if made == "NaN" else None
+        if made is None:
             return
-        self._told += 1
-        parameters = self._recorder.parameters
-        weight = next((parameters[id(x)] for x in given if isinstance(x, nn.Parameter) and id(x) in parameters), None)
-        call = self._recorder.current()
+        self._kept += 1
+        names = self._trace.parameters
+        weight = next((names[id(x)] for x in given if isinstance(x, nn.Parameter) and id(x) in names), None)
+        call = self._trace.current()
         cast = name == "_to_copy"
-        self._recorder.created(
+        self._trace.created(
             Creation(
                 layer=call.name if call else "",
-                op=f"cast to {str(made.dtype).removeprefix('torch.')}" if cast else name,
-                made=what,
-                amax=amax(before),
-                dtype=made.dtype,
+                op=f"cast to {str(after.dtype).removeprefix('torch.')}" if cast else name,
+                made=made,
+                amax=largest(before),
+                dtype=after.dtype,
                 operand="weight" if cast and weight else "output",
                 parameter=weight,
                 call=call,
@@ -111,22 +108,11 @@ def creates(before: Iterable[Reading], asked: bool, after: Reading) -> str | Non
     return "Inf" if after.high == math.inf else "-Inf"
 
 
-def amax(readings: Iterable[Reading]) -> float:
-    """The largest finite magnitude among readings."""
-    return max((r.amax for r in readings if r.taken and r.finite), default=math.nan)
-
-
-def _now(reading: Reading) -> Reading:
-    if reading.taken:
-        reading.low, reading.high = reading.low.item(), reading.high.item()
-    return reading
-
-
 def _zeros_and_ones(given: list[torch.Tensor]) -> bool:
     return all(bool(((x == 0) | (x == 1)).all()) for x in given)
 
 
-def tag(call: Call, output: Any, recorder: Recorder) -> None:
+def watch_nodes(call: Call, output: Any, trace: Trace) -> None:
     """Hook the nodes of the autograd graph that this call made, and that no call inside it has taken yet."""
     pending = [x.grad_fn for x in tensors(output) if x.grad_fn is not None]
     seen: set[Any] = set()
@@ -136,10 +122,10 @@ def tag(call: Call, output: Any, recorder: Recorder) -> None:
             continue
         seen.add(node)
         pending += [after for after, _ in node.next_functions if after is not None]
-        if node.metadata.get(TAGGED) is not recorder:
-            node.metadata[TAGGED] = recorder
-            names = [_parameter(after, recorder.parameters) for after, _ in node.next_functions]
-            node.register_hook(_node_hook(node.name(), names, call, recorder))
+        if node.metadata.get(TAGGED) is not trace:
+            node.metadata[TAGGED] = trace
+            names = [_parameter(after, trace.parameters) for after, _ in node.next_functions]
+            node.register_hook(_node_hook(node.name(), names, call, trace))
 
 
 def _parameter(node: Any, names: dict[int, str]) -> str | None:
@@ -155,19 +141,19 @@ def _parameter(node: Any, names: dict[int, str]) -> str | None:
     return None
 
 
-def _node_hook(op: str, names: list[str | None], call: Call, recorder: Recorder) -> Callable[..., None]:
-    def look(gradients: tuple, given: tuple) -> None:
-        if recorder.closed:
+def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Callable[..., None]:
+    def check(gradients: tuple, given: tuple) -> None:
+        if trace.closed:
             return
-        before = [_now(read(g)) for g in given if g is not None]
+        before = [read_now(g) for g in given if g is not None]
         for name, gradient in zip(names, gradients, strict=False):
-            after = _now(read(gradient)) if gradient is not None else Reading()
+            after = read_now(gradient) if gradient is not None else Reading()
             made = creates(before, False, after)
             if made is None:
                 continue
             operand = "grad_weight" if name else "grad_input"
-            recorder.created(
-                Creation(call.name, op, made, amax(before), after.dtype, operand, name, backward=True, call=call)
+            trace.created(
+                Creation(call.name, op, made, largest(before), after.dtype, operand, name, backward=True, call=call)
             )
 
-    return look
+    return check
