@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.lists import UNCHANGED, OpLists
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
 
-HALVES = (torch.float16, torch.bfloat16)
 BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would convert each operand to FP32 and back
 
 # They write to running statistics given after the input.  A cast copy would take the update and be thrown away, so only
@@ -86,7 +86,7 @@ class autocast:
         if not _has_autocast(device_type):
             raise UnknownName("device type for autocast", device_type, ("cuda", "cpu"))
         device_type = device_type.partition(":")[0]  # "cuda:0", as torch takes it
-        if enabled and dtype is not None and dtype not in HALVES:
+        if enabled and dtype is not None and dtype not in SIXTEEN_BIT:
             raise UnsupportedDtype(
                 f"autocast(dtype={dtype}): autocast computes in torch.float16 or torch.bfloat16; "
                 f"for {dtype} throughout say enabled=False"

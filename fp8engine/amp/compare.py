@@ -27,10 +27,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
-from fp8engine.amp.autocast import HALVES, autocast
+from fp8engine.amp.autocast import autocast
 from fp8engine.amp.difference import Difference, forward_hooks
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.opstats import as_text, precision
+from fp8engine.amp.tensors import SIXTEEN_BIT, floating
+from fp8engine.amp.text import as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
 
 # One rounding errs by up to u = eps / 2; a thousand of them, one after another and random, by sqrt(1000) u = 32 u.
@@ -159,7 +160,7 @@ def compare(
     '0'
     """
     for name, dtype in (("low", low), ("high", high)):
-        if dtype not in (*HALVES, torch.float32, torch.float64):
+        if dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
             raise UnsupportedDtype(f"compare({name}={dtype}): give torch.float16, bfloat16, float32 or float64")
     reference: dict[tuple[str, int], list[torch.Tensor]] = {}
     layers: list[LayerError] = []
@@ -192,11 +193,11 @@ def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, how: tuple[OpLists, 
     def hook(name: str) -> Callable:
         def finished(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             call = calls[name] = calls.get(name, -1) + 1
-            seen((name, call), module, _floating(output))
+            seen((name, call), module, [value.detach() for value in floating(output)])
 
         return finished
 
-    half = dtype in HALVES
+    half = dtype in SIXTEEN_BIT
     with _as_it_was(model, None if half else dtype), torch.no_grad():
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
@@ -292,10 +293,6 @@ def _device_type(model: nn.Module, inputs: Any) -> str:
     if len(kinds) > 1:
         raise StateError(f"compare: the model and its inputs lie on {' and '.join(sorted(kinds))}; move them to one")
     return kinds.pop() if kinds else "cpu"
-
-
-def _floating(values: Any) -> list[torch.Tensor]:
-    return [v.detach() for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
 
 
 def _precisions(values: list[torch.Tensor]) -> str:

@@ -31,10 +31,10 @@ from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
-from fp8engine.amp.pair import LOW
 from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import (
     ConversionError,
@@ -60,12 +60,12 @@ class Precision:
 
     def inward(self, x: Any) -> Any:
         """An input as O2's weights take it; FP64 and integers are left."""
-        low = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *LOW)
+        low = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *SIXTEEN_BIT)
         return x.to(self.dtype) if low else x
 
     def outward(self, y: Any) -> Any:
         """An output in FP32."""
-        return y.float() if isinstance(y, torch.Tensor) and y.dtype in LOW else y
+        return y.float() if isinstance(y, torch.Tensor) and y.dtype in SIXTEEN_BIT else y
 
 
 class Decorated:
@@ -151,7 +151,7 @@ def decorate(
     excluded = _chosen(models, excluded_layers)
     norms = [module for one in models for module in one.modules() if level == "O2" and is_norm(module)]
     cast = _to_cast(models, [*excluded, *norms]) if level == "O2" else {}
-    low = [any(p in cast or p.dtype in LOW for p in _parameters(one)) for one in optimizers]
+    low = [any(p in cast or p.dtype in SIXTEEN_BIT for p in _parameters(one)) for one in optimizers]
     masters = low if master_weights is None else [master_weights] * len(low)
     _check_optimizers(optimizers, set(parameters), low, masters)
     scaling = _scaling(scaler, dtype, bool(optimizers), parameters[0].device)
@@ -229,7 +229,7 @@ def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
 def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device]) -> None:
     if level not in LEVELS:
         raise UnknownName("level", level, LEVELS)
-    if dtype not in LOW:
+    if dtype not in SIXTEEN_BIT:
         raise UnsupportedDtype(f"decorate(dtype={dtype}): mixed precision is in torch.float16 or torch.bfloat16")
     if not devices:
         raise ConversionError("decorate() was given neither a model nor an optimizer")
@@ -284,7 +284,7 @@ def _to_cast(models: list[nn.Module], kept: list[nn.Module]) -> dict[nn.Paramete
     pinned = [module for model in models for module in model.modules() if isinstance(module, Fp32Pinned)]
     stay = {p for module in [*kept, *pinned] for p in module.parameters()}
     every = (p for model in models for p in model.parameters())
-    return {p: None for p in every if p not in stay and p.dtype in (torch.float32, *LOW)}
+    return {p: None for p in every if p not in stay and p.dtype in (torch.float32, *SIXTEEN_BIT)}
 
 
 @torch.no_grad()

@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
-from fp8engine.amp.pair import LOW, Pair, errors, sums
+from fp8engine.amp.pair import Pair, errors, sums
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
 
@@ -63,7 +64,7 @@ class MasterWeights(Wrapped):
         if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
             raise OptimizerError(f"this {type(optimizer).__name__} is wrapped already: wrap an optimizer once")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p.dtype in LOW for p in parameters):
+        if not any(p.dtype in SIXTEEN_BIT for p in parameters):
             found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "no parameters"
             raise OptimizerError(
                 f"none of the {type(optimizer).__name__}'s {len(parameters)} parameters is FP16 or BF16 ({found}):"
@@ -82,7 +83,7 @@ class MasterWeights(Wrapped):
     def _put_masters(self, group: dict[str, Any], originals: Mapping[nn.Parameter, torch.Tensor]) -> None:
         params = group["params"]
         for i, p in enumerate(params):
-            if p.dtype in LOW:
+            if p.dtype in SIXTEEN_BIT:
                 value = originals[p] if p in originals else p.detach()
                 master = nn.Parameter(value.detach().to(torch.float32), requires_grad=p.requires_grad)
                 self._pairs[p] = Pair(p, master)

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.errors import OptimizerError
-
-LOW = (torch.float16, torch.bfloat16)
 
 
 class Pair:
@@ -70,7 +69,7 @@ class Pair:
     def follow(self) -> None:
         """Take the parameter's values where the master's rounding is no longer theirs."""
         p, m = self.parameter, self.master
-        if p.dtype not in LOW or p.device != m.device or p.shape != m.shape:
+        if p.dtype not in SIXTEEN_BIT or p.device != m.device or p.shape != m.shape:
             raise OptimizerError(
                 f"a parameter {tuple(m.shape)} of MasterWeights is {p.dtype} {tuple(p.shape)} on {p.device} now, its"
                 f" master on {m.device}: move and cast the model first, then wrap the optimizer"

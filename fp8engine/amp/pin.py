@@ -12,7 +12,6 @@ optimizers see the module they knew; gradients reach FP16 weights through the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import nn
 from torch.func import functional_call
 
 from fp8engine._torch import tree_map
+from fp8engine.amp.tensors import SIXTEEN_BIT, tensors
 from fp8engine.errors import ConversionError, UnknownName
 
-LOW = (torch.float16, torch.bfloat16)
 OUTPUTS = ("auto", "fp32", "input")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called, so nothing to pin
 
@@ -35,7 +34,7 @@ class Fp32Pinned:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, in FP32."""
         where = _device_type(self, args, kwargs)
-        low = next((x.dtype for x in _tensors((args, kwargs)) if x.dtype in LOW), None)
+        low = next((x.dtype for x in tensors((args, kwargs)) if x.dtype in SIXTEEN_BIT), None)
         keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and torch.is_autocast_enabled(where))
         with torch.autocast(where, enabled=False):
             args, kwargs = tree_map(_up, (args, kwargs))
@@ -45,7 +44,7 @@ class Fp32Pinned:
     def _run(self, args: tuple, kwargs: dict) -> Any:
         module: Any = self
         held = (*module.named_parameters(), *module.named_buffers())
-        raised = {name: tensor.float() for name, tensor in held if tensor.dtype in LOW}
+        raised = {name: tensor.float() for name, tensor in held if tensor.dtype in SIXTEEN_BIT}
         if not raised:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         lent = {f"module.{name}": tensor for name, tensor in raised.items()}
@@ -152,24 +151,13 @@ def _rebuild(kind: type) -> Any:
 
 
 def _device_type(module: Any, args: tuple, kwargs: dict) -> str:
-    for tensor in (*_tensors((args, kwargs)), *module.parameters()):
+    for tensor in (*tensors((args, kwargs)), *module.parameters()):
         return tensor.device.type
     return "cpu"
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
-
-
 def _up(x: Any) -> Any:
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype in LOW else x
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype in SIXTEEN_BIT else x
 
 
 def _down(x: Any, dtype: torch.dtype) -> Any:

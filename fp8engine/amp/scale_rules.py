@@ -154,24 +154,6 @@ def follow_on_device(
     bad.mul_(~fell)
 
 
-class Flag:
-    """Inf or NaN found: one number of the device on its way to the host, for which nobody waits."""
-
-    def __init__(self, found: torch.Tensor):
-        self.host = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        self.arrived = torch.Event(found.device)
-        self.arrived.record()
-
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.arrived.query()
-
-    def read(self) -> bool:
-        """Its value; waits for the device."""
-        self.arrived.synchronize()
-        return bool(self.host)
-
-
 def fp32(value: float) -> float:
     """Rounded to the nearest FP32, as torch's kernel rounds the double product; Inf beyond the largest."""
     return ctypes.c_float(value).value

@@ -23,8 +23,9 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
 
 from fp8engine.amp import scale_rules
-from fp8engine.amp.scale_rules import Counts, Factors, Flag, ScaleRules, ScaleStats, Tally, fp32
+from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, Tally, fp32
 from fp8engine.errors import LossScaleError, OptimizerError
+from fp8engine.files import HostCopy
 
 EXTRA = "fp8engine"  # key of what torch's state_dict does not hold:
 STORED_RULES = ("decrease_every_n", "floor", "ceiling")
@@ -77,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
         self._seen: tuple[object, ...] | None = None  # the scale and tracker as this class wrote them last
         self._skips: dict[int, bool | torch.Tensor] = {}  # of the latest iteration, by optimizer
         self._ended = False  # that iteration has been updated: the next step begins another
-        self._late: deque[tuple[Flag, Factors]] = deque()
+        self._late: deque[tuple[HostCopy, Factors]] = deque()
         self._hooks: OrderedDict[int, Callable[[float], None]] = OrderedDict()
         self._tally = Tally()
 
@@ -294,14 +295,15 @@ class GradScaler(torch.amp.GradScaler):
     def _at_hand(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def _sent(self, found: torch.Tensor) -> Flag:
-        return Flag(found)
+    def _sent(self, found: torch.Tensor) -> HostCopy:
+        return HostCopy([found])
 
     def _catch_up(self, wait: bool) -> None:
         """Enter what has arrived from the device; wait: also what has not yet."""
-        while self._late and (wait or self._late[0][0].ready()):
-            flag, factors = self._late.popleft()
-            self._replay(flag.read(), factors, write=False)
+        while self._late and (wait or self._late[0][0].done()):
+            copy, factors = self._late.popleft()
+            (found,) = copy.wait()
+            self._replay(bool(found.tolist()), factors, write=False)
 
     # What is read and stored
 

@@ -156,8 +156,7 @@ def _gradient(event: Event, last_good: Event | None) -> Finding:
     if event.source is not None and event.source.returned:
         return _finding(event, None, "grad_output")
     near = last_good or event
-    outer = near.call.parent if near.call and near.kind == "grad_input" else None
-    return _finding(event, outer.name if outer else near.name, "grad_input", exact=False)
+    return _finding(event, near.maker.name if near.maker else near.name, "grad_input", exact=False)
 
 
 def _node(event: Event, made: Creation) -> Finding:

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.amp.overflow.reading import Reading, largest, read_now, readable, tensors
+from fp8engine.amp.overflow.reading import Reading, largest, read_now, readable
 from fp8engine.amp.overflow.trace import Call, Creation, Trace
+from fp8engine.amp.tensors import tensors
 
 TAGGED = "fp8engine.amp"
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")

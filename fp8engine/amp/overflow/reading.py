@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,18 +73,6 @@ class Reading:
 def largest(readings: Iterable[Reading]) -> float:
     """The largest finite magnitude among readings, NaN where there is none."""
     return max((r.amax for r in readings if r.taken and r.finite), default=math.nan)
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and dicts (a Hugging Face output is a dict), in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from tensors(value)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:

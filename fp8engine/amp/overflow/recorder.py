@@ -24,8 +24,9 @@ from torch import nn
 from fp8engine import _torch
 from fp8engine._torch import plain_name
 from fp8engine.amp.overflow.opwise import OpMode, watch_nodes
-from fp8engine.amp.overflow.reading import Reading, read, read_all, tensors
+from fp8engine.amp.overflow.reading import Reading, read, read_all
 from fp8engine.amp.overflow.trace import Batch, Call, Event, Trace
+from fp8engine.amp.tensors import tensors
 
 # Passes watched op by op until a backward comes: enough for a contrastive pair or two, and few where none comes.
 SHARE_A_BACKWARD = 8

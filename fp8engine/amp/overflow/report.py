@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8engine.amp.opstats import as_text
 from fp8engine.amp.overflow.finding import Finding, number
 from fp8engine.amp.overflow.trace import Event
+from fp8engine.amp.text import as_text
 
 SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
 
