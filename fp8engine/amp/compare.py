@@ -1,13 +1,13 @@
-"""fe.amp.compare: where two precisions part, layer by layer.
+"""Comparison of a model in two precisions, layer by layer (fe.amp.compare).
 
 The model runs twice on the same inputs, in `high` and in `low`, and each module's output y is compared:
 
     error = ||y_low - y_high||_2 / ||y_high||_2        SQNR = -20 log10(error) dB        in FP64, over finite elements
 
 A 16-bit `low` runs under autocast, the parameters as they are; any other dtype runs with parameters, buffers and
-inputs cast to it and autocast off.  Errors add up on the way, so the layer to look at is the first whose error passes
-the threshold, or whose output is not finite where the other's is: modules are listed in the order they finish, inner
-ones before the one that holds them.
+inputs cast to it and autocast off.  Errors add up from layer to layer, so the layer to examine is the first whose error
+passes the threshold, or whose output is not finite where the other's is.  Modules are listed in the order they finish,
+inner ones before the one that holds them.
 
 The model is left as it was.  Buffers are swapped for copies, parameters' data put back, attributes of every module
 restored; torch's and Python's random numbers start from the same state in both runs and end where they were.

@@ -1,4 +1,4 @@
-"""Mixed precision for a plain FP32 training script, in one line and one word.
+"""Mixed precision for a plain FP32 training script, in one call and one changed word (fe.amp.decorate).
 
     model, optimizer = fe.amp.decorate(model, optimizer)
     optimizer.backward(loss)                                    for loss.backward(), where the dtype is FP16
@@ -52,7 +52,7 @@ Layers = str | type[nn.Module] | nn.Module
 
 @dataclass(frozen=True)
 class Precision:
-    """How a decorated model runs."""
+    """Level, dtype and lists of a decorated model."""
 
     level: str
     dtype: torch.dtype

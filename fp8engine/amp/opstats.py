@@ -1,11 +1,11 @@
-"""fe.amp.op_stats: which operators ran in which precision in a block, and what was cast for it.
+"""Counts of the operators that ran in each precision in a block, and of the casts made for them (fe.amp.op_stats).
 
-A TorchDispatchMode sees each operator below autograd and below autocast, as the device will run it: what autocast
-decided is seen, not guessed; backward too, if it runs in the block.  An operator counts in the dtype of its floating
-result (of its inputs where the result is none, as with a comparison).  Views and allocations compute nothing and are
-left out; casts have a table of their own, and an operator that took a tensor widened in the block counts as upcast.
+A TorchDispatchMode gets each operator below autograd and below autocast, as the device will run it; those of backward
+too, if it runs in the block.  An operator counts in the dtype of its floating result (of its inputs where the result is
+none, as with a comparison).  Views and allocations compute nothing and are left out; casts have a table of their own,
+and an operator that took a tensor widened in the block counts as upcast.
 
-A function under torch.compile is one call to the mode's eye and is not counted: run the block eagerly.
+A function under torch.compile is one call to the mode and is not counted: run the block eagerly.
 """
 
 from __future__ import annotations

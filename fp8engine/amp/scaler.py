@@ -1,11 +1,10 @@
-"""Dynamic loss scaling: torch's GradScaler, the rules of Paddle's beside it, and a word when the scale collapses.
+"""Dynamic loss scaler, torch's GradScaler with the rules of Paddle's, statistics and a warning when the scale collapses.
 
     gradients of S·loss are S times the loss's: those below 2^-24 come back into FP16's range
 
-How S moves: fp8engine/amp/scale_rules.py.  The host follows the scale and waits for the device no more often than
-torch does: torch's own step reads whether it must be skipped, and the rule is replayed here from that bit.  A fused
-optimizer reads nothing; then the bit is copied without waiting, and the host's view is late by as much as the device
-is, until someone asks.
+The rule for S is in scale_rules.py.  The host follows the scale and waits for the device no more often than torch does:
+torch's own step reads whether it must be skipped, and the rule is replayed here from that bit.  A fused optimizer reads
+nothing; then the bit is copied without waiting, and the host's counts lag behind the device until they are asked for.
 
 Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.2.
 """
@@ -82,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hooks: OrderedDict[int, Callable[[float], None]] = OrderedDict()
         self._tally = Tally()
 
-    # What the caller may ask
+    # Public queries
 
     def step_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Whether the latest iteration's step of this optimizer (of any, if none is given) was skipped.
@@ -103,8 +102,8 @@ class GradScaler(torch.amp.GradScaler):
     def on_scale_change(self, hook: Callable[[float], None]) -> RemovableHandle:
         """Call hook(new scale / old scale) after each update that changes it, before the next backward pass.
 
-        For whoever keeps numbers made of scaled gradients: `state.rescale_gradients` of FP8 scaling states.  With a
-        hook, an update after a fused step waits for the device.
+        For numbers kept of scaled gradients, such as FP8 scaling states: their `rescale_gradients` is such a hook.  With
+        a hook, an update after a fused step waits for the device.
 
         >>> scaler, factors = GradScaler("cpu"), []
         >>> _ = scaler.on_scale_change(factors.append)
@@ -117,7 +116,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hooks[handle.id] = hook
         return handle
 
-    # What torch's loop calls
+    # Calls of a training loop
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -140,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         try:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        except ValueError:  # torch looks at every gradient before it touches the first
+        except ValueError:  # torch checks every gradient before it changes the first
             raise LossScaleError(
                 f"{scale_rules.first_fp16(optimizer)} has an FP16 gradient: unscaled in FP16 it would underflow again;"
                 " keep FP32 master weights, fe.amp.MasterWeights(optimizer), or FP32 parameters under autocast"
@@ -180,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-        # torch's own look at the device; kept, so that nobody looks again.
+        # torch itself waits for the device here; the answer is kept, so that nothing waits again.
         skip = any(found.item() for found in optimizer_state["found_inf_per_device"].values())
         self._skips[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)
@@ -247,7 +246,7 @@ class GradScaler(torch.amp.GradScaler):
         self._counts, self._seen = counts, self._written()
 
     def _known(self) -> Counts:
-        """Where the rule stands; waits for the device after a fused step, or if another hand wrote the scale."""
+        """The state of the rule; waits for the device after a fused step, or if other code wrote the scale."""
         if self._scale is None or self._growth_tracker is None:
             return Counts(self._init_scale, self._init_growth_tracker, self._init_bad)
         self._catch_up(wait=True)
@@ -290,7 +289,7 @@ class GradScaler(torch.amp.GradScaler):
         self._seen = self._written()
         self._catch_up(wait=bool(self._hooks))
 
-    # Two questions about the machine, apart, so that a test on a CPU can answer them as a GPU would
+    # Two facts about the machine, in methods of their own, so that a test on a CPU can behave as a GPU would
 
     def _at_hand(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
@@ -299,13 +298,13 @@ class GradScaler(torch.amp.GradScaler):
         return HostCopy([found])
 
     def _catch_up(self, wait: bool) -> None:
-        """Enter what has arrived from the device; wait: also what has not yet."""
+        """Apply the rule for the flags that are on the host; wait: for all of them."""
         while self._late and (wait or self._late[0][0].done()):
             copy, factors = self._late.popleft()
             (found,) = copy.wait()
             self._replay(bool(found.tolist()), factors, write=False)
 
-    # What is read and stored
+    # Reading and storing
 
     def get_scale(self) -> float:
         """The scale; 1 when disabled.  Waits for the device only after a fused step (torch's always waits)."""
@@ -323,7 +322,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this class or torch's saved; a scale outside floor and ceiling is moved within, and that is said.
+        """Load what this class or torch's saved; a scale outside floor and ceiling is moved within, with a warning.
 
         Raises LossScaleError for a scale of 0, Inf or NaN or anything else that cannot be, with nothing loaded, and
         OptimizerError for the empty state of a disabled scaler.

@@ -1,4 +1,4 @@
-"""A finding: one overflow, with its layer, operand, op and step."""
+"""One overflow found, with its layer, operand, op and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The findings of all passes: which are the same overflow, and which a smaller loss scale cures.
+"""The findings of all passes, the same overflow once, and those that a smaller loss scale cures.
 
 A loss scaler begins too high on purpose, skips the steps whose gradients overflow, and lowers the scale until they do
 not.  The layer that overflowed first is then not at fault: its gradient is the largest, and a smaller scale cures it.

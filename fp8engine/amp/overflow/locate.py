@@ -1,4 +1,4 @@
-"""Location of an overflow in a pass: the module whose inputs were finite and whose output was not, first in time.
+"""Location of the overflows of a pass, each in the first module whose inputs were finite and whose output was not.
 
 Forward, each bad event says whose forward made it:
     a weight that is NaN or Inf before the pass       -> that weight; its module is a victim of the step before

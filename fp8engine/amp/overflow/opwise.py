@@ -1,4 +1,4 @@
-"""The op that made the first NaN or Inf of a pass: every op checked, forward and backward.
+"""Check of every op of a pass, forward and backward, for the one that makes the first NaN or Inf.
 
     an op creates NaN:  no input holds NaN, its output does
     an op creates Inf:  no input holds Inf and none is among its arguments, its output does

@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model that record a training loop in a trace, each tensor read once, at its first sight.
+"""Hooks on the modules of a model that record a training loop in a trace; each tensor is read once, when first seen.
 
 A module's input is read only where nothing that was watched made it: at the model's input, and between two modules
 where a container's own forward computes.  So of all bad readings the first in time tells whose forward it was: an
@@ -190,7 +190,7 @@ class Recorder:
             for tensor in tensors((args, kwargs)):
                 reading = self._find(tensor)
                 if reading is None:
-                    reading = self._first_sight("input", tensor, call)
+                    reading = self._read_new("input", tensor, call)
                     if not tensor.is_leaf:
                         self._follow_gradient("grad_input", tensor, call, reading)
                 call.inputs.append(reading)
@@ -208,7 +208,7 @@ class Recorder:
             for tensor in tensors(output):
                 reading = self._find(tensor)
                 if reading is None:
-                    reading = self._first_sight("output", tensor, call)
+                    reading = self._read_new("output", tensor, call)
                     self._follow_gradient("grad_output", tensor, call, reading)
                 reading.returned |= call.parent is None and not call.recomputed
             if trace.batch.opwise:
@@ -221,7 +221,7 @@ class Recorder:
         known = self._known.get(id(tensor))
         return known[2] if known and known[0]() is tensor and known[1] == _version(tensor) else None
 
-    def _first_sight(self, kind: str, tensor: torch.Tensor, call: Call) -> Reading:
+    def _read_new(self, kind: str, tensor: torch.Tensor, call: Call) -> Reading:
         reading = Reading() if call.recomputed else read(tensor)
         self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), reading
         self.trace.add(Event(kind, call.name, reading, call.step, call))

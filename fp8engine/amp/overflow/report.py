@@ -1,4 +1,4 @@
-"""The overflow report: every layer's peak, the findings and the loss scales, as plain dicts and as a table of text."""
+"""Report of a watch with every layer's peak, the findings and the loss scales, as plain dicts and as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of a watched training loop: calls of modules and what was seen of their tensors, in order of time.
+"""Calls of modules and readings of their tensors in a watched training loop, in order of time.
 
 A pass is one outermost call of the model.  Its gradients come later and may be those of several passes.  A batch holds
 the events from the beginning of one pass to the beginning of the next.
@@ -60,7 +60,7 @@ class Creation:
 
 @dataclass(eq=False)
 class Event:
-    """One thing seen.
+    """One reading, or one op that made NaN or Inf.
 
     kind: "input", "output"; "grad_output", "grad_input" (of the tensor whose own reading is `source`); "grad_weight"
     (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or "op"

@@ -1,4 +1,4 @@
-"""fe.amp.find_overflow: a training loop watched for NaN and Inf, forward and backward, and the guilty layer named.
+"""Watch of a training loop for NaN and Inf, which names the guilty layer and op (fe.amp.find_overflow).
 
     with find_overflow(model, scaler) as watch:
         train()
@@ -40,7 +40,7 @@ NEAR = 2.0**-4  # of its dtype's range: four doublings from Inf, which a scale o
 
 
 class OverflowWatch:
-    """What `find_overflow` returns: a context manager, asked during the block or after it."""
+    """Context manager that `find_overflow` returns; its methods answer during the block and after it."""
 
     def __init__(self, model: nn.Module, scaler: Any, mode: str):
         self.model = model
