@@ -220,10 +220,8 @@ def _blind_spots(white: tuple[str, ...], black: tuple[str, ...], gray: tuple[str
             for name in names:
                 stays = (_default(name, device_type) if whole is UNLISTED else whole).kind
                 if moved.get(name, stays) != stays:
-                    warning = (
-                        f"{name!r} is {moved[name]} in these OpLists, but {outer} computes it inside, where it stays "
-                    )
-                    found.append((f"{device_type} {outer}", f"{warning}{stays}: list {outer!r} as well"))
+                    inside = f"{name!r} is {moved[name]} in these OpLists, but {outer} computes it inside, where it "
+                    found.append((f"{device_type} {outer}", f"{inside}stays {stays}: list {outer!r} as well"))
     return tuple(found)
 
 

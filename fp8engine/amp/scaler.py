@@ -1,4 +1,4 @@
-"""Dynamic loss scaler, torch's GradScaler with the rules of Paddle's, statistics and a warning when the scale collapses.
+"""Dynamic loss scaler, torch's GradScaler with the rules of Paddle's, statistics and a warning of a collapse.
 
     gradients of S·loss are S times the loss's: those below 2^-24 come back into FP16's range
 
@@ -102,8 +102,8 @@ class GradScaler(torch.amp.GradScaler):
     def on_scale_change(self, hook: Callable[[float], None]) -> RemovableHandle:
         """Call hook(new scale / old scale) after each update that changes it, before the next backward pass.
 
-        For numbers kept of scaled gradients, such as FP8 scaling states: their `rescale_gradients` is such a hook.  With
-        a hook, an update after a fused step waits for the device.
+        For what keeps numbers of scaled gradients: `rescale_gradients` of an FP8 scaling state is such a hook.  With a
+        hook, an update after a fused step waits for the device.
 
         >>> scaler, factors = GradScaler("cpu"), []
         >>> _ = scaler.on_scale_change(factors.append)
