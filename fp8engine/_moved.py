@@ -19,9 +19,12 @@ SINGLE = {
         "amp.watch=recorder"
     ),
     "auto": "controller.arriving=host_copy policy policy_output=output_policy",
-    "convert": "describe fuse select",
+    "convert": "describe fuse select modules.first_forward=bypassed modules.torch_transformer=bypassed",
     "export": "hf",
-    "nn": "families",
+    "nn": (
+        "families modules.changed=linear modules.dispatched=class_swap modules.mixed=class_swap "
+        "modules.serving_conv1d=conv1d"
+    ),
     "numerics": "cast cost formats recipe",
     "ops": (
         "cublas=scaled_mm device dispatch execute fingerprint native=triton_backend operators producers ranks "
@@ -42,10 +45,7 @@ FOLDERS = {
     ),
     "modules": (
         "nn",
-        (
-            "attention changed conv1d dispatched experts first_forward grouped hf_block layernorm_linear "
-            "layernorm_mlp lazy linear mixed serving serving_conv1d torch_transformer transformer"
-        ),
+        ("attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer"),
     ),
     "reference": (
         "ops.reference",

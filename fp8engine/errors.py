@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose: the message names the rule broken, the place, and the remedy.
+"""Exceptions and warnings of the engine; each message names the rule that was broken, the place, and the remedy.
 
 All are subclasses of ValueError, TypeError or RuntimeError, so code that catches those keeps working.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 class Fp8EngineError(Exception):
-    """Base of every error below: `except fe.errors.Fp8EngineError` catches what the engine refuses."""
+    """Base class of all exceptions of the engine: `except fe.errors.Fp8EngineError` catches every refusal."""
 
 
 class UnknownName(Fp8EngineError, ValueError):
@@ -66,11 +66,11 @@ class VersionError(Fp8EngineError, RuntimeError):
 
 
 class ParallelError(Fp8EngineError, RuntimeError):
-    """A way of running on several devices that the engine does not take (nn.DataParallel)."""
+    """A way to run on several devices that the engine does not support (nn.DataParallel)."""
 
 
 class GradientError(Fp8EngineError, RuntimeError):
-    """A gradient that is not there: of an FP8 matmul's gradient, or of an operation whose caller differentiates it."""
+    """A gradient that the engine does not compute: a second derivative, or one of an operation without a backward."""
 
 
 class ScriptError(Fp8EngineError, RuntimeError):
@@ -86,20 +86,20 @@ class OptimizerError(Fp8EngineError, RuntimeError):
 
 
 class LossScaleError(Fp8EngineError, ValueError):
-    """A loss scale of zero, Inf or NaN, or gradients that no loss scaler can unscale."""
+    """A loss scale of zero, Inf or NaN, or gradients that a loss scaler cannot unscale."""
 
 
 class FusionWarning(UserWarning):
-    """Said once per model converted with fuse=True of which nothing is recognised: its layers run one by one."""
+    """Warning, once per model: fuse=True found no block that it knows, so every layer runs by itself."""
 
 
 class BypassWarning(UserWarning):
-    """Said once per converted model, after its first forward: layers whose weight the model reads without a call."""
+    """Warning, once per model after its first forward: the model reads a layer's weight without calling the layer."""
 
 
 class ReportError(Fp8EngineError, ValueError):
-    """A report that cannot be written as asked: losses that are no numbers, a folder or a package that is missing."""
+    """A report that cannot be written: losses that are not numbers, a missing folder, a missing package."""
 
 
 class EmulationWarning(UserWarning):
-    """Said once per converted model: no FP8 Tensor Cores here, so FP8 values are computed with, but not faster."""
+    """Warning, once per model: this device has no FP8 Tensor Cores: FP8 values are emulated, nothing is faster."""

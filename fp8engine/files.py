@@ -17,17 +17,16 @@ import torch
 def write(path: str | os.PathLike, content: bytes | str) -> None:
     """Put `content` at `path`, text as UTF-8: written beside it, forced to the disk, then renamed over the old file.
 
-    Missing folders are made.  Raises OSError with the system's reason (a full disk, a folder without write access);
-    the old content is then unchanged and nothing is left beside it.
+    Raises OSError with the reason (a full disk, a folder that is missing or cannot be written); the old content
+    is then unchanged and nothing is left beside it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write(Path(folder) / "a" / "b.txt", "whole")
-    ...     (Path(folder) / "a" / "b.txt").read_bytes(), os.listdir(Path(folder) / "a")
+    ...     write(Path(folder) / "b.txt", "whole")
+    ...     (Path(folder) / "b.txt").read_bytes(), os.listdir(folder)
     (b'whole', ['b.txt'])
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(
         f".{path.name}.{secrets.token_hex(4)}.part"
     )  # unique: threads and processes may write at once

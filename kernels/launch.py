@@ -1,4 +1,4 @@
-"""The host's side of a matmul: descriptors, grids, and what a card is asked before a launch.
+"""Host side of the matmul launchers: descriptors, grids, and the checks before a launch.
 
 A descriptor (CUDA's tensor map) is an address, a shape, strides and a box: it is kept under these, not made anew on
 every call.  Nothing here waits for the card.

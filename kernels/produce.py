@@ -1,4 +1,4 @@
-"""How a kernel that makes FP32 values stores them: once, in the format that their consumers read.
+"""Stores of kernels that make FP32 values: written once, in the format that their consumers read.
 
     plain    y rounded once to 16 bits, or FP32
     tensor   q = saturate(RNE(y * s)), one s: predicted, or MAX / amax

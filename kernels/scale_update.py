@@ -1,4 +1,4 @@
-"""This step's amaxes into the windows, and the next scales out of them: every slot of a model in one launch, in place.
+"""Update of every delayed scale of a model in one launch: amaxes enter the histories, the next scales come out of them.
 
     history[:, s] = amax[s], history[0, s], history[1, s], ...       newest first, the oldest falls out
     largest[s]    = max over history[age, s], age < window[s]

@@ -1,4 +1,4 @@
-"""What every cast to FP8 shares: from amax to scale, the rounding of a tile, and what is counted on the way.
+"""Device functions of every cast to FP8: amax to scale, rounding of a tile, counters.
 
     s = MAX / amax     FP32, correctly rounded; 1 for amax 0; the largest finite FP32 where it overflows
     q = saturate(RNE(x * s))          stored scale = 1 / s

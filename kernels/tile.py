@@ -1,4 +1,4 @@
-"""What the matmuls share: the order of programs, and how a tile of a matrix is read and written.
+"""Device functions of every matmul: order of programs, loads and stores of a tile.
 
     tile t of cdiv(M, BLOCK_M) x cdiv(N, BLOCK_N)  ->  (row of tiles, column of tiles)
 

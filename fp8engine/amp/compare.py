@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast
-from fp8engine.amp.difference import Difference, forward_hooks
+from fp8engine.amp.difference import Call, Difference, on_calls
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.tensors import SIXTEEN_BIT, floating
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.text import as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
 
@@ -165,11 +165,11 @@ def compare(
     reference: dict[tuple[str, int], list[torch.Tensor]] = {}
     layers: list[LayerError] = []
 
-    def keep(key: tuple[str, int], module: nn.Module, outputs: list[torch.Tensor]) -> None:
-        reference[key] = [output.clone() for output in outputs]  # a clone: a later function may work in place
+    def keep(call: Call) -> None:
+        reference[call.key] = [output.clone() for output in call.tensors()]
 
-    def match(key: tuple[str, int], module: nn.Module, outputs: list[torch.Tensor]) -> None:
-        layers.append(_layer(key, module, outputs, reference.pop(key, None)))
+    def match(call: Call) -> None:
+        layers.append(_layer(call, reference.pop(call.key, None)))
 
     _run(model, inputs, high, (lists, high), keep)
     _run(model, inputs, low, (lists, high), match)
@@ -181,30 +181,24 @@ def compare(
     return Comparison(layers, precision(low), precision(high), limit)
 
 
-Seen = Callable[[tuple[str, int], nn.Module, list[torch.Tensor]], None]
-
-
-def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, how: tuple[OpLists, torch.dtype], seen: Seen) -> None:
-    """One forward in `dtype`; `seen` gets (name, call), module and floating outputs of each call as it finishes."""
+def _run(
+    model: nn.Module,
+    inputs: Any,
+    dtype: torch.dtype,
+    how: tuple[OpLists, torch.dtype],
+    listener: Callable[[Call], None],
+) -> None:
+    """One forward in `dtype`; `listener` gets each call as it finishes.  how: autocast's lists, and dropout's dtype."""
     lists, drawn_in = how
     device_type = _device_type(model, inputs)
-    calls: dict[str, int] = {}
-
-    def hook(name: str) -> Callable:
-        def finished(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            call = calls[name] = calls.get(name, -1) + 1
-            seen((name, call), module, [value.detach() for value in floating(output)])
-
-        return finished
-
     half = dtype in SIXTEEN_BIT
     with _as_it_was(model, None if half else dtype), torch.no_grad():
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
         # itself; older ones were not tried).
         casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
-        hooks = forward_hooks((module, hook(name)) for name, module in model.named_modules())
-        with hooks, casting, _DropoutIn(drawn_in if half else dtype):
+        listening = on_calls(dict(model.named_modules()), listener)
+        with listening, casting, _DropoutIn(drawn_in if half else dtype):
             if isinstance(given, dict):
                 model(**given)
             else:
@@ -270,10 +264,9 @@ def _copy(value: Any, dtype: torch.dtype | None, always: bool = True) -> Any:
     return value.detach().to(target, copy=always)
 
 
-def _layer(
-    key: tuple[str, int], module: nn.Module, low: list[torch.Tensor], high: list[torch.Tensor] | None
-) -> LayerError:
-    start = (key[0], type(module).__name__, key[1])
+def _layer(call: Call, high: list[torch.Tensor] | None) -> LayerError:
+    low, (name, index) = call.tensors(), call.key
+    start = (name, type(call.module).__name__, index)
     if high is None:
         return LayerError(*start, (_precisions(low), "-"), note="ran in low only")
     dtypes = (_precisions(low), _precisions(high))

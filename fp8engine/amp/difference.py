@@ -1,19 +1,26 @@
-"""The difference between two runs of a model: hooks that see each module's output, and its relative error and SQNR.
+"""The difference between two runs of a model: each module's output as it finishes, its relative error and its SQNR.
 
     error = ||low - high||_2 / ||high||_2        SQNR = 10 log10(||high||^2 / ||low - high||^2) dB
 
-Sums are taken in FP64 over the elements that are finite in both runs; the others are counted.
+Sums are taken in FP64 over the elements that are finite in both runs; the others are counted.  `fe.amp.compare` (two
+dtypes) and `fp8engine compare` (a model and its FP8 copy) both use it in this way:
+
+    with on_calls(modules, keep): model(...)      # reference[call.key] = clones of call.tensors()
+    with on_calls(modules, match): copy(...)      # Difference().add(low, high), high = reference.pop(call.key)
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from fp8engine.amp.tensors import floating
 
 
 @dataclass
@@ -58,17 +65,48 @@ class Difference:
     @property
     def sqnr_db(self) -> float:
         """Signal-to-quantisation-noise ratio in dB: Inf where nothing differs, NaN where an element is not finite."""
-        if self.nonfinite_low or self.nonfinite_high:
-            return math.nan
+        if self.nonfinite_low or self.nonfinite_high or not math.isfinite(self.signal + self.noise):
+            return math.nan  # the sums of huge FP64 values overflow
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
 
 
+class Call(NamedTuple):
+    """One finished forward of one module.  key: the module's name, and the number of its earlier calls in this run."""
+
+    key: tuple[str, int]
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The floating tensors in the output, without their graphs; a later in-place function may still write them."""
+        return [tensor.detach() for tensor in floating(self.output)]
+
+
 @contextlib.contextmanager
-def forward_hooks(wanted: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    """Run the block with a hook on each module: hook(module, args, kwargs, output), after the module's forward."""
-    with contextlib.ExitStack() as attached:
-        for module, hook in wanted:
-            attached.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+def on_calls(modules: Mapping[str, nn.Module], listener: Callable[[Call], None]) -> Iterator[None]:
+    """Inside the block, give `listener` each call of the modules as it finishes: inner modules before outer ones.
+
+    >>> calls = []
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> with on_calls(dict(model.named_modules()), calls.append):
+    ...     _ = model(torch.ones(1, 2))
+    >>> [call.key for call in calls]
+    [('0', 0), ('1', 0), ('', 0)]
+    """
+    counts = dict.fromkeys(modules, 0)
+
+    def hook(name: str) -> Callable:
+        def finished(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            counts[name] += 1
+            listener(Call((name, counts[name] - 1), module, args, kwargs, output))
+
+        return finished
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
         yield

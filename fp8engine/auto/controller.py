@@ -74,7 +74,7 @@ class Controller:
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
-        self.state.clock = self.begin_step
+        self.state.controller, self.state.on_step = self, self.begin_step
 
     @staticmethod
     def check(recipes: Sequence[Auto]) -> None:
@@ -139,7 +139,7 @@ class Controller:
             "again": self.again,
             "late": self.late,
             "tentative": self.tentative,
-            "closely": sorted(state.closely),
+            "closely": sorted(state.detailed_layers),
             "pending": None if pending is None else [pending.step, sorted(pending.detailed_layers)],
             "choices": choices_to_list(self.choices),
             "log": [change.to_dict() for change in self.log],
@@ -180,7 +180,7 @@ class Controller:
         self.outputs.load_state_dict(kept["outputs"])
         for change in log:
             self.by_name[change.layer].adopt(change.recipe)
-        self.state.closely = closely
+        self.state.detailed_layers = closely
         waiting = None if pending is not None else tables["samples"]
         self.state.samples = None if waiting is None else waiting.to(self.state.device, copy=True)
 
@@ -198,8 +198,8 @@ class Controller:
         """Begin or end watching, by the number of the step that begins."""
         state = self.state
         state.samples, self.late = None, 0
-        state.others = max(self.step, 0) % self.recipe.interval == 0  # else closer looks are all that is wanted
-        due = (self.again or state.others) and not self._ending()
+        state.sample_all = max(self.step, 0) % self.recipe.interval == 0  # else closer looks are all that is wanted
+        due = (self.again or state.sample_all) and not self._ending()
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
             rows = (len(ROLES) + self.outputs.any) * len(state.layers)
             state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
@@ -260,7 +260,7 @@ class Controller:
                 self.again, new = True, choice
             else:
                 if not inside or not per_tensor(inside, needs, choice):  # seen closely now, and next time at once
-                    closely |= places & self.state.closely
+                    closely |= places & self.state.detailed_layers
                 new = decide(inside, needs, choice)
                 new = new if new.reasons else widen(new, self._saturated(choice, counts))
             self._adopt(choice, new, inside)
@@ -274,7 +274,7 @@ class Controller:
             for i, choice in self.choices.items()
             if choice.grain != "tensor" and (choice.grain or choice.changes < MOST_CHANGES)
         }
-        self.state.closely = frozenset(layers | others)
+        self.state.detailed_layers = frozenset(layers | others)
 
     def _adopt(self, old: Choice, new: Choice, inside: Mapping[Slot, Measured]) -> None:
         for i in sorted({i for i, _ in new.formats}):

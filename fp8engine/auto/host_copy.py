@@ -57,4 +57,4 @@ def start_copy(step: int, state: ScalingState) -> PendingSample:
     several_ranks = ranks.agree(state.samples, state.ranks)
     ranks.agree(counts_CS, state.ranks)
     copy = HostCopy([state.samples, counts_CS, state.rules_3S])
-    return PendingSample(step, copy, state.closely, several_ranks)
+    return PendingSample(step, copy, state.detailed_layers, several_ranks)

@@ -5,7 +5,7 @@
     wgrad     dw[e] = sum of dy[t]^T x[t] over the rows of e, db[e] = sum of dy[t]; 0 where e has no row
 
 One slot an operand serves the whole layer: a scale per tensor is one number for all the experts.  FP8 is a floating
-point format, so that this costs an expert nothing until its amax is 2^-10 of the largest one's (modules/grouped.py).
+point format, so that this costs an expert nothing until its amax is 2^-10 of the largest one's (nn/grouped.py).
 Groups that share a scale never cross experts: 128 x 1 of x begins anew at each expert's first row, as a column's does.
 So a recipe whose scales are per row or per block casts and multiplies exactly what E separate Linears do.
 

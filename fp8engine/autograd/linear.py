@@ -33,7 +33,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     """
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
-    if numerics.state.clock is not None and not torch.compiler.is_compiling():
+    if numerics.state.on_step is not None and not torch.compiler.is_compiling():
         numerics.state.enter()  # a step that begins here may change this layer's recipe
     x = suited(x, numerics)
     if not numerics.plan.fp8:

@@ -106,8 +106,8 @@ class Numerics:
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, if somebody looks at this step."""
-        if self.state.samples is not None and (self.state.others or self.layer in self.state.closely):
-            closely = self.layer in self.state.closely and role in ROLES
+        if self.state.samples is not None and (self.state.sample_all or self.layer in self.state.detailed_layers):
+            closely = self.layer in self.state.detailed_layers and role in ROLES
             observe(x_MK, self.state.samples, self.state.row(self.layer, role), role if closely else "")
 
     @property

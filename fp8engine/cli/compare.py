@@ -13,9 +13,8 @@ from fp8engine.cli.pretrained import load_pretrained, move, read_text, token_ids
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.demo import files
 from fp8engine.numerics.recipe import RECIPES, Auto, resolve
-from fp8engine.report import compare_show
-from fp8engine.report.compare import Comparison, compare_recipes
-from fp8engine.report.compare_text import batches, pieces
+from fp8engine.report.compare import Comparison, compare_recipes, show
+from fp8engine.report.compare.batches import batches, pieces
 
 
 @app.command("compare")
@@ -56,7 +55,7 @@ def command(
             )
     found = compare_recipes(model, batches(model, ids, tokens), recipes)
     content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
-    content |= compare_show.to_dict(found)
+    content |= found.to_dict()
     written = _write(out, found, content)
     if as_json:
         print_json(content | {"files": [str(path) for path in written]})
@@ -67,7 +66,7 @@ def command(
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
     written = [out / "compare.json"]
     files.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
-    if (image := compare_show.picture(found)) is not None:
+    if (image := show.picture(found)) is not None:
         written.append(out / "compare.png")
         files.write(written[1], image)
     return written
@@ -75,11 +74,11 @@ def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
 
 def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     screen = console()
-    screen.print(compare_show.table(found))
+    screen.print(show.table(found))
     for result in found.results:
         if result.worst() is not None:
-            screen.print(compare_show.layer_table(result))
-    for line in [*compare_show.left_alone(found), *(f"note: {note}" for note in notes)]:
+            screen.print(show.layer_table(result))
+    for line in [*show.left_alone(found), *(f"note: {note}" for note in notes)]:
         screen.print(line, soft_wrap=True, markup=False, highlight=False)
     if len(written) == 1:
         screen.print("no picture: matplotlib is not installed (pip install 'fp8engine\\[report]')")

@@ -22,8 +22,8 @@ from fp8engine.export import ExportReport, export
 from fp8engine.export.layout import LAYOUTS, choose
 from fp8engine.export.write import check_target
 from fp8engine.numerics.recipe import Auto, current, resolve
-from fp8engine.report.compare import run_steps
-from fp8engine.report.compare_text import batches, pieces
+from fp8engine.report.compare import run_training_steps
+from fp8engine.report.compare.batches import batches, pieces
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZE = r" *\d+(\.\d*)? *[KMGT]B *"
@@ -74,7 +74,7 @@ def command(
         if decides:
             tokens = tokens_of(model, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
-            run_steps(loaded, batches(loaded, ids, tokens))
+            run_training_steps(loaded, batches(loaded, ids, tokens))
             notes.append(
                 f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table"
             )

@@ -16,7 +16,7 @@ from fp8engine.cli.inspect import load
 from fp8engine.demo.config import DemoError
 from fp8engine.demo.data import read
 from fp8engine.errors import ConversionError
-from fp8engine.report.compare_text import BYTES, Tokens
+from fp8engine.report.compare.batches import BYTES, Tokens
 
 BYTES_NAME = "bytes"
 

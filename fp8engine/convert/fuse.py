@@ -5,7 +5,7 @@
     MLP              up, act, down, where its input is in 16 bits anyway: norms after the residual, a shared expert
 
 What reads what is known from the table of families.  The modules keep their parameters, names and places; how they run
-together: modules/lazy.py.
+together: nn/lazy.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import nn
 from fp8engine.convert.describe import describe
 from fp8engine.convert.select import linear_layers
 from fp8engine.errors import ConversionError
+from fp8engine.nn.class_swap import mix
 from fp8engine.nn.families import Attention, Block, Experts
 from fp8engine.nn.lazy import GATED, FusedActivation, FusedNorm, Group
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.mixed import mix
 from fp8engine.ops.reference import Norm
 
 ACTS = {  # class -> what ACTIVATIONS calls its formula; those of transformers by name

@@ -17,12 +17,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from fp8engine.convert.bypassed import uncalled
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn import experts
-from fp8engine.nn.dispatched import held_forwards
+from fp8engine.nn.class_swap import bound_forwards
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.torch_transformer import uncalled
 from fp8engine.numerics.recipe import Recipe, resolve
 
 Skip = Callable[[str, nn.Module], bool]
@@ -252,7 +252,7 @@ def _obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if isinstance(module, Float8Module):
         return "converted already"
-    if "forward" in vars(module) and not held_forwards(module):
+    if "forward" in vars(module) and not bound_forwards(module):
         return "its forward is replaced on the instance, and does not say what it replaces"
     if is_conv1d(module):
         return None

@@ -19,14 +19,14 @@ from fp8engine.auto import Controller, Plan, flow
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan as numerics_plan
 from fp8engine.convert import fuse as fusing
+from fp8engine.convert.bypassed import FirstForward, call_layers
 from fp8engine.convert.describe import describe
+from fp8engine.convert.placement import device_of
 from fp8engine.convert.select import Decision, Skip, decide, is_conv1d
 from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, StrictError
 from fp8engine.nn import experts
-from fp8engine.nn.dispatched import change_class, device_of
-from fp8engine.nn.first_forward import FirstForward
+from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
-from fp8engine.nn.torch_transformer import call_layers
 from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.ops import dispatch
 from fp8engine.scaling.table import ScalingState

@@ -15,6 +15,7 @@ def write(path: Path, content: bytes) -> None:
     Raises DemoError with the system's reason: a full disk, a folder that cannot be written.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, content)
     except OSError as error:
         raise DemoError(

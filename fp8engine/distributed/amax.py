@@ -1,4 +1,4 @@
-"""Over which processes a model's amaxes are joined, for delayed scaling where DistributedDataParallel does not say."""
+"""fe.distributed.reduce_amax: the processes over which a model's amaxes are joined, outside DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8engine.errors import ParallelError
-from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.linear import float8_modules
 
 
 def reduce_amax(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -18,8 +18,7 @@ def reduce_amax(model: nn.Module, group: dist.ProcessGroup | None = None) -> Non
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelError("reduce_amax: torch.distributed is not initialised; call init_process_group first")
-    layers = [module for module in model.modules() if isinstance(module, Float8Module)]
-    states = {id(layer.numerics.state): layer.numerics.state for layer in layers}
+    states = {id(layer.numerics.state): layer.numerics.state for layer in float8_modules(model)}
     if not states:
         raise ParallelError(f"reduce_amax: {type(model).__name__} has no converted layers; call fe.convert first")
     for state in states.values():

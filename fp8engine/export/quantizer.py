@@ -183,7 +183,7 @@ class Fp8EngineQuantizer(HfQuantizer):
             n, k, bias = module.out_features, module.in_features, module.bias is not None
             made: Served = ServedLinear(k, n, bias, recipe=recipe, static=static, device="meta")
         else:
-            from fp8engine.nn.serving_conv1d import ServedConv1D
+            from fp8engine.nn.conv1d import ServedConv1D
 
             k, n = weight_of(module).shape
             made = ServedConv1D(n, k, recipe=recipe, static=static, device="meta")

@@ -1,11 +1,10 @@
 """nn.Modules: parameters, a place in the scaling state, one functional call."""
 
 from fp8engine.nn.attention import Attention, Heads
-from fp8engine.nn.changed import weights_changed
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
-from fp8engine.nn.linear import Linear
+from fp8engine.nn.linear import Linear, weights_changed
 from fp8engine.nn.transformer import TransformerLayer
 
 __all__ = [

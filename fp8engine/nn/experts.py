@@ -4,7 +4,7 @@
     y        = gate(rows of x @ gate_up^T + b)  by expert, in 16 bits        rows: x[t] of each pair, k of a token
     out[t]   = sum_j weight[t, j] * (y @ down^T + b)[t, j]
 
-Two grouped matmuls (functional/grouped.py), each with slots of its own; what the router chose and how it weighs that
+Two grouped matmuls (autograd/grouped.py), each with slots of its own; what the router chose and how it weighs that
 comes in as it is, in its own precision.  transformers writes these modules under one decorator,
 use_experts_implementation, whose attributes say how the parameters lie; `_apply_gate` and `act_fn` are called as they
 are, so that a gate of a model's own stays one.  Modules written otherwise are not understood, and left alone.
@@ -23,8 +23,8 @@ from fp8engine.autograd.grouped import grouped_linear, grouped_plain
 from fp8engine.autograd.linear import FLOATS
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import ParallelError
+from fp8engine.nn.class_swap import Mixin, mix
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.mixed import Mixin, mix
 
 # What transformers' decorator leaves on a module; by these it is known, so that transformers need not be there.
 SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel", "_apply_gate")

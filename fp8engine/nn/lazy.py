@@ -31,7 +31,7 @@ from fp8engine.autograd.mlp import norm_mlp
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import NormOf
 from fp8engine.errors import ScriptError, StateError
-from fp8engine.nn.mixed import Mixin
+from fp8engine.nn.class_swap import Mixin
 from fp8engine.ops.reference import Norm
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}

@@ -1,4 +1,4 @@
-"""fe.Linear: an nn.Linear whose three matmuls follow a recipe."""
+"""fe.Linear, an nn.Linear whose three matmuls follow a recipe; Float8Module, the base of all such modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from fp8engine.auto import attach
 from fp8engine.autograd import Layer, Numerics, linear
 from fp8engine.autograd.refusals import no_script
-from fp8engine.errors import ParallelError
+from fp8engine.errors import ConversionError, ParallelError
 from fp8engine.nn.lazy import UNREAL, Group, read
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
@@ -94,3 +94,28 @@ class Linear(Float8Module, nn.Linear):
         if self.fused is not None or isinstance(input, UNREAL):
             return read(self, input)
         return linear(input, self.weight, self.bias, self.numerics)
+
+
+def float8_modules(model: nn.Module) -> list[Float8Module]:
+    """Every module of `model` that has a recipe, itself included."""
+    return [module for module in model.modules() if isinstance(module, Float8Module)]
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Cast every weight of `model` again at its next use.
+
+    Call it on a card after a write that does not move a parameter's version counter: `p.data.copy_(...)`, a collective
+    into `p.data`, a CUDA graph that was captured elsewhere.  Writes that torch counts (optimizers, `load_state_dict`,
+    in-place operations under `no_grad`) need no call, and on a CPU none does.  The first forward afterwards casts.
+    Raises ConversionError where `model` has no converted layer.
+
+    >>> layer = Linear(32, 16, recipe="current")
+    >>> layer.weight.data.zero_()[0, 0]
+    tensor(0.)
+    >>> weights_changed(layer)
+    """
+    layers = float8_modules(model)
+    if not layers:
+        raise ConversionError(f"weights_changed: {type(model).__name__} has no converted layers; call fe.convert first")
+    for layer in layers:
+        layer.forget_copies()

@@ -1,4 +1,4 @@
-"""How one operand is brought into a format: Cast, and Granularity, what one scale covers.
+"""Casts of one operand: its format, its granularity (the elements that share a scale), and where its scale comes from.
 
 >>> print(Cast(E4M3, PerBlock(1, 128), power_of_2=True))
 E4M3 per 1x128 block (power of 2)
@@ -17,7 +17,7 @@ class PerTensor:
     """One scale for the whole tensor."""
 
     def along(self, dim: int) -> PerTensor:
-        """The same: one scale fits a reduction along any dimension."""
+        """Itself: one scale for the tensor fits a reduction along any dimension."""
         return self
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ Granularity = PerTensor | PerRow | PerBlock
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand is brought into a format: format, granularity, where the scale comes from.
+    """The cast of one operand: format, granularity, source of the scale.
 
     format: E4M3 or E5M2; BF16, FP16 or FP32 mean "no scale, only the dtype".
     scaling: "current" takes the scale from the tensor's own amax; "delayed" predicts it from earlier steps.

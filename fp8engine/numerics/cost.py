@@ -1,4 +1,4 @@
-"""What FP8 can save on a card, from a model: which layers would lose time.
+"""Cost model of FP8 on a card: the speed-up of a layer from its shape, the rates of the card and how casts are made.
 
 A Linear's forward and backward are three matmuls, 6 M N K operations.  FP8 makes them ρ times as fast and adds casts,
 which move bytes that a 16-bit Linear does not.  In units of M N K / R:

@@ -1,4 +1,4 @@
-"""Number formats as values: what each can represent, from its specification.
+"""Number formats E4M3, E5M2, FP16, BF16 and FP32 as values, with the limits that their specifications give.
 
 | format | sign, exponent, mantissa bits | largest | smallest normal | smallest subnormal | Inf | source |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Recipes: the Casts of a layer's three operands and the rules of its three matmuls.
+"""Recipes, which hold the casts of a layer's three operands and the rules of its three matmuls.
 
     forward   y[M, N]  = x[M, K]    @ w[N, K]^T        reduces K: x along -1, w along -1
     dgrad     dx[M, K] = dy[M, N]   @ w[N, K]          reduces N: dy along -1, w along 0
@@ -29,8 +29,8 @@ from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
 OBJECTIVES = ("accuracy", "speed")
-# What auto's consumers need of what they read, in dB.  E4M3 gives 31.6 dB to what lies within its normal range, E5M2
-# 25.6; 22 is where a cast has lost more to one scale than to three bits.
+# SQNR in dB that auto asks of a cast, by kind of consumer.  Values within the normal range have 31.6 dB in E4M3 and
+# 25.6 dB in E5M2.  Below 22 dB the shared scale costs more than the three mantissa bits do.
 NEEDS = {"matmul": 22.0, "activation": 22.0}
 MOST_DB = 31.6
 OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
@@ -47,9 +47,9 @@ class Recipe:
     fast_accumulation: the matmuls that may keep Hopper's ~13-bit partial sums; the others promote to FP32.
     output: format in which a matmul's result leaves the Tensor Core when the layer itself is FP32; BF16 as on
         hardware under autocast (one rounding, relative error up to 2^-8), FP32 for none.  A 16-bit layer uses its own.
-    cache_weights: whether the weight's FP8 copies, one byte an element and orientation, outlive what reads them.
+    cache_weights: whether the weight's FP8 copies, one byte an element and orientation, outlive their call.
         "auto": until backward, and across calls where one version is read again (frozen, inference, accumulation);
-        True: as long as the weight stands; False: never.  A compiled graph keeps nothing across calls.
+        True: until the weight changes; False: never.  A compiled graph keeps nothing across calls.
     stored: FP8 cast under which the layer's result goes to memory, for FP8 matmuls that read it: per tensor, delayed
         (the scale is predicted over `history`); None: 16 or 32 bits.  stored_margin: its headroom in powers of two.
     """
@@ -139,7 +139,7 @@ class Recipe:
 
     @property
     def window(self) -> int:
-        """Steps of amax history that decide a predicted scale: "most_recent" looks at one."""
+        """Steps of amax history that decide a predicted scale: all of `history`, or one for "most_recent"."""
         return self.history if self.algo == "max" else 1
 
     def __str__(self) -> str:
@@ -173,11 +173,12 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Recipe):
-    """A recipe that is only where each layer begins: formats follow from what its tensors turn out to hold.
+    """The recipe of `fe.auto`: every layer starts with these casts, and the statistics of its tensors may change them.
 
-    min_sqnr_db: what a consumer needs, by kind as (kind, dB) pairs; a kind that is not named wants 16 bits.
-    max_flushed: share of the elements that a cast may turn into zero; max_rows_lost: share of rows it may empty.
-    interval: training steps between two looks at the tensors.  freeze_after: the last step that may change anything.
+    min_sqnr_db: SQNR that a kind of consumer needs, as (kind, dB) pairs; consumers of other kinds get 16 bits.
+    max_flushed: share of the elements that a cast may turn into zero; max_rows_lost: share of the rows
+        that it may flush to zero as a whole.
+    interval: training steps between two samples.  freeze_after: the last step at which a decision may change.
     objective: "accuracy" takes the cheapest cast within 1 dB of the best, "speed" the cheapest that is good enough.
     plan: path of decisions to repeat, made by `Report.save_plan`; nothing is measured then.
     """
@@ -293,9 +294,9 @@ def auto(
     plan: str | os.PathLike | None = None,
     objective: str = "accuracy",
 ) -> Auto:
-    """Each tensor's format and granularity from its own statistics: begins as `current`, and says why it changes.
+    """Format and granularity of each tensor from its own statistics; starts as `current`, reports every change.
 
-    min_sqnr_db: what matmuls need of their operands, or {kind of consumer: need}; FP8 gives no more than 31.6.
+    min_sqnr_db: SQNR that matmuls need of their operands, or {kind of consumer: SQNR}; FP8 gives at most 31.6 dB.
     max_flushed: share of elements that a cast may lose to zero.  interval: training steps between two measurements.
     freeze_after: the last step that may change anything.
     plan: decisions to repeat instead (`fe.inspect(model).save_plan`).

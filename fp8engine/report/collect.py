@@ -1,9 +1,8 @@
-"""From a model to the rows of its report: what each linear layer really ran, read from its counters and its record.
+"""`fe.inspect`: the rows and sums of a model's report, read from its layers' counters and conversion records.
 
-A layer's weight in the FP8 share is its matmul FLOPs: rows seen x N x K, times the share of its three matmuls in FP8.
-Rows seen are counted where the input is cast; a layer left alone counts none, and is taken to have seen as many as
-the median converted one.  Of experts in one 3-D parameter a token passes as many as its router chooses, and each
-passage is a row.
+A layer's weight in the FP8 share is its matmul FLOPs, rows x N x K, times the share of its three matmuls in FP8.  Rows
+are counted where the input is cast.  A layer left alone counts none, and is given the median of the converted ones.
+Of experts in one 3-D parameter a token passes as many as its router chooses, and each passage is a row.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ import torch
 from torch import nn
 
 from fp8engine._torch import plain_name
-from fp8engine.auto import Controller
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops import operations as ops
-from fp8engine.report.slots import Slots
-from fp8engine.report.state import controllers_of
+from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
-from fp8engine.scaling.table import OUTPUT, ROLES
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
 
-NOT_LOOKED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
+NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
 
 
 def inspect(model: nn.Module) -> Report:
     """What every linear layer of the model has run so far; reading it waits for the device.
+
+    Raises ConversionError for what is no nn.Module.
 
     >>> import torch, warnings
     >>> from fp8engine.convert.swap import convert
@@ -48,20 +48,24 @@ def inspect(model: nn.Module) -> Report:
     >>> report.totals["fp8_flops_share"]
     0.8
     """
+    require_module(model, "inspect")
     records, run = _records(model), experts_run(model)
     layers, tables = [], {}
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
         key = parameter_of(name, module)
         numerics = module.numerics_of(key) if isinstance(module, Float8Module) else None
-        if numerics is not None:
-            if (slots := tables.get(id(numerics.state))) is None:
-                slots = tables[id(numerics.state)] = Slots(numerics.state)
-            layers.append(_converted(name, module, numerics, shape, slots))
+        layer = _row(name, module, shape)
+        if numerics is None:
+            layer["reason"] = _why_left(name, records)
         else:
-            layers.append(_left(name, module, shape, _why_left(name, records)))
+            if (slots := tables.get(id(numerics.state))) is None:
+                slots = tables[id(numerics.state)] = _Slots(numerics.state)
+            layer |= _ran(module, numerics, weight_of(module, key).dtype, slots)
+            layer["rows"] = layer["input"]["elements"] // max(shape[-1], 1)
         if key != "weight" and len(shape) == 3:
-            layers[-1]["experts"] = [run.get(id(module), shape[0]), shape[0]]
+            layer["experts"] = [run.get(id(module), shape[0]), shape[0]]
+        layers.append(layer)
     totals = _totals(layers)
     for layer in layers:
         if layer["experts"]:
@@ -89,58 +93,67 @@ def _why_left(name: str, records: list[tuple[str, Record]]) -> str:
     return "not converted: call fe.convert"
 
 
-def _converted(name: str, module: nn.Module, numerics: Numerics, shape: tuple[int, ...], tables: Slots) -> dict:
-    recipe = numerics.recipe
-    slots = {role: tables.numbers(numerics.layer, role) for role in ROLES}
-    slots["input"]["ready"] = numerics.ready.get(TAKEN, 0)
-    slots["input"]["dequantised"] = {why: count for why, count in numerics.ready.items() if why != TAKEN}
-    rows = slots["input"]["elements"] // max(shape[-1], 1)
-    ran = rows > 0 or (slots["input"]["calls"] > 0)
-    weight = weight_of(module, parameter_of(name, module))
-    where = numerics.state.device  # a weight that Accelerate keeps elsewhere is here while it is multiplied by
-    backend = "torch"
-    if recipe.is_fp8:
-        # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
-        backend = numerics.ran or ops.choose(where, numerics.plan.by_block)
-        if not ran:
-            backend = "none"
+def _row(name: str, module: nn.Module, shape: tuple[int, ...]) -> dict:
+    """The row of a layer that is not converted; of a converted one `_ran` replaces most of it."""
+    nothing = {"format": "none", "cast": "none"}
     return {
         "name": name,
         "kind": type(module).__name__,
         "shape": list(shape),
-        "recipe": recipe.name,
-        "backend": backend,
-        "emulated": ran and recipe.is_fp8 and ops.emulated(where, backend),
-        "reason": "; ".join(
-            filter(None, (_not_looked(numerics, ran), _why(numerics, ran, backend), *_dequantised(slots["input"])))
-        ),
-        "fused": _fused(module),
-        "ran": ran or not recipe.is_fp8,
-        "rows": rows,
-        "fp8_share": recipe.fp8_share if ran else 0.0,
+        "recipe": "none",
+        "backend": "torch",
+        "emulated": False,
+        "reason": "",
+        "fused": "",
+        "ran": True,
+        "rows": None,
+        "fp8_share": 0.0,
         "experts": None,
-        "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
-        "kept_why": numerics.weight.why,
-        **slots,
-        "output": _output(numerics, weight, tables),
+        "kept_bytes": 0,
+        "kept_why": "",
+        **{role: dict(nothing) for role in (*ROLES, OUTPUT)},
     }
 
 
-def _dequantised(slot: dict) -> list[str]:
-    """Inputs that came in FP8 and were not read so."""
-    return [f"{count} inputs in FP8 were dequantised: {why}" for why, count in slot["dequantised"].items()]
+def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
+    """What a converted layer has run.  dtype: of its weight, and so of its result where that is not FP8."""
+    recipe = numerics.recipe
+    slots = {role: tables.numbers(numerics.layer, role) for role in ROLES}
+    slots["input"]["ready"] = numerics.ready.get(TAKEN, 0)
+    dequantised = {why: count for why, count in numerics.ready.items() if why != TAKEN}
+    slots["input"]["dequantised"] = dequantised
+    ran = slots["input"]["calls"] > 0 or slots["input"]["elements"] > 0
+    device = numerics.state.device  # a weight that Accelerate keeps elsewhere is here while it is multiplied by
+    backend = "torch"
+    if recipe.is_fp8:
+        # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
+        backend = (numerics.ran or ops.choose(device, numerics.plan.by_block)) if ran else "none"
+    told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
+    return {
+        "recipe": recipe.name,
+        "backend": backend,
+        "emulated": ran and recipe.is_fp8 and ops.emulated(device, backend),
+        "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
+        "fused": _fused(module),
+        "ran": ran or not recipe.is_fp8,
+        "fp8_share": recipe.fp8_share if ran else 0.0,
+        "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
+        "kept_why": numerics.weight.why,
+        **slots,
+        "output": _output(numerics, dtype, tables),
+    }
 
 
-def _output(numerics: Numerics, weight: torch.Tensor, tables: Slots) -> dict:
-    """What the layer's result is stored in, who reads it, and why it is not FP8."""
+def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
+    """The slot of the layer's result: its format, its consumers, and why it is not stored in FP8."""
     state, layer = numerics.state, numerics.layer
-    readers = [" ".join(filter(None, consumer)) for consumer in numerics.consumers]
-    plain = {"format": str(weight.dtype).removeprefix("torch."), "cast": "none", "consumers": readers}
+    consumers = [" ".join(filter(None, consumer)) for consumer in numerics.consumers]
+    plain = {"format": str(dtype).removeprefix("torch."), "cast": "none", "consumers": consumers}
     if layer not in state.outputs.places:
-        return plain | {"reason": _why_plain(numerics)}
-    found = tables.numbers(layer, OUTPUT) | {"consumers": readers}
+        return plain | {"reason": _why_not_stored(numerics)}
+    found = tables.numbers(layer, OUTPUT) | {"consumers": consumers}
     if numerics.recipe.stored is None:
-        return found | plain | {"reason": _why_plain(numerics)}
+        return found | plain | {"reason": _why_not_stored(numerics)}
     if layer not in state.outputs.known:
         compiled = numerics.ran is None and tables.numbers(layer, "input")["calls"]
         why = "no scale is predicted yet" if not compiled else "torch.compile: a graph stores 16 bits"
@@ -148,21 +161,19 @@ def _output(numerics: Numerics, weight: torch.Tensor, tables: Slots) -> dict:
     return found | {"cast": f"{found['cast']} (delayed)", "reason": ""}
 
 
-def _why_plain(numerics: Numerics) -> str:
-    clock = getattr(numerics.state.clock, "__self__", None)
-    if not (numerics.consumers and isinstance(clock, Controller)):
-        return ""
-    return clock.outputs.why(numerics)
+def _why_not_stored(numerics: Numerics) -> str:
+    controller = numerics.state.controller
+    return "" if controller is None or not numerics.consumers else controller.outputs.why(numerics)
 
 
-def _not_looked(numerics: Numerics, ran: bool) -> str:
+def _not_sampled(numerics: Numerics, ran: bool) -> str:
     """That `auto` has decided nothing, where a layer ran and no training step in eager code has begun."""
-    clock = getattr(numerics.state.clock, "__self__", None)
-    if not (ran and isinstance(clock, Controller)):
+    controller = numerics.state.controller
+    if not ran or controller is None:
         return ""
     # Step 0 may have begun in a forward without gradients: of an evaluation, unless a backward pass came.
-    trained = clock.step > 0 or (clock.step == 0 and (numerics.state.backward_seen or not clock.tentative))
-    return "" if trained else NOT_LOOKED
+    begun = controller.step == 0 and (numerics.state.backward_seen or not controller.tentative)
+    return "" if begun or controller.step > 0 else NOT_SAMPLED
 
 
 def _why(numerics: Numerics, ran: bool, backend: str) -> str:
@@ -176,30 +187,39 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
 
 
 def _fused(module: nn.Module) -> str:
-    """With whom the layer runs as one, or why with nobody; "" where fuse=True was not asked."""
+    """The fused group that the layer runs in, or why it is in none; "" where fuse=True was not asked."""
     group, alone = getattr(module, "fused", None), getattr(module, "alone", "")
     return str(group) if group is not None else f"not fused: {alone}" if alone else ""
 
 
-def _left(name: str, module: nn.Module, shape: tuple[int, ...], reason: str) -> dict:
-    nothing = {"format": "none", "cast": "none"}
-    return {
-        "name": name,
-        "kind": type(module).__name__,
-        "shape": list(shape),
-        "recipe": "none",
-        "backend": "torch",
-        "emulated": False,
-        "reason": reason,
-        "fused": "",
-        "ran": True,
-        "rows": None,
-        "fp8_share": 0.0,
-        "experts": None,
-        "kept_bytes": 0,
-        "kept_why": "",
-        **{role: dict(nothing) for role in (*ROLES, "output")},
-    }
+class _Slots:
+    """All slots of a scaling state as `ScalingState.view(...).to_dict()` gives one, from one copy to the host."""
+
+    def __init__(self, state: ScalingState):
+        if state.device.type == "meta":  # nothing has run: fresh tables
+            state = ScalingState(state.layers)
+        self.state = state
+        state.outputs.settle(state.counts_CS)
+        live_2S, rules_3S = state.live_2S.cpu(), state.rules_3S.cpu()
+        s_S = live_2S[1].clone()
+        if outputs := len(state.outputs):  # under the scale that results were stored with, not the one predicted next
+            stored_O = state.outputs.scale_O.cpu()
+            s_S[-outputs:] = torch.where(stored_O > 0, 1.0 / stored_O, 0.0)
+        self.scale = torch.where(s_S > 0, 1.0 / s_S, 1.0).tolist()
+        self.amax, self.numerator = live_2S[0].tolist(), rules_3S[0].tolist()
+        self.before = state.history_HS[0].tolist() if len(state.history_HS) else []
+        self.counts = state.counts_CS.t().tolist()
+
+    def numbers(self, layer: int, role: str) -> dict:
+        """One slot, in types that JSON knows."""
+        recipe, index, cast = self.state.layers[layer][1], self.state.column(layer, role), self.state.cast(layer, role)
+        amax, margin = self.amax[index], recipe.margin
+        if amax < 0:
+            amax = self.before[index] if recipe.delayed else 0.0
+        if role == OUTPUT:
+            margin = round(math.log2(cast.format.max / self.numerator[index])) if recipe.stored else 0
+        counted: dict[str, int] = dict(zip(COUNTERS, self.counts[index], strict=True))
+        return numbers_of(cast, self.scale[index], amax, counted, margin)
 
 
 def _totals(layers: list[dict]) -> dict:

@@ -1,4 +1,4 @@
-"""A model's scaling state by name: to look at, to save, to load."""
+"""Scaling state of a whole model by slot name: read, saved and loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from fp8engine._torch import plain_name
 from fp8engine.auto import Alarm, Controller
 from fp8engine.autograd import Numerics
 from fp8engine.convert.select import linear_layers, parameter_of
-from fp8engine.errors import StateError, UnknownName
+from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.nn.linear import Float8Module
 from fp8engine.scaling.table import OUTPUT, ScalingState, SlotView
 
 READS = (1, 2)  # 2 where there are slots of outputs
 
 
-def float8_layers(model: nn.Module) -> dict[str, Numerics]:
+def require_module(model: object, caller: str) -> None:
+    """Raise ConversionError, naming the call, unless this is a module."""
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"{caller} takes an nn.Module, not {type(model).__name__}: pass the model itself")
+
+
+def float8_layers(model: nn.Module, caller: str) -> dict[str, Numerics]:
     """Name -> numerics, of every converted layer; names as before the model was wrapped."""
+    require_module(model, caller)
     found = {}
     for name, module, _ in linear_layers(model):
         numerics = module.numerics_of(parameter_of(name, module)) if isinstance(module, Float8Module) else None
@@ -29,7 +36,7 @@ def float8_layers(model: nn.Module) -> dict[str, Numerics]:
 
 
 def slot_name(layer: str, role: str) -> str:
-    """As `scaling_state` has it."""
+    """The name of a slot: the layer's and the role's."""
     return f"{layer}.{role}" if layer else role
 
 
@@ -43,7 +50,7 @@ class StateView(Mapping[str, SlotView]):
     """Slots by name, `blocks.0.mlp.up.input`; each look-up copies the numbers out."""
 
     def __init__(self, model: nn.Module):
-        self._layers = float8_layers(model)
+        self._layers = float8_layers(model, "scaling_state")
 
     def __getitem__(self, name: str) -> SlotView:
         layer, _, role = name.rpartition(".")
@@ -59,9 +66,9 @@ class StateView(Mapping[str, SlotView]):
         return sum(1 for _ in self)
 
     def rescale_gradients(self, factor: float) -> None:
-        """The loss scale was multiplied by `factor`: the gradients' histories and predicted scales follow.
+        """Multiply the gradients' histories and predicted scales by `factor`, as the loss scale was.
 
-        `fe.amp.GradScaler.on_scale_change` takes it: without, the first steps under a larger loss scale saturate and
+        `fe.amp.GradScaler.on_scale_change` takes it.  Without it the first steps under a larger loss scale saturate and
         are cast twice.  Raises StateError for a factor that is not positive.
 
         >>> from fp8engine.amp import GradScaler
@@ -69,7 +76,7 @@ class StateView(Mapping[str, SlotView]):
         >>> layer, scaler = Linear(16, 16, recipe="delayed"), GradScaler("cpu")
         >>> _ = scaler.on_scale_change(scaling_state(layer).rescale_gradients)
         """
-        for state in {id(numerics.state): numerics.state for numerics in self._layers.values()}.values():
+        for state in _states(self._layers):
             state.rescale_gradients(factor)
 
     def state_dict(self) -> dict:
@@ -110,13 +117,12 @@ class StateView(Mapping[str, SlotView]):
 
 
 def controllers_of(model: nn.Module) -> list[Controller]:
-    """Who decides for the model's layers under `auto`, one for each scaling state."""
-    return _controllers(float8_layers(model))
+    """The controllers of the model's layers under `auto`, one for each scaling state."""
+    return _controllers(float8_layers(model, "controllers_of"))
 
 
 def _controllers(layers: Mapping[str, Numerics]) -> list[Controller]:
-    clocks = [getattr(state.clock, "__self__", None) for state in _states(layers)]
-    return [clock for clock in clocks if isinstance(clock, Controller)]
+    return [state.controller for state in _states(layers) if state.controller is not None]
 
 
 def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:
@@ -124,7 +130,7 @@ def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:
 
 
 def _load_auto(controllers: list[Controller], kept: Sequence[Mapping]) -> None:
-    """Before the tables: a changed recipe forgets a predicted scale."""
+    """Load the controllers.  This comes before the tables: a changed recipe clears a predicted scale."""
     if len(kept) != len(controllers):
         raise StateError(
             f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
@@ -148,10 +154,10 @@ def scaling_state(model: nn.Module) -> StateView:
 def scaling_state_dict(model: nn.Module) -> dict:
     """Scales, histories and counters by slot name: tensors in plain dicts, as torch.load(weights_only=True) reads.
 
-    Of several ranks any one can call it alone: a run resumed from its file on all ranks repeats the run that goes on.
-    For that, the first rank that has saved decides this step's amaxes for all, in place of the largest of all ranks.
+    One rank of several may call it without the others: a run resumed on all ranks from its file repeats the run that
+    goes on.  For that, all ranks take this step's amaxes from the first rank that saved, not the largest of all ranks.
     """
-    return _saved(float8_layers(model))
+    return _saved(float8_layers(model, "scaling_state_dict"))
 
 
 def _saved(layers: dict[str, Numerics]) -> dict:
@@ -174,7 +180,7 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
 
     Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
     """
-    _load(float8_layers(model), state_dict)
+    _load(float8_layers(model, "load_scaling_state_dict"), state_dict)
 
 
 def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
@@ -183,7 +189,7 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
     slots, controllers = state_dict.get("slots"), _controllers(layers)
     expected = {slot_name(name, role) for name, _, role in _slots_of(layers)}
     names = set(slots) if isinstance(slots, Mapping) else set()
-    # What an output lacks it finds out again; what auto stores, its log says.
+    # The slot of an output may be missing: its scale is predicted again; under auto the log says which are stored.
     missing = {name for name in expected - names if name.split(".")[-1] != OUTPUT}
     unknown = {name for name in names - expected if not (controllers and name.split(".")[-1] == OUTPUT)}
     if not isinstance(slots, Mapping) or missing or unknown:
@@ -207,7 +213,7 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
 
 
 def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:
-    """What is saved of a slot, as views of the tables."""
+    """The saved tensors of a slot, as views of the tables."""
     state: ScalingState = numerics.state
     index, place = state.column(numerics.layer, role), state.outputs.places.get(numerics.layer)
     state.outputs.settle(state.counts_CS)

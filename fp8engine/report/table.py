@@ -1,16 +1,17 @@
-"""A report as a value: plain dicts, and the table a person reads."""
+"""The report of a model as a value, and its forms: dict, text table, CSV, HTML page, TensorBoard events."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fp8engine.auto import Alarm, Controller, merge
 from fp8engine.errors import StateError
-from fp8engine.report.columns import columns
 from fp8engine.report.page import write
 from fp8engine.scaling.table import ROLES
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fp8engine.report.page.write import Drawn
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
+NARROWEST = 5  # characters that every column of a text table keeps
 SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts")
 
 
@@ -62,13 +64,13 @@ class Report:
         write(self, path, losses, flow)
 
     def to_tensorboard(self, logdir: str | os.PathLike) -> None:
-        """Write everything that was seen so far as TensorBoard's events, each look at its own step.
+        """Write everything that was sampled so far as TensorBoard's events, each sample at its own step.
 
         Raises ReportError where tensorboard is not installed.  A live run wants `report.tensorboard.Writer`.
         """
-        from fp8engine.report.tensorboard import Writer  # an optional package, imported where it is used
+        from fp8engine.report.events import EventWriter  # an optional package, imported where it is used
 
-        with Writer(logdir) as writer:
+        with EventWriter(logdir) as writer:
             writer.write_report(self)
 
     def to_csv(self, path: str | os.PathLike) -> None:
@@ -99,7 +101,7 @@ class Report:
                 _percent([slot.get("underflowed") for slot in slots]),
                 "; ".join(filter(None, [_unless_emulated(layer), layer["fused"]])),
             ])  # fmt: skip
-        return "\n".join(["FP8 engine: what ran, and why", *columns(rows, width), *self._summary(), ""])
+        return "\n".join(["FP8 engine: what ran, and why", *_columns(rows, width), *self._summary(), ""])
 
     def _summary(self) -> list[str]:
         totals = self.totals
@@ -135,3 +137,35 @@ def _percent(shares: list[float | None]) -> str:
         if any(share is not None for share in shares)
         else "-"
     )
+
+
+def _columns(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    r"""Lines: the first row, a rule, the other rows.  What is too long for its column goes on in the line below.
+
+    Words, and so the names of layers, stay whole where the width allows; then those of the first column, the names.
+
+    >>> print(*_columns([["layer", "note"], ["blocks.0.up", "never ran"]], 23), sep="\n")
+    │ layer       │ note  │
+    ├─────────────┼───────┤
+    │ blocks.0.up │ never │
+    │             │ ran   │
+    """
+    table = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in table]
+    longest = [max(len(word) for cell in column for word in cell.split() or [""]) for column in table]
+    for least in (longest, [longest[0], *[NARROWEST] * (len(widths) - 1)], [NARROWEST] * len(widths)):
+        while sum(widths) + 3 * len(widths) + 1 > width:
+            wide = [i for i, size in enumerate(widths) if size > least[i]]
+            if not wide:
+                break
+            widths[max(wide, key=lambda i: widths[i])] -= 1
+    for i, row in enumerate(rows):
+        cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in itertools.zip_longest(*cells, fillvalue=""):
+            yield f"│ {' │ '.join(part.ljust(width) for part, width in zip(line, widths, strict=True))} │"
+        if i == 0:
+            yield f"├{'┼'.join('─' * (width + 2) for width in widths)}┤"
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    return [cell] if len(cell) <= width else textwrap.wrap(cell, width, break_on_hyphens=False)

@@ -1,36 +1,14 @@
-"""The report as TensorBoard's events: numbers of each slot over time, where its magnitudes lie, what was decided.
-
-    amax/SLOT sqnr/SLOT flushed/SLOT saturated/SLOT crest/SLOT format/SLOT    scalars; format is a place in FORMATS
-    scale/SLOT                                                                as it is when written
-    log2_magnitude/SLOT                                                       a histogram of log2 |x|, an octave a bin
-    decisions, alarms                                                         text, a line for each
-
-Under `auto` a slot has a point for each look, at the step that was looked at; under a fixed recipe one for each write,
-with shares counted since the start and no SQNR, which nothing measures there.  What is not finite has no point.
-"""
+"""TensorBoard writer for a training loop: `writer.write(model, step)` adds what is new (events.py lists the tags)."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections import defaultdict
-from collections.abc import Mapping
-
 from torch import nn
 
-from fp8engine.auto import Alarm
-from fp8engine.auto.history import Look, Spread
-from fp8engine.errors import ReportError
-from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from fp8engine.report.collect import inspect
-from fp8engine.report.table import Report
-from fp8engine.scaling.table import ROLES
-
-FORMATS = tuple(format.name for format in (E4M3, E5M2, FP16, BF16, FP32))
-OCTAVE = 8  # bins of a Spread
+from fp8engine.report.events import EventWriter
 
 
-class Writer:
+class Writer(EventWriter):
     """Writes a model's report into a folder that TensorBoard reads; each write adds what is new since the last.
 
     Raises ReportError where tensorboard is not installed, or the folder cannot be written.
@@ -43,105 +21,6 @@ class Writer:
     ...     writer.write(layer, step=0)
     """
 
-    def __init__(self, logdir: str | os.PathLike):
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter  # needs the optional package tensorboard
-        except ImportError as error:
-            raise ReportError(
-                f"TensorBoard's events need its package ({error}): pip install 'fp8engine[report]'"
-            ) from error
-        try:
-            self.events = SummaryWriter(os.fspath(logdir))
-        except OSError as error:
-            raise ReportError(f"cannot write in {os.fspath(logdir)}: {error.strerror or error}") from error
-        self.seen: dict[str, int] = {}  # slot -> the last look written
-        self.decided = self.warned = 0
-
     def write(self, model: nn.Module, step: int) -> None:
         """Add what the model has run since the last write; `step` is where numbers without a step of their own go."""
         self.write_report(inspect(model), step)
-
-    def write_report(self, report: Report, step: int = 0) -> None:
-        """The same of a report that is there already."""
-        for controller in report.controllers:
-            history = controller.history
-            for slot, looks in history.looks.items():
-                for look in looks.since(self.seen.get(slot, -1)):
-                    self._look(slot, look)
-                spread = history.spreads.get(slot)
-                if spread is not None and spread.step > self.seen.get(slot, -1):
-                    self._histogram(slot, spread)
-                self.seen[slot] = looks[-1].step
-        for layer in report.layers:
-            for role in ROLES:
-                self._slot(f"{layer['name']}.{role}" if layer["name"] else role, layer[role], step)
-        self._texts(report)
-        self.events.flush()
-
-    def close(self) -> None:
-        """Nothing more will be written."""
-        self.events.close()
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _look(self, slot: str, look: Look) -> None:
-        numbers = {"amax": look.amax, "sqnr": look.sqnr_db, "flushed": look.flushed, "saturated": look.saturated}
-        numbers["crest"] = look.amax / look.rms if look.rms > 0 else math.nan
-        self._scalars(slot, numbers, look.step)
-        self._format(slot, look.cast.partition("/")[0], look.step)
-
-    def _slot(self, slot: str, numbers: Mapping, step: int) -> None:
-        """What the scaling table says; of a slot with looks only its scale, which those do not hold."""
-        if not numbers.get("calls"):
-            return
-        self._scalars(slot, {"scale": numbers["scale"]}, step)
-        if slot not in self.seen:
-            told = {"amax": numbers["amax"], "flushed": numbers["underflowed"], "saturated": numbers["saturated"]}
-            self._scalars(slot, told, step)
-            self._format(slot, numbers["format"], step)
-
-    def _scalars(self, slot: str, numbers: Mapping[str, float], step: int) -> None:
-        for key, value in numbers.items():
-            if math.isfinite(value):
-                self.events.add_scalar(f"{key}/{slot}", value, step)
-
-    def _format(self, slot: str, name: str, step: int) -> None:
-        if name in FORMATS:
-            self.events.add_scalar(f"format/{slot}", FORMATS.index(name), step)
-
-    def _histogram(self, slot: str, spread: Spread) -> None:
-        """By octaves, lowest first; the first holds zeros too and is left out."""
-        places = range(OCTAVE, len(spread.counts), OCTAVE)
-        octaves = [int(spread.counts[i : i + OCTAVE].sum()) for i in places]
-        if not (spread.amax > 0 and sum(octaves)):
-            return
-        top = math.log2(spread.amax)  # where the last bin begins: it holds amax alone
-        edges = [top + (i + OCTAVE - (len(spread.counts) - 1)) / OCTAVE for i in places]  # upper ends
-        middles = [edge - 0.5 for edge in edges]
-        self.events.add_histogram_raw(
-            f"log2_magnitude/{slot}",
-            min=edges[0] - 1,
-            max=top,
-            num=sum(octaves),
-            sum=sum(count * middle for count, middle in zip(octaves, middles, strict=True)),
-            sum_squares=sum(count * middle**2 for count, middle in zip(octaves, middles, strict=True)),
-            bucket_limits=edges,
-            bucket_counts=octaves,
-            global_step=spread.step,
-        )
-
-    def _texts(self, report: Report) -> None:
-        """A line of code for each, so that no name is taken for Markdown."""
-        lines: dict[tuple[str, int], list[str]] = defaultdict(list)
-        for each in report.decisions[self.decided :]:
-            told = f"{each['slot']} {each['before']} -> {each['after']}: {each['why']}"
-            lines["decisions", each["step"]].append(told)
-        for each in report.alarms[self.warned :]:
-            lines["alarms", each["step"]].append(str(Alarm(**each)))
-        self.decided, self.warned = len(report.decisions), len(report.alarms)
-        for (tag, step), told in lines.items():
-            self.events.add_text(tag, "".join(f"    {line}\n" for line in told), step)

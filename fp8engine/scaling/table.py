@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from fp8engine.scaling.shared_input import SharedInput, siblings
 
 ROLES = ("input", "weight", "grad_output")
 OUTPUT = "output"
+RENAMED = {"clock": "on_step", "closely": "detailed_layers", "others": "sample_all"}  # attributes of 0.1's pickles
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
 
 
@@ -108,10 +110,11 @@ class ScalingState:
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
         self.begun = False  # a training step has begun
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
-        self.clock: Callable[[bool], None] | None = None
-        self.samples: torch.Tensor | None = None  # where this step's tensors are described, if somebody looks
-        self.closely: frozenset[int] = frozenset()  # layers whose tensors are looked at under every granularity
-        self.others = True  # whether other layers are looked at too
+        self.on_step: Callable[[bool], None] | None = None
+        self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
+        self.samples: torch.Tensor | None = None  # table of this step's statistics; None in a step that is not sampled
+        self.detailed_layers: frozenset[int] = frozenset()  # layers that are sampled under every granularity
+        self.sample_all = True  # whether the other layers are sampled too
         self.outputs = OutputSlots()
         self._reset(torch.device(device))
 
@@ -171,6 +174,9 @@ class ScalingState:
         return {**self.__dict__, "_host": None, "_slots": {}}  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
+        if "clock" in state:  # pickled by 0.1
+            state = {RENAMED.get(key, key): value for key, value in state.items()}
+            state["controller"] = getattr(state["on_step"], "__self__", None)
         self.__dict__.update(state)
         self._see_on_host()
 
@@ -228,19 +234,19 @@ class ScalingState:
             if torch.is_grad_enabled():
                 self._update()
         elif not in_backward():
-            # The clock's first forward may be a reentrant checkpoint's; or an evaluation's, which it finds out later.
-            if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.clock is None):
+            # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
+            if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.on_step is None):
                 self.fold()
         elif torch.is_grad_enabled():
             self.recomputed = True
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
-        or if nobody has told the clock of the first.
+        or if `on_step` has not been called for the first.
         """
         if in_backward():
             self.recomputed |= torch.is_grad_enabled()
-        elif self.backward_seen or not (self.begun or self.clock is None):
+        elif self.backward_seen or not (self.begun or self.on_step is None):
             self.begin_step()
 
     def fold(self) -> None:
@@ -248,8 +254,8 @@ class ScalingState:
         came, self.begun = self.backward_seen, True
         self.backward_seen = self.recomputed = False
         self._update()
-        if self.clock is not None:
-            self.clock(came)
+        if self.on_step is not None:
+            self.on_step(came)
 
     def _update(self) -> None:
         # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.

@@ -58,9 +58,9 @@ def test_what_is_seen_at_step_0_is_decided_before_step_1():
 def test_only_what_needs_it_is_looked_at_closely():
     model = plain()
     train(model, TROUBLE + INTERVAL)  # steps 0 to 8
-    assert state_of(model).closely == frozenset()
+    assert state_of(model).detailed_layers == frozenset()
     model(batch(9))
-    names = {name for i, (name, _) in enumerate(state_of(model).layers) if i in state_of(model).closely}
+    names = {name for i, (name, _) in enumerate(state_of(model).layers) if i in state_of(model).detailed_layers}
     assert names == {"blocks.0.up", "blocks.0.gate", "blocks.1.up", "blocks.1.gate"}  # no down
 
 
@@ -292,8 +292,20 @@ def test_fused_layers_are_seen_and_change():
 
 
 def test_the_clock_of_a_fixed_recipe_is_none():
-    assert state_of(plain("delayed")).clock is None
-    assert isinstance(state_of(plain()).clock, types.MethodType)
+    assert state_of(plain("delayed")).on_step is None
+    assert isinstance(state_of(plain()).on_step, types.MethodType)
+
+
+def test_a_wrapped_on_step_loses_no_decision():
+    """The report finds the controller by its attribute, whatever calls it when a step begins."""
+    model = plain()
+    state = state_of(model)
+    controller, wrapped = state.controller, state.on_step
+    state.on_step = lambda backward: wrapped(backward)
+    train(model, 2)
+    assert controllers_of(model) == [controller]
+    assert controller.step == 1
+    assert state_of(plain("delayed")).controller is None
 
 
 def test_the_report_says_that_nothing_was_looked_at_until_a_step_was():

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 import fp8engine as fe
-from fp8engine.nn.first_forward import FirstForward
+from fp8engine.convert.bypassed import FirstForward
 
 # torch says so of every encoder that cannot take its nested tensors, converted or not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")

@@ -21,7 +21,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import fp8engine as fe
-from fp8engine.nn.dispatched import device_of
+from fp8engine.convert import placement
+from fp8engine.convert.placement import device_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 CPU = torch.device("cpu")
@@ -194,8 +195,7 @@ def test_a_model_converted_on_the_meta_device_and_loaded_to_two_devices(monkeypa
     model: Any = on_meta()
     model.load_state_dict(net().state_dict(), assign=True)
     places = {id(model.blocks[1].down): torch.device("cuda:1")}
-    where = "fp8engine.nn.first_forward.device_of"
-    monkeypatch.setattr(where, lambda module, name: places.get(id(module), torch.device("cuda:0")))
+    monkeypatch.setattr(placement, "device_of", lambda module, name: places.get(id(module), torch.device("cuda:0")))
     message = r"now on cuda:0 \(blocks\.1\.gate\) and cuda:1 \(blocks\.1\.down\), .* dispatch the model first"
     with pytest.raises(fe.errors.ParallelError, match=message):
         model(torch.randn(4, 16))

@@ -70,7 +70,7 @@ def test_one_expert_is_a_linear(recipe: str):
     ("ratio", "loss", "within"), [(0, 0, 0.05), (-8, 0, 0.05), (-10, 0.02, 0.05), (-12, 0.7, 0.3), (-14, 8.4, 1.0)]
 )
 def test_what_a_shared_scale_costs_a_smaller_expert(ratio: int, loss: float, within: float):
-    """The table of modules/grouped.py: nothing, until the smaller expert's values are near E4M3's smallest normal."""
+    """The table of nn/grouped.py: nothing, until the smaller expert's values are near E4M3's smallest normal."""
     layers = {recipe: GroupedLinear(2, 512, 256, bias=False, recipe=recipe) for recipe in ("current", "rowwise")}
     x, w = torch.randn(256, 512), torch.randn(2, 256, 512)
     w[1] *= 2.0**ratio

@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, UnknownName
-from fp8engine.report import compare_show
-from fp8engine.report.compare import compare_recipes
-from fp8engine.report.compare_text import BYTES, NOTHING, Batch, Tokens, batches, task_of
+from fp8engine.report.compare import compare_recipes, show
+from fp8engine.report.compare.batches import BYTES, NOTHING, Batch, Tokens, batches, task_of
 
 IDS = [[5, 9, 33, 2, 7], [1, 60, 3, 3, 20, 11, 8, 40, 4], [17, 2, 50], [6, 30, 31]]
 TOKENS = Tokens(lambda text: [], pad=0, mask=63)
@@ -234,7 +233,7 @@ class Odd(nn.Module):
 def test_what_json_holds():
     model = Odd()
     found = compare_recipes(model, batches(model, [list(b"text")], BYTES), ["current", "rowwise"])
-    told = json.loads(json.dumps(compare_show.to_dict(found), allow_nan=False))
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert set(told) == {"model", "dtype", "loss", "texts", "tokens", "results"}
     assert (told["model"], told["dtype"], told["texts"], told["tokens"]) == ("Odd", "float32", 1, 4)
     assert [result["recipe"] for result in told["results"]] == ["current", "rowwise"]
@@ -261,11 +260,11 @@ def test_tables_name_what_matters_and_leave_out_what_is_not_there():
 
     model = Odd()
     found = compare_recipes(model, batches(model, [list(b"text")], BYTES), ["current"])
-    text = shown(compare_show.table(found))
+    text = shown(show.table(found))
     assert "cosine" in text
     assert "loss" not in text
     assert "top-1" not in text
-    lines = shown(compare_show.layer_table(found.results[0])).splitlines()
+    lines = shown(show.layer_table(found.results[0])).splitlines()
     assert "the worst 2 of 2 converted layers" in lines[0]
     assert [word for line in lines for word in ("wild", "twice") if word in line] == ["wild", "twice"]
 
@@ -273,23 +272,23 @@ def test_tables_name_what_matters_and_leave_out_what_is_not_there():
 def test_layers_left_alone_are_said_once_for_all_recipes_that_leave_them():
     model = tiny_models.mixtral()
     found = compare_recipes(model, batches(model, IDS, TOKENS), ["current", "rowwise"])
-    lines = compare_show.left_alone(found)
+    lines = show.left_alone(found)
     assert [line.split(":")[1].strip() for line in lines][-1] == "lm_head"
     assert any("mlp.gate and 1 more: router" in line for line in lines)
     assert len(lines) == len(set(lines)) == 2
     half = replace(found, results=[found.results[0], replace(found.results[1], layers=[])])
-    assert all(line.startswith("left alone under current: ") for line in compare_show.left_alone(half))
+    assert all(line.startswith("left alone under current: ") for line in show.left_alone(half))
 
 
 def test_the_picture_is_one_and_can_be_missing(monkeypatch: pytest.MonkeyPatch):
     model = tiny_models.llama()
     found = compare_recipes(model, batches(model, IDS, TOKENS), ["current", "bf16"])
-    image = compare_show.picture(found)
+    image = show.picture(found)
     assert image is not None
     assert image[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(image[16:20], "big") > 500
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert compare_show.picture(found) is None
+    assert show.picture(found) is None
 
 
 @pytest.mark.parametrize("make", [tiny_models.gpt2, tiny_models.albert, tiny_models.mixtral, t5])

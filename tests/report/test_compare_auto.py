@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.report.compare import compare_recipes
-from fp8engine.report.compare_text import BYTES, batches
+from fp8engine.report.compare.batches import BYTES, batches
 
 
 def with_outliers(factor: float) -> nn.Module:

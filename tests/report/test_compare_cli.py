@@ -19,7 +19,7 @@ import fp8engine as fe
 from fp8engine.cli import app
 from fp8engine.cli.pretrained import load_pretrained
 from fp8engine.report.compare import compare_recipes
-from fp8engine.report.compare_text import BYTES, batches
+from fp8engine.report.compare.batches import BYTES, batches
 
 BYTES_READ: dict[str, Any] = {"vocab_size": 256, "max_position_embeddings": 128}
 LINES = [f"Sentence {number} of {100 - number} has words in it." for number in range(12)]

@@ -12,7 +12,8 @@ import fp8engine as fe
 from fp8engine.auto import Alarm
 from fp8engine.auto.history import Spread
 from fp8engine.errors import ReportError
-from fp8engine.report.tensorboard import FORMATS, Writer
+from fp8engine.report.events import FORMATS
+from fp8engine.report.tensorboard import Writer
 
 
 def read(folder) -> EventAccumulator:

@@ -7,7 +7,7 @@ import tiny_models
 import torch
 import transformers
 
-from fp8engine.report.compare_text import NOTHING, Tokens, batches, pieces
+from fp8engine.report.compare.batches import NOTHING, Tokens, batches, pieces
 
 
 def test_hidden_tokens_are_real_ones_and_the_same_each_time():

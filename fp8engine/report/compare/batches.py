@@ -1,27 +1,28 @@
-"""Text as batches that any text model can be compared on: token ids, which of them are real, what should be predicted.
+"""Batches of token ids, padding masks and targets for any text model, made from plain text.
 
     causal     the logits at t predict token t + 1                             GPT-2, Llama
     masked     15 % of the tokens are hidden; the logits there predict them    BERT, RoBERTa
     seq2seq    the text is its own target                                      T5, BART
     none       nothing is predicted: an encoder, a classifier, any other module
 
-Which one a model is for, transformers' own tables of classes say.  15 % is what BERT was trained with.
+transformers' own tables of classes say which of them a model is for.  15 % is what BERT was trained with.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from fp8engine._torch import tree_map
 from fp8engine.errors import ConversionError
 
-NOTHING = -100  # a target that counts for nothing, as in torch's cross_entropy
+NOTHING = -100  # a target that is ignored, as in torch's cross_entropy
 HIDDEN = 0.15
 # BART's class stands in two tables: what it was made for comes first.
 TASKS = {
@@ -45,7 +46,7 @@ BYTES = Tokens(lambda text: list(text.encode()))
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with (keywords, or positions), and how its output is read.
+    """The inputs of a model (keywords, or positions), and what its output is compared on.
 
     real: [B, T] bool, False for padding.  targets: [B, T], the id that the logits at each place should name, NOTHING
     where none; None where the model predicts no tokens.
@@ -80,7 +81,8 @@ def task_of(model: nn.Module) -> str:
     if names:
         tables = importlib.import_module("transformers.models.auto.modeling_auto")
         for task, table in TASKS.items():
-            if names & _flat(getattr(tables, table).values()):
+            entries = getattr(tables, table).values()  # a class's name, or a tuple of them
+            if any(names.intersection([entry] if isinstance(entry, str) else entry) for entry in entries):
                 return task
     return "none"
 
@@ -98,7 +100,7 @@ def batches(model: nn.Module, texts: list[list[int]], tokens: Tokens, size: int 
     if not kept:
         raise ConversionError("nothing to compare on: the text is empty, or each part of it a single token")
     _check_ids(model, max(int(ids.max()) for ids in kept))
-    where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     task, generator = task_of(model), torch.Generator().manual_seed(0)
     made = []
     for at in range(0, len(kept), size):
@@ -109,9 +111,8 @@ def batches(model: nn.Module, texts: list[list[int]], tokens: Tokens, size: int 
         inputs = _called_with(model, {"input_ids": given, "attention_mask": real.long()})
         if task == "seq2seq" and isinstance(inputs, dict) and targets is not None:
             inputs["labels"] = targets  # from which the model makes its decoder's input
-        moved = {key: value.to(where) for key, value in inputs.items()} if isinstance(inputs, dict) else None
-        placed = moved if moved is not None else tuple(value.to(where) for value in inputs)
-        made.append(Batch(placed, real.to(where), None if targets is None else targets.to(where)))
+        placed = tree_map(lambda value: value if value is None else value.to(device), (inputs, real, targets))
+        made.append(Batch(*placed))
     return made
 
 
@@ -150,14 +151,6 @@ def _check_ids(model: nn.Module, largest: int) -> None:
             f"the text has token id {largest}, and {type(model).__name__} has embeddings for {size}: "
             "give the tokenizer that the model was trained with"
         )
-
-
-def _flat(values) -> set[str]:
-    def each() -> Iterator[str]:
-        for value in values:
-            yield from (value,) if isinstance(value, str) else value
-
-    return set(each())
 
 
 def real_rows(values: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,8 @@ def test_not_a_bit_has_changed(group: str, tmp_path: Path):
     record.start(group, tmp_path / "found.json")
     found = record.read(tmp_path / "found.json")["runs"]
     wanted = {name: run for name, run in GOLDEN["runs"].items() if run["group"] == group}
-    assert list(record.differences(wanted, found)) == []
+    lines = list(record.differences(wanted, found))
+    assert not lines, "\n".join(lines)
 
 
 def test_every_recipe_is_recorded_for_every_model():

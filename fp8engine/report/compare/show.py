@@ -1,44 +1,20 @@
-"""A comparison as a table for a person, as plain values for JSON, and as a picture.
-
-JSON knows no Inf and no NaN: an SQNR that is no number is null, and `note` says why ("equal", "not finite", "not
-comparable": never called, or by the two runs on different rows).
-"""
+"""Tables of a comparison for a terminal, and its picture for a file."""
 
 from __future__ import annotations
 
 import io
 import math
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fp8engine.report.compare import Comparison, LayerResult, RecipeResult
+from fp8engine.report.compare.result import Comparison, RecipeResult, note
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 8  # layers in the table of a person, the worst first
+SHOWN = 8  # layers in the table for a terminal, the worst first
 # Okabe-Ito, told apart by colour-blind readers; in the order of the recipes asked for.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#7f8c9b", "#1b1b1b")
 FAINT = "#d9dde2"
-
-
-def to_dict(comparison: Comparison) -> dict:
-    """Everything, in types that JSON knows.
-
-    >>> to_dict(Comparison("Model", "float32", math.nan, 1, 2, []))["loss"] is None
-    True
-    """
-    results = []
-    for result in comparison.results:
-        worst = result.worst()
-        plain = {key: _plain(value) for key, value in asdict(result).items() if key != "layers"}
-        change = None
-        if result.loss is not None and comparison.loss:
-            change = _plain(100 * (result.loss / comparison.loss - 1))
-        plain |= {"loss_change_percent": change, "worst_layer": None if worst is None else worst.name}
-        results.append(plain | {"layers": [_layer(layer) for layer in result.layers]})
-    head = {key: _plain(value) for key, value in vars(comparison).items() if key != "results"}
-    return head | {"results": results}
 
 
 def table(comparison: Comparison) -> Table:
@@ -49,19 +25,19 @@ def table(comparison: Comparison) -> Table:
     shown = Table(title=title, title_justify="left")
     rows = [["precision", "loss", "change", "top-1 agrees", "cosine, mean", "least", "output SQNR dB", "FP8 FLOPs"]]
     rows.append([comparison.dtype, _number(comparison.loss, ".4f"), *["-"] * 6])
-    for result, plain in zip(comparison.results, to_dict(comparison)["results"], strict=True):
-        rows.append(
-            [
-                result.recipe + " (emulated)" * result.emulated,
-                _number(result.loss, ".4f"),
-                _number(plain["loss_change_percent"], "+.2f", " %"),
-                _number(result.top1, ".2%"),
-                _number(result.cosine, ".5f"),
-                _number(result.least_cosine, ".5f"),
-                decibels(result.sqnr_db),
-                f"{result.fp8_flops_share:.0%}",
-            ]
-        )
+    rows += [
+        [
+            result.recipe + " (emulated)" * result.emulated,
+            _number(result.loss, ".4f"),
+            _number(comparison.loss_change_percent(result), "+.2f", " %"),
+            _number(result.top1, ".2%"),
+            _number(result.cosine, ".5f"),
+            _number(result.least_cosine, ".5f"),
+            decibels(result.sqnr_db),
+            f"{result.fp8_flops_share:.0%}",
+        ]
+        for result in comparison.results
+    ]
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]  # what this model has
     for heading, *_ in columns:
         shown.add_column(heading, justify="left" if heading == "precision" else "right")
@@ -74,9 +50,8 @@ def layer_table(result: RecipeResult) -> Table:
     """The layers of the lowest own SQNR."""
     from rich.table import Table
 
-    called = [layer for layer in result.layers if layer.recipe != "none" and layer.own_sqnr_db is not None]
-    worst = sorted(called, key=lambda layer: -math.inf if _odd(layer.own_sqnr_db) else layer.own_sqnr_db or 0.0)
-    title = f"{result.recipe}: the worst {min(SHOWN, len(worst))} of {len(called)} converted layers, SQNR in dB"
+    worst = result.worst_first()
+    title = f"{result.recipe}: the worst {min(SHOWN, len(worst))} of {len(worst)} converted layers, SQNR in dB"
     shown = Table(title=title, title_justify="left")
     for heading in ("layer", "shape", "layer alone", "in the model"):
         shown.add_column(heading, justify="left" if heading == "layer" else "right", overflow="fold")
@@ -103,12 +78,12 @@ def left_alone(comparison: Comparison) -> list[str]:
 
 
 def decibels(value: float | None) -> str:
-    """An SQNR as a person reads it.
+    """An SQNR for a table: a number, or why it is none.
 
     >>> decibels(31.42), decibels(math.inf), decibels(math.nan), decibels(None)
     ('31.4', 'equal', 'not finite', 'not comparable')
     """
-    return _note(value) or f"{value:.1f}"
+    return note(value) or f"{value:.1f}"
 
 
 def picture(comparison: Comparison) -> bytes | None:
@@ -159,35 +134,9 @@ def _legend(comparison: Comparison, result: RecipeResult) -> str:
     return ", ".join(parts)
 
 
-def _layer(layer: LayerResult) -> dict:
-    notes = {
-        "own_sqnr_db": _note(layer.own_sqnr_db) if layer.recipe != "none" else "",
-        "sqnr_db": _note(layer.sqnr_db),
-    }
-    plain = {key: _plain(value) for key, value in asdict(layer).items()}
-    note = "; ".join(f"{key}: {why}" for key, why in notes.items() if why)
-    return plain | {"shape": list(layer.shape), "note": note}
-
-
-def _note(value: float | None) -> str:
-    if value is None:
-        return "not comparable"
-    if math.isnan(value):
-        return "not finite"
-    return "" if math.isfinite(value) else "equal" if value > 0 else "noise without a signal"
-
-
-def _odd(value: float | None) -> bool:
-    return value is not None and math.isnan(value)
-
-
 def _finite(value: float | None) -> float:
     """matplotlib leaves a gap at NaN."""
     return value if value is not None and math.isfinite(value) else math.nan
-
-
-def _plain(value):
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -1,0 +1,133 @@
+"""Converted layers that are bypassed: other code reads their weight and never calls them.
+
+    torch's nn.TransformerEncoder   in evaluation hands all weights to one operator: kept from that fast path
+    nn.MultiheadAttention           multiplies by its out_proj's weight itself: `uncalled` finds it, convert leaves it
+    everything else                 found in the first forward: BypassWarning, or StrictError
+
+The report would otherwise say FP8 of what ran in the weight's own precision.  A layer that was not called proves
+nothing (a branch, an unused expert), and a weight that was read does not either (its own forward reads it); both
+together do.  A read is an attribute of a module, so during one forward the layers have a class that notes it.  Layers
+under torch.compile keep theirs: compiled graphs are guarded by the class.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fp8engine.convert.placement import place_states
+from fp8engine.errors import BypassWarning, StrictError
+from fp8engine.nn.class_swap import Mixin, change_class, mix, mixed
+from fp8engine.nn.linear import Float8Module, float8_modules
+
+READ = "_read"  # attribute of a watched layer: names of its parameters that were read
+
+
+class CallsItsLayers(Mixin):
+    """An encoder or an encoder layer of torch whose forward calls each layer, in evaluation as in training.
+
+    Torch sets both attributes on the instance when the module is made, and asks them whether the fast path may be
+    taken.  A property of the class answers first, so that the instance and every other encoder stay as they are.
+    """
+
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """Of an encoder layer: 0, an activation that the fast path does not know."""
+        return 0
+
+    @property
+    def use_nested_tensor(self) -> bool:
+        """Of an encoder: no nested tensors, which only the fast path takes."""
+        return False
+
+
+def call_layers(model: nn.Module) -> None:
+    """Keep every encoder and encoder layer with a converted layer in it from the fast path."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer) and float8_modules(module):
+            mix(module, CallsItsLayers)
+
+
+def uncalled(model: nn.Module) -> set[int]:
+    """ids of the output projections whose weight nn.MultiheadAttention's forward reads and never calls."""
+    forward = nn.MultiheadAttention.forward
+    attentions = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention) and type(m).forward is forward)
+    return {id(attention.out_proj) for attention in attentions}
+
+
+class Watched(Mixin):
+    """A converted layer during the first forward."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name in self._parameters:
+            self.__dict__.setdefault(READ, set()).add(name)
+        return found
+
+
+class FirstForward:
+    """Two hooks of a converted root, gone after the first forward that returns something.
+
+    strict: a bypassed layer raises StrictError instead of the BypassWarning.
+    """
+
+    def __init__(self, model: nn.Module, strict: bool):
+        self.strict = strict
+        self.before = model.register_forward_pre_hook(self.begin)
+        self.after = model.register_forward_hook(self.end, always_call=True)  # an error must not leave layers watched
+
+    def begin(self, model: nn.Module, _) -> None:
+        """Put scaling states where their layers are, and watch every layer."""
+        if torch.compiler.is_compiling():
+            return
+        place_states(model)
+        for layer in list(_eager(model)):
+            kind = type(layer)  # read once: another thread's first forward may end now
+            if issubclass(kind, Float8Module) and not issubclass(kind, Watched):
+                change_class(layer, mixed(Watched, kind))
+
+    def end(self, model: nn.Module, _, output: object) -> None:
+        """Warn of what was bypassed.  output: None after an error, and the next forward is the first then."""
+        if torch.compiler.is_compiling():
+            return
+        if output is not None:
+            self.before.remove()  # before the classes are put back: no other thread begins after that
+        bypassed = []
+        for layer in model.modules():
+            kind = type(layer)
+            if not issubclass(kind, Watched):
+                continue
+            change_class(layer, kind.plain)
+            for name in vars(layer).pop(READ, ()):
+                numerics = cast(Float8Module, layer).numerics_of(name)
+                if numerics is not None and numerics.recipe.is_fp8 and numerics.ran is None:
+                    bypassed.append(numerics)
+        if output is None:
+            return
+        self.after.remove()
+        for numerics in bypassed:
+            numerics.bypassed = True
+        if bypassed:
+            self._report([numerics.name for numerics in bypassed])
+
+    def _report(self, names: list[str]) -> None:
+        shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        text = (
+            f"{len(names)} converted layer(s) did not run in FP8: {shown}. The model reads their weight and does not "
+            "call them, so they compute as before fe.convert. Call them, or leave them alone with overrides or skip"
+        )
+        if self.strict:
+            raise StrictError(f"strict=True: {text}")
+        warnings.warn(text, BypassWarning, stacklevel=2)
+
+
+def _eager(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and its parts, without those that torch.compile has taken."""
+    if module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+        yield module
+        for child in module.children():
+            yield from _eager(child)
