@@ -13,7 +13,7 @@ auxiliary loss kept inside the model, a gradient penalty), and step() would divi
 same.  step() refuses gradients that did not come through optimizer.backward: fp8engine/amp/scaled.py.
 
 Outputs in 16 bits are returned in FP32, so the loss is computed in FP32 and its gradient enters the model in FP32.
-The class of the very module is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.
+The class of the module itself is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Precision:
 
 
 class Decorated:
-    """Mixed into the class of a decorated model; the class it had is the next in line."""
+    """Mixed into the class of a decorated model; the class it had is the next in the MRO."""
 
     _fp8engine_amp: Precision
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy look a class up by its name, and this one was made while running
+        # pickle and deepcopy find a class by its name, which a class made at run time does not have
         kind = type(self)
         return _rebuild, (kind.__mro__[kind.__mro__.index(Decorated) + 1],), self.__getstate__()
 
@@ -189,8 +189,8 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, NORMS):
         return True
     own = list(module.parameters())
-    alone = not any(True for _ in module.children()) and bool(own)
-    return alone and "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in own)
+    is_leaf = not any(True for _ in module.children()) and bool(own)
+    return is_leaf and "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in own)
 
 
 def _listed(given: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class MasterWeights(Wrapped):
 
     originals: FP32 values to start from instead of the rounded parameters, where the caller still has them.
 
-    `param_groups` hold the masters, with the gradients of the moment: GradScaler unscales those in FP32, and clipping
+    `param_groups` hold the masters, with their gradients up to date: GradScaler unscales those in FP32, and clipping
     takes them too: `clip_grad_norm_(optimizer.master_parameters(), 1.0)`.  state_dict is the inner optimizer's with
     the masters added: a resumed run goes on bit for bit, and an optimizer without masters loads it as well.
 
@@ -86,7 +86,7 @@ class MasterWeights(Wrapped):
                 value = originals[p] if p in originals else p.detach()
                 master = nn.Parameter(value.detach().to(torch.float32), requires_grad=p.requires_grad)
                 self._pairs[p] = Pair(p, master)
-                params[i] = master  # in place: LBFGS keeps this very list
+                params[i] = master  # in place: LBFGS keeps this list object
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]

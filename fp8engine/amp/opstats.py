@@ -1,4 +1,4 @@
-"""Counts of the operators that ran in each precision in a block, and of the casts made for them (fe.amp.op_stats).
+"""Counts of the operators that ran in each precision in a block, and of the casts (fe.amp.op_stats).
 
 A TorchDispatchMode gets each operator below autograd and below autocast, as the device will run it; those of backward
 too, if it runs in the block.  An operator counts in the dtype of its floating result (of its inputs where the result is

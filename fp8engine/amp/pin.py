@@ -56,7 +56,7 @@ class Fp32Pinned:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy look a class up by its name, and this one was made while running
+        # pickle and deepcopy find a class by its name, which a class made at run time does not have
         return _rebuild, (_base(type(self)),), self.__getstate__()
 
 

@@ -92,7 +92,7 @@ class ScaledOptimizer(Wrapped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # The one thing that every GradScaler asks before it steps an optimizer.
+        # Every GradScaler reads this before it steps an optimizer.
         if self.scaler.is_enabled():
             raise OptimizerError(
                 "this optimizer holds its own GradScaler: call optimizer.step() without one,"
@@ -111,7 +111,7 @@ class ScaledOptimizer(Wrapped):
         """Clear the gradients of the model's parameters."""
         super().zero_grad(set_to_none)
         self._unscaled_amax.clear()
-        self._record_scaled()  # zeros hold every scale
+        self._record_scaled()  # zeros are scaled by any scale
 
     def unscale_(self) -> None:
         """Divide the gradients by the scale now, to clip or read them; step() does it otherwise."""
@@ -153,25 +153,25 @@ class ScaledOptimizer(Wrapped):
         return result
 
     def _check(self) -> None:
-        held = list(self._gradients())
-        if not held:
+        gradients = list(self._gradients())
+        if not gradients:
             raise OptimizerError(
                 f"no parameter of {type(self.inner).__name__} has a gradient: call optimizer.backward(loss) before this"
             )
-        if not any(i in self._scaled for i, _ in held):
+        if not any(i in self._scaled for i, _ in gradients):
             raise OptimizerError(
                 "these gradients hold no loss scale: they do not come from optimizer.backward(loss) of an optimizer"
                 " decorated in the same call, or were stepped with already; write optimizer.backward(loss) for"
                 " loss.backward(), once before every step()"
             )
-        for i, grad in held:
+        for i, grad in gradients:
             if not self._is_scaled(i, grad):
                 raise OptimizerError(
                     f"the gradient of parameter {i} {tuple(grad.shape)} was changed while it held the loss scale: write"
                     " optimizer.backward(loss) for every loss.backward(); to clip, use optimizer.clip_grad_norm_(...)"
                     " or call optimizer.unscale_() first"
                 )
-        for i, grad in held:
+        for i, grad in gradients:
             if i in self._unscaled_amax and bool(self._unscaled_amax[i] != 0):
                 raise OptimizerError(
                     f"the gradient of parameter {i} {tuple(grad.shape)} holds the loss scale in part: another value was"
@@ -180,13 +180,13 @@ class ScaledOptimizer(Wrapped):
                 )
 
     def _before_pass(self) -> None:
-        """Keep what step() must know of gradients that a scaled pass may add to."""
+        """Record, for step(), gradients that a scaled pass may add to."""
         if self._unscaled:
             self._record_scaled()
             return
-        held = dict(self._gradients())
-        self._unscaled_amax = {i: amax for i, amax in self._unscaled_amax.items() if i in held}
-        for i, grad in held.items():
+        gradients = dict(self._gradients())
+        self._unscaled_amax = {i: amax for i, amax in self._unscaled_amax.items() if i in gradients}
+        for i, grad in gradients.items():
             if grad.numel() and not self._is_scaled(i, grad):
                 values: Any = grad.to_local() if hasattr(grad, "to_local") else grad  # pyright: ignore[reportAttributeAccessIssue]
                 self._unscaled_amax[i] = (values._values() if values.is_sparse else values).abs().max()

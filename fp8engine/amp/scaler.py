@@ -26,7 +26,7 @@ from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, T
 from fp8engine.errors import LossScaleError, OptimizerError
 from fp8engine.files import HostCopy
 
-EXTRA = "fp8engine"  # key of what torch's state_dict does not hold:
+EXTRA = "fp8engine"  # key, in a state_dict, of what torch's scaler does not store:
 STORED_RULES = ("decrease_every_n", "floor", "ceiling")
 
 
@@ -242,7 +242,7 @@ class GradScaler(torch.amp.GradScaler):
         return (scale, good) if scale is None or good is None else (id(scale), scale._version, id(good), good._version)
 
     def _remember(self, counts: Counts | None) -> None:
-        """These counts are what the device holds, or will hold once the late flags are entered."""
+        """Take these as the counts on the device, now or once the flags still being copied are applied."""
         self._counts, self._seen = counts, self._written()
 
     def _known(self) -> Counts:

@@ -1,4 +1,4 @@
-"""Text of reports: a table with lines below it, and names of dtypes."""
+"""Text of amp's reports, a table with lines below it and names of dtypes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Location of the overflows of a pass, each in the first module whose inputs were finite and whose output was not.
+"""Location of the overflows of a pass, in the first modules with finite inputs and an output that is not.
 
-Forward, each bad event says whose forward made it:
+Forward, each bad event points to the forward that made it:
     a weight that is NaN or Inf before the pass       -> that weight; its module is a victim of the step before
     an input of the model                             -> the data
     an input of a module that nothing watched made    -> the forward around that module, between its parts
@@ -10,7 +10,7 @@ made it is known too.  -Inf alone is a mask until an op is seen to have made it,
 parts, which mask nothing: Linear, convolutions, norms.
 
 Backward, if the forward was finite: where the pass was watched op by op, the first node of the autograd graph that made
-a bad gradient of good ones.  Otherwise only the neighbourhood is known, and the finding says that it is a guess:
+a bad gradient of good ones.  Otherwise only the neighbourhood is known, and the finding is marked as a guess:
     the gradient that came into the model was bad     -> outside: the loss, or a loss scale that is too large
     the gradient of an output or input is bad         -> the module that got the last good gradient before it
     only a weight's gradient is bad                   -> the module that holds the weight
@@ -47,7 +47,7 @@ class Locator:
         self._scale: float | None = None
         self._named: set[str] = set()  # weights
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
-        self._masks: set[str] = set()  # modules whose -Inf was asked for
+        self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
         self._maybe_masks: set[str] = set()  # modules whose -Inf only their ops can tell from a mask
 
     @property

@@ -4,7 +4,7 @@
     an op creates Inf:  no input holds Inf and none is among its arguments, its output does
 
 So an op that passes on what it was given is never named, nor is a mask: masked_fill(mask, -inf), where(mask, -inf, x),
-full(-inf) and the log of zeros and ones put in an Inf that was asked for, and what adds a mask has an Inf among its
+full(-inf) and the log of zeros and ones put in an Inf on purpose, and what adds a mask has an Inf among its
 inputs.  Whether what an op created did any harm is seen in the modules' outputs (locate.py): log(0) behind a `where`
 does none.
 
@@ -58,9 +58,9 @@ class OpMode(TorchDispatchMode):
         before = [self._read(x) for x in given]
         output = func(*args, **kwargs)
         if name not in UNWRITTEN and self._kept < ENOUGH:
-            asked = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
+            inf_given = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
             for made in tensors(output):
-                self._check(name, (given, before, asked), self._read(made, fresh=True))
+                self._check(name, (given, before, inf_given), self._read(made, fresh=True))
         return output
 
     def _read(self, tensor: torch.Tensor, fresh: bool = False) -> Reading:
@@ -73,9 +73,9 @@ class OpMode(TorchDispatchMode):
         return reading
 
     def _check(self, name: str, source: tuple[list[torch.Tensor], list[Reading], bool], after: Reading) -> None:
-        given, before, asked = source
-        made = creates(before, asked, after)
-        if (asked and after.inf) or (made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)):
+        given, before, inf_given = source
+        made = creates(before, inf_given, after)
+        if (inf_given and after.inf) or (made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)):
             self._trace.masked()
             made = made if made == "NaN" else None
         if made is None:
@@ -99,12 +99,12 @@ class OpMode(TorchDispatchMode):
         )
 
 
-def creates(before: Iterable[Reading], asked: bool, after: Reading) -> str | None:
-    """What an op made that it was not given: "NaN", "Inf", "-Inf", or None.  asked: an Inf is among its arguments."""
+def creates(before: Iterable[Reading], inf_given: bool, after: Reading) -> str | None:
+    """What an op made that it was not given: "NaN", "Inf", "-Inf" or None.  inf_given: Inf is among its arguments."""
     before = list(before)
     if after.nan:
         return None if any(reading.nan for reading in before) else "NaN"
-    if not after.inf or asked or any(reading.nan or reading.inf for reading in before):
+    if not after.inf or inf_given or any(reading.nan or reading.inf for reading in before):
         return None
     return "Inf" if after.high == math.inf else "-Inf"
 

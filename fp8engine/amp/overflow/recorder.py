@@ -1,7 +1,7 @@
-"""Hooks on the modules of a model that record a training loop in a trace; each tensor is read once, when first seen.
+"""Hooks on the modules of a model that record a training loop in a trace, and read each tensor once.
 
 A module's input is read only where nothing that was watched made it: at the model's input, and between two modules
-where a container's own forward computes.  So of all bad readings the first in time tells whose forward it was: an
+where a container's own forward computes.  So the first bad reading in time points to the forward that made it: an
 output is bad first in the module that made it, an input is bad first where the forward around the module made it.
 
 Inside a compiled graph nothing is recorded: hooks would be compiled into it.  A compiled region counts as one module,
@@ -133,7 +133,7 @@ class Recorder:
         opwise = self._opwise(name)
         self._roots.add(name)
         self.trace.batch = Batch(opwise, {name for name, p in self._parameters if p.grad is None})
-        # Every pass: an optimizer that writes through .data leaves no version to tell that a weight has changed.
+        # Every pass: a write of a weight through .data, as some optimizers do, changes no version.
         self._read("weight", self._parameters, self.trace.step)
         for path, module in self.layers:
             for key, buffer in module._buffers.items():

@@ -88,8 +88,8 @@ class Event:
 class Batch:
     """The events from one outermost call to the next.
 
-    opwise: ops were checked.  without_gradient: parameters that had none when it began.  masking: calls with an op
-    that was told to put in an Inf.
+    opwise: ops were checked.  without_gradient: parameters that had none when it began.  masking: calls that ran an op
+    with an Inf among its arguments.
     """
 
     opwise: bool
@@ -105,8 +105,8 @@ class Batch:
 class Trace:
     """Batches, and the call that is running in each thread.
 
-    parameters: names by id.  sealed: batches that are over; whoever reads them empties the list.  step: of the pass
-    under way.  outermost: the call it is, while it runs.  closed: the watch is over, and nothing is recorded.
+    parameters: names by id.  sealed: finished batches; the owner of the recorder takes them out.  step: of the pass
+    under way.  outermost: its call, while it runs.  closed: the watch is over, and nothing is recorded.
     """
 
     def __init__(self, parameters: dict[int, str]):

@@ -5,12 +5,12 @@
     print(watch.first())        # layer, operand, op, step
     watch.pin(1)                # that layer runs in FP32 from now on
 
-Two modes.  "counters" reads each tensor between modules once (reading.py), asks nothing of the device, and judges a
-pass when the next one begins and its numbers are on the host.  They tell the layer of a forward, and the neighbourhood
-of a bad gradient (locate.py).  After a finding the next pass is watched op by op (opwise.py), which tells the op, and
-the layer of a gradient: the same pass, slower once, with nothing run twice, no state to put back and no input to keep.
-An overflow that does not come again keeps its layer and has no op; so does one without a loss scaler, whose step has
-made every weight NaN by then.  "ops" watches every pass op by op: slow, and sure.
+Two modes.  "counters" reads each tensor between modules once (reading.py), never waits for the device, and judges a
+pass when the next one begins and its numbers are on the host.  They give the layer of a forward's overflow, and the
+neighbourhood of a bad gradient (locate.py).  After a finding the next pass is watched op by op (opwise.py), which gives
+the op, and the layer of a gradient: a slower pass of the training itself, so that nothing runs twice, no state is put
+back and no input is kept.  An overflow that does not come again keeps its layer and has no op; so does one without a
+loss scaler, whose step has made every weight NaN by then.  "ops" watches every pass op by op: slow, and certain.
 
 Wrap before or after: torch.compile, DistributedDataParallel and checkpointing are seen through, if what is watched is
 the object that is called (the compiled one).  FP16's largest value is 65504 (IEEE 754 binary16).
@@ -55,7 +55,7 @@ class OverflowWatch:
         compiled = {name for name, module in layers if is_compiled(module)}
         self._locator = Locator(leaves, {name for name, _ in layers}, compiled)
         self._ledger = Ledger(compiled)
-        # When pin() last saw new passes: how many there were, how often each layer had been guilty, and who was new.
+        # When pin() last saw new passes: their number, how often each layer had been guilty, and the newly guilty ones.
         self._pinned_at, self._guilty_then, self._newly_guilty = 0, Counter(), Counter()
 
     def __enter__(self) -> OverflowWatch:
@@ -85,7 +85,7 @@ class OverflowWatch:
         return next(iter(self.findings), None)
 
     def report(self) -> OverflowReport:
-        """Every layer's peak against its dtype's range, who is guilty, the loss scales; waits for the device."""
+        """Every layer's peak against its dtype's range, the guilty ones, the loss scales; waits for the device."""
         self._settle()
         return OverflowReport(
             findings=self.findings,
