@@ -15,8 +15,8 @@ from types import ModuleType
 SINGLE = {
     "": "names=_torch",
     "amp.overflow": (
-        "amp.events=trace amp.opwise=opwise amp.readings=reading amp.search=ledger amp.table=report amp.verdict=finding "
-        "amp.watch=recorder"
+        "amp.events=trace amp.opwise=opwise amp.readings=reading amp.search=ledger amp.table=report "
+        "amp.verdict=finding amp.watch=recorder"
     ),
     "auto": "controller.arriving=host_copy policy policy_output=output_policy",
     "convert": "describe fuse select modules.first_forward=bypassed modules.torch_transformer=bypassed",
