@@ -15,6 +15,10 @@ from types import ModuleType
 # Room of today: the modules that moved into it, as "old" or "old=new" where the name changed too.
 SINGLE = {
     "": "names=_torch",
+    "amp.overflow": (
+        "amp.events=trace amp.opwise=opwise amp.readings=reading amp.search=ledger amp.table=report "
+        "amp.verdict=finding amp.watch=recorder"
+    ),
     "auto": "controller.arriving=host_copy policy policy_output=outputs",
     "convert": "describe fuse select modules.first_forward=bypassed modules.torch_transformer=bypassed",
     "export": "hf",

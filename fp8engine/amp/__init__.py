@@ -1,14 +1,13 @@
-"""The FP16 baseline, which knows nothing of FP8: autocast with lists of its own, loss scaling, master weights, and a
-debugger that names the layer that overflowed.
+"""Mixed precision in FP16 and BF16 without FP8: autocast, loss scaling, master weights, overflow debugging.
 
 | question | name |
 | --- | --- |
-| one line for a plain script | `decorate` |
+| a plain FP32 script in mixed precision, in one line | `decorate` |
 | which function runs in which precision | `autocast`, `OpLists`, `keep_lists` (for checkpoints), `op_stats` |
 | gradients too small for FP16 | `GradScaler`, `ScaleRules`, `ScaleStats` |
 | updates too small for FP16 | `MasterWeights` |
-| NaN, Inf: who did it | `find_overflow`, `pin_fp32` |
-| how far apart two precisions are, layer by layer | `compare` |
+| the layer and op that make NaN or Inf, and a cure | `find_overflow`, `pin_fp32` |
+| how much two precisions differ, layer by layer | `compare` |
 
 Sources: Micikevicius et al. 2017 (arXiv 1710.03740), mixed precision training; torch.amp; Paddle's paddle.amp.
 """
@@ -19,13 +18,11 @@ from fp8engine.amp.decorate import decorate
 from fp8engine.amp.lists import OpLists
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.opstats import OpStats, op_stats
-from fp8engine.amp.overflow import find_overflow
+from fp8engine.amp.overflow import Finding, OverflowReport, find_overflow
 from fp8engine.amp.pin import pin_fp32
 from fp8engine.amp.scale_rules import ScaleRules, ScaleStats
 from fp8engine.amp.scaled import ScaledOptimizer
 from fp8engine.amp.scaler import GradScaler
-from fp8engine.amp.table import OverflowReport
-from fp8engine.amp.verdict import Finding
 
 __all__ = [
     "Comparison",

@@ -1,6 +1,6 @@
-"""fe.amp.autocast: torch.autocast, and lists of functions that a user may change.
+"""torch.autocast with lists of functions that a user may change (fe.amp.autocast).
 
-Without changed lists it is torch.autocast and nothing else.  With them, a torch function mode stands before it:
+Without changed lists it is torch.autocast and nothing else.  With them, a torch function mode runs before it:
 
     white  y = f(cast(x, dtype))        black  y = f(cast(x, FP32))        gray  y = f(cast(x, widest dtype of the x))
 
@@ -8,8 +8,8 @@ and f runs with autocast off, so that nothing inside it is cast again.  Casts ar
 gradient arrives in its input's dtype.  As with torch.autocast, FP64, integers, tensors of other devices, functions in
 place and those with out= are left alone.
 
-What is seen: functions of torch called from Python, by any of their names (torch.softmax, F.softmax, x.softmax,
-`@`), in nn.Modules too.  What is not: what a function computes inside itself, as scaled_dot_product_attention does its
+The mode sees functions of torch called from Python, by any of their names (torch.softmax, F.softmax, x.softmax, `@`),
+in nn.Modules too.  It does not see what a function computes inside itself, as scaled_dot_product_attention does its
 softmax.  Where that matters the first such call warns and names the function to list instead.
 """
 
@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.lists import UNCHANGED, OpLists
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
 
-HALVES = (torch.float16, torch.bfloat16)
 BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would convert each operand to FP32 and back
 
 # They write to running statistics given after the input.  A cast copy would take the update and be thrown away, so only
@@ -78,7 +78,7 @@ class autocast:
         lists: OpLists | None = None,
         device: str | torch.device | None = None,
     ):
-        device_type = _the_one(device_type, device)
+        device_type = _device_type(device_type, device)
         if not isinstance(lists, OpLists | None):
             raise OpListError(f"autocast(lists=) takes fe.amp.OpLists(white=[...], ...), not {type(lists).__name__}")
         if device_type is None:
@@ -86,7 +86,7 @@ class autocast:
         if not _has_autocast(device_type):
             raise UnknownName("device type for autocast", device_type, ("cuda", "cpu"))
         device_type = device_type.partition(":")[0]  # "cuda:0", as torch takes it
-        if enabled and dtype is not None and dtype not in HALVES:
+        if enabled and dtype is not None and dtype not in SIXTEEN_BIT:
             raise UnsupportedDtype(
                 f"autocast(dtype={dtype}): autocast computes in torch.float16 or torch.bfloat16; "
                 f"for {dtype} throughout say enabled=False"
@@ -137,11 +137,11 @@ def keep_lists() -> tuple[contextlib.AbstractContextManager, contextlib.Abstract
     """
     stack = _torch.function_modes()
     lists = [(mode.device_type, mode.lists) for mode in stack if isinstance(mode, _ListsMode)]
-    return contextlib.nullcontext(), _Again(lists)
+    return contextlib.nullcontext(), _KeptLists(lists)
 
 
-class _Again:
-    """Lists of surrounding autocasts, outermost first: entered again, as often as backward recomputes."""
+class _KeptLists:
+    """Lists of surrounding autocasts, outermost first, entered anew as often as backward recomputes."""
 
     def __init__(self, lists: list[tuple[str, OpLists]]):
         self.lists = lists
@@ -207,7 +207,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-_torch.constant_in_graphs(_warn)  # Dynamo calls it while it traces: said once, and not part of the graph
+_torch.constant_in_graphs(_warn)  # Dynamo calls it while it traces: one warning, and nothing in the graph
 
 
 def _casts(value: object, device_type: str) -> bool:
@@ -223,8 +223,8 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     return value.to(dtype) if _casts(value, device_type) else value
 
 
-def _the_one(device_type: str | None, device: str | torch.device | None) -> str | None:
-    """The device type, by torch's name for it or by ours."""
+def _device_type(device_type: str | None, device: str | torch.device | None) -> str | None:
+    """The device type, given as `device_type` (torch's parameter) or as `device`."""
     if device is None:
         return device_type
     named = device.type if isinstance(device, torch.device) else device
@@ -234,7 +234,7 @@ def _the_one(device_type: str | None, device: str | torch.device | None) -> str 
 
 
 def _has_autocast(device_type: object) -> bool:
-    if device_type in ("cpu", "cuda"):  # torch 2.11's Dynamo cannot trace the question
+    if device_type in ("cpu", "cuda"):  # torch 2.11's Dynamo cannot trace the call below
         return True
     try:
         return isinstance(device_type, str) and torch.amp.is_autocast_available(device_type)

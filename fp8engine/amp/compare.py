@@ -1,13 +1,13 @@
-"""fe.amp.compare: where two precisions part, layer by layer.
+"""Comparison of a model in two precisions, layer by layer (fe.amp.compare).
 
 The model runs twice on the same inputs, in `high` and in `low`, and each module's output y is compared:
 
     error = ||y_low - y_high||_2 / ||y_high||_2        SQNR = -20 log10(error) dB        in FP64, over finite elements
 
 A 16-bit `low` runs under autocast, the parameters as they are; any other dtype runs with parameters, buffers and
-inputs cast to it and autocast off.  Errors add up on the way, so the layer to look at is the first whose error passes
-the threshold, or whose output is not finite where the other's is: modules are listed in the order they finish, inner
-ones before the one that holds them.
+inputs cast to it and autocast off.  Errors add up from layer to layer, so the layer to examine is the first whose error
+passes the threshold, or whose output is not finite where the other's is.  Modules are listed in the order they finish,
+inner ones before the one that holds them.
 
 The model is left as it was.  Buffers are swapped for copies, parameters' data put back, attributes of every module
 restored; torch's and Python's random numbers start from the same state in both runs and end where they were.
@@ -27,10 +27,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
-from fp8engine.amp.autocast import HALVES, autocast
+from fp8engine.amp.autocast import autocast
 from fp8engine.amp.difference import Call, Difference, on_calls
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.opstats import as_text, precision
+from fp8engine.amp.tensors import SIXTEEN_BIT
+from fp8engine.amp.text import as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
 
 # One rounding errs by up to u = eps / 2; a thousand of them, one after another and random, by sqrt(1000) u = 32 u.
@@ -159,7 +160,7 @@ def compare(
     '0'
     """
     for name, dtype in (("low", low), ("high", high)):
-        if dtype not in (*HALVES, torch.float32, torch.float64):
+        if dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
             raise UnsupportedDtype(f"compare({name}={dtype}): give torch.float16, bfloat16, float32 or float64")
     reference: dict[tuple[str, int], list[torch.Tensor]] = {}
     layers: list[LayerError] = []
@@ -190,7 +191,7 @@ def _run(
     """One forward in `dtype`; `listener` gets each call as it finishes.  how: autocast's lists, and dropout's dtype."""
     lists, drawn_in = how
     device_type = _device_type(model, inputs)
-    half = dtype in HALVES
+    half = dtype in SIXTEEN_BIT
     with _as_it_was(model, None if half else dtype), torch.no_grad():
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that

@@ -1,4 +1,4 @@
-"""Mixed precision for a plain FP32 training script, in one line and one word.
+"""Mixed precision for a plain FP32 training script, in one call and one changed word (fe.amp.decorate).
 
     model, optimizer = fe.amp.decorate(model, optimizer)
     optimizer.backward(loss)                                    for loss.backward(), where the dtype is FP16
@@ -13,7 +13,7 @@ auxiliary loss kept inside the model, a gradient penalty), and step() would divi
 same.  step() refuses gradients that did not come through optimizer.backward: fp8engine/amp/scaled.py.
 
 Outputs in 16 bits are returned in FP32, so the loss is computed in FP32 and its gradient enters the model in FP32.
-The class of the very module is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.
+The class of the module itself is changed (to a subclass), so names, hooks, ties, state_dict and isinstance stay.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
-from fp8engine.amp.pair import LOW
 from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import (
     ConversionError,
@@ -52,7 +52,7 @@ Layers = str | type[nn.Module] | nn.Module
 
 @dataclass(frozen=True)
 class Precision:
-    """How a decorated model runs."""
+    """Level, dtype and lists of a decorated model."""
 
     level: str
     dtype: torch.dtype
@@ -60,21 +60,21 @@ class Precision:
 
     def inward(self, x: Any) -> Any:
         """An input as O2's weights take it; FP64 and integers are left."""
-        low = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *LOW)
+        low = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *SIXTEEN_BIT)
         return x.to(self.dtype) if low else x
 
     def outward(self, y: Any) -> Any:
         """An output in FP32."""
-        return y.float() if isinstance(y, torch.Tensor) and y.dtype in LOW else y
+        return y.float() if isinstance(y, torch.Tensor) and y.dtype in SIXTEEN_BIT else y
 
 
 class Decorated:
-    """Mixed into the class of a decorated model; the class it had is the next in line."""
+    """Mixed into the class of a decorated model; the class it had is the next in the MRO."""
 
     _fp8engine_amp: Precision
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy look a class up by its name, and this one was made while running
+        # pickle and deepcopy find a class by its name, which a class made at run time does not have
         kind = type(self)
         return _rebuild, (kind.__mro__[kind.__mro__.index(Decorated) + 1],), self.__getstate__()
 
@@ -151,7 +151,7 @@ def decorate(
     excluded = _chosen(models, excluded_layers)
     norms = [module for one in models for module in one.modules() if level == "O2" and is_norm(module)]
     cast = _to_cast(models, [*excluded, *norms]) if level == "O2" else {}
-    low = [any(p in cast or p.dtype in LOW for p in _parameters(one)) for one in optimizers]
+    low = [any(p in cast or p.dtype in SIXTEEN_BIT for p in _parameters(one)) for one in optimizers]
     masters = low if master_weights is None else [master_weights] * len(low)
     _check_optimizers(optimizers, set(parameters), low, masters)
     scaling = _scaling(scaler, dtype, bool(optimizers), parameters[0].device)
@@ -189,8 +189,8 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, NORMS):
         return True
     own = list(module.parameters())
-    alone = not any(True for _ in module.children()) and bool(own)
-    return alone and "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in own)
+    is_leaf = not any(True for _ in module.children()) and bool(own)
+    return is_leaf and "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in own)
 
 
 def _listed(given: Any) -> list[Any]:
@@ -229,7 +229,7 @@ def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
 def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device]) -> None:
     if level not in LEVELS:
         raise UnknownName("level", level, LEVELS)
-    if dtype not in LOW:
+    if dtype not in SIXTEEN_BIT:
         raise UnsupportedDtype(f"decorate(dtype={dtype}): mixed precision is in torch.float16 or torch.bfloat16")
     if not devices:
         raise ConversionError("decorate() was given neither a model nor an optimizer")
@@ -284,7 +284,7 @@ def _to_cast(models: list[nn.Module], kept: list[nn.Module]) -> dict[nn.Paramete
     pinned = [module for model in models for module in model.modules() if isinstance(module, Fp32Pinned)]
     stay = {p for module in [*kept, *pinned] for p in module.parameters()}
     every = (p for model in models for p in model.parameters())
-    return {p: None for p in every if p not in stay and p.dtype in (torch.float32, *LOW)}
+    return {p: None for p in every if p not in stay and p.dtype in (torch.float32, *SIXTEEN_BIT)}
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8engine._torch import tree_leaves
+from fp8engine.amp.tensors import floating
 
 
 @dataclass
@@ -83,8 +83,7 @@ class Call(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """The floating tensors in the output, without their graphs; a later in-place function may still write them."""
-        leaves = tree_leaves(self.output)
-        return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point]
+        return [tensor.detach() for tensor in floating(self.output)]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which functions autocast runs in 16 bits, which in FP32, and why; and how a user moves one.
+"""Lists of the functions that autocast runs in 16 bits and in FP32, the reason for each, and a user's changes.
 
 | place | what happens to the inputs | which functions |
 | --- | --- | --- |
@@ -26,14 +26,14 @@ from fp8engine.errors import OpListError, UnknownName
 
 
 class Place(NamedTuple):
-    """Where a function stands: kind is "white", "black", "gray" or "banned"; reason is one line."""
+    """The list that a function is in: kind is "white", "black", "gray" or "banned"; reason is one line."""
 
     kind: str
     reason: str
 
 
 class _Group(NamedTuple):
-    """Functions that stand in one place for one reason: on both devices, on CUDA only, on the CPU only."""
+    """Functions that are in one list for one reason: on both devices, on CUDA only, on the CPU only."""
 
     kind: str
     reason: str
@@ -145,7 +145,7 @@ _WITHIN = {
 
 @functools.cache
 def defaults(device_type: str = "cuda") -> dict[str, Place]:
-    """torch's own lists on a device ("cuda" or "cpu"): operator -> where it stands, and why.
+    """torch's own lists on a device ("cuda" or "cpu"): operator -> its list and the reason.
 
     Raises UnknownName for a device whose lists are not known.
 
@@ -211,7 +211,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 
 def _blind_spots(white: tuple[str, ...], black: tuple[str, ...], gray: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """(device type and outer function, what to say) for each function that computes a moved one inside, unmoved."""
+    """(device type and outer function, warning) for each function that computes a moved one inside, unmoved."""
     moved = {name: kind for kind, names in zip(KINDS, (white, black, gray), strict=True) for name in names}
     found = []
     for device_type in ("cuda", "cpu"):
@@ -220,8 +220,8 @@ def _blind_spots(white: tuple[str, ...], black: tuple[str, ...], gray: tuple[str
             for name in names:
                 stays = (_default(name, device_type) if whole is UNLISTED else whole).kind
                 if moved.get(name, stays) != stays:
-                    say = f"{name!r} is {moved[name]} in these OpLists, but {outer} computes it inside, where it stays "
-                    found.append((f"{device_type} {outer}", f"{say}{stays}: list {outer!r} as well"))
+                    inside = f"{name!r} is {moved[name]} in these OpLists, but {outer} computes it inside, where it "
+                    found.append((f"{device_type} {outer}", f"{inside}stays {stays}: list {outer!r} as well"))
     return tuple(found)
 
 
@@ -285,7 +285,7 @@ class OpLists:
         object.__setattr__(self, "blind_spots", dict(spots))
 
     def where(self, name: str, device_type: str = "cuda") -> Place:
-        """Where a function stands under these lists on "cuda" or "cpu", and why.
+        """The list that a function is in on "cuda" or "cpu" after these changes, and the reason.
 
         Names of torch's own operators, such as "upsample_bilinear2d", are known too.  Raises UnknownName.
 
@@ -308,5 +308,5 @@ class OpLists:
         return f"OpLists({', '.join(given)})"
 
 
-# What is left as torch has it: a frozen value, so that it can stand as a default.
+# No changes.  A frozen value, so it can be the default of a parameter.
 UNCHANGED = OpLists()

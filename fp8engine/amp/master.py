@@ -9,8 +9,8 @@ and fused kernels, weight decay and clipping are FP32.  FP32 parameters are thei
 Memory per 16-bit parameter: 4 bytes for m and 4 for its gradient; with Adam 8 more for its moments, in all 20 with p
 and g (plain FP32 training: 16).  What is saved is in the activations and the matmuls' operands.
 
-The masters are the weights and p their rounding.  Whoever writes p (a checkpoint loaded into the model, an EMA swapped
-in) is followed: a master whose rounding is no longer p takes p's value, the others keep the bits below.
+The masters are the weights and p their rounding.  Writes to p (a checkpoint loaded into the model, an EMA swapped in)
+are followed: a master whose rounding is no longer p takes p's value, the others keep the bits below.
 
 Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.1.
 """
@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fp8engine import _torch
-from fp8engine.amp.pair import LOW, Pair, errors, sums
+from fp8engine.amp.pair import Pair, Pairs
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
 
@@ -38,7 +38,7 @@ class MasterWeights(Wrapped):
 
     originals: FP32 values to start from instead of the rounded parameters, where the caller still has them.
 
-    `param_groups` hold the masters, with the gradients of the moment: GradScaler unscales those in FP32, and clipping
+    `param_groups` hold the masters, with their gradients up to date: GradScaler unscales those in FP32, and clipping
     takes them too: `clip_grad_norm_(optimizer.master_parameters(), 1.0)`.  state_dict is the inner optimizer's with
     the masters added: a resumed run goes on bit for bit, and an optimizer without masters loads it as well.
 
@@ -63,14 +63,14 @@ class MasterWeights(Wrapped):
         if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
             raise OptimizerError(f"this {type(optimizer).__name__} is wrapped already: wrap an optimizer once")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(p.dtype in LOW for p in parameters):
+        if not any(p.dtype in SIXTEEN_BIT for p in parameters):
             found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "no parameters"
             raise OptimizerError(
                 f"none of the {type(optimizer).__name__}'s {len(parameters)} parameters is FP16 or BF16 ({found}):"
                 " cast the model first, or use the optimizer as it is"
             )
         super().__init__(optimizer)
-        self._pairs: dict[nn.Parameter, Pair]
+        self._pairs: Pairs
         state = optimizer.state_dict() if optimizer.state else None
         for group in optimizer.param_groups:
             self._put_masters(group, originals or {})
@@ -82,18 +82,16 @@ class MasterWeights(Wrapped):
     def _put_masters(self, group: dict[str, Any], originals: Mapping[nn.Parameter, torch.Tensor]) -> None:
         params = group["params"]
         for i, p in enumerate(params):
-            if p.dtype in LOW:
+            if p.dtype in SIXTEEN_BIT:
                 value = originals[p] if p in originals else p.detach()
                 master = nn.Parameter(value.detach().to(torch.float32), requires_grad=p.requires_grad)
                 self._pairs[p] = Pair(p, master)
-                params[i] = master  # in place: LBFGS keeps this very list
+                params[i] = master  # in place: LBFGS keeps this list object
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The inner optimizer's groups: masters, whose .grad is the parameter's gradient in FP32."""
-        copied = self._gather()
-        for pair, total in zip(copied, sums(copied), strict=True):
-            pair.given = total, cast(torch.Tensor, pair.master.grad)._version
+        self._pairs.show()
         return self.inner.param_groups
 
     @property
@@ -112,94 +110,25 @@ class MasterWeights(Wrapped):
         of: dict[int, Any] = {id(pair.master): pair.parameter for pair in self._pairs.values()}
         return (of.get(id(p), p) for group in self.inner.param_groups for p in group["params"])
 
-    @torch.no_grad()
-    def _gather(self) -> list[Pair]:
-        """Copy gradients that are new to the masters; the pairs, without those of sparse gradients."""
-        new = [pair for pair in self._pairs.values() if pair.new_gradient()]
-        if any(pair.overwritten for pair in new) and not self._changed():
-            for pair in new:
-                pair.overwritten = False
-        return self._copy(new)
-
-    def _copy(self, pairs: list[Pair]) -> list[Pair]:
-        dense = [pair for pair in pairs if not pair.gradient.is_sparse]
-        for pair in pairs:
-            pair.given = None
-            if pair.gradient.is_sparse:
-                pair.master.grad = pair.gradient.to(torch.float32)
-            elif pair.master.grad is None or pair.master.grad.is_sparse:
-                pair.master.grad = torch.empty_like(pair.master)
-        if dense:
-            _torch.foreach_copy_([cast(torch.Tensor, p.master.grad) for p in dense], [p.gradient for p in dense])
-        return dense
-
-    @torch.no_grad()
-    def _compare(self) -> None:
-        """Find gradients written through `.data` after the masters' copies were given away: no version tells of these.
-
-        Waits for the device only if they were given away before step(): to a scaler, which has waited too.  Before a
-        fused step the scaler unscales nothing: they are copied again, and nobody waits.
-        """
-        given = [pair for pair in self._pairs.values() if pair.given is not None]
-        if self.__dict__.get("grad_scale") is not None:
-            self._copy([pair for pair in given if not pair.clipped])
-        elif written := [pair for pair, error in zip(given, errors(given, sums(given)), strict=True) if error]:
-            if self._changed():
-                for pair in written:
-                    pair.overwritten = True
-            else:
-                self._copy(written)
-
-    def _changed(self) -> bool:
-        """Whether the masters' gradients are other than copied: clipped, or unscaled, which counts no version."""
-        given = [pair for pair in self._pairs.values() if pair.given is not None]
-        if not given or any(pair.clipped for pair in given):
-            return bool(given)
-        # FP32 sums of the same numbers in another order; a scale is off by far more
-        now = _torch.foreach_norm([cast(torch.Tensor, pair.master.grad) for pair in given], 1)
-        return any(error > 2.0**-10 for error in errors(given, now))
-
-    @torch.no_grad()
     def refresh(self) -> None:
         """Follow parameters that were written since the last step: only a write through `.data` needs this call."""
-        for pair in self._pairs.values():
-            pair.follow()
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        for pair in self._pairs.values():
-            if pair.now() != pair.rounded:
-                pair.follow()
-
-    @torch.no_grad()
-    def _scatter(self) -> None:
-        """Round the masters into the parameters."""
-        pairs = self._pairs.values()
-        _torch.foreach_copy_([pair.parameter for pair in pairs], [pair.master for pair in pairs])
-        for pair in pairs:
-            pair.rounded = pair.now()
+        self._pairs.follow(every=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the masters, then round them into the parameters; a closure sees the parameters of each evaluation.
 
         Raises OptimizerError if a 16-bit gradient was changed after its FP32 copy had been (clipped after unscale_).
         """
-        self._follow()
-        self._gather()
-        self._compare()
-        for i, pair in enumerate(self._pairs.values()):
-            if pair.overwritten:
-                raise OptimizerError(
-                    f"the 16-bit gradient of parameter {i} {tuple(pair.master.shape)} was changed after its FP32 copy"
-                    " had been read (optimizer.param_groups), and the copy unscaled or clipped: change the gradients of"
-                    " optimizer.master_parameters(), not the model's"
-                )
+        self._pairs.follow()
+        self._pairs.gather()
+        self._pairs.gather_unversioned(fused=self.__dict__.get("grad_scale") is not None)
+        self._pairs.check()
 
         def evaluate() -> Any:
-            self._scatter()
+            self._pairs.scatter()
             with torch.enable_grad():
                 loss = cast(Callable[[], Any], closure)()
-            self._gather()
+            self._pairs.gather()
             return loss
 
         given = [name for name in ("grad_scale", "found_inf") if name in self.__dict__]  # by GradScaler, for fused ones
@@ -210,7 +139,7 @@ class MasterWeights(Wrapped):
         finally:
             for name in given:
                 delattr(self.inner, name)
-        self._scatter()
+        self._pairs.scatter()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,15 +161,15 @@ class MasterWeights(Wrapped):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with {"masters": {index of the parameter: FP32 values}} added."""
-        self._follow()
+        self._pairs.follow()
         masters = {i: m.detach() for i, m in self._numbered()}
         return {**self.inner.state_dict(), MASTERS: masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load optimizer state and masters, and round these into the parameters; the order with the model's is free.
+        """Load optimizer state and masters, and round these into the parameters, before or after the model's state.
 
-        State of an optimizer without masters is taken too, and said: then masters follow the parameters.  Raises
+        State of an optimizer without masters is taken too, with a warning: then masters follow the parameters.  Raises
         OptimizerError if the masters are another model's; nothing is loaded then.
         """
         masters = state_dict.get(MASTERS)
@@ -257,7 +186,7 @@ class MasterWeights(Wrapped):
             return
         for i, master in mine.items():
             master.copy_(masters[i])
-        self._scatter()
+        self._pairs.scatter()
 
     def _numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
         known = {id(pair.master) for pair in self._pairs.values()}
@@ -270,4 +199,4 @@ class MasterWeights(Wrapped):
     def __setstate__(self, state: dict[str, Any]) -> None:
         pairs = state.pop("pairs", ())
         super().__setstate__(state)
-        self._pairs = {parameter: Pair(parameter, master) for parameter, master in pairs}
+        self._pairs = Pairs({parameter: Pair(parameter, master) for parameter, master in pairs})

@@ -1,16 +1,15 @@
-"""fe.amp.op_stats: which operators ran in which precision in a block, and what was cast for it.
+"""Counts of the operators that ran in each precision in a block, and of the casts (fe.amp.op_stats).
 
-A TorchDispatchMode sees each operator below autograd and below autocast, as the device will run it: what autocast
-decided is seen, not guessed; backward too, if it runs in the block.  An operator counts in the dtype of its floating
-result (of its inputs where the result is none, as with a comparison).  Views and allocations compute nothing and are
-left out; casts have a table of their own, and an operator that took a tensor widened in the block counts as upcast.
+A TorchDispatchMode gets each operator below autograd and below autocast, as the device will run it; those of backward
+too, if it runs in the block.  An operator counts in the dtype of its floating result (of its inputs where the result is
+none, as with a comparison).  Views and allocations compute nothing and are left out; casts have a table of their own,
+and an operator that took a tensor widened in the block counts as upcast.
 
-A function under torch.compile is one call to the mode's eye and is not counted: run the block eagerly.
+A function under torch.compile is one call to the mode and is not counted: run the block eagerly.
 """
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8engine._torch import OpOverload, TorchDispatchMode, tree_leaves
-from fp8engine.numerics.formats import BY_DTYPE
+from fp8engine._torch import OpOverload, TorchDispatchMode
+from fp8engine.amp.tensors import floating
+from fp8engine.amp.text import as_text, precision
 
 # They reserve memory or fill it with one value: no precision is at stake.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like", "ones",
@@ -109,13 +109,13 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        inputs = _floating((args, kwargs))
+        inputs = floating((args, kwargs))
         if name in CASTS:
             self._cast(_source(name, inputs), result)
         elif name in COPIES or _is_view(func):
             if inputs and inputs[0] in self.widened:
-                self.widened.update(dict.fromkeys(_floating(result)))
-        elif name not in ALLOCATIONS and (counted := _floating(result) or inputs):
+                self.widened.update(dict.fromkeys(floating(result)))
+        elif name not in ALLOCATIONS and (counted := floating(result) or inputs):
             self.stats.ops.setdefault(name, Counter())[precision(counted[0].dtype)] += 1
             self.stats.upcast[name] += any(value in self.widened for value in inputs)
         return result
@@ -130,23 +130,6 @@ class _Counting(TorchDispatchMode):
             self.widened[result] = None
 
 
-def precision(dtype: torch.dtype) -> str:
-    """A dtype as reports print it: "FP16", or torch's own name for what no format of ours is."""
-    return BY_DTYPE[dtype].name if dtype in BY_DTYPE else str(dtype).removeprefix("torch.")
-
-
-def as_text(table, lines: list[str], width: int) -> str:
-    """A rich table and lines below it as plain text: names are text, [brackets] in them no markup."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
-    console.print(table)
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    return out.getvalue()
-
-
 def _is_view(func: OpOverload) -> bool:
     returns = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returns)
@@ -156,7 +139,3 @@ def _source(name: str, inputs: list[torch.Tensor]) -> torch.Tensor | None:
     """What a cast reads: copy_(target, source) has it second; None where that is no floating tensor."""
     at = 1 if name == "copy_" else 0
     return inputs[at] if len(inputs) > at else None
-
-
-def _floating(values: object) -> list[torch.Tensor]:
-    return [v for v in tree_leaves(values) if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]

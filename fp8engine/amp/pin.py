@@ -1,18 +1,17 @@
-"""A module in FP32 while the rest of the model runs in FP16: the cure for a layer that leaves FP16's range.
+"""Pin of a module to FP32 while the rest of the model runs in FP16, for a layer that leaves FP16's range.
 
     forward(x) = back(f(fp32(x); fp32(w)))      autocast off inside
 
 x and w are cast up, which is exact; f is the module's own forward.  `back` cannot always give the dtype that the
 module returned before: an output above 65504, which is why it was pinned, would become Inf there, silently, and to
-look first would make the host wait for the device.  So under autocast the output stays FP32, as it does after torch's
-own FP32 ops (softmax, norms), and later ops cast as they need; without autocast nobody would cast, so the output goes
-back to the dtype of the inputs.  The class of the very module is changed, so hooks, names, parameters, state_dict and
-optimizers see the module they knew; gradients reach FP16 weights through the cast.
+check first would make the host wait for the device.  So under autocast the output stays FP32, as it does after torch's
+own FP32 ops (softmax, norms), and later ops cast as they need; without autocast nothing would cast, so the output goes
+back to the dtype of the inputs.  The class of the module itself is changed, so hooks, names, parameters, state_dict and
+optimizers keep the same object; gradients reach FP16 weights through the cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,22 +19,22 @@ from torch import nn
 from torch.func import functional_call
 
 from fp8engine._torch import tree_map
+from fp8engine.amp.tensors import SIXTEEN_BIT, tensors
 from fp8engine.errors import ConversionError, UnknownName
 
-LOW = (torch.float16, torch.bfloat16)
 OUTPUTS = ("auto", "fp32", "input")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called, so nothing to pin
 
 
 class Fp32Pinned:
-    """Mixed into the class of a pinned module; the class it had is the next in line."""
+    """Mixed into the class of a pinned module; the class it had is the next in the MRO."""
 
     _fp32_output: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, in FP32."""
         where = _device_type(self, args, kwargs)
-        low = next((x.dtype for x in _tensors((args, kwargs)) if x.dtype in LOW), None)
+        low = next((x.dtype for x in tensors((args, kwargs)) if x.dtype in SIXTEEN_BIT), None)
         keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and torch.is_autocast_enabled(where))
         with torch.autocast(where, enabled=False):
             args, kwargs = tree_map(_up, (args, kwargs))
@@ -44,25 +43,25 @@ class Fp32Pinned:
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         module: Any = self
-        held = (*module.named_parameters(), *module.named_buffers())
-        raised = {name: tensor.float() for name, tensor in held if tensor.dtype in LOW}
-        if not raised:
+        tensors_of = (*module.named_parameters(), *module.named_buffers())
+        in_fp32 = {name: tensor.float() for name, tensor in tensors_of if tensor.dtype in SIXTEEN_BIT}
+        if not in_fp32:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        lent = {f"module.{name}": tensor for name, tensor in raised.items()}
-        output = functional_call(_Own(module), lent, args, kwargs)
+        swapped = {f"module.{name}": tensor for name, tensor in in_fp32.items()}
+        output = functional_call(_Own(module), swapped, args, kwargs)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                if name in raised:  # running statistics: written in the copy that was lent
-                    buffer.copy_(raised[name])
+                if name in in_fp32:  # running statistics: the FP32 copy was written
+                    buffer.copy_(in_fp32[name])
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy look a class up by its name, and this one was made while running
+        # pickle and deepcopy find a class by its name, which a class made at run time does not have
         return _rebuild, (_base(type(self)),), self.__getstate__()
 
 
 class _Own(nn.Module):
-    """Calls a module's forward and none of its hooks, which ran already, while functional_call lends it weights."""
+    """Calls a module's own forward, not its hooks, which ran already, while functional_call swaps its weights."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -152,24 +151,13 @@ def _rebuild(kind: type) -> Any:
 
 
 def _device_type(module: Any, args: tuple, kwargs: dict) -> str:
-    for tensor in (*_tensors((args, kwargs)), *module.parameters()):
+    for tensor in (*tensors((args, kwargs)), *module.parameters()):
         return tensor.device.type
     return "cpu"
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
-
-
 def _up(x: Any) -> Any:
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype in LOW else x
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype in SIXTEEN_BIT else x
 
 
 def _down(x: Any, dtype: torch.dtype) -> Any:

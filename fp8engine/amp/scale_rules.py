@@ -34,7 +34,7 @@ KEPT_CHANGES = 1000  # changes of the scale remembered for a report: two million
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """What torch's scaler has no parameter for.
+    """The parameters of a loss scale's rule that torch's scaler does not have.
 
     decrease_every_n: iterations with Inf or NaN in a row that lower the scale.  floor, ceiling: it stays within.
     collapse_after: how many times in a row the scale is lowered (or would be, at the floor) before `on_collapse` is
@@ -68,7 +68,7 @@ class ScaleRules:
 
 
 class Counts(NamedTuple):
-    """Where the rule stands: the scale, and finite and bad iterations in a row since it last changed."""
+    """The state of the rule: the scale, and finite and bad iterations in a row since it last changed."""
 
     scale: float
     good: int = 0
@@ -85,7 +85,7 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleStats:
-    """What happened so far.  history: (iteration, scale after it) of the last 1,000 changes, oldest first."""
+    """Counts of a scaler so far.  history: (iteration, scale after it) of the last 1,000 changes, oldest first."""
 
     iterations: int
     skipped: int
@@ -110,7 +110,7 @@ class Tally:
         self.falls_in_a_row = self.falls_in_a_row + fell if found else 0
 
     def stats(self) -> ScaleStats:
-        """As a value that stays."""
+        """The counts now, as a value that later iterations do not change."""
         return ScaleStats(**{**self.to_dict(), "history": tuple(self.history)})
 
     def to_dict(self) -> dict:
@@ -152,24 +152,6 @@ def follow_on_device(
     scale.copy_(torch.where(waits, kept, scale))
     good.mul_(~waits)
     bad.mul_(~fell)
-
-
-class Flag:
-    """Inf or NaN found: one number of the device on its way to the host, for which nobody waits."""
-
-    def __init__(self, found: torch.Tensor):
-        self.host = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
-        self.arrived = torch.Event(found.device)
-        self.arrived.record()
-
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.arrived.query()
-
-    def read(self) -> bool:
-        """Its value; waits for the device."""
-        self.arrived.synchronize()
-        return bool(self.host)
 
 
 def fp32(value: float) -> float:

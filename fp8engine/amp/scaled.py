@@ -7,9 +7,9 @@ Clip with `optimizer.clip_grad_norm_`, or after `optimizer.unscale_()`.
 
 A gradient that is divided by S although a part of it holds no S would train, and wrongly.  So step() refuses, by the
 parameter's number, a gradient that a plain loss.backward() has made or added to (before, between or after the scaled
-passes), and one that was changed while it held S; a scaled pass after unscale_() is refused too.  The gradient's
-tensor and version, noted after each scaled pass, tell.  Only where a gradient that is not noted stands there when a
-scaled pass begins (zeroed in place by the model, or without S) its largest magnitude is kept for step() to read.
+passes), and one that was changed while it held S; a scaled pass after unscale_() is refused too.  It knows them by the
+tensor and version of each gradient, recorded after each scaled pass.  Only where another gradient stands there when a
+scaled pass begins (zeroed in place by the model, or without S), its largest magnitude is kept for step() to read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCALER = "scaler"  # key in the state_dict, beside torch's own two
 
 
 class Scaling:
-    """One scaler for models and optimizers decorated together; an iteration ends when all of these have stepped."""
+    """One scaler for optimizers that were decorated together; an iteration ends when all of them have stepped."""
 
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
@@ -53,16 +53,16 @@ class Scaling:
             self.scaler.update()
 
 
-class Noted:
-    """A gradient as a scaled pass left it."""
+class ScaledGradient:
+    """The identity and version of a gradient after a scaled backward pass."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, grad: torch.Tensor):
         self.tensor, self.version = weakref.ref(grad), grad._version
 
-    def is_still(self, grad: torch.Tensor) -> bool:
-        """Whether it is this tensor, and nobody has written it."""
+    def unchanged(self, grad: torch.Tensor) -> bool:
+        """Whether `grad` is this tensor, not written since."""
         return self.tensor() is grad and self.version == grad._version
 
 
@@ -83,9 +83,6 @@ class ScaledOptimizer(Wrapped):
     def __init__(self, optimizer: torch.optim.Optimizer, scaling: Scaling):
         super().__init__(optimizer)
         self._scaling = scaling
-        self._unscaled = False
-        self._noted: dict[int, Noted] = {}
-        self._unknown: dict[int, torch.Tensor] = {}  # largest magnitude that was there, not noted, before a scaled pass
         scaling.optimizers.append(self)
 
     @property
@@ -95,7 +92,7 @@ class ScaledOptimizer(Wrapped):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # The one thing that every GradScaler asks before it steps an optimizer.
+        # Every GradScaler reads this before it steps an optimizer.
         if self.scaler.is_enabled():
             raise OptimizerError(
                 "this optimizer holds its own GradScaler: call optimizer.step() without one,"
@@ -113,11 +110,11 @@ class ScaledOptimizer(Wrapped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters."""
         super().zero_grad(set_to_none)
-        self._unknown.clear()
-        self._note()  # zeros hold every scale
+        self._unscaled_amax.clear()
+        self._record_scaled()  # zeros are scaled by any scale
 
     def unscale_(self) -> None:
-        """Divide the gradients by the scale now, to clip or look at them; step() does it otherwise."""
+        """Divide the gradients by the scale now, to clip or read them; step() does it otherwise."""
         if not self.scaler.is_enabled() or self._unscaled:
             return
         self._check()
@@ -151,33 +148,31 @@ class ScaledOptimizer(Wrapped):
         if not self._unscaled:
             self._check()
         result = self.scaler.step(self.inner)
-        self._unscaled = False
-        self._noted.clear()
-        self._unknown.clear()
+        self._forget()
         self._scaling.ended(self)
         return result
 
     def _check(self) -> None:
-        held = list(self._gradients())
-        if not held:
+        gradients = list(self._gradients())
+        if not gradients:
             raise OptimizerError(
                 f"no parameter of {type(self.inner).__name__} has a gradient: call optimizer.backward(loss) before this"
             )
-        if not any(i in self._noted for i, _ in held):
+        if not any(i in self._scaled for i, _ in gradients):
             raise OptimizerError(
                 "these gradients hold no loss scale: they do not come from optimizer.backward(loss) of an optimizer"
                 " decorated in the same call, or were stepped with already; write optimizer.backward(loss) for"
                 " loss.backward(), once before every step()"
             )
-        for i, grad in held:
-            if not self._as_noted(i, grad):
+        for i, grad in gradients:
+            if not self._is_scaled(i, grad):
                 raise OptimizerError(
                     f"the gradient of parameter {i} {tuple(grad.shape)} was changed while it held the loss scale: write"
                     " optimizer.backward(loss) for every loss.backward(); to clip, use optimizer.clip_grad_norm_(...)"
                     " or call optimizer.unscale_() first"
                 )
-        for i, grad in held:
-            if i in self._unknown and bool(self._unknown[i] != 0):
+        for i, grad in gradients:
+            if i in self._unscaled_amax and bool(self._unscaled_amax[i] != 0):
                 raise OptimizerError(
                     f"the gradient of parameter {i} {tuple(grad.shape)} holds the loss scale in part: another value was"
                     " there when optimizer.backward(loss) added to it; write optimizer.backward(loss) for every"
@@ -185,30 +180,36 @@ class ScaledOptimizer(Wrapped):
                 )
 
     def _before_pass(self) -> None:
-        """Keep what step() must know of gradients that a scaled pass may add to."""
+        """Record, for step(), gradients that a scaled pass may add to."""
         if self._unscaled:
-            self._note()
+            self._record_scaled()
             return
-        held = dict(self._gradients())
-        self._unknown = {i: amax for i, amax in self._unknown.items() if i in held}
-        for i, grad in held.items():
-            if grad.numel() and not self._as_noted(i, grad):
+        gradients = dict(self._gradients())
+        self._unscaled_amax = {i: amax for i, amax in self._unscaled_amax.items() if i in gradients}
+        for i, grad in gradients.items():
+            if grad.numel() and not self._is_scaled(i, grad):
                 values: Any = grad.to_local() if hasattr(grad, "to_local") else grad  # pyright: ignore[reportAttributeAccessIssue]
-                self._unknown[i] = (values._values() if values.is_sparse else values).abs().max()
+                self._unscaled_amax[i] = (values._values() if values.is_sparse else values).abs().max()
 
     def _after_pass(self) -> None:
-        if self._unscaled and not all(self._as_noted(i, grad) for i, grad in self._gradients()):
+        if self._unscaled and not all(self._is_scaled(i, grad) for i, grad in self._gradients()):
             raise OptimizerError(
                 "optimizer.backward(loss) has added to gradients that were unscaled already: call unscale_() and"
                 " clip_grad_norm_() after the last backward, and step() after them (it skips what is not finite)"
             )
-        self._note()
+        self._record_scaled()
 
-    def _note(self) -> None:
-        self._noted = {i: Noted(grad) for i, grad in self._gradients()}
+    def _forget(self) -> None:
+        """An iteration begins."""
+        self._unscaled = False
+        self._scaled: dict[int, ScaledGradient] = {}
+        self._unscaled_amax: dict[int, torch.Tensor] = {}  # of what stood there before a scaled pass
 
-    def _as_noted(self, i: int, grad: torch.Tensor) -> bool:
-        return i in self._noted and self._noted[i].is_still(grad)
+    def _record_scaled(self) -> None:
+        self._scaled = {i: ScaledGradient(grad) for i, grad in self._gradients()}
+
+    def _is_scaled(self, i: int, grad: torch.Tensor) -> bool:
+        return i in self._scaled and self._scaled[i].unchanged(grad)
 
     def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
         return ((i, p.grad) for i, p in enumerate(self._parameters()) if p.grad is not None)
@@ -235,4 +236,8 @@ class ScaledOptimizer(Wrapped):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner, "_scaling": self._scaling, "_unscaled": False, "_noted": {}, "_unknown": {}}
+        return {"inner": self.inner, "_scaling": self._scaling}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: state[name] for name in ("inner", "_scaling") if name in state})
+        self._forget()

@@ -1,11 +1,10 @@
-"""Dynamic loss scaling: torch's GradScaler, the rules of Paddle's beside it, and a word when the scale collapses.
+"""Dynamic loss scaler, torch's GradScaler with the rules of Paddle's, statistics and a warning of a collapse.
 
     gradients of S·loss are S times the loss's: those below 2^-24 come back into FP16's range
 
-How S moves: fp8engine/amp/scale_rules.py.  The host follows the scale and waits for the device no more often than
-torch does: torch's own step reads whether it must be skipped, and the rule is replayed here from that bit.  A fused
-optimizer reads nothing; then the bit is copied without waiting, and the host's view is late by as much as the device
-is, until someone asks.
+The rule for S is in scale_rules.py.  The host follows the scale and waits for the device no more often than torch does:
+torch's own step reads whether it must be skipped, and the rule is replayed here from that bit.  A fused optimizer reads
+nothing; then the bit is copied without waiting, and the host's counts lag behind the device until they are asked for.
 
 Source: Micikevicius et al., Mixed Precision Training, 2017, section 3.2.
 """
@@ -23,10 +22,11 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
 
 from fp8engine.amp import scale_rules
-from fp8engine.amp.scale_rules import Counts, Factors, Flag, ScaleRules, ScaleStats, Tally, fp32
+from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, Tally, fp32
 from fp8engine.errors import LossScaleError, OptimizerError
+from fp8engine.files import HostCopy
 
-EXTRA = "fp8engine"  # key of what torch's state_dict does not hold:
+EXTRA = "fp8engine"  # key, in a state_dict, of what torch's scaler does not store:
 STORED_RULES = ("decrease_every_n", "floor", "ceiling")
 
 
@@ -77,11 +77,11 @@ class GradScaler(torch.amp.GradScaler):
         self._seen: tuple[object, ...] | None = None  # the scale and tracker as this class wrote them last
         self._skips: dict[int, bool | torch.Tensor] = {}  # of the latest iteration, by optimizer
         self._ended = False  # that iteration has been updated: the next step begins another
-        self._late: deque[tuple[Flag, Factors]] = deque()
+        self._late: deque[tuple[HostCopy, Factors]] = deque()
         self._hooks: OrderedDict[int, Callable[[float], None]] = OrderedDict()
         self._tally = Tally()
 
-    # What the caller may ask
+    # Public queries
 
     def step_skipped(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Whether the latest iteration's step of this optimizer (of any, if none is given) was skipped.
@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
     def on_scale_change(self, hook: Callable[[float], None]) -> RemovableHandle:
         """Call hook(new scale / old scale) after each update that changes it, before the next backward pass.
 
-        For whoever keeps numbers made of scaled gradients: `state.rescale_gradients` of FP8 scaling states.  With a
+        For what keeps numbers of scaled gradients: `rescale_gradients` of an FP8 scaling state is such a hook.  With a
         hook, an update after a fused step waits for the device.
 
         >>> scaler, factors = GradScaler("cpu"), []
@@ -116,7 +116,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hooks[handle.id] = hook
         return handle
 
-    # What torch's loop calls
+    # Calls of a training loop
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -139,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         try:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        except ValueError:  # torch looks at every gradient before it touches the first
+        except ValueError:  # torch checks every gradient before it changes the first
             raise LossScaleError(
                 f"{scale_rules.first_fp16(optimizer)} has an FP16 gradient: unscaled in FP16 it would underflow again;"
                 " keep FP32 master weights, fe.amp.MasterWeights(optimizer), or FP32 parameters under autocast"
@@ -179,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-        # torch's own look at the device; kept, so that nobody looks again.
+        # torch itself waits for the device here; the answer is kept, so that nothing waits again.
         skip = any(found.item() for found in optimizer_state["found_inf_per_device"].values())
         self._skips[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)
@@ -242,11 +242,11 @@ class GradScaler(torch.amp.GradScaler):
         return (scale, good) if scale is None or good is None else (id(scale), scale._version, id(good), good._version)
 
     def _remember(self, counts: Counts | None) -> None:
-        """These counts are what the device holds, or will hold once the late flags are entered."""
+        """Take these as the counts on the device, now or once the flags still being copied are applied."""
         self._counts, self._seen = counts, self._written()
 
     def _known(self) -> Counts:
-        """Where the rule stands; waits for the device after a fused step, or if another hand wrote the scale."""
+        """The state of the rule; waits for the device after a fused step, or if other code wrote the scale."""
         if self._scale is None or self._growth_tracker is None:
             return Counts(self._init_scale, self._init_growth_tracker, self._init_bad)
         self._catch_up(wait=True)
@@ -289,21 +289,22 @@ class GradScaler(torch.amp.GradScaler):
         self._seen = self._written()
         self._catch_up(wait=bool(self._hooks))
 
-    # Two questions about the machine, apart, so that a test on a CPU can answer them as a GPU would
+    # Two facts about the machine, in methods of their own, so that a test on a CPU can behave as a GPU would
 
     def _at_hand(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def _sent(self, found: torch.Tensor) -> Flag:
-        return Flag(found)
+    def _sent(self, found: torch.Tensor) -> HostCopy:
+        return HostCopy([found])
 
     def _catch_up(self, wait: bool) -> None:
-        """Enter what has arrived from the device; wait: also what has not yet."""
-        while self._late and (wait or self._late[0][0].ready()):
-            flag, factors = self._late.popleft()
-            self._replay(flag.read(), factors, write=False)
+        """Apply the rule for the flags that are on the host; wait: for all of them."""
+        while self._late and (wait or self._late[0][0].done()):
+            copy, factors = self._late.popleft()
+            (found,) = copy.wait()
+            self._replay(bool(found.tolist()), factors, write=False)
 
-    # What is read and stored
+    # Reading and storing
 
     def get_scale(self) -> float:
         """The scale; 1 when disabled.  Waits for the device only after a fused step (torch's always waits)."""
@@ -321,7 +322,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this class or torch's saved; a scale outside floor and ceiling is moved within, and that is said.
+        """Load what this class or torch's saved; a scale outside floor and ceiling is moved within, with a warning.
 
         Raises LossScaleError for a scale of 0, Inf or NaN or anything else that cannot be, with nothing loaded, and
         OptimizerError for the empty state of a disabled scaler.

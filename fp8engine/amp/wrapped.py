@@ -1,4 +1,4 @@
-"""An optimizer around another one, to schedulers, scalers and checkpoints an optimizer like any."""
+"""An optimizer around another one, which schedulers, scalers and checkpoints take as any optimizer."""
 
 from __future__ import annotations
 

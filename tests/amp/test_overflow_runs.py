@@ -9,10 +9,10 @@ import torch
 from overflow_cases import CASES, PART, Case, Net, Part, make, step
 from torch import nn
 
-from fp8engine.amp.events import named_layers
-from fp8engine.amp.opwise import creates
 from fp8engine.amp.overflow import find_overflow
-from fp8engine.amp.readings import Reading
+from fp8engine.amp.overflow.opwise import creates
+from fp8engine.amp.overflow.reading import Reading
+from fp8engine.amp.overflow.recorder import named_layers
 
 EXP = next(case for case in CASES if case.name == "exp")
 HEALTHY = Case("healthy", Net, None, "")

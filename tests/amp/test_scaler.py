@@ -31,12 +31,12 @@ class Waiting:
     def __init__(self, found: torch.Tensor, lag: int):
         self.found, self.looks = found.clone(), lag
 
-    def ready(self) -> bool:
+    def done(self) -> bool:
         self.looks -= 1
         return self.looks < 0
 
-    def read(self) -> bool:
-        return bool(self.found.numpy())
+    def wait(self) -> list[torch.Tensor]:
+        return [self.found]
 
 
 class OnDevice(GradScaler):

@@ -1,15 +1,16 @@
-"""fe.amp.find_overflow: a training loop watched for NaN and Inf, forward and backward, and the guilty layer named.
+"""Watch of a training loop for NaN and Inf, which names the guilty layer and op (fe.amp.find_overflow).
 
     with find_overflow(model, scaler) as watch:
         train()
     print(watch.first())        # layer, operand, op, step
     watch.pin(1)                # that layer runs in FP32 from now on
 
-Two modes.  "counters" reads each tensor between modules once (readings.py), asks nothing of the device, and looks at
-the numbers of a pass when the next one begins and they have arrived.  They tell the layer (verdict.py).  To tell the
-op, the pass after a finding is watched op by op (opwise.py): the same forward, slower once, with nothing run twice, no
-state to put back and no input to keep.  An overflow that does not come again keeps its layer and has no op; so does
-one without a loss scaler, whose step has made every weight NaN by then.  "ops" watches every pass so: slow, and sure.
+Two modes.  "counters" reads each tensor between modules once (reading.py), never waits for the device, and judges a
+pass when the next one begins and its numbers are on the host.  They give the layer of a forward's overflow, and the
+neighbourhood of a bad gradient (locate.py).  After a finding the next pass is watched op by op (opwise.py), which gives
+the op, and the layer of a gradient: a slower pass of the training itself, so that nothing runs twice, no state is put
+back and no input is kept.  An overflow that does not come again keeps its layer and has no op; so does one without a
+loss scaler, whose step has made every weight NaN by then.  "ops" watches every pass op by op: slow, and certain.
 
 Wrap before or after: torch.compile, DistributedDataParallel and checkpointing are seen through, if what is watched is
 the object that is called (the compiled one).  FP16's largest value is 65504 (IEEE 754 binary16).
@@ -20,18 +21,18 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from fp8engine.amp.events import Batch, is_compiled
+from fp8engine.amp.overflow.finding import Finding
+from fp8engine.amp.overflow.ledger import Ledger
+from fp8engine.amp.overflow.locate import Locator
+from fp8engine.amp.overflow.reading import ReadingsCopy
+from fp8engine.amp.overflow.recorder import Recorder, is_compiled
+from fp8engine.amp.overflow.report import LayerStats, OverflowReport
+from fp8engine.amp.overflow.trace import Batch
 from fp8engine.amp.pin import Fp32Pinned, Pin, pin_fp32
-from fp8engine.amp.readings import Transfer
-from fp8engine.amp.search import ScaleSearch
-from fp8engine.amp.table import LayerStats, OverflowReport
-from fp8engine.amp.verdict import Finding, Judge, explains, unexplained
-from fp8engine.amp.watch import Recorder
 from fp8engine.errors import ConversionError, UnknownName
 
 MODES = ("counters", "ops")
@@ -39,38 +40,33 @@ NEAR = 2.0**-4  # of its dtype's range: four doublings from Inf, which a scale o
 
 
 class OverflowWatch:
-    """What `find_overflow` returns: a context manager, asked during the block or after it."""
+    """Context manager that `find_overflow` returns; its methods answer during the block and after it."""
 
     def __init__(self, model: nn.Module, scaler: Any, mode: str):
         self.model = model
-        self.findings: list[Finding] = []
         self.scales: list[tuple[int, float]] = []  # (step, loss scale from there on)
         self.hidden: Counter[tuple[str, str, str]] = Counter()  # (layer, op, what it made) that did not get out
         self.pinned: dict[str, Pin] = {}
-        self.layers: dict[str, LayerStats] = {}
         self._recorder = Recorder(model, scaler, mode == "ops", self._poll)
-        self._seen: dict[tuple[str | None, str], int] = {}  # (layer, operand), guesses included -> which finding
-        self._times: Counter[int] = Counter()  # how often each finding came
-        self._search = ScaleSearch()
-        self._before: tuple[int, Counter[str]] = (0, Counter())  # passes and guilty layers when pin() was called last
-        self._blamed: Counter[str] = Counter()  # guilty layers of the passes before that call
-        self._transfers: list[tuple[Batch, Transfer]] = []
+        self._copies: list[tuple[Batch, ReadingsCopy]] = []
         layers = self._recorder.layers
+        self.layers = {name: LayerStats(name, type(module).__name__) for name, module in layers}
         leaves = {name for name, module in layers if not list(module.children())}
         compiled = {name for name, module in layers if is_compiled(module)}
-        self._judge = Judge(leaves, {name for name, _ in layers}, compiled)
-        for name, module in layers:
-            self.layers[name] = LayerStats(name, type(module).__name__)
+        self._locator = Locator(leaves, {name for name, _ in layers}, compiled)
+        self._ledger = Ledger(compiled)
+        # When pin() last saw new passes: their number, how often each layer had been guilty, and the newly guilty ones.
+        self._pinned_at, self._guilty_then, self._newly_guilty = 0, Counter(), Counter()
 
     def __enter__(self) -> OverflowWatch:
-        if not self._recorder.closed:
+        if not self._recorder.trace.closed:
             raise ConversionError("this watch is running already: find_overflow(model) makes another")
         self._recorder.attach()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._recorder.detach()
-        self._send()
+        self._start_copies()
         if exc[0] is None and not self._recorder.passes and self._recorder.backwards:
             warnings.warn(
                 "find_overflow saw gradients and no forward: the model ran inside a compiled graph that it was not "
@@ -78,16 +74,21 @@ class OverflowWatch:
                 stacklevel=2,
             )
 
+    @property
+    def findings(self) -> list[Finding]:
+        """All overflows so far, the first in time first; of passes whose numbers are on the host."""
+        return [entry.finding for entry in self._ledger.entries]
+
     def first(self) -> Finding | None:
         """The first overflow, or None; waits for the device."""
         self._settle()
-        return self.findings[0] if self.findings else None
+        return next(iter(self.findings), None)
 
     def report(self) -> OverflowReport:
-        """Every layer's peak against its dtype's range, who is guilty, the loss scales; waits for the device."""
+        """Every layer's peak against its dtype's range, the guilty ones, the loss scales; waits for the device."""
         self._settle()
         return OverflowReport(
-            findings=list(self.findings),
+            findings=self.findings,
             layers=list(self.layers.values()),
             scales=list(self.scales),
             pinned=list(self.pinned),
@@ -113,101 +114,71 @@ class OverflowWatch:
         for name in self._worst():
             if len(names) == k:
                 break
-            if any(isinstance(modules[outer], Fp32Pinned) for outer in _outer(name) if outer in modules):
+            if any(isinstance(modules[outer], Fp32Pinned) for outer in _around(name) if outer in modules):
                 continue
             self.pinned[name] = pin_fp32(modules[name])
             names.append(name)
         searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer is guilty")
-        why = "what overflows is pinned already" if self._blamed else searched
+        why = "what overflows is pinned already" if self._newly_guilty else searched
         shown = ", ".join(name or type(self.model).__name__ for name in names) or f"nothing: {why}"
         logging.getLogger(__name__).warning("pinned to FP32: %s", shown)
         return names
 
     def _worst(self) -> list[str]:
-        """The guilty since the last call before the latest passes, and behind them who came near."""
-        passes, before = self._before
-        guilty = Counter({name: layer.guilty for name, layer in self.layers.items() if layer.guilty})
-        if self._recorder.passes > passes:
-            self._before = self._recorder.passes, guilty
-            self._blamed = guilty - before
-        if not self._blamed:
+        """The layers that were guilty since the last call before the latest passes, then those near their range."""
+        if self._recorder.passes > self._pinned_at:
+            guilty = Counter({name: layer.guilty for name, layer in self.layers.items() if layer.guilty})
+            self._newly_guilty = guilty - self._guilty_then
+            self._pinned_at, self._guilty_then = self._recorder.passes, guilty
+        if not self._newly_guilty:
             return []
         low = (layer for layer in self.layers.values() if layer.low and layer.share >= NEAR)
         near = sorted(low, key=lambda layer: -layer.share)
-        return list(dict.fromkeys([*(name for name, _ in self._blamed.most_common()), *(layer.name for layer in near)]))
+        worst = [name for name, _ in self._newly_guilty.most_common()]
+        return list(dict.fromkeys([*worst, *(layer.name for layer in near)]))
 
-    def _send(self) -> None:
-        for batch in self._recorder.sealed:
-            self._transfers.append((batch, Transfer(list(batch.readings()))))
-        self._recorder.sealed = []
+    def _start_copies(self) -> None:
+        sealed, self._recorder.trace.sealed = self._recorder.trace.sealed, []
+        self._copies += [(batch, ReadingsCopy(event.reading for event in batch.events)) for batch in sealed]
 
     def _poll(self) -> None:
-        self._send()
-        while self._transfers and self._transfers[0][1].ready():
-            self._take(*self._transfers.pop(0))
+        """Judge the batches whose readings are on the host."""
+        self._start_copies()
+        while self._copies and self._copies[0][1].done():
+            self._judge(*self._copies.pop(0))
 
     def _settle(self) -> None:
-        self._recorder.seal()
-        self._send()
-        for batch, transfer in self._transfers:
-            self._take(batch, transfer)
-        self._transfers = []
+        """Judge everything up to now, and count how often each layer was named."""
+        self._recorder.trace.seal()
+        self._start_copies()
+        while self._copies:
+            self._judge(*self._copies.pop(0))
         for layer in self.layers.values():
             layer.guilty = layer.scaled = 0
-        for index, finding in enumerate(self.findings):
-            if finding.layer is not None and finding.operand not in ("weight", "input"):
-                row = self.layers[finding.layer]
-                row.guilty += self._times[index] * finding.guilty
-                row.scaled += self._times[index] * (not finding.guilty)
+        for entry in self._ledger.entries:
+            if entry.finding.layer is not None and entry.finding.in_a_layer:
+                row = self.layers[entry.finding.layer]
+                row.guilty += entry.times * entry.finding.guilty
+                row.scaled += entry.times * (not entry.finding.guilty)
 
-    def _take(self, batch: Batch, transfer: Transfer) -> None:
-        transfer.finish()
+    def _judge(self, batch: Batch, copy: ReadingsCopy) -> None:
+        copy.finish()
         for event in batch.events:
             if event.kind == "scale" and (not self.scales or self.scales[-1][1] != event.reading.high):
                 self.scales.append((event.step, event.reading.high))
             if event.call is not None and event.name in self.layers:
-                self.layers[event.name].see(event)
-        found = self._judge.judge(batch)
+                self.layers[event.name].add(event)
+        found = self._locator.locate(batch)
         if not found:  # what ops made and no module's output shows: 1 / Inf is 0
-            self.hidden.update((c.layer, c.op, c.made) for c in batch.creations)
+            self.hidden.update((made.layer, made.op, made.made) for made in batch.creations())
         for finding in found:
-            self._enter(finding)
-        self._passed(self._search.follow(batch))
-        suspects = self._judge.suspects - self._judge.cleared
-        places = {self._seen[finding.layer, finding.operand] for finding in found}
-        if not batch.opwise and (suspects or any(unexplained(self.findings[place]) for place in places)):
-            self._recorder.look |= dict.fromkeys(self._recorder.roots)
-        elif batch.opwise and not suspects and not any(map(unexplained, self.findings)):
-            self._recorder.look.clear()
-
-    def _enter(self, finding: Finding) -> None:
-        index = self._index(finding)
-        if index is None:
-            index = len(self.findings)
-            self.findings.append(finding)
-        first = self.findings[index]
-        self._seen[finding.layer, finding.operand] = index
-        guilty = self._search.guilty(index, finding) or (first.guilty and self._times[index] > 0)
-        self._times[index] += 1
-        told = finding if explains(finding, first, self._judge.compiled) else first
-        cured_by = None if guilty else self._search.lowest
-        told = replace(told, step=first.step, loss_scale=first.loss_scale, guilty=guilty, cured_by=cured_by)
-        self.findings[index] = told
-        if finding.layer is not None:
-            self.layers[finding.layer].enter(finding)
-
-    def _passed(self, scale: float | None) -> None:
-        """A step has passed with this loss scale: the gradients that overflowed at a larger one are cured."""
-        for index, finding in enumerate(self.findings if scale is not None else ()):
-            if not finding.guilty and finding.cured_by is None:
-                self.findings[index] = replace(finding, cured_by=scale)
-
-    def _index(self, finding: Finding) -> int | None:
-        """Where the same overflow stands already: it came again, or is now seen op by op."""
-        for index, first in enumerate(self.findings):
-            if explains(finding, first, self._judge.compiled):
-                return index
-        return self._seen.get((finding.layer, finding.operand))
+            if finding.layer is not None:
+                self.layers[finding.layer].name_for(finding)
+        came = self._ledger.enter(batch, found)
+        if not batch.opwise and (came or self._locator.undecided):
+            self._recorder.rewatch(True)
+        elif batch.opwise and not self._locator.undecided and not any(e.unexplained for e in self._ledger.entries):
+            self._recorder.rewatch(False)
 
 
 def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters") -> OverflowWatch:
@@ -215,7 +186,7 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
 
     model: the object that is called.  scaler: a torch.amp.GradScaler, or the optimizer of fe.amp.decorate, which holds
     one; its `update` then counts the steps and its loss scale is followed.  Without one each forward pass of the model
-    is a step.  mode: "counters" (cheap; tells the layer at once and the op one pass later) or "ops" (looks at every op;
+    is a step.  mode: "counters" (cheap; tells the layer at once and the op one pass later) or "ops" (checks every op;
     waits for the device at each).
 
     `watch.first()`: the first Finding (layer, operand, op, step, amaxes) or None.  `watch.report()`: all of it, a table
@@ -254,7 +225,7 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
     return OverflowWatch(model, scaler, mode)
 
 
-def _outer(name: str) -> list[str]:
+def _around(name: str) -> list[str]:
     """The layer itself and every one around it."""
     parts = name.split(".") if name else []
     return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]

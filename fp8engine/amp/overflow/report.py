@@ -1,15 +1,15 @@
-"""The overflow report: the findings of a watch as plain dicts, and as a table of text."""
+"""Report of a watch with every layer's peak, the findings and the loss scales, as plain dicts and as text."""
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass, field
 
 import torch
 
-from fp8engine.amp.events import Event
-from fp8engine.amp.verdict import Finding, number
+from fp8engine.amp.overflow.finding import Finding, number
+from fp8engine.amp.overflow.trace import Event
+from fp8engine.amp.text import as_text
 
 SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
 
@@ -47,10 +47,10 @@ class LayerStats:
         """Whether it returned FP16 or BF16."""
         return self.dtype in (torch.float16, torch.bfloat16)
 
-    def see(self, event: Event) -> None:
-        """Enter a settled event of this layer."""
+    def add(self, event: Event) -> None:
+        """Count an event of this layer, its reading in numbers."""
         reading = event.reading
-        finite = reading.amax if reading.finite else 0.0
+        finite = reading.amax if reading.taken and reading.finite else 0.0
         if event.kind == "output":
             self.calls += 1
             self.peak, self.dtype = max(self.peak, finite), reading.dtype
@@ -59,8 +59,8 @@ class LayerStats:
             self.grad_peak = max(self.grad_peak, finite)
             self.grad_nonfinite += not reading.finite
 
-    def enter(self, finding: Finding) -> None:
-        """Keep what it was named for."""
+    def name_for(self, finding: Finding) -> None:
+        """Keep what the layer was named for."""
         if finding.backward:
             self.grad_made = finding.output_amax
             self.grad_nonfinite += 1
@@ -102,8 +102,7 @@ class OverflowReport:
 
     def table(self, width: int = 120) -> str:
         """The layers worst first, and the findings, as text `width` columns wide."""
-        from rich.console import Console  # here: importing rich draws from Python's random numbers
-        from rich.table import Table
+        from rich.table import Table  # here: importing rich draws from Python's random numbers
 
         ran = [layer for layer in self.layers if layer.calls or layer.guilty or layer.scaled]
         worst = sorted(ran, key=lambda x: (-x.guilty, -x.scaled, -(x.nonfinite + x.grad_nonfinite), -x.share))
@@ -125,12 +124,7 @@ class OverflowReport:
                 str(layer.grad_nonfinite),
                 self._verdict(layer),
             )
-        out = io.StringIO()
-        console = Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
-        console.print(table)
-        for line in self._lines(len(worst)):
-            console.print(line, highlight=False, soft_wrap=True)
-        return out.getvalue()
+        return as_text(table, self._lines(len(worst)), width)
 
     def _verdict(self, layer: LayerStats) -> str:
         words = []

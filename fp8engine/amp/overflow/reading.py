@@ -1,45 +1,42 @@
-"""What a tensor holds, in one reduction and without waiting for it: its smallest and its largest value.
+"""Smallest and largest value of a tensor, taken in one reduction that the host does not wait for.
 
     low, high = aminmax(x)      NaN in x makes both NaN
 
-One pass gives all that a hunt for overflow needs: amax = max(|low|, |high|); NaN; +Inf; and -Inf alone, which a mask
-puts there on purpose far more often than an overflow does.  aminmax rather than a norm: on a CPU, torch 2.13 takes
-65 us for 600,000 values against 1,550 us for vector_norm(x, inf) (one core).  On CUDA parameters and gradients are
-read by `_foreach_norm`, one launch for all of them.
-
-Readings stay on their device.  `Transfer` brings many to the host at once, on CUDA into pinned memory behind an event,
-so that whoever started it can ask whether it is there instead of waiting.
+That is all a search for overflow needs: amax = max(|low|, |high|); NaN; +Inf; and -Inf alone, which a mask puts there
+on purpose far more often than an overflow does.  aminmax rather than a norm: on a CPU, torch 2.13 takes 65 us for
+600,000 values against 1,550 us for vector_norm(x, inf) (one core).  On CUDA parameters and gradients are read by
+`_foreach_norm`, one launch for all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fp8engine import _torch
 from fp8engine._torch import is_functorch_wrapped_tensor
+from fp8engine.files import HostCopy
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reading:
-    """Smallest and largest value of one tensor: on its device at first, numbers once settled, None if never taken."""
+    """Smallest and largest value of one tensor: tensors on its device, numbers once copied, None if never taken."""
 
-    __slots__ = ("consumers", "dtype", "high", "leaves", "low")
+    __slots__ = ("dtype", "high", "low", "returned")
 
     def __init__(self, low: Any = None, high: Any = None, dtype: torch.dtype | None = None):
         self.low, self.high, self.dtype = low, high, dtype
-        self.consumers: list[Any] = []  # calls that took the tensor as an input
-        self.leaves = False  # the watched model returned the tensor
+        self.returned = False  # the watched model returned the tensor
 
     @property
     def taken(self) -> bool:
-        """Whether there is anything to look at."""
+        """Whether the tensor was read."""
         return self.low is not None
 
     @property
@@ -73,20 +70,13 @@ class Reading:
         return not self.finite and not self.masked
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and dicts (a Hugging Face output is a dict), in order."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from tensors(value)
+def largest(readings: Iterable[Reading]) -> float:
+    """The largest finite magnitude among readings, NaN where there is none."""
+    return max((r.amax for r in readings if r.taken and r.finite), default=math.nan)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values to look at: this rank's part, a complex number as two; None for integers and what holds no values."""
+    """The values to read: this rank's part, a complex number as two; None for integers and what holds no values."""
     usual = type(tensor) in PLAIN and tensor.dtype in FLOATS and tensor.device.type in ("cpu", "cuda")
     if usual and tensor.layout is torch.strided and tensor.numel() and not is_functorch_wrapped_tensor(tensor):
         return tensor.detach()  # nearly all of them: this runs for every tensor of a step
@@ -103,7 +93,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def read(tensor: torch.Tensor) -> Reading:
-    """One reduction; nothing is waited for."""
+    """One reduction; the host does not wait for it."""
     values = readable(tensor)
     if values is None:
         return Reading()
@@ -111,11 +101,19 @@ def read(tensor: torch.Tensor) -> Reading:
     return Reading(low, high, values.dtype)
 
 
-def read_all(held: Sequence[torch.Tensor]) -> list[Reading]:
+def read_now(tensor: torch.Tensor) -> Reading:
+    """A reading in numbers; the host waits for the device."""
+    reading = read(tensor)
+    if reading.taken:
+        reading.low, reading.high = reading.low.item(), reading.high.item()
+    return reading
+
+
+def read_all(given: Sequence[torch.Tensor]) -> list[Reading]:
     """A reading of each; on CUDA in a few launches for all, which see magnitudes only."""
-    found: list[Reading] = [Reading() for _ in held]
+    found: list[Reading] = [Reading() for _ in given]
     together: defaultdict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for index, tensor in enumerate(held):
+    for index, tensor in enumerate(given):
         values = readable(tensor)
         if values is not None and values.is_cuda:
             together[values.device, values.dtype].append((index, values))
@@ -128,37 +126,24 @@ def read_all(held: Sequence[torch.Tensor]) -> list[Reading]:
     return found
 
 
-class Transfer:
-    """Readings on their way to the host."""
+class ReadingsCopy:
+    """Readings being copied to the host, those of one device and dtype in one tensor."""
 
-    def __init__(self, readings: Sequence[Reading]):
+    def __init__(self, readings: Iterable[Reading]):
         groups: defaultdict[Any, list[Reading]] = defaultdict(list)
         for reading in readings:
             if isinstance(reading.low, torch.Tensor):
                 groups[reading.low.device, reading.low.dtype].append(reading)
-        self._parts = [(group, *self._start(group)) for group in groups.values()]
+        self._groups = list(groups.values())
+        self._copy = HostCopy(torch.stack([x for r in group for x in (r.low, r.high)]) for group in self._groups)
 
-    @staticmethod
-    def _start(group: list[Reading]) -> tuple[torch.Tensor, Any]:
-        values = torch.stack([value for reading in group for value in (reading.low, reading.high)])
-        if not values.is_cuda:
-            return values, None
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(values.device))
-        return host, arrived
-
-    def ready(self) -> bool:
+    def done(self) -> bool:
         """Whether `finish` would not wait."""
-        return all(arrived is None or arrived.query() for _, _, arrived in self._parts)
+        return self._copy.done()
 
     def finish(self) -> None:
-        """Turn the readings into numbers; waits for the device if they are still on their way."""
-        for group, host, arrived in self._parts:
-            if arrived is not None:
-                arrived.synchronize()
-            values = host.tolist()
+        """Turn the readings into numbers; waits for the device until they are copied."""
+        for group, copied in zip(self._groups, self._copy.wait(), strict=True):
+            values = copied.tolist()
             for index, reading in enumerate(group):
                 reading.low, reading.high = values[2 * index], values[2 * index + 1]
-        self._parts = []

@@ -1,0 +1,105 @@
+"""The findings of all passes, the same overflow once, and those that a smaller loss scale cures.
+
+A loss scaler begins too high on purpose, skips the steps whose gradients overflow, and lowers the scale until they do
+not.  The layer that overflowed first is then not at fault: its gradient is the largest, and a smaller scale cures it.
+So a gradient that overflowed while the forward was finite makes a layer guilty only if
+
+    it overflows where the scale is below 1: the unscaled gradient is beyond FP16,
+    it has twice overflowed at a scale at which no step had failed: the gradient has grown, not the scale,
+    or the op that made it Inf or NaN works in FP32 or BF16, whose range no loss scale comes near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp8engine.amp.overflow.finding import GRADIENTS, Finding
+from fp8engine.amp.overflow.locate import same_overflow
+from fp8engine.amp.overflow.trace import Batch
+
+GROWN = 2  # once is noise of the batches, which every scaler lives with
+WIDE = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass
+class Entry:
+    """One overflow.  times: how often it came.  grown: how often at a loss scale that had been fine before."""
+
+    finding: Finding
+    times: int = 0
+    grown: int = 0
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether its op is to be found."""
+        return self.finding.op is None and self.finding.in_a_layer
+
+
+class Ledger:
+    """The overflows of a watch, first in time first, and the loss scales its steps had.
+
+    compiled: names of layers that run compiled.
+    """
+
+    def __init__(self, compiled: set[str]):
+        self.entries: list[Entry] = []
+        self._compiled = compiled
+        self._by_place: dict[tuple[str | None, str], Entry] = {}  # (layer, operand), guesses included
+        self._cure: float | None = None  # the smallest scale, of at least 1, at which a step has passed
+        self._scale = 1.0
+        self._step: int | None = None  # the step under way, once it has gradients
+        self._finite = True  # and whether all of these are finite
+
+    def enter(self, batch: Batch, findings: Iterable[Finding]) -> bool:
+        """Enter a batch and what was found in it; returns whether an overflow came whose op is to be found."""
+        entries = [self._enter(finding) for finding in findings]
+        self._follow_scale(batch)
+        return any(entry.unexplained for entry in entries)
+
+    def _enter(self, finding: Finding) -> Entry:
+        entry = next((e for e in self.entries if same_overflow(finding, e.finding, self._compiled)), None)
+        nearer = entry is not None
+        if entry is None:
+            entry = self._by_place.get((finding.layer, finding.operand))
+        if entry is None:
+            entry = Entry(finding)
+            self.entries.append(entry)
+        self._by_place[finding.layer, finding.operand] = entry
+        first = entry.finding
+        guilty = self._guilty(entry, finding) or (first.guilty and entry.times > 0)
+        entry.times += 1
+        kept = finding if nearer else first
+        cure = None if guilty else self._cure
+        entry.finding = replace(kept, step=first.step, loss_scale=first.loss_scale, guilty=guilty, cured_by=cure)
+        return entry
+
+    def _guilty(self, entry: Entry, finding: Finding) -> bool:
+        """Whether the layer is at fault for what was found now."""
+        scale = finding.loss_scale
+        if not finding.backward or scale is None:
+            return True
+        if self._cure is not None and scale <= self._cure:
+            self._cure = None
+            entry.grown += 1
+        wide = finding.op is not None and finding.dtype in WIDE
+        return scale < 1 or wide or entry.grown >= GROWN
+
+    def _follow_scale(self, batch: Batch) -> None:
+        passed = None
+        for event in batch.events:
+            if event.kind in GRADIENTS:
+                self._finite = event.reading.finite and (self._finite or self._step is None)
+                self._step = event.step
+            elif event.kind == "scale":
+                if self._step is not None and event.step > self._step:
+                    if self._finite and self._scale >= 1:
+                        passed = self._scale
+                        self._cure = min(passed, self._cure or passed)
+                    self._step = None
+                self._scale = event.reading.high
+        for entry in self.entries if passed is not None else ():
+            if not entry.finding.guilty and entry.finding.cured_by is None:
+                entry.finding = replace(entry.finding, cured_by=passed)

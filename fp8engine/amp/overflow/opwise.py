@@ -1,0 +1,160 @@
+"""Check of every op of a pass, forward and backward, for the one that makes the first NaN or Inf.
+
+    an op creates NaN:  no input holds NaN, its output does
+    an op creates Inf:  no input holds Inf and none is among its arguments, its output does
+
+So an op that passes on what it was given is never named, nor is a mask: masked_fill(mask, -inf), where(mask, -inf, x),
+full(-inf) and the log of zeros and ones put in an Inf on purpose, and what adds a mask has an Inf among its
+inputs.  Whether what an op created did any harm is seen in the modules' outputs (locate.py): log(0) behind a `where`
+does none.
+
+Forward, a TorchDispatchMode sees the ops that really run: casts of autocast, the parts of a fused function.  Backward,
+each node of the autograd graph gets a hook that sees the gradients going in and out, in whichever thread runs it; a
+node belongs to the innermost module that was running when its sequence number was given out.  The host waits for the
+device at each op: this is for one pass, or for mode="ops".
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8engine._torch import TorchDispatchMode
+from fp8engine.amp.overflow.reading import Reading, largest, read_now, readable
+from fp8engine.amp.overflow.trace import Call, Creation, Trace
+from fp8engine.amp.tensors import tensors
+
+TAGGED = "fp8engine.amp"
+UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
+OVERWRITES = ("copy_", "fill_", "zero_")  # what was in their first argument does not matter
+PASSED_BY_WEIGHTS = tuple(
+    f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze")
+)
+ENOUGH = 64  # creations kept of one pass: the first of a module is the one that is reported
+
+
+class OpMode(TorchDispatchMode):
+    """While it is on, every op of the forward is checked, and what creates NaN or Inf goes to the trace."""
+
+    def __init__(self, trace: Trace):
+        super().__init__()
+        self._trace = trace
+        self._known: dict[int, tuple[weakref.ref, int, Reading]] = {}
+        self._kept = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._trace.is_quiet:
+            return func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        given = [x for x in tensors((args, kwargs)) if readable(x) is not None]
+        if name in OVERWRITES:
+            given = given[1:]
+        before = [self._read(x) for x in given]
+        output = func(*args, **kwargs)
+        if name not in UNWRITTEN and self._kept < ENOUGH:
+            inf_given = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
+            for made in tensors(output):
+                self._check(name, (given, before, inf_given), self._read(made, fresh=True))
+        return output
+
+    def _read(self, tensor: torch.Tensor, fresh: bool = False) -> Reading:
+        known = self._known.get(id(tensor))
+        if not fresh and known and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        reading = read_now(tensor)
+        if not tensor.is_inference():  # it counts no versions, so a kept reading may be old
+            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, reading
+        return reading
+
+    def _check(self, name: str, source: tuple[list[torch.Tensor], list[Reading], bool], after: Reading) -> None:
+        given, before, inf_given = source
+        made = creates(before, inf_given, after)
+        if (inf_given and after.inf) or (made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)):
+            self._trace.masked()
+            made = made if made == "NaN" else None
+        if made is None:
+            return
+        self._kept += 1
+        names = self._trace.parameters
+        weight = next((names[id(x)] for x in given if isinstance(x, nn.Parameter) and id(x) in names), None)
+        call = self._trace.current()
+        cast = name == "_to_copy"
+        self._trace.created(
+            Creation(
+                layer=call.name if call else "",
+                op=f"cast to {str(after.dtype).removeprefix('torch.')}" if cast else name,
+                made=made,
+                amax=largest(before),
+                dtype=after.dtype,
+                operand="weight" if cast and weight else "output",
+                parameter=weight,
+                call=call,
+            )
+        )
+
+
+def creates(before: Iterable[Reading], inf_given: bool, after: Reading) -> str | None:
+    """What an op made that it was not given: "NaN", "Inf", "-Inf" or None.  inf_given: Inf is among its arguments."""
+    before = list(before)
+    if after.nan:
+        return None if any(reading.nan for reading in before) else "NaN"
+    if not after.inf or inf_given or any(reading.nan or reading.inf for reading in before):
+        return None
+    return "Inf" if after.high == math.inf else "-Inf"
+
+
+def _zeros_and_ones(given: list[torch.Tensor]) -> bool:
+    return all(bool(((x == 0) | (x == 1)).all()) for x in given)
+
+
+def watch_nodes(call: Call, output: Any, trace: Trace) -> None:
+    """Hook the nodes of the autograd graph that this call made, and that no call inside it has taken yet."""
+    pending = [x.grad_fn for x in tensors(output) if x.grad_fn is not None]
+    seen: set[Any] = set()
+    while pending:
+        node: Any = pending.pop()
+        if node in seen or hasattr(node, "variable") or node._sequence_nr() < call.sequence:
+            continue
+        seen.add(node)
+        pending += [after for after, _ in node.next_functions if after is not None]
+        if node.metadata.get(TAGGED) is not trace:
+            node.metadata[TAGGED] = trace
+            names = [_parameter(after, trace.parameters) for after, _ in node.next_functions]
+            node.register_hook(_node_hook(node.name(), names, call, trace))
+
+
+def _parameter(node: Any, names: dict[int, str]) -> str | None:
+    """The parameter that a gradient goes to through casts and views alone."""
+    for _ in range(8):  # more than any layer puts between a weight and its matmul
+        if node is None:
+            return None
+        if hasattr(node, "variable"):
+            return names.get(id(node.variable))
+        if node.name() not in PASSED_BY_WEIGHTS:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Callable[..., None]:
+    def check(gradients: tuple, given: tuple) -> None:
+        if trace.closed:
+            return
+        before = [read_now(g) for g in given if g is not None]
+        for name, gradient in zip(names, gradients, strict=False):
+            after = read_now(gradient) if gradient is not None else Reading()
+            made = creates(before, False, after)
+            if made is None:
+                continue
+            operand = "grad_weight" if name else "grad_input"
+            trace.created(
+                Creation(call.name, op, made, largest(before), after.dtype, operand, name, backward=True, call=call)
+            )
+
+    return check

@@ -1,0 +1,280 @@
+"""Hooks on the modules of a model that record a training loop in a trace, and read each tensor once.
+
+A module's input is read only where nothing that was watched made it: at the model's input, and between two modules
+where a container's own forward computes.  So the first bad reading in time points to the forward that made it: an
+output is bad first in the module that made it, an input is bad first where the forward around the module made it.
+
+Inside a compiled graph nothing is recorded: hooks would be compiled into it.  A compiled region counts as one module,
+and its parts are hooked only while a pass is watched op by op, which runs it eagerly.  A checkpointed forward runs
+again during backward; that run is known by the graph task it is part of, reads nothing and opens no pass, but its
+tensors do carry gradients where the first run had none (use_reentrant=True).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8engine import _torch
+from fp8engine._torch import plain_name
+from fp8engine.amp.overflow.opwise import OpMode, watch_nodes
+from fp8engine.amp.overflow.reading import Reading, read, read_all
+from fp8engine.amp.overflow.trace import Batch, Call, Event, Trace
+from fp8engine.amp.tensors import tensors
+
+# Passes watched op by op until a backward comes: enough for a contrastive pair or two, and few where none comes.
+SHARE_A_BACKWARD = 8
+
+
+class Recorder:
+    """Records what the model does; its owner takes the batches from `trace.sealed`.
+
+    always: every pass op by op.  poll: called before each pass, after the batch before it was sealed.
+    """
+
+    def __init__(self, model: nn.Module, scaler: Any, always: bool, poll: Callable[[], None]):
+        self.model, self.scaler, self.always, self.poll = model, scaler, always, poll
+        self.passes = self.backwards = 0
+        self.layers = list(named_layers(model))
+        self._parameters = [(plain_name(model, name), p) for name, p in model.named_parameters()]
+        self.trace = Trace({id(p): name for name, p in self._parameters})
+        self._roots: set[str] = set()  # outermost calls so far: parts of a model may be called by themselves
+        # Outermost calls to watch op by op, and the (backwards, passes) when that began.
+        self._rewatched: dict[str, tuple[int, int] | None] = {}
+        self._known: dict[int, tuple[weakref.ref, int, Reading]] = {}  # tensors of this pass that were read
+        self._inside_graphs: list[tuple[str, nn.Module]] = []
+        self._accumulated: list[torch.Tensor] = []  # parameters whose gradients this backward has added to
+        self._updates = 0  # of the loss scale
+        # What is undone when the ops of a pass end, when a pass run eagerly ends, and when the watch ends.
+        self._ops, self._eager, self._attached = ExitStack(), ExitStack(), ExitStack()
+
+    def attach(self) -> None:
+        """Hook the model; nothing of it changes otherwise."""
+        self.trace.closed = False
+        self._inside_graphs = []
+        inside = {id(part) for _, m in self.layers if is_compiled(m) for part in _compiled_parts(m)}
+        for name, module in self.layers:
+            if _compiled_in_place(module):
+                self._wrap_compiled(name, module)
+            elif id(module) in inside:
+                self._inside_graphs.append((name, module))
+            else:
+                self._hook(self._attached, name, module)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                self._attached.callback(parameter.register_post_accumulate_grad_hook(self._gradient).remove)
+        self._read("grad_before", [(name, p.grad) for name, p in self._parameters if p.is_leaf], step=0)
+        if self.scaler is not None:
+            self._follow_scaler()
+
+    def detach(self) -> None:
+        """Unhook it, whatever went wrong in between, and seal the last batch."""
+        self.trace.closed = True
+        self.trace.seal()
+        for undone in (self._ops, self._eager, self._attached):
+            undone.close()
+
+    def rewatch(self, wanted: bool) -> None:
+        """Watch the next pass of each outermost call op by op, or no longer."""
+        if wanted:
+            self._rewatched |= dict.fromkeys(self._roots)
+        else:
+            self._rewatched.clear()
+
+    def _hook(self, undone: ExitStack, name: str, module: nn.Module) -> None:
+        enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+        undone.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        undone.callback(module.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
+
+    def _wrap_compiled(self, name: str, module: Any) -> None:
+        """module.compile() compiles the hooks of the module with it, so what it calls is wrapped instead."""
+        compiled = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(name, module, args, kwargs)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+                return output
+            finally:
+                self._leave(name, module, args, kwargs, output)
+
+        module._compiled_call_impl = call
+        self._attached.callback(setattr, module, "_compiled_call_impl", compiled)
+
+    def _follow_scaler(self) -> None:
+        own, original = self.scaler.__dict__.get("update"), self.scaler.update
+
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._updates += 1
+            self._read_scale(self._updates)
+            return result
+
+        self.scaler.update = update
+        restore = functools.partial(setattr, self.scaler, "update", own) if own else None
+        self._attached.callback(restore or functools.partial(delattr, self.scaler, "update"))
+
+    def _begin_pass(self, name: str) -> None:
+        self._ops.close()
+        self._eager.close()
+        self.trace.seal()
+        self.poll()
+        self._known.clear()
+        self._accumulated.clear()
+        self.passes += 1
+        self.trace.step = self._updates if self.scaler is not None else self.passes - 1
+        opwise = self._opwise(name)
+        self._roots.add(name)
+        self.trace.batch = Batch(opwise, {name for name, p in self._parameters if p.grad is None})
+        # Every pass: a write of a weight through .data, as some optimizers do, changes no version.
+        self._read("weight", self._parameters, self.trace.step)
+        for path, module in self.layers:
+            for key, buffer in module._buffers.items():
+                if isinstance(buffer, torch.Tensor):
+                    event = Event("buffer", f"{path}.{key}" if path else key, read(buffer), self.trace.step)
+                    self.trace.add(event)
+        self._read_scale(self.trace.step)
+        if opwise:
+            if any(is_compiled(m) for _, m in self.layers):
+                # until the next pass: a checkpoint's second forward must do what its first did
+                self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+                for path, module in self._inside_graphs:
+                    self._hook(self._eager, path, module)
+            self._ops.enter_context(OpMode(self.trace))
+
+    def _opwise(self, name: str) -> bool:
+        """Whether to watch this pass op by op: until a backward has come, which several passes may share."""
+        if name in self._rewatched:
+            backwards, passes = self._rewatched[name] or (self.backwards, self.passes)
+            self._rewatched[name] = backwards, passes
+            if self.backwards > backwards or self.passes - passes >= SHARE_A_BACKWARD:
+                del self._rewatched[name]
+        return self.always or name in self._rewatched
+
+    def _read(self, kind: str, named: list[tuple[str, Any]], step: int) -> None:
+        """Read parameters or gradients, those that are there, and record them."""
+        named = [(name, tensor) for name, tensor in named if tensor is not None]
+        for (name, _), reading in zip(named, read_all([tensor for _, tensor in named]), strict=True):
+            self.trace.add(Event(kind, name, reading, step))
+
+    def _read_scale(self, step: int) -> None:
+        # the tensor, made by the first scale(loss); get_scale() would wait for it
+        scale = getattr(self.scaler, "_scale", None)
+        kept = scale.detach().clone() if isinstance(scale, torch.Tensor) else getattr(self.scaler, "_init_scale", None)
+        self.trace.add(Event("scale", "", Reading(kept, kept), step))
+
+    def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling():
+            return
+        trace, stack, recomputed = self.trace, self.trace.stack, _torch.graph_task() >= 0
+        if module is self.model and not recomputed:
+            stack.clear()
+        parent = stack[-1] if stack else None if recomputed else trace.outermost
+        outermost = parent is None and not recomputed
+        if outermost:
+            self._begin_pass(name)
+        call = Call(name, module, parent, trace.step)
+        call.recomputed = recomputed
+        call.opwise = trace.batch.opwise and _torch.dispatch_modes() > 0
+        stack.append(call)
+        if outermost:
+            trace.outermost = call
+        with trace.quiet():
+            for tensor in tensors((args, kwargs)):
+                reading = self._find(tensor)
+                if reading is None:
+                    reading = self._read_new("input", tensor, call)
+                    if not tensor.is_leaf:
+                        self._follow_gradient("grad_input", tensor, call, reading)
+                call.inputs.append(reading)
+        call.sequence = _torch.sequence_number()
+
+    def _leave(self, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        trace, stack = self.trace, self.trace.stack
+        if not any(call.name == name for call in stack):
+            return
+        while (call := stack.pop()).name != name:  # those above were left by an exception
+            pass
+        with trace.quiet():
+            for tensor in tensors(output):
+                reading = self._find(tensor)
+                if reading is None:
+                    reading = self._read_new("output", tensor, call)
+                    self._follow_gradient("grad_output", tensor, call, reading)
+                reading.returned |= call.parent is None and not call.recomputed
+            if trace.batch.opwise:
+                watch_nodes(call, output, trace)
+        if call is trace.outermost:
+            trace.outermost = None
+            self._ops.close()
+
+    def _find(self, tensor: torch.Tensor) -> Reading | None:
+        known = self._known.get(id(tensor))
+        return known[2] if known and known[0]() is tensor and known[1] == _version(tensor) else None
+
+    def _read_new(self, kind: str, tensor: torch.Tensor, call: Call) -> Reading:
+        reading = Reading() if call.recomputed else read(tensor)
+        self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), reading
+        self.trace.add(Event(kind, call.name, reading, call.step, call))
+        return reading
+
+    def _follow_gradient(self, kind: str, tensor: torch.Tensor, call: Call, source: Reading) -> None:
+        if not tensor.requires_grad:
+            return
+
+        def record(gradient: torch.Tensor) -> None:
+            if not self.trace.closed:
+                with self.trace.quiet():
+                    self.trace.add(Event(kind, call.name, read(gradient), call.step, call, source))
+
+        handle = tensor.register_hook(record)
+        if tensor.is_leaf:  # it outlives the pass
+            self._attached.callback(handle.remove)
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        if not self._accumulated:  # one reading of all when this backward ends; CUDA takes one launch for them
+            _torch.after_backward(self._gradients)
+        self._accumulated.append(parameter)
+
+    def _gradients(self) -> None:
+        named = [(self.trace.parameters[id(p)], p.grad) for p in self._accumulated if p.grad is not None]
+        self._accumulated = []
+        if named:
+            self.backwards += 1
+            with self.trace.quiet():
+                self._read("grad_weight", named, self.trace.step)
+
+
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that can be hooked, by its name in the model before it was wrapped."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield (plain_name(model, name), module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling the module runs a compiled graph: torch.compile(module), or module.compile()."""
+    return hasattr(module, "_orig_mod") or _compiled_in_place(module)
+
+
+def _compiled_in_place(module: nn.Module) -> bool:
+    """Whether module.compile() was called: its hooks are compiled with it."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _compiled_parts(module: Any) -> Iterator[nn.Module]:
+    """The modules whose hooks are part of the compiled graph."""
+    return module._orig_mod.modules() if hasattr(module, "_orig_mod") else (m for m in module.modules() if m != module)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
