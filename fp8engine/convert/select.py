@@ -23,6 +23,7 @@ from fp8engine.nn.dispatched import held_forwards
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.torch_transformer import uncalled
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.numerics.recipe import Recipe, resolve
 
 Skip = Callable[[str, nn.Module], bool]
@@ -271,7 +272,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"its weight is a {type(weight).__name__}"
     if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
         return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
     return None
 

@@ -18,12 +18,12 @@ from fp8engine.autograd.attention import Rotary
 from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Heads
 from fp8engine.nn.families import FAMILIES, Block, Experts, match
+from fp8engine.nn.lazy import GATED
 from fp8engine.nn.linear import Linear
 
 INSTEAD = "fe.convert(model, recipe) puts its linear layers under a recipe as they stand"
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu", "quick_gelu": "silu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 QUICK = 1.702
 CONV1D = ("Conv1D", "Float8Conv1D")  # by name: transformers need not be there
 UNFIT = {"t5": "its scores have relative positions added and are not divided by sqrt(head_dim)"}

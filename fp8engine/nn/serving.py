@@ -21,7 +21,7 @@ from fp8engine.autograd import Numerics
 from fp8engine.autograd.linear import in_shape_of
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.linear import Float8Module
-from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
 from fp8engine.ops import casts, device, matmul
 from fp8engine.ops.reference import Operand
@@ -29,7 +29,6 @@ from fp8engine.scaling.table import ROLES, ScalingState
 
 CODES = torch.float8_e4m3fn  # Tensor Cores take E5M2 weights only beside E4M3 inputs, and no checkpoint stores them
 NAN_CODE = 0x7F  # S.1111.111, the only NaN of E4M3 but for its sign (OCP 8-bit floating point specification, table 1)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def serving(recipe: Recipe) -> Recipe:
