@@ -1,4 +1,4 @@
-"""The three matmuls of one call of a layer, for every autograd Function that holds some.
+"""Casts and matmuls of one call of a layer: forward, dgrad and wgrad, for every autograd Function that has them.
 
     forward   y[M, N]  = X[M, K]  @ W[N, K]^T + b        X, W reduced along -1
     dgrad     dx[M, K] = DY[M, N] @ (W^T)[K, N]^T        W cast along 0
@@ -51,7 +51,7 @@ class Gradient(NamedTuple):
 
 
 class Call:
-    """What one call of a layer decides in forward and reads in backward, beside the tensors that are saved.
+    """Decisions of one call of a layer, made in forward and read in backward, beside the tensors that are saved.
 
     x, weight: its input and its weight [..., N, K], for their device and sizes.  needs: whether input, weight and bias
     want gradients.  record: whether amaxes enter the history.
@@ -239,7 +239,7 @@ class Call:
             return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
         weights: Kept = {}
         if not torch.compiler.is_compiling():
-            # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
+            # Taken out: a loss that the user keeps alive keeps this call alive, and with it these operands.
             weights, self.weights = self.weights, weights
         if self.transposes_weight:
             return transpose(weight_NK, forward, weights, slot)

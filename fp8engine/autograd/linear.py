@@ -1,4 +1,4 @@
-"""y = x @ w.T + b with each of its three matmuls in the precision its recipe asks for.
+"""Linear layer as an autograd Function: y = x @ w.T + b, each of its three matmuls in the recipe's precision.
 
 M is the product of x's leading dimensions.  What is computed and what is saved: call.py.
 """
@@ -73,7 +73,7 @@ def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics, transfor
         if _torch.tracing() or forward_ad._current_level >= 0:
             check_caller(x, weight_NK, numerics.name)
         numerics.state.enter()
-    elif numerics.alone:
+    elif numerics.standalone:
         numerics.state.begin_step()
     return torch.is_grad_enabled() or (not compiling and _torch.graph_task() != -1)
 

@@ -1,4 +1,4 @@
-"""Numerics of a layer: its recipe's plan, its slots, and the operands worth keeping, beside its parameters.
+"""Numerics of a layer beside its parameters: its recipe's cast plan, its slots, and the operands that are kept.
 
 Two things are kept in eager code, both checked before they are used again: the weight's operands (weight.py), and
 those of an input that sibling layers read (q, k, v; gate, up), so that it is quantised once (shared_input.py).
@@ -62,7 +62,7 @@ plan = functools.cache(CastPlan)
 class Numerics:
     """One layer's recipe and its place in the scaling state.
 
-    name: as errors and reports print it.  layer: its index in `state`.  alone: no root updates the state for it.
+    name: as errors and reports print it.  layer: its index in `state`.  standalone: no root updates the state for it.
     ran: the backend of the latest eager forward.  consumers: (kind, name) of what reads its result, where known.
     candidate: whether all of them could read FP8, so that the result is sampled.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
@@ -73,7 +73,7 @@ class Numerics:
     recipe: Recipe
     state: ScalingState
     layer: int = 0
-    alone: bool = False
+    standalone: bool = False
     ran: str | None = None
     consumers: tuple[tuple[str, str], ...] = ()
     candidate: bool = False
@@ -88,7 +88,8 @@ class Numerics:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
+        # 0.1 wrote `alone`.
+        self.__dict__.update({"standalone" if key == "alone" else key: value for key, value in state.items()})
         self.__post_init__()
 
     def slot(self, role: str, record: bool, count: bool = True) -> Slot:

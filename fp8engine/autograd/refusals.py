@@ -1,4 +1,4 @@
-"""Refusals, by the layer's name, of tensors, transforms and tracers that an FP8 layer cannot compute with.
+"""Errors for tensors, transforms and tracers that an FP8 layer cannot compute with, with the layer's name.
 
     a weight of another tensor class   torchao's quantize_ after fe.convert, DTensor
     an input that is a DTensor         parallelize_module

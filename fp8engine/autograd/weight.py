@@ -1,4 +1,4 @@
-"""The FP8 copies of a weight, and how long they live: a byte an element and orientation, against casting again.
+"""Cache of a weight's FP8 copies: how long they live, a byte an element and orientation, against casting again.
 
     auto    until the backward that reads them; across calls once one version of the weight is read again:
             frozen       it takes no gradient
@@ -51,7 +51,7 @@ class Copies(Kept):
 
 
 class Version:
-    """One version of a weight and what has been made of it.  why: the word of the table above, "" for nothing kept."""
+    """One version of a weight and its copies.  why: the word of the table above, "" for nothing kept."""
 
     def __init__(self, weight: torch.Tensor | None = None, key: tuple = (), why: str = ""):
         self.key, self.why = key, why
@@ -65,7 +65,7 @@ class Version:
         return self.why == "read again" or (self.why == "" and self.latest() is None)
 
     def copies(self) -> Copies:
-        """Those that some call or this version still holds; held by this version where there is a reason."""
+        """Copies that a call or this version still references; this version keeps them where there is a reason."""
         found = self.latest()
         if found is None:
             found = Copies()

@@ -79,7 +79,7 @@ class Served(Float8Module):
         self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
         one = torch.empty(1, dtype=torch.float32, device=device)
         self.register_parameter("input_scale", nn.Parameter(one, requires_grad=False) if static else None)
-        self.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], device or "cpu"), alone=True)
+        self.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], device or "cpu"), standalone=True)
 
     def rename_scale(self, name: str) -> None:
         """Call the scale as a checkpoint does."""

@@ -1,4 +1,4 @@
-"""Facts of this machine's device, asked when they are needed and never at import.
+"""Device facts: capability, FP8 support, the dtype of emulated products; asked when needed, never at import.
 
 | card | capability | FP8 Tensor Cores | emulated products | source |
 | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Norms and activations as operations, forward and backward: computed in FP32, rounded once, stored as a `Store` says.
+"""Norms and activations as operations, forward and backward; computed in FP32 and rounded once, into a `Store`.
 
     y = norm(x) or act(x), dx of y, in the format that their consumers read
 

@@ -233,7 +233,7 @@ def _plain(x: Any) -> Any:
 
 
 def _refuse_writing(func, args, kwargs) -> None:
-    """What is written to a dequantised copy would be lost without a word."""
+    """Raise for an operation that writes: what it writes to a dequantised copy would be lost silently."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         values = [value, kwargs.get(argument.name)] if argument.alias_info and argument.alias_info.is_write else []
         if any(isinstance(leaf, Float8Tensor) for leaf in tree_leaves(values)):
@@ -244,7 +244,7 @@ def _refuse_writing(func, args, kwargs) -> None:
 
 
 def _same(func, args, kwargs):
-    """The same memory, seen again."""
+    """A view of the same memory."""
     x = args[0]
     return x._viewed(func(x._data), func(x._scale), x.granularity)
 

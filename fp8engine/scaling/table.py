@@ -43,7 +43,7 @@ NORMAL = torch.inference_mode(False)  # a table made in inference mode could not
 
 @dataclass(frozen=True)
 class SlotView:
-    """What the table says of one slot, copied out (reading it waits for the device).
+    """One slot of the table, copied out (reading it waits for the device).
 
     scale: x ≈ q * scale, last used or predicted for the next step; 1 before the first use.
     amax: largest finite magnitude of the latest step.  history: of earlier steps, newest first.
@@ -68,13 +68,13 @@ class SlotView:
     margin: int = 0
 
     def to_dict(self) -> dict:
-        """Plain numbers, for JSON; shares of the elements looked at."""
+        """Plain numbers, for JSON; shares of the elements that were sampled."""
         counted = {key: int(getattr(self, key)) for key in COUNTERS}
         return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
 
 
 def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
-    """A slot in types that JSON knows; shares of the elements looked at."""
+    """A slot in types that JSON knows; shares of the elements that were sampled."""
     elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
     return {
         "cast": str(cast),
@@ -93,7 +93,7 @@ def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int]
 
 
 def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
-    """What `scale_update` knows of a slot."""
+    """A slot's column of `rules`, as `scale_update` reads it."""
     return cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2
 
 
@@ -287,7 +287,7 @@ class ScalingState:
         for j, role in enumerate(ROLES):
             cast, index = getattr(recipe, role), len(ROLES) * layer + j
             rule = torch.tensor(_rule(cast, recipe), dtype=torch.float32)
-            self.rules_3S[:, index] = rule.to(self.device, non_blocking=True)  # a step begins: nobody waits
+            self.rules_3S[:, index] = rule.to(self.device, non_blocking=True)  # without waiting for the device
             if cast != getattr(before, role) or recipe.margin != before.margin:
                 self.live_2S[1, index] = 0.0
 

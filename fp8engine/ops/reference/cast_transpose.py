@@ -1,4 +1,4 @@
-"""Quantise once, keep both orientations: q for the matmul that reduces columns, q^T for the one that reduces rows.
+"""Cast in both orientations: q for the matmul that reduces columns, q^T for the one that reduces rows.
 
     per tensor   q^T is the transpose of q: one scale serves both
     otherwise    each orientation is quantised from the 16-bit source, with scales along what its matmul reduces
@@ -19,7 +19,7 @@ from fp8engine.ops.reference.quantize import quantize
 
 
 class Store(NamedTuple):
-    """How a producer (norm, activation) stores its FP32 result: once, in the format that its consumers read.
+    """How a norm or an activation stores its FP32 result: once, in the format that its consumers read.
 
     how: quantise so; None: 16 bits.  transposed: keep the transpose too (FP8 only).  slot: predicted scale, counters.
     """

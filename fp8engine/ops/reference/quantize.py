@@ -1,4 +1,4 @@
-"""Quantise a matrix to FP8 with a scale per tensor, row, column or block, and count what it cost.
+"""Quantisation of a matrix to FP8, a scale per tensor, row, column or block, with counters of what it cost.
 
     a[g]    = max |x| over the finite elements of group g
     s[g]    = MAX / a[g]                        current scaling, or predicted from earlier steps (per tensor)

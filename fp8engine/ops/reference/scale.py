@@ -1,4 +1,4 @@
-"""From amax to scale, and from a window of amaxes to the next step's scale.
+"""Scales: from an amax, and from a window of amaxes for the next step.
 
     s = MAX / amax            in FP32, correctly rounded; 1 for amax 0; the largest finite FP32 where it overflows
     power of two              the mantissa bits of s cleared, i.e. rounded down
