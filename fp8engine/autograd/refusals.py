@@ -1,4 +1,4 @@
-"""Refusals, by the layer's name, of tensors, transforms and tracers that an FP8 layer cannot compute with.
+"""Errors for tensors, transforms and tracers that an FP8 layer cannot compute with, with the layer's name.
 
     a weight of another tensor class   torchao's quantize_ after fe.convert, DTensor
     an input that is a DTensor         parallelize_module
@@ -20,11 +20,6 @@ from fp8engine.ops.tensor import Float8Tensor
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 INPUTS = (*PLAIN, Float8Tensor)
-
-
-def under_transforms() -> bool:
-    """Whether one of torch.func's transforms is running this code."""
-    return not torch.compiler.is_compiling() and _torch.transforms_active()
 
 
 def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:

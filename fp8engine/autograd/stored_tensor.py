@@ -1,4 +1,4 @@
-"""The result of a layer that stores it in FP8: an ordinary tensor for any code, FP8 codes for the FP8 layers.
+"""StoredTensor: a layer's result stored in FP8, an ordinary tensor for other code and FP8 codes for FP8 layers.
 
     codes    until an operation may write into the result, or hands out its memory
     values   from then on, for this tensor and all its views: one piece of ordinary memory, laid out as the codes are
@@ -23,7 +23,7 @@ COPIES = (torch.ops.aten.clone.default, _torch.to_copy)
 
 
 class Memory:
-    """What a result and its views share.  values: all of the codes' memory as ordinary values, once it exists."""
+    """Memory of a result and its views.  values: all of the codes' memory as ordinary values, once it exists."""
 
     values: torch.Tensor | None = None
 
@@ -154,10 +154,9 @@ class StoredTensor(Float8Tensor):
             for x in value if isinstance(value, list) else ():  # autograd leaves versions to each element's operation
                 torch.autograd.graph.increment_version(x)
         results = [found] if len(func._schema.returns) == 1 else list(found or ())
-        for i, told in enumerate(func._schema.returns):
-            same = (
-                name for name in written if told.alias_info and access[name].before_set & told.alias_info.before_set
-            )
+        for i, returned in enumerate(func._schema.returns):
+            aliased = returned.alias_info.before_set if returned.alias_info else set()
+            same = (name for name in written if access[name].before_set & aliased)
             results[i] = next((written[name] for name in same), results[i])
         return results[0] if len(results) == 1 else tuple(results) or None
 

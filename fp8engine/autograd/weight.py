@@ -1,4 +1,4 @@
-"""The FP8 copies of a weight, and how long they live: a byte an element and orientation, against casting again.
+"""Cache of a weight's FP8 copies: how long they live, a byte an element and orientation, against casting again.
 
     auto    until the backward that reads them; across calls once one version of the weight is read again:
             frozen       it takes no gradient
@@ -26,11 +26,10 @@ import weakref
 
 import torch
 
-from fp8engine.ops import device
-from fp8engine.ops.fingerprint import fingerprint
+from fp8engine.ops.fingerprint import capturing, fingerprint
+from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How
 from fp8engine.scaling.shared_input import Kept
-from fp8engine.scaling.table import in_backward
 
 
 class Copies(Kept):
@@ -52,7 +51,7 @@ class Copies(Kept):
 
 
 class Version:
-    """One version of a weight and what has been made of it.  why: the word of the table above, "" for nothing kept."""
+    """One version of a weight and its copies.  why: the word of the table above, "" for nothing kept."""
 
     def __init__(self, weight: torch.Tensor | None = None, key: tuple = (), why: str = ""):
         self.key, self.why = key, why
@@ -66,7 +65,7 @@ class Version:
         return self.why == "read again" or (self.why == "" and self.latest() is None)
 
     def copies(self) -> Copies:
-        """Those that some call or this version still holds; held by this version where there is a reason."""
+        """Copies that a call or this version still references; this version keeps them where there is a reason."""
         found = self.latest()
         if found is None:
             found = Copies()
@@ -96,11 +95,16 @@ class KeptWeight:
         """Why they do."""
         return self.version.why
 
-    def operands(self, weight: torch.Tensor, training: bool) -> Copies:
-        """What has been made of this version; the caller adds to it, and holds what its backward reads."""
+    def operands(self, weight: torch.Tensor, training: bool) -> Kept:
+        """The FP8 copies of the current version of the weight; callers insert into it, and hold what backward reads.
+
+        Copies where something may outlive the call, else an empty dict: in a graph, for a weight without real data.
+        """
+        if not keepable(weight):
+            return {}
         if self.cache is False:
             return Copies(held=False)
-        if self.captured or device.capturing(weight.device):
+        if self.captured or capturing(weight.device):
             self.captured, self.version = True, Version()
             return Copies()
         seen = fingerprint(weight, whole=self.cache is not True)

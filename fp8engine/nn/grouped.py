@@ -84,7 +84,7 @@ class GroupedLinear(Float8Module):
         if bias is not None and bias.shape != self.shape[:2]:
             raise ShapeError(f"GroupedLinear: bias is {list(bias.shape)}; want [E, N] = {list(self.shape[:2])}")
         self.register_parameter("bias", bias)
-        self.numerics = Numerics("GroupedLinear", recipe, ScalingState([("", recipe)], weight.device), alone=True)
+        self.numerics = Numerics("GroupedLinear", recipe, ScalingState([("", recipe)], weight.device), standalone=True)
         attach([self.numerics], [tuple(weight.shape)])
 
     @property

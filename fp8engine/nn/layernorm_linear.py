@@ -93,7 +93,7 @@ def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:
     """Put layers made by hand in one scaling state; a compiled forward updates it once, at the first of them."""
     state = ScalingState([(name, recipe) for name, _ in layers], layers[0][1].weight.device)
     for index, (name, layer) in enumerate(layers):
-        layer.numerics = Numerics(name, recipe, state, index, alone=index == 0)
+        layer.numerics = Numerics(name, recipe, state, index, standalone=index == 0)
     attach([layer.numerics for _, layer in layers], [tuple(layer.weight.shape) for _, layer in layers])
 
 

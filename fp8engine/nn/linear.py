@@ -91,7 +91,7 @@ class Linear(Float8Module, nn.Linear):
         recipe = resolve(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
         state = ScalingState([("", recipe)], self.weight.device)
-        self.numerics = Numerics("Linear", recipe, state, alone=True)
+        self.numerics = Numerics("Linear", recipe, state, standalone=True)
         attach([self.numerics], [(out_features, in_features)])
 
     def as_layer(self) -> Layer:

@@ -21,7 +21,7 @@ from fp8engine.autograd import Numerics
 from fp8engine.autograd.linear import FLOATS, in_shape_of
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.linear import Float8Module
-from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
 from fp8engine.ops import casts, device, matmul
 from fp8engine.ops.reference import Operand
@@ -79,7 +79,7 @@ class Served(Float8Module):
         self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
         one = torch.empty(1, dtype=torch.float32, device=device)
         self.register_parameter("input_scale", nn.Parameter(one, requires_grad=False) if static else None)
-        self.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], device or "cpu"), alone=True)
+        self.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], device or "cpu"), standalone=True)
 
     def rename_scale(self, name: str) -> None:
         """Use a checkpoint's name for the scale."""

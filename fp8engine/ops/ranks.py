@@ -1,4 +1,4 @@
-"""One all-reduce a step: the amaxes of all ranks' data, so that every rank predicts the same scales.
+"""All-reduce of amaxes over ranks, once a step, so that every rank predicts the same scales.
 
     amax[slot] = max over ranks of the amax that each has seen        -1 where none has
 

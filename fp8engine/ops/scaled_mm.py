@@ -1,4 +1,4 @@
-"""torch's scaled matmul (cuBLASLt on CUDA from sm_89, oneDNN on CPUs that have it): layout, padding, scale convention.
+"""The cublas backend, torch's scaled matmul (cuBLASLt on CUDA, oneDNN on CPUs): layout, padding, scales.
 
     y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n]
 

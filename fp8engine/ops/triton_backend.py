@@ -1,4 +1,4 @@
-"""Our own Triton kernels as a backend: whether they can run here, what they take, and which layout they are given.
+"""The triton backend: whether our kernels can run here, what they take, and the layout they are given.
 
     FP8                a Hopper or Ada card (sm_89 on); any machine under TRITON_INTERPRET=1, for tests
     FP16, BF16         a card from sm_80 on
@@ -193,7 +193,7 @@ def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to
 
 @functools.lru_cache(maxsize=4096)
 def measured(operation: str, capability: tuple[int, int], m: int, n: int) -> float:
-    """torch's time over our kernel's for an M x N result, as the tuning table has it; 0 where nobody has measured.
+    """torch's time over our kernel's for an M x N result, as the tuning table has it; 0 where it was not measured.
 
     >>> measured("matmul_fp8", (7, 0), 4096, 4096)
     0.0

@@ -1,11 +1,12 @@
-"""The slots of results that are stored in FP8 by the matmul that makes them: columns at the end of a model's table.
+"""Slots of layers' results that the matmul itself stores in FP8: columns at the end of a model's table.
 
     first use    16 bits; the matmul's epilogue gathers amax
     then         codes under the predicted scale; the same pass gathers amax, saturated and not finite elements
     next step    an amax OVERSHOOT times beyond what the scale had room for widens the margin by WIDER powers of two
 
-A result that has saturated cannot be cast again, its 16-bit value was never in memory.  So the margin answers: on the
-device, before the next step's first matmul, without the host, and alike on all ranks, whose amaxes are joined.
+A result that has saturated cannot be cast again, its 16-bit value was never in memory.  The margin is therefore
+widened on the device before the next step's first matmul, without the host, identically on all ranks: their amaxes
+are joined.
 A layer has such a column only if its recipe stores its result.
 """
 
@@ -25,7 +26,7 @@ GATHERED = [COUNTERS.index(name) for name in ("saturated", "nonfinite")]  # in a
 
 
 class OutputSlots:
-    """Which layer's result has which of the last columns, and the scale it is stored under.
+    """The last columns of the table, one for each layer that stores its result, and the scale of each.
 
     places: layer -> its place among them.  scale_O: FP32, y ≈ q * scale, 0 before it is known; a new tensor every
     step, because what was stored keeps its scale.  max_O: the largest number of its format.

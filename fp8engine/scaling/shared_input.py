@@ -1,4 +1,4 @@
-"""The FP8 operands of one input that sibling layers share: made by the first (q), read by the others (k, v).
+"""Shared FP8 operands of one input that sibling layers read: made by the first (q), read by the others (k, v).
 
 That a tensor is the same object with the same version counter does not prove that its values are: NumPy, `.data` and
 collectives write without moving the counter.  So operands are read again only
@@ -22,12 +22,11 @@ from collections.abc import Hashable, Iterable
 import torch
 
 from fp8engine import _torch
-from fp8engine.ops import device
-from fp8engine.ops.fingerprint import fingerprint
+from fp8engine.ops.fingerprint import capturing, fingerprint
 from fp8engine.ops.reference import Operand, Slot
 
 # Operands made of one tensor, and the slot that counted each.
-Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "turned") for the transpose under it
+Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "transposed") for the transpose under it
 
 
 def siblings(names: Iterable[str]) -> list[str | None]:
@@ -44,43 +43,35 @@ def siblings(names: Iterable[str]) -> list[str | None]:
 
 
 class _Entry:
-    """What was made of one tensor.  seen: what must still hold.  readers: layers that have read it."""
+    """Operands made of one tensor.  seen: what must be unchanged.  consumers: layers that have read it."""
 
-    __slots__ = ("kept", "readers", "seen", "tensor")
+    __slots__ = ("consumers", "kept", "seen", "tensor")
 
     def __init__(self, x: torch.Tensor, seen: tuple):
         kept: Kept = {}
         # The tensor is freed: so are its operands, whatever thread frees it.
         self.tensor, self.seen, self.kept = weakref.ref(x, lambda _: kept.clear()), seen, kept
-        self.readers: set[int] = set()
+        self.consumers: set[int] = set()
 
 
 class SharedInput(threading.local):
     """Operands of the input that the layers of a model read last, in this thread."""
 
     def __init__(self):
-        self.active = False  # a forward of the root is under way
-        self.entry: _Entry | None = None
+        self.active = False  # whether a forward of the root is running
+        self.entry: _Entry | None = None  # None again when one begins or ends
 
-    def begin(self) -> None:
-        """A forward of the root begins."""
-        self.active, self.entry = True, None
-
-    def end(self) -> None:
-        """It has ended."""
-        self.active, self.entry = False, None
-
-    def operands(self, x: torch.Tensor, layer: int, parent: str | None) -> Kept:
-        """What has been made of this very tensor so far, for a layer with that parent; the caller adds to it."""
+    def operands(self, x: torch.Tensor, layer: int, parent: str) -> Kept:
+        """The operands made of this very tensor so far, for a layer with that parent; callers insert into it."""
         task = _torch.graph_task()  # of the backward pass under way; -1 outside of one
         outside = task == -1 and not self.active
-        if parent is None or outside or (x.device.type == "cpu" and not x.is_contiguous()):
+        if outside or (x.device.type == "cpu" and not x.is_contiguous()):
             return {}
-        seen = (task, parent, x._version, device.capturing(x.device), fingerprint(x))
+        seen = (task, parent, x._version, capturing(x.device), fingerprint(x))
         entry = self.entry
-        if entry is None or entry.tensor() is not x or entry.seen != seen or layer in entry.readers:
+        if entry is None or entry.tensor() is not x or entry.seen != seen or layer in entry.consumers:
             entry = self.entry = _Entry(x, seen)
-        entry.readers.add(layer)
+        entry.consumers.add(layer)
         return entry.kept
 
     def __reduce__(self):

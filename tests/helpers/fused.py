@@ -149,7 +149,7 @@ def with_root(model: Model) -> Model:
     """As `fe.convert` leaves a model: its forward, not its first layer's, begins a step."""
     model._forward_pre_hooks.clear()
     for layer in model.layers:
-        layer.numerics.alone = False
+        layer.numerics.standalone = False
     state_of(model).watch(model)
     return model
 

@@ -77,7 +77,7 @@ def test_one_state_and_slots_by_name():
     state = state_of(mlp)
     assert [name for name, _ in state.layers] == ["gate_up", "down"]
     first = numerics_of(mlp.get_submodule("gate_up"))
-    assert (first.alone, mlp.down.numerics.alone) == (True, False)
+    assert (first.standalone, mlp.down.numerics.standalone) == (True, False)
     for _ in range(3):
         mlp(torch.randn(6, K)).sum().backward()
         with torch.no_grad():

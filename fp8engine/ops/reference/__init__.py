@@ -1,12 +1,12 @@
-"""Every kernel in plain torch, under the kernel's name: the emulation where there is no FP8 hardware, and the oracle.
+"""Plain-torch twins of every kernel, under its name: the emulation without FP8 hardware, and the oracle of tests.
 
 | file | twin of | what |
 | --- | --- | --- |
 | rounding.py | kernels/rounding.py | round-to-nearest-even, saturating, NaN-keeping |
 | scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
-| operand.py | - | How to quantise, the Operand that comes out, the Slot that remembers |
+| operand.py | - | How, Operand and Slot: the values that kernels take and give |
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
-| cast_transpose.py | kernels/cast_transpose.py | both orientations; how a producer stores its result |
+| cast_transpose.py | kernels/cast_transpose.py | both orientations; how a norm or an activation stores its result |
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
@@ -14,9 +14,9 @@
 """
 
 from fp8engine.ops.reference.act_quantize import act_quantize, act_quantize_backward
-from fp8engine.ops.reference.cast_transpose import Store, cast_transpose, column_sums
+from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
-from fp8engine.ops.reference.matmul import matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.ops.reference.matmul import column_sums, emulation_dtype, matmul_block, matmul_fp8, matmul_fp16
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
 from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups, from_groups
 from fp8engine.ops.reference.quantize import quantize, quantize_given
@@ -38,6 +38,7 @@ __all__ = [
     "cast_transpose",
     "column_sums",
     "decode",
+    "emulation_dtype",
     "finish",
     "from_groups",
     "matmul_block",

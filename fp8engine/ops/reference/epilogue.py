@@ -1,4 +1,4 @@
-"""What happens to a matmul's FP32 result before it is stored: bias, activation, statistics, the output's format.
+"""Epilogue of a matmul, between its FP32 sums and the store: bias, activation, statistics, the output's format.
 
     y    = f(y + bias[n])      f: none, relu, gelu, gelu_tanh or silu
     amax = max |y| over finite y     saturated = how many finite |y / scale| > MAX     nonfinite = how many NaN and Inf

@@ -1,4 +1,4 @@
-"""The words the kernels speak: How to quantise, the Operand that comes out, the Slot that remembers.
+"""Values that kernels and twins take and give: How (a cast), Operand (its result), Slot (its scale and counters).
 
 A matrix is divided into groups of rows x cols elements that share a scale; -1 means all of that dimension:
 
