@@ -17,7 +17,8 @@ from fp8engine.bench.amp import leave
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure
-from fp8engine.scaling.sample import ROLES, _observe, observe, seen, width
+from fp8engine.scaling.sample import _observe, observe, read_row, width
+from fp8engine.scaling.table import OUTPUT, ROLES
 
 WAITS = {
     "aten._local_scalar_dense.default",  # .item(), bool(), float(), tolist()
@@ -63,7 +64,7 @@ def test_the_detector_detects(wait):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(300, 513), (4000, 64), (40, 3000)], ids=str)
-@pytest.mark.parametrize("role", [*ROLES, ""])
+@pytest.mark.parametrize("role", [*ROLES, OUTPUT, ""])
 def test_looking_waits_for_nothing(role: str, shape, dtype):
     """On a device without numbers (meta): whatever reads one, or copies to the host, raises; and is noted besides."""
     with Waits() as waits:
@@ -99,16 +100,16 @@ def test_observing_is_an_operator_with_a_fake():
     torch.library.opcheck(torch.ops.fp8engine.observe.default, arguments, test_utils="test_faketensor")
 
 
-@pytest.mark.parametrize("role", [*ROLES, ""])
+@pytest.mark.parametrize("role", [*ROLES, OUTPUT, ""])
 def test_what_was_observed_is_what_was_there(role: str):
     x, table = torch.randn(40, 50), torch.zeros(3, width())
     observe(x, table, 2, role)
     assert torch.equal(table[:2], torch.zeros(2, width()))
-    found = seen(table[2], role)
+    found = read_row(table[2], role)
     assert found is not None
     assert (found.amax, found.elements, found.nonfinite) == (float(x.abs().max()), 2000, 0)
     assert bool(found.tables) == bool(role)
-    assert seen(table[0], role) is None
+    assert read_row(table[0], role) is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -116,7 +117,7 @@ def test_what_is_not_finite_is_seen_even_where_the_sample_misses_it(bad: float):
     x, table = torch.randn(4000, 64), torch.zeros(1, width())
     x[1777, 33] = bad
     observe(x, table, 0, "")
-    found = seen(table[0], "")
+    found = read_row(table[0], "")
     assert found is not None
     assert found.nonfinite == 1
     assert 3 < found.amax < 6
