@@ -1,4 +1,4 @@
-"""What runs beside a training under `fe.auto`: looks at its tensors, decides, writes down why, warns."""
+"""Automatic choice of formats (`fe.auto`): tensors are sampled, casts decided and logged, outliers reported."""
 
 from fp8engine.auto.alarm import Alarm
 from fp8engine.auto.controller import Controller, attach

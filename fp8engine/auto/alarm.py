@@ -1,6 +1,6 @@
-"""Early warning: a tensor whose largest values grow away from the rest, long before anything saturates.
+"""Early warning of growing outliers: the trend of amax / rms of a slot, long before anything saturates.
 
-    r(t) = log2(amax / rms) of the slot at look t        slope: least squares of r over the last WINDOW looks
+    r(t) = log2(amax / rms) of the slot at sample t        slope: least squares of r over the last WINDOW samples
 
 An alarm is raised once when the trend line has risen by `RISE` powers of two over the window and now stands above
 `FLOOR`; a second one when it has risen as much again.  Growing outliers are how FP8 runs diverge: SwiGLU's channels do
@@ -13,9 +13,12 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-WINDOW = 16  # looks
-FEWEST = 6  # looks before a trend is one
+from fp8engine._moved import renamed
+
+WINDOW = 16  # samples
+FEWEST = 6  # samples from which a trend is computed
 RISE = 2.0  # powers of two: amax/rms four times what it was
+RENAMED = {"looks": "points"}  # attributes of 0.1's pickles
 FLOOR = math.log2(16)  # amax/rms of 16: a Gaussian's is 5, a Laplace's 12, at a million elements
 
 
@@ -33,37 +36,40 @@ class Alarm(NamedTuple):
 
 
 class Trend:
-    """The recent past of one slot's amax/rms.
+    """The trend of one slot's amax/rms over its latest samples.
 
     >>> trend = Trend("up.input")
-    >>> found = [trend.look(16 * i, 2.0 ** (i / 2)) for i in range(10)]
+    >>> found = [trend.add(16 * i, 2.0 ** (i / 2)) for i in range(10)]
     >>> print(*[alarm for alarm in found if alarm])
     step 128 up.input: amax/rms x16 in 128 steps, now 16
     """
 
     def __init__(self, slot: str):
         self.slot = slot
-        self.looks: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self.warned = -math.inf  # where the trend line stood at the last alarm
+        self.points: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self.warned = -math.inf  # height of the trend line at the last alarm
 
-    def look(self, step: int, ratio: float) -> Alarm | None:
-        """Enter a look; the alarm that it raises."""
+    def add(self, step: int, ratio: float) -> Alarm | None:
+        """Add a sample; returns the alarm that it raises."""
         if not (ratio > 0 and math.isfinite(ratio)):
             return None
-        self.looks.append((step, math.log2(ratio)))
-        if len(self.looks) < FEWEST:
+        self.points.append((step, math.log2(ratio)))
+        if len(self.points) < FEWEST:
             return None
         rise, now = self._line()
         if rise < RISE or now < max(FLOOR, self.warned + RISE):
             return None
         self.warned = now
-        return Alarm(step, self.slot, ratio, 2.0**rise, step - self.looks[0][0])
+        return Alarm(step, self.slot, ratio, 2.0**rise, step - self.points[0][0])
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(renamed(state, RENAMED))
 
     def _line(self) -> tuple[float, float]:
         """(rise over the window, height now) of the least-squares line, in powers of two."""
-        steps = [step for step, _ in self.looks]
+        steps = [step for step, _ in self.points]
         mean_x = sum(steps) / len(steps)
-        mean_y = sum(r for _, r in self.looks) / len(self.looks)
+        mean_y = sum(r for _, r in self.points) / len(self.points)
         spread = sum((x - mean_x) ** 2 for x in steps)
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in self.looks) / spread if spread else 0.0
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in self.points) / spread if spread else 0.0
         return slope * (steps[-1] - steps[0]), mean_y + slope * (steps[-1] - mean_x)

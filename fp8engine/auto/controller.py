@@ -4,9 +4,9 @@
     step t + 1  the table's copy to the host is started, asynchronously
     later       at the first step that finds the copy complete: decide, change recipes, log the reasons
 
-Sampled are step 0 and every `interval`-th after it.  A step is a forward of the model with gradients; decisions are made
-before its first layer runs, so that a step, with the parts of it that are recomputed, has one recipe.  Sampling changes
-no number: a run under a plan repeats the losses of the run that made it, bit for bit.
+Sampled are step 0 and every `interval`-th after it.  A step is a forward of the model with gradients; decisions are
+made before its first layer runs, so that a step, with the parts of it that are recomputed, has one recipe.  Sampling
+changes no number: a run under a plan repeats the losses of the run that made it, bit for bit.
 
 A step whose backward comes only after another forward (a pipeline, a GAN) is sampled until it has come, for four
 forwards at most: backward passes of compiled blocks are not reported.  Several ranks decide on the first rank's

@@ -1,4 +1,4 @@
-"""The samples of every slot over a training: for the report's pictures, TensorBoard and early warning.
+"""History of every slot's samples over a training, for the report, TensorBoard and early warning.
 
 A slot takes at most 16 kB, however long the training is.
 """
@@ -10,14 +10,15 @@ from typing import NamedTuple, overload
 
 import numpy
 
+from fp8engine._moved import renamed
 from fp8engine.auto.alarm import Alarm, Trend
 from fp8engine.scaling.prediction import Measured, Prediction
 
-RECENT, OLDER = 32, 96  # samples of a slot that are kept as they were; and at most so many before them
+RECENT, OLDER = 32, 96  # latest samples of a slot that are kept as they are; at most so many thinned ones before them
 
 
-class Look(NamedTuple):
-    """What one slot held at a watched step, and what its cast was predicted to do to it.
+class Sample(NamedTuple):
+    """One slot's statistics at a sampled step, and the predicted effect of its cast.
 
     cast: as "E4M3/tensor".  flushed, saturated: shares of the elements.
     """
@@ -41,64 +42,64 @@ WORST = dict.fromkeys(("amax", "kurtosis", "flushed", "saturated"), numpy.fmax)
 WORST |= {"sqnr_db": numpy.fmin, "nonfinite": numpy.add}
 
 
-class Looks(Sequence[Look]):
-    """The samples of one slot, oldest first: the latest RECENT as they were, the older ones thinned.
+class Samples(Sequence[Sample]):
+    """The samples of one slot, oldest first: the latest RECENT as they are, the older ones thinned.
 
-    An older one is the worst of the samples in a span of steps, number by number (rms: so that amax / rms is the
+    A thinned one is the worst of the samples in a span of steps, number by number (rms: so that amax / rms is the
     largest; nonfinite: their sum), with the step and the cast of the last.  Spans begin at multiples of their length,
     so that the slots of a model keep the same steps, and they double whenever OLDER are too few.
 
-    >>> looks = Looks()
+    >>> samples = Samples()
     >>> for step in range(5000):
-    ...     looks.append(Look(step, "E4M3/tensor", 9.0 if step == 77 else 2.0, 1.0, 3.0, 31.5, 0.0, 0.0, 0))
-    >>> len(looks), looks[-2].step, (looks[0].step, looks[0].amax), looks[1][:3]
+    ...     samples.append(Sample(step, "E4M3/tensor", 9.0 if step == 77 else 2.0, 1.0, 3.0, 31.5, 0.0, 0.0, 0))
+    >>> len(samples), samples[-2].step, (samples[0].step, samples[0].amax), samples[1][:3]
     (87, 4998, (127, 9.0), (255, 'E4M3/tensor', 2.0))
     """
 
-    def __init__(self, looks: Iterable[Look] = ()):
-        self.span, self.size = 1, 0  # span: steps that an older sample stands for
+    def __init__(self, samples: Iterable[Sample] = ()):
+        self.span, self.size = 1, 0  # span: steps that a thinned sample stands for
         self.casts: list[str] = []
         self.rows = numpy.empty(4, ROW)
-        for look in looks:
-            self.append(look)
+        for sample in samples:
+            self.append(sample)
 
-    def append(self, look: Look) -> None:
+    def append(self, sample: Sample) -> None:
         """Enter the latest sample."""
         if self.size == RECENT + OLDER:
             self._thin()
         elif self.size == len(self.rows):
             self.rows = numpy.resize(self.rows, min(2 * self.size, RECENT + OLDER))
-        if look.cast not in self.casts:
-            self.casts.append(look.cast)
-        self.rows[self.size] = look._replace(cast=self.casts.index(look.cast))
+        if sample.cast not in self.casts:
+            self.casts.append(sample.cast)
+        self.rows[self.size] = sample._replace(cast=self.casts.index(sample.cast))
         self.size += 1
 
-    def since(self, step: int) -> list[Look]:
-        """Those of later steps."""
+    def since(self, step: int) -> list[Sample]:
+        """The samples of later steps."""
         rows = self.rows[: self.size]
-        return [self._look(row) for row in rows[rows["step"] > step].tolist()]
+        return [self._sample(row) for row in rows[rows["step"] > step].tolist()]
 
     def __len__(self) -> int:
         return self.size
 
     @overload
-    def __getitem__(self, index: int) -> Look: ...
+    def __getitem__(self, index: int) -> Sample: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Look]: ...
+    def __getitem__(self, index: slice) -> list[Sample]: ...
 
     def __getitem__(self, index):
         found = self.rows[: self.size][index].tolist()
-        return [self._look(row) for row in found] if isinstance(found, list) else self._look(found)
+        return [self._sample(row) for row in found] if isinstance(found, list) else self._sample(found)
 
-    def _look(self, row: tuple) -> Look:
+    def _sample(self, row: tuple) -> Sample:
         step, cast, *numbers = row
-        return Look(step, self.casts[cast], *numbers)
+        return Sample(step, self.casts[cast], *numbers)
 
-    def evenly(self) -> list[Look]:
-        """All of them, the latest thinned as the older ones are: for a picture."""
+    def evenly(self) -> list[Sample]:
+        """All samples, the latest thinned like the older ones, as a picture needs them."""
         rows = self.rows[: self.size]
-        return [self._look(row) for row in (rows if self.span == 1 else self._worst(rows)).tolist()]
+        return [self._sample(row) for row in (rows if self.span == 1 else self._worst(rows)).tolist()]
 
     def _thin(self) -> None:
         old, recent = self.rows[:-RECENT], self.rows[-RECENT:]
@@ -120,12 +121,17 @@ class Looks(Sequence[Look]):
         return found
 
     def _begins(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """Where each span begins."""
+        """The first index of each span."""
         return numpy.flatnonzero(numpy.diff(rows["step"] // self.span, prepend=-1))
 
 
+Look = Sample  # the names that 0.1's pickles have
+Looks = Samples
+RENAMED = {"looks": "samples"}  # attributes of those
+
+
 class Spread(NamedTuple):
-    """Where the magnitudes of a slot lay at its latest look.
+    """The histogram of a slot's magnitudes at its latest sample.
 
     counts: elements of the sample by |x| / amax, eight bins an octave, the last one's |x| amax itself (prediction.py).
     """
@@ -136,40 +142,48 @@ class Spread(NamedTuple):
 
 
 class History:
-    """Looks, trends and alarms by slot name; each alarm is also given to every callable in `listeners`."""
+    """Samples, trends and alarms by slot name; each alarm is also given to every callable in `listeners`."""
 
     def __init__(self):
-        self.looks: dict[str, Looks] = {}
+        self.samples: dict[str, Samples] = {}
         self.spreads: dict[str, Spread] = {}
         self.trends: dict[str, Trend] = {}
         self.alarms: list[Alarm] = []
         self.listeners: list[Callable[[Alarm], object]] = []
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "listeners": []}  # a copy warns nobody until it is asked to
+        return {**self.__dict__, "listeners": []}  # a copy calls nothing of the original's user
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(renamed(state, RENAMED))
+
+    @property
+    def looks(self) -> dict[str, Samples]:
+        """`samples`, under the name that report and demo use."""
+        return self.samples
 
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
-        """One slot was looked at."""
-        looks = self.looks.setdefault(slot, Looks())
+        """Add one slot's statistics and the prediction for its cast."""
+        samples = self.samples.setdefault(slot, Samples())
         amax, rms, kurtosis = float(measured.amax), float(measured.rms), float(measured.kurtosis)
         sqnr, flushed, saturated = (float(number) for number in found[:3])
-        looks.append(Look(step, cast, amax, rms, kurtosis, sqnr, flushed, saturated, int(measured.nonfinite)))
+        samples.append(Sample(step, cast, amax, rms, kurtosis, sqnr, flushed, saturated, int(measured.nonfinite)))
         self.spreads[slot] = Spread(step, float(measured.amax), measured.tensor[0].astype(numpy.int32))
-        alarm = self.trends.setdefault(slot, Trend(slot)).look(step, measured.crest)
+        alarm = self.trends.setdefault(slot, Trend(slot)).add(step, measured.crest)
         if alarm is not None:
             self.alarms.append(alarm)
-            for listener in list(self.listeners):  # one may end its own listening
+            for listener in list(self.listeners):  # a copy: a listener may remove itself
                 listener(alarm)
 
     def trends_to_dict(self) -> dict:
-        """What `trends_from_dict` takes: warnings go on where they were."""
-        return {slot: {"looks": list(trend.looks), "warned": trend.warned} for slot, trend in self.trends.items()}
+        """The trends as `trends_from_dict` takes them, so that a resumed run warns as the uninterrupted one."""
+        return {slot: {"looks": list(trend.points), "warned": trend.warned} for slot, trend in self.trends.items()}
 
 
 def trends_from_dict(found: Mapping) -> dict[str, Trend]:
     """The inverse of `History.trends_to_dict`."""
     trends = {slot: Trend(slot) for slot in found}
     for slot, kept in found.items():
-        trends[slot].looks.extend((int(step), float(ratio)) for step, ratio in kept["looks"])
+        trends[slot].points.extend((int(step), float(ratio)) for step, ratio in kept["looks"])
         trends[slot].warned = float(kept["warned"])
     return trends

@@ -1,4 +1,4 @@
-"""The log of `auto`'s decisions with their reasons, and the plan that a later run repeats step by step.
+"""Log of `auto`'s decisions with their reasons, and the plan that a later run repeats step by step.
 
 {"version": 1, "layers": {"blocks.0.up": [512, 128], ...}, "start": {...recipe...},
  "changes": [{"step": 1, "layer": "blocks.0.up", "recipe": {...}, "slots": [{"slot": ..., "why": ...}, ...]}, ...]}
@@ -42,7 +42,7 @@ class Change:
     slots: tuple[SlotChange, ...]
 
     def lines(self) -> list[str]:
-        """A line for each slot, as a person reads them.
+        """A line of text for each slot.
 
         >>> from fp8engine.numerics.recipe import rowwise
         >>> why = "predicted SQNR 19.1 dB < 22 dB (amax 61x rms)"

@@ -27,7 +27,7 @@ from fp8engine.numerics.formats import BF16, E4M3, E5M2, Format
 from fp8engine.numerics.recipe import Auto, Cast, PerTensor, Recipe
 from fp8engine.scaling.output_slots import ELEMENTS, GATHERED
 from fp8engine.scaling.prediction import Measured
-from fp8engine.scaling.sample import seen
+from fp8engine.scaling.sample import read_row
 from fp8engine.scaling.table import OUTPUT
 
 SATURATED = GATHERED[0]
@@ -161,7 +161,7 @@ class Outputs:
         return any(numerics.candidate for numerics in self.layers)
 
     def follow(self, flow) -> None:
-        """Take the consumers of each result: of a Flow, or of {layer: consumers}; each a kind, or with kind and name."""
+        """Take the consumers of each result, from a Flow or {layer: consumers}; each a kind, or with kind and name."""
         layers: Mapping = getattr(flow, "layers", flow)
         for i, numerics in enumerate(self.layers):
             entry = layers.get(numerics.name, ())
@@ -198,7 +198,7 @@ class Outputs:
             if not numerics.candidate:
                 continue
             before = current = self.stored.get(i, Stored())
-            measured = seen(samples[numerics.state.row(numerics.layer, OUTPUT)], "")
+            measured = read_row(samples[numerics.state.row(numerics.layer, OUTPUT)], "")
             if measured is not None:
                 found[i] = measured
             if before.format.is_fp8:

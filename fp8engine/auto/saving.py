@@ -25,7 +25,8 @@ PENDING = ("samples", "pending_counts", "pending_rules")  # tables of a sample t
 def state_dict(controller: Controller) -> dict[str, Any]:
     """Its decisions as JSON, and as tensors the statistics on which it has not decided yet.
 
-    The keys are those of version 0.1: "again" is `resample`, "late" `steps_without_backward`, "closely" detailed layers.
+    The keys are those of version 0.1: "again" is `resample`, "late" `steps_without_backward`, and "closely" the
+    detailed layers.
     """
     state, pending = controller.state, controller.pending
     decided = {
@@ -64,9 +65,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             pending = PendingSample(int(at), HostCopy(found[key] for key in PENDING), frozenset(map(int, layers)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
-    if {change.layer for change in log} - controller.by_name.keys() or set(choices) - set(
-        range(len(controller.layers))
-    ):
+    unknown = {change.layer for change in log} - controller.by_name.keys()
+    if unknown or set(choices) - set(range(len(controller.layers))):
         raise StateError("the state of an auto recipe for another model: its layers are not these")
     controller.step, controller.steps_without_backward = step, late
     controller.resample, controller.tentative = resample, tentative

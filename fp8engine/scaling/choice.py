@@ -1,6 +1,6 @@
-"""What was chosen for a group of layers that are decided together, and the recipes that follow from it.
+"""Formats and granularity chosen for a group of layers that are decided together, and the recipes they lead to.
 
-A slot is (layer, role); a granularity is a word: "tensor", "row", or "block" (1 x 128, weights 128 x 128).  Each
+A slot is named (layer, role), and a granularity "tensor", "row", or "block" (1 x 128, weights 128 x 128).  Each
 operand is read by two matmuls, along its rows and along its columns, and cast for both.
 """
 
@@ -10,51 +10,56 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fp8engine._moved import renamed
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, E4M3, Format
 from fp8engine.numerics.recipe import MATMULS, ROLES, Auto, Recipe
 from fp8engine.scaling.prediction import Measured, Prediction
 
-GRAINS = ("tensor", "row", "block")  # what one scale covers, cheapest first
+GRANULARITIES = ("tensor", "row", "block")  # what one scale covers, cheapest first
 BLOCK = 128
 OPERANDS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 
-FINAL = 1 << 30  # changes of a choice that is for good
-Slot = tuple[int, str]  # (layer, role)
+FINAL = 1 << 30  # changes of a choice that is never changed again
+SlotKey = tuple[int, str]  # (layer, role)
+RENAMED = {"granularity": "granularity"}  # attributes of 0.1's pickles
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a group of slots has.  grain: "" where nothing is in FP8.  formats: of each slot.  fp8: its matmuls.
+    """Casts of a group of slots.  granularity: "" where nothing is in FP8.  formats: of each slot.
 
-    margin: powers of two kept free above a predicted amax.  reasons: of each slot that changed.
-    cheaper: looks in a row that would allow something cheaper.  changes: so far.
+    fp8: the matmuls in FP8.  margin: powers of two kept free above a predicted amax.  reasons: of each slot that
+    changed.  cheaper: samples in a row that would allow cheaper casts.  changes: so far.
     """
 
-    grain: str
-    formats: Mapping[Slot, Format]
+    granularity: str
+    formats: Mapping[SlotKey, Format]
     fp8: frozenset[tuple[int, str]]  # (layer, matmul)
     margin: int = 0
-    reasons: Mapping[Slot, str] | None = None
+    reasons: Mapping[SlotKey, str] | None = None
     cheaper: int = 0
     changes: int = 0
 
     def same_casts(self, other: Choice) -> bool:
-        """Whether nothing that is computed differs."""
-        mine, theirs = ((c.grain, dict(c.formats), c.fp8, c.margin) for c in (self, other))
+        """Whether both lead to the same computation."""
+        mine, theirs = ((c.granularity, dict(c.formats), c.fp8, c.margin) for c in (self, other))
         return mine == theirs
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(renamed(state, RENAMED))
 
 
 @functools.cache
-def casts(role: str, grain: str, format: Format, scaling: str = "current") -> tuple[Cast, ...]:
+def casts(role: str, granularity: str, format: Format, scaling: str = "current") -> tuple[Cast, ...]:
     """A slot's casts under a granularity, as each of its two matmuls reads it.
 
     >>> [str(cast) for cast in casts("input", "row", E4M3)]
     ['E4M3 per row (power of 2)', 'E4M3 per column (power of 2)']
     """
-    if grain == "tensor":
+    if granularity == "tensor":
         return (Cast(format, PerTensor(), scaling),)
-    if grain == "row":
+    if granularity == "row":
         return tuple(Cast(format, PerRow(dim), power_of_2=True) for dim in (-1, 0))
     first = Cast(format, PerBlock(BLOCK if role == "weight" else 1, BLOCK), power_of_2=True)
     return (first,) if role == "weight" else (first, first.along(0))
@@ -67,17 +72,17 @@ def reading(role: str, matmul: str) -> int:
 
 def groupings(role: str) -> tuple[Granularity, ...]:
     """The granularities under which a slot's statistics are to be taken."""
-    return tuple(cast.granularity for grain in GRAINS for cast in casts(role, grain, E4M3))
+    return tuple(cast.granularity for granularity in GRANULARITIES for cast in casts(role, granularity, E4M3))
 
 
 def begin(layers: Sequence[int], recipe: Auto) -> Choice:
-    """What a group has before anything was seen: the recipe's own casts."""
+    """The choice for a group that was not sampled yet: the recipe's own casts."""
     formats = {(i, role): getattr(recipe, role).format for i in layers for role in ROLES}
     return Choice("tensor", formats, frozenset((i, matmul) for i in layers for matmul in MATMULS))
 
 
 def in_16_bits(previous: Choice, reason: str) -> Choice:
-    """A group that is left in 16 bits whatever its statistics say, for good."""
+    """The choice of 16 bits whatever the statistics are, never to be changed."""
     formats = dict.fromkeys(previous.formats, BF16)
     reasons = dict.fromkeys(previous.formats, reason)
     return Choice("", formats, frozenset(), reasons=reasons, changes=FINAL)
@@ -99,7 +104,7 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
             if (layer, matmul) not in choice.fp8:
                 made.append(Cast(BF16))
                 continue
-            first, *other = casts(role, choice.grain, format, scaling)
+            first, *other = casts(role, choice.granularity, format, scaling)
             made.append((other or [first])[0] if reading(role, matmul) else first)
         read[matmul] = (made[0], made[1])
     (x, w), (dy, w_t), (dy_t, x_t) = read["forward"], read["dgrad"], read["wgrad"]
@@ -114,14 +119,14 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
         grad_output_for_wgrad=alike(dy, dy_t),
         margin=choice.margin,
         history=auto.history,
-        fast_accumulation=() if choice.grain == "block" else auto.fast_accumulation,
+        fast_accumulation=() if choice.granularity == "block" else auto.fast_accumulation,
         output=auto.output,
         cache_weights=auto.cache_weights,
     )
 
 
-def label(slot: Slot, choice: Choice) -> str:
-    """What a slot has, as reports print it, with those of its matmuls that are in 16 bits.
+def label(slot: SlotKey, choice: Choice) -> str:
+    """A slot's cast as reports print it, with those of its matmuls that are in 16 bits.
 
     >>> from dataclasses import replace
     >>> from fp8engine.numerics.recipe import auto
@@ -134,15 +139,15 @@ def label(slot: Slot, choice: Choice) -> str:
         return str(format)
     plain = [m for m, roles in OPERANDS.items() if role in roles and (layer, m) not in choice.fp8]
     margin = f" margin {choice.margin}" if choice.margin else ""
-    return f"{format}/{choice.grain}{margin}" + (f" ({', '.join(plain)} {BF16})" if plain else "")
+    return f"{format}/{choice.granularity}{margin}" + (f" ({', '.join(plain)} {BF16})" if plain else "")
 
 
-def predicted(measured: Measured, slot: Slot, choice: Choice) -> Prediction:
-    """What a slot's casts under a choice do to it, at worst; a format in 16 bits has one."""
+def predicted(measured: Measured, slot: SlotKey, choice: Choice) -> Prediction:
+    """The worst prediction among a slot's casts under a choice; a format in 16 bits has one cast."""
     (layer, role), format = slot, choice.formats[slot]
     if not format.is_fp8:
         return measured.predict(Cast(format))
-    both = casts(role, choice.grain, format)
+    both = casts(role, choice.granularity, format)
     read = {reading(role, matmul) for i, matmul in choice.fp8 if i == layer and role in OPERANDS[matmul]}
     return worst([measured.predict(both[min(i, len(both) - 1)], choice.margin) for i in sorted(read)])
 
@@ -151,5 +156,5 @@ def worst(predictions: Sequence[Prediction]) -> Prediction:
     """The least SQNR, the largest shares lost."""
     least = min(predictions, key=lambda each: each.sqnr_db)
     return least._replace(
-        flushed=max(each.flushed for each in predictions), rows_lost=max(each.rows_lost for each in predictions)
+        flushed=max(each.flushed for each in predictions), rows_flushed=max(each.rows_flushed for each in predictions)
     )

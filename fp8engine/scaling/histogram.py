@@ -1,9 +1,9 @@
-"""The statistic from which formats are decided: one flat table of a tensor, made on its device, nothing waited for.
+"""Histograms of a tensor's magnitudes, from which casts are predicted: one flat FP32 vector, made on its device.
 
-`measure` looks at a sample of x [M, K] and writes what `prediction.Measured` reads, all in FP32:
+`measure` takes a sample of x [M, K] and writes what `prediction.Measured` reads, without waiting for the device:
 
     header    amax A, sum (x/A)^2, sum (x/A)^4, how many elements: see `prediction.HEADER`
-    tensor    512 bins of |x| / A, eight an octave: count; and the rows of x, by where their energy lies
+    tensor    512 bins of |x| / A, eight an octave: count; and the rows of x, by the bin in which their energy lies
     grouping  130 bins of |x| / a[g] for each grouping asked, a[g] = amax of the element's own scale group
 
 A group's factor is s[g] = MAX / a[g]; E4M3's 448 and E5M2's 57344 are both 1.75 * 2^i, so the octaves of
@@ -31,13 +31,14 @@ import torch
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.numerics.recipe import PerTensor
+from fp8engine.ops.norm_act import FLOATS
 from fp8engine.ops.reference.operand import as_groups
 from fp8engine.scaling.prediction import GROUP_BINS, HEADER, TENSOR_BINS, Groupings, Measured, Table, extent
 
 GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples spread most evenly over the circle
 LEAST_ROWS = 16  # of a sample, as long as it stays under WIDEST samples
 WIDEST = 4
-LINE = 4  # columns next to each other: more would share a cache line, fewer channels would be met
+LINE = 4  # neighbouring columns taken together: with more, fewer places of the row would be sampled
 SCALARS = 4  # of a grouping
 PARTS = 4  # vectors of a grouping: counts, two weights, rows
 
@@ -48,8 +49,8 @@ def measure(
     """The table of x, one FP32 vector on x's device of a length that depends on the groupings alone.
 
     x: FP32, BF16 or FP16, any shape and strides, [..., K]; NaN and Inf are counted and left out.
-    groupings: how scales may be shared, in any order; per tensor is always measured.
-    sample: about how many elements to look at.  amax: of all of x, where the caller has it (FP32, one element); else
+    groupings: the granularities to measure, in any order; per tensor is always measured.
+    sample: about how many elements to take.  amax: of all of x, where the caller has it (FP32, one element); else
     the sample's.
     Raises UnsupportedDtype, and ShapeError for a sample without elements.
 
@@ -82,7 +83,7 @@ def measure(
 
 
 def read(flat: torch.Tensor, groupings: Groupings) -> Measured:
-    """What `measure` with the same groupings wrote, as numbers of the host; a copy to the host is the caller's.
+    """The statistics that `measure` wrote with the same groupings, on the host (the caller copies them there).
 
     Raises ShapeError for a vector of other groupings.
 
@@ -137,7 +138,7 @@ def _tensor_table(x_MK: torch.Tensor, rows_RK: torch.Tensor, amax: torch.Tensor 
     z_RK = v_RK / torch.where(largest > 0, largest, 1.0)
     square = z_RK.square()
     index = _bits(z_RK).bitwise_right_shift(20).sub_(1016 - (TENSOR_BINS - 1)).clamp_(min=0)  # 1.0's are 1016
-    of_all = v_RK.new_full  # a launch, not a copy
+    of_all = v_RK.new_full  # a kernel launch, not a copy to the device
     yield torch.stack([
         largest,
         square.sum(),
@@ -173,7 +174,7 @@ def measure_on_host(x: torch.Tensor, sample: int, amax: float) -> torch.Tensor:
     square = z_RK * z_RK
     index = numpy.maximum((z_RK.view(numpy.int32) >> 20) - (1016 - (TENSOR_BINS - 1)), 0)
     energy = (v_RK / numpy.where(top_R > 0, top_R, numpy.float32(1.0))[:, None]) ** 2
-    # torch sums, so that both ways of measuring round alike.
+    # Summed by torch, so that `measure` and this function round alike.
     by_row, by_bin = (torch.from_numpy(t).sum(1).numpy() for t in (energy, energy * index.astype(numpy.float32)))
     mean = numpy.rint(by_bin / numpy.maximum(by_row, 1.0)).astype(numpy.int64)
     flat = numpy.empty(length(()), numpy.float32)
@@ -226,7 +227,7 @@ def _group_table(v: torch.Tensor):
     energy = (t.square() * ratio).sum()
     yield torch.stack([energy, v.sign().sum(), *table[3:, -2:].sum(1)])
     yield table[:3].reshape(-1)
-    # Where a row is groups of its own, its largest element is MAX: its energy is never lost.
+    # A row with groups of its own has its largest element at MAX, so that its energy is never flushed.
     yield _rows(v, index, GROUP_BINS) if v.shape[1] > 1 else v.new_zeros(GROUP_BINS)
 
 
@@ -237,7 +238,7 @@ def _rounding(p: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _rows(v: torch.Tensor, index: torch.Tensor, bins: int) -> torch.Tensor:
-    """Rows of v [down, rows, across, cols] by the mean bin of their energy; a row of zeros is in none."""
+    """Rows of v [down, rows, across, cols] by the mean bin of their energy; a row of zeros is not counted."""
     largest = v.amax(dim=(2, 3), keepdim=True)
     energy = (v / torch.where(largest > 0, largest, 1.0)).square_()  # relative to the row: no row is too small
     mean = (energy * index).sum(dim=(2, 3)) / energy.sum(dim=(2, 3)).clamp_(min=1)
@@ -246,7 +247,7 @@ def _rows(v: torch.Tensor, index: torch.Tensor, bins: int) -> torch.Tensor:
 
 
 def _counts(index: torch.Tensor, bins: int) -> torch.Tensor:
-    """How often each index occurs: `bincount` looks at the largest index to size its result, which waits for a card."""
+    """Counts of each index, without `bincount`, which waits for the device to size its result by the largest index."""
     one = torch.ones((), dtype=torch.float32, device=index.device)
     return one.new_zeros(bins).scatter_add_(0, index, one.expand(index.shape))
 

@@ -1,4 +1,4 @@
-"""From a tensor's histograms to what a cast would do to it: SQNR, flushed and saturated shares, rows lost.
+"""Prediction of a cast from a tensor's histograms: SQNR, flushed and saturated shares, rows flushed to zero.
 
 y = x * s is rounded to m mantissa bits, in steps of d below the smallest normal number.  With values spread evenly over
 a step the error of one element is, squared and averaged,
@@ -12,12 +12,12 @@ a step the error of one element is, squared and averaged,
 
 A bin is taken as equal shares at POINTS places, evenly spaced.  Values equal to the largest of all are a point, rounded
 exactly: under s = MAX / amax they lose nothing.  A number already on a grid as coarse as the step loses nothing: BF16
-in BF16.  A row is lost where the mean of log2 |y| over its energy lies below d/2: most of its energy is flushed.
+in BF16.  A row counts as flushed where the mean of log2 |y| over its energy lies below d/2: most of its energy is.
 
 Where (1) is wrong: few distinct values, which are not spread over a step.  All powers of two under a power-of-two scale
 have no error at all, and are predicted as if they had.
 So are values that all lie within a step of amax: a language model's first lm_head gradients, 10 to 15 dB better than
-predicted.  And where a handful of elements has most of the error, its phases decide: 1 to 3 dB, either way.
+predicted.  And where few elements have most of the error, it depends on their rounding: 1 to 3 dB, either way.
 
 Sources: (1) Widrow and Kollar, Quantization Noise (2008), chapters 5 and 12.
 
@@ -43,24 +43,24 @@ Groupings = tuple[Granularity, ...]
 
 HEADER = ("amax", "energy", "fourth", "sampled", "nonzero", "nonfinite", "elements", "mantissa_bits")
 TENSOR_BINS = 512  # 64 octaves of |x| / amax, eight each; the last has |x| = amax alone, the first what is less, and 0
-GROUP_BINS = 130  # 64 octaves twice (stats.py), the last two for |x| = amax of its group
+GROUP_BINS = 130  # 64 octaves twice (histogram.py), the last two for |x| = amax of its group
 POINTS = 8
 FP32_MAX = float(numpy.finfo(numpy.float32).max)
 SATURATES = 1 + 2.0**-22  # as reference/quantize.py counts: an amax times its scale may land one ulp above MAX
 
 
 class Prediction(NamedTuple):
-    """What a cast would do.
+    """The effect of a cast.
 
     sqnr_db: sum x^2 over sum of squared errors, in dB; inf where nothing is lost, -inf where a value becomes Inf.
     flushed: share of the finite, nonzero elements that become 0.  saturated: share of them beyond the format's MAX.
-    rows_lost: share of the rows (not all zero) whose energy is mostly flushed.
+    rows_flushed: share of the rows (not all zero) whose energy is mostly flushed.
     """
 
     sqnr_db: float
     flushed: float
     saturated: float
-    rows_lost: float
+    rows_flushed: float
 
 
 class Table(NamedTuple):
@@ -78,12 +78,12 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One tensor's table on the host (stats.read); energies are relative to amax^2, counts those of the sample."""
+    """One tensor's statistics on the host (histogram.read): energies relative to amax^2, counts of the sample."""
 
     header: dict[str, float]
     tensor: numpy.ndarray
     tables: dict[tuple[int, int], Table]
-    made: dict[tuple, Prediction] = field(default_factory=dict, repr=False)  # what was predicted before
+    made: dict[tuple, Prediction] = field(default_factory=dict, repr=False)  # predictions made so far
 
     @property
     def amax(self) -> float:
@@ -97,7 +97,7 @@ class Measured:
 
     @property
     def sampled(self) -> int:
-        """Elements looked at."""
+        """Elements in the sample."""
         return round(self.header["sampled"])
 
     @property
@@ -150,7 +150,7 @@ class Measured:
         return (self.header["sampled"] - self.header["nonfinite"]) * self._more
 
     def predict(self, cast: Cast, margin: int = 0, scale: float | None = None) -> Prediction:
-        """What `cast` would do to the tensor.
+        """The effect of `cast` on the tensor.
 
         margin: powers of two of headroom, as a recipe's; 16 and 32 bits have none.
         scale: the factor s with which a cast per tensor multiplies, where it is predicted from an older amax (margin
@@ -267,8 +267,8 @@ def _of_groups(table: Table, format: Format, margin: int, power_of_2: bool) -> P
     over = table.counts[1:] @ (y > format.max * SATURATES).mean(1)
     place = 2.0 ** (octave + 0.5) * (top / 1.75)
     nonzero = max(table.nonzero, 1.0)
-    lost_rows = _share(table.rows[:-2], place <= half) if table.rows.any() else float(top <= half)
-    return Prediction(_db(table.energy, float(noise)), float(flushed / nonzero), float(over / nonzero), lost_rows)
+    flushed_rows = _share(table.rows[:-2], place <= half) if table.rows.any() else float(top <= half)
+    return Prediction(_db(table.energy, float(noise)), float(flushed / nonzero), float(over / nonzero), flushed_rows)
 
 
 @functools.cache

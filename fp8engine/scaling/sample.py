@@ -1,8 +1,8 @@
-"""A tensor's statistics into its row of a table, without waiting for the device: what the policy looks at later.
+"""Sampling of a tensor: its statistics are written to a row of a table on its device, which `auto` reads later.
 
-A look per tensor costs a tenth of one at every granularity, and as a rule says enough: the other is taken where not.
-
-An operator, so that a compiled graph takes it whole; an effect in order, as every operator that writes a slot's row.
+Statistics per tensor cost a tenth of those at every granularity, and usually suffice; the others are taken of layers
+for which they do not.  `observe` is an operator, so that a compiled graph takes it whole, and an ordered effect, as
+every operator that writes a slot's row.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from fp8engine.ops import library
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
+from fp8engine.scaling.table import OUTPUT, ROLES
 
-SAMPLE, CLOSELY = 16384, 65536  # elements that a look takes, beside the exact amax; a closer one, which is rare
+SAMPLE, DETAILED = 16384, 65536  # elements sampled beside the exact amax; for all granularities, which is rarely asked
 NONFINITE = HEADER.index("nonfinite")
 
 
@@ -29,9 +30,9 @@ def width() -> int:
 
 
 def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -> None:
-    """Write what x [M, K] holds to row `index` of the table.
+    """Write the statistics of x [M, K] to row `index` of the table.
 
-    role: "input", "weight" or "grad_output": whose granularities to look at; "": per tensor alone.
+    role: "input", "weight" or "grad_output": take its granularities; "": per tensor alone.
     """
     if library.direct(x_MK):
         _observe(x_MK, table_SL, index, role)
@@ -39,8 +40,8 @@ def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -
         torch.ops.fp8engine.observe.default(x_MK, table_SL, index, role)
 
 
-def seen(row_L: torch.Tensor, role: str) -> Measured | None:
-    """What a row on the host says, `observe`d with that role; None where nothing was."""
+def read_row(row_L: torch.Tensor, role: str) -> Measured | None:
+    """The statistics in a row on the host, `observe`d with that role; None where none were written."""
     asked = groupings(role) if role else ()
     found = read(row_L[: length(asked)], asked)
     return found if found.elements else None
@@ -59,9 +60,9 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) 
                 flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
             table_SL[index, : len(flat)] = flat
             return
-        amax = torch.maximum(-low, high)  # of all of it: what one element does decides a scale
-        flat = measure(x_MK, groupings(role) if role else (), CLOSELY if role else SAMPLE, amax)
-        beyond = (amax - amax).ne(0).float()  # also where the sample missed it
+        amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
+        flat = measure(x_MK, groupings(role) if role else (), DETAILED if role else SAMPLE, amax)
+        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
         flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
         table_SL[index, : len(flat)].copy_(flat)
 

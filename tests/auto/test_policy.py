@@ -16,7 +16,17 @@ from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, decide, enough,
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.numerics.formats import BF16, E4M3, E5M2
 from fp8engine.numerics.recipe import MATMULS, auto
-from fp8engine.scaling.choice import FINAL, GRAINS, OPERANDS, Choice, begin, in_16_bits, label, predicted, recipe_of
+from fp8engine.scaling.choice import (
+    FINAL,
+    GRANULARITIES,
+    OPERANDS,
+    Choice,
+    begin,
+    in_16_bits,
+    label,
+    predicted,
+    recipe_of,
+)
 
 AUTO = auto()
 NEEDS = needs_of(AUTO)
@@ -27,7 +37,7 @@ ROLES = ("input", "weight", "grad_output")
 def short(choice: Choice) -> tuple[str, str, str]:
     """Granularity, formats of input, weight and grad_output, matmuls in FP8; each by its first letters."""
     formats = " ".join(str(choice.formats[0, role]) for role in ROLES)
-    return choice.grain, formats, " ".join(sorted(matmul[0] for _, matmul in choice.fp8))
+    return choice.granularity, formats, " ".join(sorted(matmul[0] for _, matmul in choice.fp8))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +113,7 @@ def test_layers_that_read_one_tensor_have_one_granularity_and_one_format_of_it()
     """q sees trouble in its gradient alone, k none: their common input is cast once."""
     q, k = looks(grad_output=rows(12, 128, 64)), looks(layer=1)
     found = decide(q | k, NEEDS, begin([0, 1], AUTO))
-    assert found.grain == "row"
+    assert found.granularity == "row"
     assert found.formats[0, "input"] == found.formats[1, "input"] == E4M3
     assert sorted(found.fp8) == [(0, "dgrad"), (0, "forward"), *((1, matmul) for matmul in sorted(MATMULS))]
     first, second = (recipe_of(AUTO, found, i) for i in range(2))
@@ -144,12 +154,12 @@ def test_noise_around_every_threshold_never_flaps():
 def test_something_cheaper_must_look_right_four_times_in_a_row():
     bad, good = looks(input=channels(3e4)), looks()
     choice = decide(bad, NEEDS, START)
-    assert choice.grain == "block"
+    assert choice.granularity == "block"
     for seen in [good] * (PATIENCE - 1) + [bad] + [good] * (PATIENCE - 1):
         choice = decide(seen, NEEDS, choice)
-        assert (choice.grain, choice.changes) == ("block", 1)
+        assert (choice.granularity, choice.changes) == ("block", 1)
     choice = decide(good, NEEDS, choice)
-    assert (choice.grain, choice.changes, choice.cheaper) == ("tensor", 2, 0)
+    assert (choice.granularity, choice.changes, choice.cheaper) == ("tensor", 2, 0)
     assert choice.reasons is not None
     assert "4 times in a row, and cheaper" in choice.reasons[0, "input"]
 
@@ -161,7 +171,7 @@ def test_the_third_change_is_for_good_and_the_safest():
     for _ in range(PATIENCE):
         choice = decide(good, NEEDS, choice)
     choice = decide(looks(grad_output=rows(12, 128, 64)), NEEDS, choice)
-    assert (choice.grain, choice.changes) == ("block", MOST_CHANGES)
+    assert (choice.granularity, choice.changes) == ("block", MOST_CHANGES)
     assert (0, "wgrad") not in choice.fp8
     assert (0, "forward") in choice.fp8
     for seen in (bad, good, looks(input=elements(12)), *[good] * 9):
@@ -171,10 +181,10 @@ def test_the_third_change_is_for_good_and_the_safest():
 def test_the_last_change_is_kept_for_trouble():
     """After two changes nothing is changed for being cheaper."""
     choice = decide(looks(input=channels(3e4)), NEEDS, START)
-    choice = Choice(choice.grain, choice.formats, choice.fp8, changes=MOST_CHANGES - 1)
+    choice = Choice(choice.granularity, choice.formats, choice.fp8, changes=MOST_CHANGES - 1)
     for _ in range(3 * PATIENCE):
         choice = decide(looks(), NEEDS, choice)
-    assert (choice.grain, choice.changes) == ("block", 2)
+    assert (choice.granularity, choice.changes) == ("block", 2)
 
 
 def test_any_sequence_of_looks_changes_a_group_three_times_at_most():
@@ -290,4 +300,4 @@ def test_labels_say_what_is_left_out():
     assert label((0, "grad_output"), choice) == "E4M3/row (wgrad BF16)"
     assert label((0, "weight"), choice) == "E4M3/row"
     assert OPERANDS["wgrad"] == ("grad_output", "input")
-    assert GRAINS[-1] == "block"
+    assert GRANULARITIES[-1] == "block"

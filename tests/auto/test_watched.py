@@ -18,7 +18,7 @@ from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure
-from fp8engine.scaling.sample import _observe, observe, seen, width
+from fp8engine.scaling.sample import _observe, observe, read_row, width
 
 WAITS = {
     "aten._local_scalar_dense.default",  # .item(), bool(), float(), tolist()
@@ -105,11 +105,11 @@ def test_what_was_observed_is_what_was_there(role: str):
     x, table = torch.randn(40, 50), torch.zeros(3, width())
     observe(x, table, 2, role)
     assert torch.equal(table[:2], torch.zeros(2, width()))
-    found = seen(table[2], role)
+    found = read_row(table[2], role)
     assert found is not None
     assert (found.amax, found.elements, found.nonfinite) == (float(x.abs().max()), 2000, 0)
     assert bool(found.tables) == bool(role)
-    assert seen(table[0], role) is None
+    assert read_row(table[0], role) is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_seen_even_where_the_sample_misses_it(bad: float):
     x, table = torch.randn(4000, 64), torch.zeros(1, width())
     x[1777, 33] = bad
     observe(x, table, 0, "")
-    found = seen(table[0], "")
+    found = read_row(table[0], "")
     assert found is not None
     assert found.nonfinite == 1
     assert 3 < found.amax < 6

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from fp8engine.scaling.choice import Slot, groupings
+from fp8engine.scaling.choice import SlotKey, groupings
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Measured
 
@@ -46,7 +46,7 @@ def elements(decades: float, m: int = 128, k: int = 512) -> torch.Tensor:
 
 def looks(
     closely: bool = True, layer: int = 0, weight: torch.Tensor | None = None, **tensors: torch.Tensor
-) -> dict[Slot, Measured]:
+) -> dict[SlotKey, Measured]:
     """A layer's looks: input and grad_output as given, else normal."""
     weight = normal(64, 512, seed=3) if weight is None else weight
     given = {"input": normal(), "grad_output": normal(128, 64, seed=4), **tensors, "weight": weight}

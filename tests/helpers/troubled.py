@@ -20,7 +20,7 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.numerics.recipe import Cast, Recipe, auto
-from fp8engine.scaling.choice import GRAINS, casts, reading
+from fp8engine.scaling.choice import GRANULARITIES, casts, reading
 
 M, K, N = 128, 256, 64
 FIXED = ("current", "delayed", "rowwise", "blockwise")
@@ -66,9 +66,9 @@ def of_recipe(x: torch.Tensor, recipe: Recipe, role: str, part: Part) -> dict[st
 def best(x: torch.Tensor, role: str, part: Part) -> dict[str, float]:
     """dB by matmul of the best possible choice."""
     tried = []
-    for grain in GRAINS:
+    for granularity in GRANULARITIES:
         for format in (fe.E4M3, fe.E5M2):
-            both = casts(role, grain, format)
+            both = casts(role, granularity, format)
             tried.append({m: of_cast(x, both[min(reading(role, m), len(both) - 1)], part) for m in MATMULS[role]})
     sixteen = of_cast(x, Cast(fe.BF16), part)[0]
     never = {m for m in MATMULS[role] if all(each[m][1] > MOST_FLUSHED for each in tried)}

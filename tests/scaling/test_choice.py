@@ -16,34 +16,34 @@ import fp8engine as fe
 from fp8engine.numerics.formats import BF16, E4M3, E5M2
 from fp8engine.numerics.recipe import MATMULS, auto
 from fp8engine.ops.reference import Norm
-from fp8engine.scaling.choice import GRAINS, OPERANDS, Choice, recipe_of
+from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Choice, recipe_of
 
 SETS = [set(some) for n in range(1, 4) for some in itertools.combinations(MATMULS, n)]
 ROLES = ("input", "weight", "grad_output")
 AUTO = auto()
 
 
-def choice(matmuls: set[str], grain: str = "tensor", wide: str = "") -> Choice:
+def choice(matmuls: set[str], granularity: str = "tensor", wide: str = "") -> Choice:
     """Layer 0 with these matmuls in FP8; wide: the role in E5M2."""
     used = {role for matmul in matmuls for role in OPERANDS[matmul]}
     formats = {(0, role): (E5M2 if role == wide else E4M3) if role in used else BF16 for role in ROLES}
-    return Choice(grain, formats, frozenset((0, matmul) for matmul in matmuls))
+    return Choice(granularity, formats, frozenset((0, matmul) for matmul in matmuls))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("matmuls", SETS, ids=lambda each: "-".join(sorted(each)))
-def test_a_layer_multiplies_what_was_chosen(matmuls: set[str], grain: str, dtype):
-    recipe = recipe_of(AUTO, choice(matmuls, grain), 0)
+def test_a_layer_multiplies_what_was_chosen(matmuls: set[str], granularity: str, dtype):
+    recipe = recipe_of(AUTO, choice(matmuls, granularity), 0)
     assert recipe.fp8_share == pytest.approx(len(matmuls) / 3)
     assert {matmul for matmul in MATMULS if recipe.operands(matmul)[0].is_fp8} == matmuls
     check(recipe, (40, 150, 33), dtype)
 
 
 @pytest.mark.parametrize("wide", ["input", "grad_output"])
-@pytest.mark.parametrize("grain", GRAINS)
-def test_a_layer_with_one_slot_in_e5m2(grain: str, wide: str):
-    recipe = recipe_of(AUTO, choice(set(MATMULS), grain, wide), 0)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_layer_with_one_slot_in_e5m2(granularity: str, wide: str):
+    recipe = recipe_of(AUTO, choice(set(MATMULS), granularity, wide), 0)
     assert getattr(recipe, wide).format == E5M2
     check(recipe, (40, 150, 33), torch.bfloat16)
 
@@ -55,13 +55,13 @@ def test_nothing_in_fp8_is_a_recipe_without_fp8():
 
 
 @pytest.mark.parametrize("kind", ["", "swiglu"])
-@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("matmuls", SETS, ids=lambda each: "-".join(sorted(each)))
-def test_fused_layers_compute_what_their_pieces_do(matmuls: set[str], grain: str, kind: str):
+def test_fused_layers_compute_what_their_pieces_do(matmuls: set[str], granularity: str, kind: str):
     """FP32 throughout: 2^-8 of one BF16 rounding of a product, 48 dB, and an FP8 value that falls the other way."""
     model = Model("current", Norm("rms", 1e-5), [(64, 96), (48 if kind else 64, 64)], kind=kind)
     for layer in model.layers:
-        numerics_of(layer).adopt(recipe_of(AUTO, choice(matmuls, grain), 0))
+        numerics_of(layer).adopt(recipe_of(AUTO, choice(matmuls, granularity), 0))
     x = torch.randn(24, 64).requires_grad_()
     dys = [torch.randn(24, 64)] if kind else [torch.randn(24, 96), torch.randn(24, 64)]
     one, other = (step(with_root(like(model, call)), x, dys) for call in (fused, apart))
@@ -70,12 +70,12 @@ def test_fused_layers_compute_what_their_pieces_do(matmuls: set[str], grain: str
         assert sqnr(want, one[name]) > 38, name
 
 
-@pytest.mark.parametrize("grain", GRAINS)
-def test_predicted_scales_are_for_whole_tensors_alone(grain: str):
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_predicted_scales_are_for_whole_tensors_alone(granularity: str):
     speed = auto(objective="speed")
-    recipe = recipe_of(speed, choice(set(MATMULS), grain), 0)
-    assert recipe.delayed == (grain == "tensor")
-    assert recipe.fast_accumulation == (() if grain == "block" else ("forward", "dgrad"))
+    recipe = recipe_of(speed, choice(set(MATMULS), granularity), 0)
+    assert recipe.delayed == (granularity == "tensor")
+    assert recipe.fast_accumulation == (() if granularity == "block" else ("forward", "dgrad"))
 
 
 def test_a_deeper_history_makes_the_table_deeper():

@@ -1,4 +1,4 @@
-"""Who consumes what: learnt from one forward of any nn.Module, without tracing the user's Python."""
+"""Data flow between the layers of any nn.Module, recorded in one forward without tracing the user's Python."""
 
 from fp8engine.auto.flow.record import record
 from fp8engine.auto.flow.result import Consumer, Flow, Layer

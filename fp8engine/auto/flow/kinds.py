@@ -1,11 +1,11 @@
-"""What an operation or a module does to a tensor, by name: the table that the recording reads.
+"""Table of the kinds of operations and modules, by name.
 
-    look      the values are the input's, moved, masked, cast or scaled: whose output it was, it still is
+    view_like values moved, masked, cast or scaled; the result keeps its input's origins
     add, mul  may be a residual, a gate, a bias, a mask, a rotary position: depends on what the operands are
     matmul    of a parameter: a linear layer; of two activations: attention
-    reduce    statistics of a norm, a loss, or a pooling: depends on who reads them
+    reduce    statistics of a norm, a loss, or a pooling: depends on their consumers
     unary     elementwise and not linear
-    ignore    asks about the values (is there a NaN?), and hands none on
+    ignore    reads the values (is there a NaN?) but returns none of them
 
 Operations are torch's aten ones, as a dispatch mode sees them; the names of others (flash_attn's, say) are searched.
 """
@@ -18,7 +18,7 @@ import re
 import torch
 from torch import nn
 
-_LOOK = """
+_VIEW_LIKE = """
     clone contiguous copy _to_copy _unsafe_view _reshape_alias reshape resize alias detach lift_fresh lift cat stack
     index index_select gather take masked_select slice_scatter select_scatter diagonal_scatter scatter scatter_add
     scatter_reduce index_put _index_put_impl _unsafe_index index_add index_copy index_fill masked_scatter
@@ -50,7 +50,7 @@ _IGNORE = """
 _EXACT = {
     name: group
     for group, names in {
-        "look": _LOOK,
+        "view_like": _VIEW_LIKE,
         "unary": _UNARY,
         "reduce": _REDUCE,
         "matmul": _MATMUL,
@@ -70,7 +70,7 @@ _SEARCHED = (
     ("loss|cross_entropy|kl_div", "loss"),
     ("attention|attn", "attention"),
     ("norm", "norm"),
-    ("rotary|rope|quantize|cast_transpose|upsample|_pad|dropout", "look"),
+    ("rotary|rope|quantize|cast_transpose|upsample|_pad|dropout", "view_like"),
     ("swiglu|geglu|gelu|silu|relu", "unary"),
     ("matmul|linear|gemm", "matmul"),
 )
@@ -79,7 +79,7 @@ OVERWRITES = frozenset(("fill", "zero", "normal", "uniform", "copy", "resize", "
 
 @functools.cache
 def group_of(func: object) -> tuple[str, str]:
-    """(group, name) of an operation; group "unknown" where no row fits, "view" where it only looks at memory otherwise.
+    """(group, name) of an operation; group "unknown" where no row fits, "view" where the result shares its memory.
 
     >>> group_of(torch.ops.aten.add_.Tensor), group_of(torch.ops.aten.transpose.int)
     (('add', 'aten.add'), ('view', 'aten.transpose'))
@@ -123,7 +123,7 @@ def _inner_layers(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """What a module without parts is, taken as one: "layer", "norm", "activation"; "fused": a norm and what follows.
+    """Kind of a module that is followed as a whole: "layer", "norm", "activation"; "fused": a norm and linear layers.
 
     >>> kind_of(nn.LayerNorm(2)), kind_of(nn.GELU()), kind_of(nn.Softmax(-1)), kind_of(nn.MultiheadAttention(2, 1))
     ('norm', 'activation', None, None)

@@ -1,8 +1,8 @@
-"""Where a tensor's values come from, kept by the memory they lie in.
+"""Origins of tensors' values, kept by storage.
 
-An Origin is one thing that made values: one call of a layer, a norm, a residual addition, the model's input.  A tensor
-that is looked through keeps its origins, and a view shares them with its base because they are kept per storage.
-A storage is held weakly: the numbers are freed as ever, only its name is not given to another while recording.
+An Origin is one thing that made values: one call of a layer, a norm, a residual addition, the model's input.  The
+result of a view-like operation keeps its input's origins; a view shares those of its base, since both are one storage.
+A storage is referenced weakly: its memory is freed as usual, but its key is not given to another one while recording.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(eq=False)
 class Origin:
-    """One thing that made values, and what read them.
+    """One call that made values, and its consumers.
 
     kind, name, where: as a Consumer has them.  layer: of which layer it is a call.  of: what it read.
-    readers: what read it.  depends: whether a layer's output is in it.  elementwise: a function of single elements of
+    consumers: what read it.  depends: whether a layer's output is in it.  elementwise: a function of single elements of
     `of`.  reduced: a sum, mean or maximum over elements of `of`, from which a norm may come.
     scores: attention's, before its values have been weighed.  same_as: another origin that this one is a part of.
     call: which call of the module `where` it happened in.
@@ -30,7 +30,7 @@ class Origin:
     where: str
     of: list[Origin] = field(default_factory=list)
     layer: str | None = None
-    readers: list[Origin] = field(default_factory=list)
+    consumers: list[Origin] = field(default_factory=list)
     depends: bool = False
     elementwise: bool = False
     reduced: bool = False
@@ -43,7 +43,7 @@ class Origin:
         for origin in origins:
             if origin is not self and origin not in self.of:
                 self.of.append(origin)
-                origin.readers.append(self)
+                origin.consumers.append(self)
                 self.depends = self.depends or origin.depends
 
     def resolved(self) -> Origin:
@@ -61,7 +61,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class State:
-    """What is known of a tensor: what made its values, and of which parameters it is made where nothing did."""
+    """Origins of a tensor's values; where it has none, the parameters that it was made of."""
 
     origins: tuple[Origin, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class States:
 
 
 def place(tensor: torch.Tensor) -> tuple:
-    """What two tensors share that are the same numbers in the same memory at the same time, whatever their shapes."""
+    """A key that two tensors share if they are the same values in the same memory, whatever their shapes."""
     version = 0 if tensor.is_inference() else tensor._version
     return _key(tensor), tensor.storage_offset(), tensor.numel(), tensor.dtype, version
 

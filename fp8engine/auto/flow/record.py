@@ -1,7 +1,7 @@
-"""flow.record: one forward, watched.
+"""Recording of one forward (`flow.record`) with a dispatch mode and module hooks.
 
-A dispatch mode sees every operation, hooks see every module.  Inside a layer, a norm or an activation nothing is
-followed: such a module is one thing.  Under the mode the model computes what it always does, operation for operation.
+The mode sees every operation, the hooks every module.  A layer, a norm or an activation is followed as a whole, not
+inside.  Under the mode the model runs the same operations as without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8engine.errors import ConversionError
 
 
 def record(model: nn.Module, example_inputs: object) -> Flow:
-    """Who consumes each linear layer's output, and what made its input, learnt from one forward of the model.
+    """Consumers of each linear layer's output and the producer of its input, from one forward of the model.
 
     example_inputs: arguments of that forward: a tuple or list, a dict of keywords, or one tensor.  It runs in
     evaluation mode, without gradients; modes, random states, scaling tables and hooks are afterwards as they were.
@@ -57,7 +57,7 @@ def record(model: nn.Module, example_inputs: object) -> Flow:
 
 
 class _Watch(TorchDispatchMode):
-    """What has been seen so far.  stack: modules whose forward runs now.  opaque: how many of them are one thing."""
+    """The recording so far.  stack: modules whose forward runs.  opaque: how many of them are followed as a whole."""
 
     supports_higher_order_operators = True
 
@@ -104,7 +104,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _view(self, func, args, kwargs):
-        """The same memory; a view made without that (of a subclass, say) is told what its base is."""
+        """Views share their base's storage and thereby its state; one that does not (a subclass's) is given it."""
         result = func(*args, **kwargs)
         bases = list(_flat(args))
         for tensor in _flat([result]):
@@ -175,7 +175,7 @@ class _Watch(TorchDispatchMode):
                         self.states[tensor] = self.opened
 
     def _one_thing(self, kind: str, name: str, module: nn.Module, state: State) -> State:
-        """What a module without parts makes of the state of what it reads."""
+        """The state of the result of a module that is followed as a whole."""
         if kind != "fused":
             return self._made(kind, name, state)
         state = self._made("norm", f"{name}.norm", state)
@@ -201,7 +201,7 @@ class _Watch(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _hooks(watch: _Watch, model: nn.Module) -> Iterator[None]:
-    """Tell `watch` of every module's forward."""
+    """Call `watch` before and after every module's forward."""
     handles = []
     try:
         for name, module in model.named_modules():

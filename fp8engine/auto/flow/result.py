@@ -1,4 +1,4 @@
-"""What a recording found, as values: layers, their consumers, and the graph between them."""
+"""Result of a recording: layers, their consumers and producers, and the graph between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Consumer:
-    """Something that reads a tensor, or made it.
+    """A node of the graph: something that reads a tensor, or made it.
 
     kind: "matmul", "softmax" (attention), "norm", "residual", "activation", "loss", "output" (it leaves the model) or
     "unknown"; of what made an input also "attention", "embedding" and "input".
@@ -34,7 +34,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear layer: who reads its output, what made its input, which layers read the very same tensor.
+    """One linear layer: the consumers of its output, the producers of its input, layers with the very same input.
 
     calls: how often it ran in the recorded forward; the consumers are those of all calls.
     """
@@ -52,7 +52,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Flow:
-    """What consumes what in a model; `record` makes it.
+    """Data flow of a model; `record` makes it.
 
     layers: by name, in the order in which they first ran, those that never ran last.
     nodes, edges: the graph: layers (kind "matmul") and all else that made or read a tensor, in the order in which they
@@ -138,7 +138,7 @@ def flow_of(names: Iterable[str], made: Sequence[Origin], sharing: Iterable[Sequ
     for name in dict.fromkeys((*calls, *names)):
         mine = calls.get(name, [])
         layers[name] = Layer(
-            _each_once(_consumer(reader) for call in mine for reader in call.readers),
+            _each_once(_consumer(consumer) for call in mine for consumer in call.consumers),
             _each_once(_producer(origin) for call in mine for origin in call.of),
             tuple(together.get(name, ())),
             len(mine),
@@ -147,7 +147,7 @@ def flow_of(names: Iterable[str], made: Sequence[Origin], sharing: Iterable[Sequ
 
 
 def _beside(other: str, name: str) -> str:
-    """A layer as one beside it would call it: without the name of what both are parts of."""
+    """A layer's name without that of the module around both."""
     return other.removeprefix(name[: name.rfind(".") + 1])
 
 

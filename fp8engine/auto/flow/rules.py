@@ -1,9 +1,9 @@
-"""What an operation makes of the origins of what it reads.
+"""Rules by which an operation's result gets its origins from its operands'.
 
-The first operation that is not looked through consumes a layer's output.  Three patterns need more than one operation:
+The first operation that is not view-like consumes a layer's output.  Three patterns need more than one operation:
 
-    rotary       x cos + rotate(x) sin     a product with what no layer made is looked through, and so is a sum of two
-                                           branches of one source: q and k arrive at the attention
+    rotary       x cos + rotate(x) sin     a product with what no layer made is view-like, and so is a sum of two
+                                           branches of one source: q and k keep their origins up to the attention
     norm         x rsqrt(mean(x^2))        a mean of x that x is then multiplied or divided by, or shifted with
     attention    softmax(q k^T + mask) v   products of two activations, and everything between them, are one thing
 """
@@ -22,7 +22,7 @@ PARTS_OF_A_LOSS = ("sub", "rsub", "pow", "square", "abs", "log", "log1p", "exp",
 
 
 class Operand(NamedTuple):
-    """A tensor that an operation reads: what is known of it, and how large it is."""
+    """A tensor that an operation reads: its state and its size."""
 
     state: State
     size: int
@@ -69,7 +69,7 @@ class Rules:
         if group not in ("matmul", "embedding") and not any(operand.state.origins for operand in known):
             return _joined(known)  # made of parameters: constant
         match group:
-            case "look":
+            case "view_like":
                 return _joined(known)
             case "add" | "mul":
                 return self._binary(group, name, operands)
@@ -148,7 +148,7 @@ class Rules:
             origin.kind = "norm"
             origin.reads(x.origins)
             for square in origin.of:
-                if square.elementwise and all(reader is origin for reader in square.readers):
+                if square.elementwise and all(consumer is origin for consumer in square.consumers):
                     square.same_as = origin
         return statistic
 
@@ -182,17 +182,17 @@ class Rules:
 
 
 def settle(made: Sequence[Origin]) -> None:
-    """Name what only the readers can tell: what is read by nothing but losses is a part of the loss.
+    """Set the kinds that depend on the consumers: what only losses read is a part of the loss.
 
     A softmax read by a likelihood, a square read by a mean that is the whole result.
     """
     for origin in reversed(made):
-        readers = [reader for reader in origin.readers if reader.kind != "output"]
+        consumers = [consumer for consumer in origin.consumers if consumer.kind != "output"]
         may_be = origin.reduced or origin.name.rpartition(".")[2] in PARTS_OF_A_LOSS
-        if may_be and origin.layer is None and readers and all(reader.kind == "loss" for reader in readers):
+        if may_be and origin.layer is None and consumers and all(consumer.kind == "loss" for consumer in consumers):
             origin.kind = "loss"
-            if len(origin.readers) == 1:
-                origin.same_as = readers[0]
+            if len(origin.consumers) == 1:
+                origin.same_as = consumers[0]
 
 
 def _bias(name: str, operands: list[Operand]) -> tuple[Operand | None, list[Operand]]:

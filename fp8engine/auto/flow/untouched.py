@@ -1,4 +1,4 @@
-"""A forward that leaves nothing behind: modes, random states and scaling tables are afterwards what they were."""
+"""Context in which a forward has no side effects: modes, random states and scaling tables are restored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scaling(model: nn.Module) -> Iterator[None]:
-    """Put the scaling states back bit for bit, and each layer's word on the backend that it ran on last."""
+    """Put the scaling states back bit for bit, and the backend that each layer has noted."""
     found: list[Any] = [getattr(module, "numerics", None) for module in model.modules()]
     layers = [numerics for numerics in found if isinstance(getattr(numerics, "state", None), ScalingState)]
     states = list({id(numerics.state): numerics.state for numerics in layers}.values())
