@@ -89,21 +89,22 @@ def test_parts_that_were_converted_by_themselves_and_layers_made_by_hand():
     fe.revert(model)
     assert shape(model[0]) == shape(model[3]) == shape(Net(16))
     assert type(model[2]) is fe.Linear
-    model = fe.revert(converted(nn.Sequential(nn.Linear(16, 16), fe.Linear(16, 16, recipe="current"))))
-    assert [type(part) for part in model] == [nn.Linear, fe.Linear]
-    assert model(torch.randn(2, 16)).shape == (2, 16)
+    mixed: Any = fe.revert(converted(nn.Sequential(nn.Linear(16, 16), fe.Linear(16, 16, recipe="current"))))
+    assert [type(part) for part in mixed] == [nn.Linear, fe.Linear]
+    assert mixed(torch.randn(2, 16)).shape == (2, 16)
 
 
 @pytest.mark.usefixtures("group")
 def test_refusals():
     model = converted(Net(16))
-    for wrong, why in (
+    cases: Any = (
         (Net(16), "revert: Net is not converted: give the model that fe.convert was given"),
         (model.blocks, "revert: ModuleList is not converted"),
         (DistributedDataParallel(model), "revert: the model is under DistributedDataParallel: revert what it wraps"),
         (torch.compile(model), "revert: the model is under torch.compile"),
         (3, "revert takes an nn.Module, not int"),
-    ):
+    )
+    for wrong, why in cases:
         with pytest.raises(fe.errors.ConversionError, match=why):
             fe.revert(wrong)
     assert model.blocks[0] is not None
