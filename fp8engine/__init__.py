@@ -12,7 +12,7 @@
 
 from fp8engine import _moved, amp, distributed, errors
 from fp8engine.auto import flow
-from fp8engine.convert import convert
+from fp8engine.convert import convert, revert
 from fp8engine.export import hf
 from fp8engine.nn import (
     Attention,
@@ -83,6 +83,7 @@ __all__ = [
     "load_scaling_state_dict",
     "matmul",
     "quantize",
+    "revert",
     "rowwise",
     "rowwise_gw_hp",
     "scaling_state",

@@ -1,5 +1,6 @@
-"""Conversion of a model's layers to FP8: `fe.convert`, the selection of layers, and the fusion of neighbours."""
+"""Conversion of a model's layers to FP8 and back: the selection of layers, the change of classes, fusion."""
 
+from fp8engine.convert.revert import revert
 from fp8engine.convert.swap import Record, convert  # Record: pickles of 0.1 look for it here
 
-__all__ = ["Record", "convert"]
+__all__ = ["Record", "convert", "revert"]

@@ -128,13 +128,18 @@ def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, override
     return decide(model, recipe, skip, overrides)
 
 
+def wrapper_of(module: nn.Module) -> str | None:
+    """The name of the wrapper that a module is, such as DistributedDataParallel, or None."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return next((WRAPPERS[kind] for kind in WRAPPERS if kind in kinds), None)
+
+
 def _check_unwrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"convert takes an nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"its part {name!r}" if name else "the model"
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if found := next((WRAPPERS[kind] for kind in WRAPPERS if kind in kinds), None):
+        if found := wrapper_of(module):
             raise ConversionError(f"{where} is under {found} already: convert first, then wrap")
         if hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None:
             raise ConversionError(f"{where} is under torch.compile already: convert first, then compile")

@@ -1,0 +1,117 @@
+"""fe.revert: the modules of a converted model are plain again, in place, with the weights that they have now."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from support import Net, converted, same
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8engine as fe
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def encoder() -> nn.Module:
+    """torch's own, which fe.convert keeps from its fast path."""
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+    )
+
+
+MODELS: dict[str, Any] = {"net": lambda: Net(16), "encoder": encoder, "gpt2": tiny.gpt2, "mixtral": tiny.mixtral}
+MODELS["llama"] = tiny.llama
+
+
+def call(name: str, model: Any) -> torch.Tensor:
+    """Its result for one input."""
+    torch.manual_seed(5)
+    if name == "net":
+        return model(torch.randn(4, 16))
+    return model(torch.randn(2, 6, 32)) if name == "encoder" else model(tiny.tokens()).logits
+
+
+def shape(model: nn.Module) -> list[tuple]:
+    """What revert has to give back: of each module its class, its attributes' names and its hooks."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+    kept = lambda m: sorted(vars(m).keys())  # noqa: E731 - one use
+    return [(type(m), kept(m), *(len(getattr(m, name)) for name in hooks)) for m in model.modules()]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.FusionWarning")
+def test_a_model_is_what_it_was(name: str, fuse: bool):
+    model = MODELS[name]().eval()
+    hook = next(iter(model.children())).register_forward_hook(lambda *args: None)
+    want, plain, parameters = call(name, model), shape(model), list(model.parameters())
+    converted(model, "rowwise", fuse=fuse)
+    assert not torch.equal(call(name, model), want), "FP8 ran"
+    assert fe.revert(model) is model
+    assert shape(model) == plain
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    assert torch.equal(call(name, model), want)
+    hook.remove()
+
+
+def test_before_the_first_forward_and_from_a_copy():
+    for model in (converted(Net(16)), copy.deepcopy(converted(Net(16)))):
+        assert shape(fe.revert(model)) == shape(Net(16))
+    file = io.BytesIO()
+    torch.save(converted(Net(16)), file)
+    file.seek(0)
+    assert shape(fe.revert(torch.load(file, weights_only=False))) == shape(Net(16))
+
+
+def test_it_keeps_what_training_changed_and_is_converted_again_as_a_fresh_model():
+    model = converted(Net(16), fe.auto(interval=2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    other = Net(16)
+    other.load_state_dict(model.state_dict())
+    fe.revert(model)
+    x = torch.randn(8, 16)
+    assert torch.equal(model(x), other(x))
+    assert same([converted(model, "delayed")(x)], [converted(other, "delayed")(x)])
+    optimizer.step()
+
+
+def test_parts_that_were_converted_by_themselves_and_layers_made_by_hand():
+    made = fe.Linear(16, 16, recipe="current")
+    model = nn.Sequential(converted(Net(16)), nn.Linear(16, 16), made, converted(Net(16)))
+    fe.revert(model)
+    assert shape(model[0]) == shape(model[3]) == shape(Net(16))
+    assert type(model[2]) is fe.Linear
+    mixed: Any = fe.revert(converted(nn.Sequential(nn.Linear(16, 16), fe.Linear(16, 16, recipe="current"))))
+    assert [type(part) for part in mixed] == [nn.Linear, fe.Linear]
+    assert mixed(torch.randn(2, 16)).shape == (2, 16)
+
+
+@pytest.mark.usefixtures("group")
+def test_refusals():
+    model = converted(Net(16))
+    cases: Any = (
+        (Net(16), "revert: Net is not converted: give the model that fe.convert was given"),
+        (model.blocks, "revert: ModuleList is not converted"),
+        (DistributedDataParallel(model), "revert: the model is under DistributedDataParallel: revert what it wraps"),
+        (torch.compile(model), "revert: the model is under torch.compile"),
+        (3, "revert takes an nn.Module, not int"),
+    )
+    for wrong, why in cases:
+        with pytest.raises(fe.errors.ConversionError, match=why):
+            fe.revert(wrong)
+    assert model.blocks[0] is not None
+    assert fe.inspect(model).totals["converted"] > 0
+
+
+def test_a_model_loaded_in_fp8_has_nothing_to_go_back_to(tmp_path):
+    fe.hf.export(tiny.llama().eval(), tmp_path / "out", "rowwise")
+    with pytest.raises(fe.errors.ConversionError, match=r"revert: its part .* was loaded in FP8"):
+        fe.revert(fe.hf.load(tmp_path / "out"))
