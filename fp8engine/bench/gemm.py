@@ -68,7 +68,7 @@ class Variant:
 
 
 def variants(kind: str, capability: tuple[int, int] = (0, 0), triton: bool = False) -> dict[str, Variant]:
-    """What can be measured on a kind of device ("cuda" or "cpu"), by name.
+    """Variants that can be measured on a kind of device ("cuda" or "cpu"), by name.
 
     capability: of the card.  triton: whether there is a Triton that we know.
 

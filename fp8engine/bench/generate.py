@@ -69,7 +69,7 @@ def piecewise(model: nn.Module, text_BT: torch.Tensor, prompt: int) -> torch.Ten
 
 
 def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """What can be measured, made of the FP32 model."""
+    """Variants that can be measured, each made of the FP32 model."""
     found: dict[str, Callable[[nn.Module], nn.Module]] = {BASE: lambda model: model.bfloat16()}
     found |= {f"fp8engine {recipe}": converted(recipe) for recipe in ("current", "rowwise", "blockwise")}
     return found | {f"served {recipe}": _served(recipe) for recipe in ("current", "blockwise")}

@@ -56,7 +56,7 @@ class Variant(NamedTuple):
 
 
 def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
-    """What can be measured there."""
+    """Variants that can be measured there."""
     found = {BASE: Variant(_bf16), "fp16 autocast": Variant(lambda network: network, autocast=True)}
     found |= {f"fp8engine {recipe}": Variant(converted(recipe)) for recipe in RECIPES}
     found |= {f"layer current{label}": Variant(_layer(**memory)) for label, memory in MEMORY.items()}
