@@ -47,7 +47,7 @@ RESERVED = 1024  # bytes of shared memory that the system takes of every program
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel's machine code in numbers; shared and spills in bytes, cycles and bytes per clock of one pass of the loop."""
+    """One kernel's machine code; shared and spills in bytes, cycles and bytes per clock of one pass of the loop."""
 
     name: str
     registers: int

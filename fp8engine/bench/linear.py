@@ -1,4 +1,4 @@
-"""A linear layer: forward and backward under every recipe, beside nn.Linear in BF16 and torchao.
+"""Benchmark of a linear layer: forward and backward under every recipe, beside nn.Linear in BF16 and torchao.
 
     over_bf16   the time of BF16 nn.Linear's forward and backward over the variant's, medians in one run
 

@@ -1,4 +1,4 @@
-"""Whole networks: a block or a model, forward and backward under every recipe, beside BF16's.
+"""Benchmark of a whole network: a block or a model, forward and backward under every recipe, beside BF16's.
 
     over_bf16       time of the network in BF16, eager, over the variant's          over_compiled   compiled BF16's
     activations     bytes that autograd saves for backward, each storage once, parameters left out

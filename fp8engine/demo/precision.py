@@ -1,4 +1,4 @@
-"""Precision of a step: from a recipe's name to how the model is prepared and a step is computed.
+"""Precision of a training step: from a recipe's name to how a model is prepared and a step is computed.
 
 | recipe | model | forward | loss scale |
 | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Runs and sessions: a recipe trained from its first step or last checkpoint; several recipes on the same bytes.
+"""Sessions of several runs on the same bytes: each trained from its first step or last checkpoint, then measured.
 
 Ctrl-C (or SIGTERM) lets the step under way finish, saves the run, measures it as it is and writes the report up to
 there; a second Ctrl-C ends it at once, and what is on the disk is still whole.
@@ -136,7 +136,7 @@ def sample(trainer: Trainer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The recipes to train under, and where results are kept.  Raises UnknownName for a recipe, DemoError for a number out of range."""
+    """Recipes, and where results are kept.  Raises UnknownName for a recipe, DemoError for a number out of range."""
 
     recipes: tuple[str, ...] = DEFAULT
     seed: int = 0
