@@ -1,4 +1,4 @@
-"""Benchmark of generation with a model like Llama: a prompt read at once, then a token at a time from kept keys and values.
+"""Benchmark of generation with a model like Llama: a prompt read at once, then a token at a time from a cache.
 
     bf16               the model in BF16, eager
     fp8engine X        fe.convert with the recipe X; the weights' FP8 copies are kept between tokens ("inference")
