@@ -2,7 +2,7 @@
 
     python benchmarks/overflow.py [--turns 12]
 
-A watched step is the second one inside the block: the first looks at the passes before it.
+A watched step is the second one inside the block: the first reads what the passes before it left.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python examples/amp_ddp.py                          the same; starts its processes itself
 
 Each process takes its share of every batch and has a scaler of its own.  These stay equal with nothing sent between
-them: DDP averages the gradients before the scaler looks, so Inf in one process is Inf in all, and all skip.  Hence
-loss.backward() must be the scaled loss's, and clipping comes after scaler.unscale_.
+them: DDP averages the gradients before the scaler checks them, so Inf in one process is Inf in all, and all skip.
+Hence loss.backward() must be the scaled loss's, and clipping comes after scaler.unscale_.
 """
 
 from __future__ import annotations

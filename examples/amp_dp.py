@@ -4,7 +4,7 @@
 
 One thing differs from amp_single.py: autocast belongs to a thread, so it is entered inside forward, which each thread
 runs; around the call it would reach no replica.  O2 needs nothing, since a decorated model enters its own.  One
-scaler serves all: the gradients of the replicas are summed before it looks.
+scaler serves all: the gradients of the replicas are summed before it checks them.
 
 On a CPU, and with one card, nn.DataParallel has one device and calls the module itself: then this example shows how
 to write it, and the numbers are amp_single.py's.  PyTorch recommends DistributedDataParallel (amp_ddp.py) for speed.

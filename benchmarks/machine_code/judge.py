@@ -47,7 +47,7 @@ RESERVED = 1024  # bytes of shared memory that the system takes of every program
 
 @dataclass(frozen=True)
 class Row:
-    """What the machine code says; shared and spills in bytes, cycles and bytes per clock of one pass of the loop."""
+    """One kernel's machine code; shared and spills in bytes, cycles and bytes per clock of one pass of the loop."""
 
     name: str
     registers: int
@@ -70,7 +70,7 @@ class Row:
 
 
 def compile_case(case: Case) -> list[Row]:
-    """The case's machine code, read: a row a kernel."""
+    """The case compiled: a row for each kernel that it starts."""
     with offline.caught(case.architecture) as launches:
         case.launch()
     names = [
@@ -125,7 +125,7 @@ def programs(made: offline.Compiled, card: Card) -> int:
 
 
 def failures(row: Row) -> list[str]:
-    """What no kernel may have."""
+    """Faults that no kernel may have."""
     card = CARDS[row.architecture]
     found = []
     if row.spills:
@@ -158,7 +158,7 @@ def losses(row: Row, before: dict[str, Any]) -> list[str]:
 
 
 def baseline_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """What a baseline keeps of each kernel."""
+    """The part of each row that a baseline keeps."""
     kept = ("registers", "shared", "programs", "loop", "products", "shape", "accesses")
     return {row.name: {field: asdict(row)[field] for field in kept} for row in rows}
 

@@ -16,7 +16,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 TENSOR_CORE = ("QGMMA", "HGMMA", "QMMA", "HMMA")
-FP8_RATE, RATE_16_BITS = 4096, 2048  # multiply-adds per clock and multiprocessor
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
 LABEL = re.compile(r"^(\.L_\w+):")
 PREDICATE = re.compile(r"^@!?U?P\w+\s+")

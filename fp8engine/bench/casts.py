@@ -1,4 +1,4 @@
-"""Casts: the bytes that each has to move, over the time it takes, beside the machine's measured copy.
+"""Benchmark of every cast: the bytes that it has to move, over the time it takes, beside the machine's measured copy.
 
     rate = (reads * bytes of x + writes) * elements / seconds          of copy = rate / (2 * bytes copied / seconds)
 

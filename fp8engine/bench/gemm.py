@@ -1,4 +1,4 @@
-"""Matmuls: every way to multiply two matrices here, checked against float64, then timed beside torch's own.
+"""Benchmark of every matmul there is here: checked against float64, then timed beside torch's own.
 
     over_peer     torch's time over the variant's, torch doing the same: the same format, scales and accumulation
     over_16_bits  the time of torch's 16-bit matmul over the variant's
@@ -68,7 +68,7 @@ class Variant:
 
 
 def variants(kind: str, capability: tuple[int, int] = (0, 0), triton: bool = False) -> dict[str, Variant]:
-    """What can be measured on a kind of device ("cuda" or "cpu"), by name.
+    """Variants that can be measured on a kind of device ("cuda" or "cpu"), by name.
 
     capability: of the card.  triton: whether there is a Triton that we know.
 

@@ -1,4 +1,4 @@
-"""Generation with a model like Llama: a prompt read at once, then a token at a time from kept keys and values.
+"""Benchmark of generation with a model like Llama: a prompt read at once, then a token at a time from a cache.
 
     bf16               the model in BF16, eager
     fp8engine X        fe.convert with the recipe X; the weights' FP8 copies are kept between tokens ("inference")
@@ -69,7 +69,7 @@ def piecewise(model: nn.Module, text_BT: torch.Tensor, prompt: int) -> torch.Ten
 
 
 def variants() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """What can be measured, made of the FP32 model."""
+    """Variants that can be measured, each made of the FP32 model."""
     found: dict[str, Callable[[nn.Module], nn.Module]] = {BASE: lambda model: model.bfloat16()}
     found |= {f"fp8engine {recipe}": converted(recipe) for recipe in ("current", "rowwise", "blockwise")}
     return found | {f"served {recipe}": _served(recipe) for recipe in ("current", "blockwise")}

@@ -1,4 +1,4 @@
-"""The harness of every benchmark: a variant's result is checked first, then all that are right are timed in turns.
+"""The harness that all benchmarks share: a variant's result is checked, then all that are right are timed in turns.
 
     compare   one case: a row a variant, with time and ratios only where the result is right
     result    rows beside a description of the machine, as plain values for JSON

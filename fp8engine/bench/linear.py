@@ -1,4 +1,4 @@
-"""A linear layer: forward and backward under every recipe, beside nn.Linear in BF16 and torchao.
+"""Benchmark of a linear layer: forward and backward under every recipe, beside nn.Linear in BF16 and torchao.
 
     over_bf16   the time of BF16 nn.Linear's forward and backward over the variant's, medians in one run
 
@@ -48,7 +48,7 @@ class Variant:
 
 
 def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
-    """What can be measured there.  compiled: torch.compile as well, half a minute a variant."""
+    """Variants that can be measured there.  compiled: torch.compile as well, half a minute a variant."""
     found = {BASE: Variant(_bf16)}
     found |= {f"fp8engine {recipe}": Variant(_ours(recipe)) for recipe in RECIPES}
     if compiled:

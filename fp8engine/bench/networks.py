@@ -1,4 +1,4 @@
-"""Networks to measure, in plain torch, so that a bare checkout has them: a decoder block; models built of it.
+"""Networks to measure, in plain torch, which a bare checkout has: a decoder block; models built of it.
 
 block   x + attention(norm(x)), then x + mlp(norm(x)); RMSNorm, rotary positions, grouped queries, SwiGLU as in Llama
 llama   tokens -> blocks, causal -> logits        bert   tokens -> blocks with LayerNorm and GELU -> logits

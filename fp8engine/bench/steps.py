@@ -1,4 +1,4 @@
-"""Whole networks: a block or a model, forward and backward under every recipe, beside BF16's.
+"""Benchmark of a whole network: a block or a model, forward and backward under every recipe, beside BF16's.
 
     over_bf16       time of the network in BF16, eager, over the variant's          over_compiled   compiled BF16's
     activations     bytes that autograd saves for backward, each storage once, parameters left out
@@ -56,7 +56,7 @@ class Variant(NamedTuple):
 
 
 def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
-    """What can be measured there."""
+    """Variants that can be measured there."""
     found = {BASE: Variant(_bf16), "fp16 autocast": Variant(lambda network: network, autocast=True)}
     found |= {f"fp8engine {recipe}": Variant(converted(recipe)) for recipe in RECIPES}
     found |= {f"layer current{label}": Variant(_layer(**memory)) for label, memory in MEMORY.items()}

@@ -32,7 +32,7 @@ class DemoError(Fp8EngineError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How to train; what to train in (the recipe) and the seed are given beside it.
+    """How to train; the recipe and the seed are given beside it.
 
     size: a name from SIZES.  steps, batch: optimizer steps, and sequences in each.  lr: AdamW's rate at its peak;
     None for the size's own.

@@ -1,4 +1,4 @@
-"""A small GPT as anyone would write it: plain nn modules, nothing that knows of FP8 until `convert` is called on it.
+"""A small GPT of plain nn modules; nothing in it is about FP8 until `convert` is called on it.
 
     x = token[id]
     x = x + proj(attention(norm1(x)))        pre-norm decoder blocks, causal attention, rotary positions

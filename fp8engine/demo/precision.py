@@ -1,4 +1,4 @@
-"""Precision of a step: from a recipe's name to how the model is prepared and a step is computed.
+"""Precision of a training step: from a recipe's name to how a model is prepared and a step is computed.
 
 | recipe | model | forward | loss scale |
 | --- | --- | --- | --- |
@@ -7,8 +7,8 @@
 | fp16 | plain | torch.autocast(float16) | torch.amp.GradScaler |
 | any other | fe.convert | CUDA: torch.autocast(bfloat16); CPU: plain | none |
 
-Parameters are FP32 everywhere.  On a card what FP8 leaves alone (attention, norms, the head) runs in 16 bits as anyone
-would train it; on a CPU autocast makes the emulated step slower, and without it the difference to fp32 is FP8's alone.
+Parameters are FP32 everywhere.  On a card the rest of the model (attention, norms, the head) runs in 16 bits, as it is
+usually trained; on a CPU autocast makes the emulated step slower, and without it the difference to fp32 is FP8's alone.
 
 FP16 on a CPU without FP16 instructions: FP16 operands, products and sums in FP32, one rounding to FP16.  That is what a
 V100's Tensor Cores compute.  torch's own FP16 matmul rounds alike but takes 6 to 28 times an FP32 matmul's time there

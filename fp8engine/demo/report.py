@@ -64,7 +64,7 @@ GOAL = 0.5  # percent: DESIGN section 9
 
 @dataclass(frozen=True)
 class Result:
-    """What one run cost and gained.
+    """Loss, speed and memory of one run.
 
     steps: taken; fewer than asked for where the run was stopped.  Losses in nats a byte: train_loss the mean of the
     last 20 steps, validation_loss over the validation windows.  tokens_per_second from the median step.
@@ -95,14 +95,14 @@ class Result:
 class Summary:
     """The runs of one session.
 
-    about: what they have in common (model, text, machine), for the reader of a file who was not there.
+    about: what they have in common: model, text, machine.
     """
 
     about: dict
     results: list[Result]
 
     def rows(self) -> list[dict]:
-        """One dict of plain values a recipe, keys as in COLUMNS; None where there is nothing to say."""
+        """One dict of plain values a recipe, keys as in COLUMNS; None where a value does not exist."""
         losses = {(result.recipe, result.steps): result.validation_loss for result in self.results}
         rows = []
         for result in self.results:
@@ -113,7 +113,7 @@ class Summary:
         return rows
 
     def table(self) -> Table:
-        """For a person; the column of steps only where a run was stopped early."""
+        """The table on screen; with a column of steps only where a run was stopped early."""
         whole = all(result.steps == self.about["steps"] for result in self.results)
         columns = {key: column for key, column in COLUMNS.items() if not (key == "steps" and whole)}
         table = Table(title=self.title(), title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -133,7 +133,7 @@ class Summary:
         )
 
     def note(self) -> str:
-        """What a reader of the speeds must know; empty where FP8 ran in hardware."""
+        """A remark on the speeds where FP8 was emulated; empty where it ran in hardware."""
         fp8 = [result for result in self.results if result.fp8_flops_share > 0]
         if not any("emulated" in result.ran_on for result in fp8):
             return ""
@@ -161,7 +161,7 @@ class Summary:
         return out.getvalue()
 
     def samples(self) -> list[Result]:
-        """The first run and the last one in FP8: what a person reads to see that they learned."""
+        """The runs whose samples are shown: the first, and the last one in FP8."""
         fp8 = [result for result in self.results[1:] if result.fp8_flops_share > 0]
         return [*self.results[:1], *fp8[-1:]]
 
@@ -174,7 +174,7 @@ class Summary:
 
 
 def about(config: Config, seed: int) -> dict:
-    """What the runs of a session have in common."""
+    """What the runs of a session have in common, as plain values."""
     where = torch.device(config.device)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in GPT(config.shape).parameters())
@@ -328,7 +328,7 @@ def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -
 
 
 def _finite(values: Iterable[float]) -> list[float]:
-    """Without what a diverged run leaves."""
+    """Without the NaN and Inf of a diverged run."""
     return [value for value in values if math.isfinite(value)]
 
 

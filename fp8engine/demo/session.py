@@ -1,4 +1,4 @@
-"""Runs and sessions: a recipe trained from its first step or last checkpoint; several recipes on the same bytes.
+"""Sessions of several runs on the same bytes: each trained from its first step or last checkpoint, then measured.
 
 Ctrl-C (or SIGTERM) lets the step under way finish, saves the run, measures it as it is and writes the report up to
 there; a second Ctrl-C ends it at once, and what is on the disk is still whole.
@@ -56,7 +56,7 @@ def run(
 
 
 def start(config: Config, recipe: str, seed: int, keeping: Keeping | None) -> Trainer:
-    """What trains a run, before its first step or where its checkpoint ends."""
+    """The trainer of a run, before its first step or where its checkpoint ends."""
     trainer = Trainer(config, recipe, seed, read(config.text, config.shape.context))
     if keeping is not None and keeping.resume and (path := keeping.path(recipe, seed)).exists():
         trainer.load(path)
@@ -136,7 +136,7 @@ def sample(trainer: Trainer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What to train in, and where to keep it.  Raises UnknownName for a recipe, DemoError for a number out of range."""
+    """Recipes, and where results are kept.  Raises UnknownName for a recipe, DemoError for a number out of range."""
 
     recipes: tuple[str, ...] = DEFAULT
     seed: int = 0
@@ -211,14 +211,14 @@ def _check_resumable(session: Session) -> None:
         return
     wanted = " or ".join(keeping.path(recipe, session.seed).name for recipe in session.recipes)
     there = sorted(path.name for path in keeping.folder.glob("*.pt"))
-    told = f"{keeping.folder} holds {', '.join(there) or 'no checkpoint'}, and --resume needs {wanted}"
+    found = f"{keeping.folder} holds {', '.join(there) or 'no checkpoint'}, and --resume needs {wanted}"
     beside = [path.parent.parent for path in session.out.resolve().parent.glob("*/checkpoints/*.pt")]
     names = sorted({folder.name for folder in beside} - {session.out.resolve().name})
     if names:
         near = difflib.get_close_matches(session.out.name, names, n=1, cutoff=0.5)
-        told += f"; folders beside it with checkpoints: {', '.join(names[:8])}"
-        told += f" (did you mean {near[0]!r}?)" if near else ""
-    raise DemoError(f"nothing to resume: {told}. Name the folder with --out, or leave out --resume to start afresh")
+        found += f"; folders beside it with checkpoints: {', '.join(names[:8])}"
+        found += f" (did you mean {near[0]!r}?)" if near else ""
+    raise DemoError(f"nothing to resume: {found}. Name the folder with --out, or leave out --resume to start afresh")
 
 
 def _explain(trainer: Trainer, folder: Path) -> list[Path]:

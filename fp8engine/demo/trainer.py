@@ -1,4 +1,4 @@
-"""One model in training: its optimizer, its loss scale, its curves, and its checkpoints.
+"""Trainer of one model: its optimizer, its loss scale, its curves, and its checkpoints.
 
 A checkpoint is all that a run needs to go on as if it had never stopped, in one file of torch's own format: model,
 optimizer, loss scale, the scaling state of FP8 layers, and the curves so far (whose length is the step).  Batches are a

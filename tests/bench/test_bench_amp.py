@@ -162,7 +162,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
 
     def run(*arguments: object) -> tuple[int, str, str]:
         status = amp.main(["--device", "cpu", *map(str, arguments)])
-        return status, *capsys.readouterr()
+        found = capsys.readouterr()
+        return status, found.out, found.err
 
     return run
 
