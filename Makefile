@@ -51,7 +51,7 @@ bench: $(VENV)/dev.stamp  ## measure this CPU, side by side with torch and torch
 	$(PY) benchmarks/cpu.py
 
 docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
-	$(PYTEST) fp8engine tests/test_readme.py
+	$(PYTEST) fp8engine tests/house/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
 	rm -rf $(VENV) .venv-oldest report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

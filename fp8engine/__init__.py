@@ -39,7 +39,7 @@ from fp8engine.numerics.recipe import (
     rowwise,
     rowwise_gw_hp,
 )
-from fp8engine.ops.operations import backend
+from fp8engine.ops.backends import backend
 from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
 from fp8engine.report import Report, inspect, load_scaling_state_dict, scaling_state, scaling_state_dict
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 
 # Room of today: the modules that moved into it, as "old" or "old=new" where the name changed too.
 SINGLE = {
     "": "names=_torch",
-    "auto": "controller.arriving=host_copy policy policy_output=output_policy",
+    "auto": "controller.arriving=host_copy policy policy_output=outputs",
     "convert": "describe fuse select modules.first_forward=bypassed modules.torch_transformer=bypassed",
     "export": "hf",
     "nn": (
@@ -23,8 +24,8 @@ SINGLE = {
     ),
     "numerics": "cast cost formats recipe",
     "ops": (
-        "cublas=scaled_mm device dispatch execute fingerprint native=triton_backend operators producers ranks "
-        "run_producers tensor"
+        "cublas=scaled_mm device dispatch=backends execute=matmul fingerprint native=triton_backend operators=library "
+        "producers=norm_act ranks run_producers=ways tensor"
     ),
     "scaling": "choice observe=sample output_slots prediction shared_input stats=histogram",
 }
@@ -41,11 +42,11 @@ FOLDERS = {
     ),
     "modules": (
         "nn",
-        ("attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer"),
+        "attention conv1d experts grouped hf_block layernorm_linear layernorm_mlp lazy linear serving transformer",
     ),
     "reference": (
         "ops.reference",
-        "act_quantize cast_transpose epilogue matmul norm_quantize operand quantize rounding scale stats",
+        "act_quantize cast_transpose epilogue matmul norm_quantize operand quantize rounding scale",
     ),
 }
 SILENT = ("hf", "flow")  # fe.hf and fe.flow are public names: their dotted paths stay
@@ -82,6 +83,15 @@ def moved() -> dict[str, str]:
         found[old] = room
         found.update({f"{old}.{name}": f"{room}.{name}" for name in names.split()})
     return found
+
+
+def renamed(state: Mapping, names: Mapping[str, str]) -> dict:
+    """The attributes of a pickled object under today's names.  names: old -> new.
+
+    >>> renamed({"late": 1, "step": 2}, {"late": "steps_without_backward"})
+    {'steps_without_backward': 1, 'step': 2}
+    """
+    return {names.get(key, key): value for key, value in state.items()}
 
 
 def register() -> None:

@@ -27,13 +27,9 @@ def write(path: str | os.PathLike, content: bytes | str) -> None:
     (b'whole', ['b.txt'])
     """
     path = Path(path)
-    beside = path.with_name(
-        f".{path.name}.{secrets.token_hex(4)}.part"
-    )  # unique: threads and processes may write at once
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # unique: several threads may write one path
     try:
-        with open(
-            os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), "wb"
-        ) as file:
+        with open(beside, "xb") as file:
             file.write(content.encode("utf-8", "replace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.checks.operands import differs
-from fp8engine.ops import operations as ops
-from fp8engine.ops import producers, reference
-from fp8engine.ops.dispatch import backend
+from fp8engine.ops import norm_act, reference
+from fp8engine.ops import scale_update as update
+from fp8engine.ops.backends import backend
+from fp8engine.ops.casts import cast_transpose, quantize
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
@@ -72,8 +73,8 @@ def _cast(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: 
     live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
     slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
     with backend(name), torch.no_grad():
-        first, transposed = ops.cast_transpose(x, how, slot)
-        standalone = ops.quantize(x, how, slot)
+        first, transposed = cast_transpose(x, how, slot)
+        standalone = quantize(x, how, slot)
     data = torch.cat([each.data.contiguous().view(torch.uint8) for each in (first, standalone)])
     # On a CPU the reference counts flushed elements on some calls only: rows "sampled" and "underflowed".
     counts = slot.counts_CS if where.type == "cuda" else slot.counts_CS[[0, 1, 3, 5, 6]]
@@ -103,7 +104,7 @@ def scale_update(where: torch.device) -> str | None:
     rules = rules.repeat(1, 1000)
     ours = [table.clone().to(where) for table in (history, live, rules)]
     with backend("triton"):
-        ops.scale_update(ours[0], ours[1], ours[2])
+        update.scale_update(ours[0], ours[1], ours[2])
     reference.scale_update(history, live, rules)
     for name, found, wanted in zip(("history", "live"), ours, (history, live), strict=False):
         if wrong := differs(found.cpu(), wanted):
@@ -149,7 +150,7 @@ def column_sums(where: torch.device, shape: tuple[int, int]) -> str | None:
     for (rows, cols), dtype in itertools.product(((-1, -1), (1, -1), (1, 128)), (torch.bfloat16, torch.float32)):
         x = torch.randn(shape, device=where).to(dtype)
         with backend("triton"), torch.no_grad():
-            *_, sums_K = ops.cast_transpose(x, How(E4M3, rows, cols), sums=True)
+            *_, sums_K = cast_transpose(x, How(E4M3, rows, cols), sums=True)
         error, bound = (sums_K.double() - x.double().sum(0)).abs(), shape[0] * 2.0**-24 * x.double().abs().sum(0)
         if (error > bound).any():
             return f"{rows}x{cols}, {dtype}: {(error / bound).max():.1f} times the bound"
@@ -171,7 +172,7 @@ def _results(where, run, how: How | None, transposed: bool, name: str) -> list[t
         live = torch.tensor([[0.0, -1.0], [0.0, 2.0**6 if how.delayed else 0.0]], device=where)
         slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
     with backend(name), torch.no_grad():
-        parts = run(producers, Store(how, transposed, slot))
+        parts = run(norm_act, Store(how, transposed, slot))
     results = []
     for part in parts:
         if isinstance(part, Operand):

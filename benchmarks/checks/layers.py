@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.checks.matmuls import FAST_ERROR, OUTPUT_ERROR
 from fp8engine.nn.linear import Linear
-from fp8engine.ops import dispatch
+from fp8engine.ops import backends
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
 
@@ -43,7 +43,7 @@ def emulated(where: torch.device, recipe: str, more: bool) -> str | None:
         torch.manual_seed(0)
         made = Linear(k, n, recipe=recipe, device=where, dtype=torch.bfloat16)
         x = torch.randn(m, k, device=where, dtype=torch.bfloat16).requires_grad_()
-        with dispatch.backend(name):
+        with backends.backend(name):
             y = made(x)
             y.backward(torch.randn(m, n, device=where, dtype=torch.bfloat16))
         bias = made.bias.grad if made.bias is not None else None
@@ -59,7 +59,7 @@ def emulated(where: torch.device, recipe: str, more: bool) -> str | None:
 def captured(where: torch.device, recipe: str) -> str | None:
     """Forward and backward captured once and replayed on other data and weights equal eager code."""
     for name in _backends(recipe):
-        with dispatch.backend(name):
+        with backends.backend(name):
             made, x, dy = _layer(where, recipe)
             side = torch.cuda.Stream(where)
             side.wait_stream(torch.cuda.current_stream(where))
@@ -92,7 +92,7 @@ def captured(where: torch.device, recipe: str) -> str | None:
 def waits(where: torch.device, recipe: str, steps: int = 1) -> str | None:
     """Training steps under torch's alarm for calls that wait for the card."""
     for name in _backends(recipe):
-        with dispatch.backend(name):
+        with backends.backend(name):
             made, x, dy = _layer(where, recipe)
             made(x).backward(dy)
             torch.cuda.synchronize(where)

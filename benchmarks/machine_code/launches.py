@@ -21,7 +21,6 @@ from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.scale_update import scale_update
-from fp8engine.kernels.stats import stats
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
 
@@ -138,8 +137,6 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()
     )
     yield _form("transpose_codes", hopper, ("_transpose_kernel",), transpose_codes, _meta(M, K, dtype=E4M3))
-    for dtype in (BF16, torch.float32):
-        yield _form(f"stats {dtype}".replace("torch.", ""), every, (), stats, _meta(M, K, dtype=dtype))
     for steps in (16, 1024):
         tables = _meta(steps, 10_000), _meta(2, 10_000), _meta(3, 10_000)
         yield _form(f"scale_update {steps} steps", every, ("_scale_update_kernel",), scale_update, *tables)

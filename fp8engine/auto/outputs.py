@@ -1,6 +1,14 @@
-"""Decisions of `auto` on the format of each layer's result, made at every sample after those on the operands.
+"""Storage format of each layer's result: decided from its consumers and its predicted statistics.
 
-Who reads it comes from a recorded flow (`fe.convert(..., example_inputs=...)`); without one every result is in 16 bits.
+    16 bits    for a norm, a softmax, a residual, a loss or an unknown consumer; where one consumer cannot take FP8
+               codes under one scale; where FP8 would miss the consumers' needs
+    FP8        for all others: the matmul that computes the result writes the codes that all its consumers multiply
+
+`decide_output` is the pure decision, `Outputs` applies it to the layers of a model at every sample.  The consumers come
+from a recorded flow (`fe.convert(..., example_inputs=...)`); without one every result is stored in 16 bits.
+A need that the user gives for another kind of consumer (`fe.auto(min_sqnr_db={"matmul": 22, "norm": 25})`) is kept like
+a matmul's.  A separate activation computes in 16 bits and would have to decode the codes; a fused one is part of the
+layer and no consumer.  The hysteresis is policy.py's.
 """
 
 from __future__ import annotations
@@ -8,44 +16,144 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-from fp8engine.auto.host_copy import PendingSample
-from fp8engine.auto.log import Change, SlotChange
-from fp8engine.auto.output_policy import Reader, Stored, cannot, cast_of, decide_output, widened
-from fp8engine.auto.policy import needs_of
+from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, misses, needs_of
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import TAKEN
-from fp8engine.numerics.cast import Cast, PerTensor
-from fp8engine.numerics.formats import E5M2, Format
-from fp8engine.numerics.recipe import Auto, Recipe
-from fp8engine.scaling.choice import recipe_of
+from fp8engine.numerics.formats import BF16, E4M3, E5M2, Format
+from fp8engine.numerics.recipe import Auto, Cast, PerTensor, Recipe
 from fp8engine.scaling.output_slots import ELEMENTS, GATHERED
-from fp8engine.scaling.prediction import Measured, Prediction
+from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.sample import seen
 from fp8engine.scaling.table import OUTPUT
 
-if TYPE_CHECKING:
-    from fp8engine.auto.controller import Controller
-
 SATURATED = GATHERED[0]
+REASONS = {
+    "norm": "a norm reads it",
+    "softmax": "a softmax reads it",
+    "residual": "it is added to a residual",
+    "loss": "a loss reads it",
+    "output": "it leaves the model",
+    "unknown": "something unknown reads it",
+}
+
+
+class ResultConsumer(NamedTuple):
+    """A consumer of a result.  kind: as in a Flow.  why_not: why it takes no FP8 codes.  e5m2: whether E5M2's too."""
+
+    kind: str
+    name: str = ""
+    why_not: str = ""
+    e5m2: bool = True
+
+
+class Stored(NamedTuple):
+    """Storage of a result: an FP8 format, or BF16 for the 16 or 32 bits that the layer computes in.
+
+    margin: powers of two free above the predicted amax.  reason: why it changed, or why it is in 16 bits.
+    cheaper: samples in a row that would allow FP8.  changes: so far.
+    """
+
+    format: Format = BF16
+    margin: int = 0
+    reason: str = ""
+    cheaper: int = 0
+    changes: int = 0
+
+    @property
+    def cast(self) -> Cast:
+        """Of the result to the format; in FP8 its scale has to be known before the matmul."""
+        return Cast(self.format, PerTensor(), "delayed")
+
+    @property
+    def label(self) -> str:
+        """As decisions print it."""
+        if not self.format.is_fp8:
+            return "16 bits"
+        return f"{self.format}/tensor" + (f" margin {self.margin}" if self.margin else "")
+
+
+def decide_output(
+    measured: Measured | None, consumers: Sequence[ResultConsumer], needs: Needs, previous: Stored
+) -> Stored:
+    """Storage of a layer's result from now on.
+
+    measured: None where this step has no statistics of it.  needs: the strictest of the consumers' (policy.needs_of),
+    an infinite SQNR where the recipe names no need for one of their kinds.
+
+    >>> from fp8engine.numerics.recipe import auto
+    >>> consumers = [ResultConsumer("matmul"), ResultConsumer("norm")]
+    >>> decide_output(None, consumers, needs_of(auto(), ("matmul", "norm")), Stored()).reason
+    'a norm reads it'
+    """
+    fp8 = previous.format.is_fp8
+    why = why_16_bits(consumers, needs)
+    if not why and (measured is None or measured.amax == 0):
+        return previous
+    found = None
+    if not why and measured is not None:
+        wanted = needs.relaxed() if fp8 else needs
+        formats = [E4M3, E5M2] if all(consumer.e5m2 for consumer in consumers) else [E4M3]
+        table = {format: measured.predict(Stored(format).cast, previous.margin) for format in formats}
+        found = max(table, key=lambda format: table[format].sqnr_db - 100.0 * table[format].flushed)
+        if fp8 and previous.format in table and not misses(table[previous.format], wanted):
+            found = previous.format
+        why = misses(table[found], wanted)
+    if why or found is None:
+        if not fp8:
+            return previous._replace(reason=why, cheaper=0)
+        return Stored(BF16, 0, why, 0, previous.changes + 1)
+    if found == previous.format or previous.changes >= MOST_CHANGES - 1:  # the last change is kept for a missed need
+        return previous._replace(cheaper=0)
+    if not fp8 and previous.changes > 0 and previous.cheaper + 1 < PATIENCE:
+        return previous._replace(cheaper=previous.cheaper + 1)
+    names = ", ".join(dict.fromkeys(consumer.name or consumer.kind for consumer in consumers))
+    return Stored(found, previous.margin, f"all that read it read FP8: {names}", 0, previous.changes + 1)
+
+
+def widened(previous: Stored, margin: int, saturated: float) -> Stored:
+    """The storage with the margin to which the device has widened it, because values lay beyond a predicted scale.
+
+    saturated: share of the elements since the last sample.
+    """
+    if not previous.format.is_fp8 or margin <= previous.margin:
+        return previous
+    return previous._replace(
+        margin=margin, reason=f"{saturated:.2%} of the elements saturated under a predicted scale: margin {margin}"
+    )
+
+
+def why_16_bits(consumers: Sequence[ResultConsumer], needs: Needs) -> str:
+    """Why a result is stored in 16 bits whatever its values are; "" where they decide."""
+    if not consumers:
+        return "nothing is known of what reads it"
+    for consumer in consumers:
+        if consumer.kind == "activation":
+            return "an activation of its own reads it"
+        if needs.min_sqnr_db == float("inf") and consumer.kind != "matmul":
+            return REASONS.get(consumer.kind, f"{consumer.kind} reads it")
+        if consumer.why_not:
+            return f"{consumer.name or consumer.kind} reads it, and {consumer.why_not}"
+    return ""
 
 
 class Outputs:
-    """Decides for `layers`; by a layer's place among them.
+    """Storage of the results of `layers`, by a layer's place among them.
 
-    stored: what each result is stored in, where anything was decided.
+    stored: of each result that was decided on.  taken: how many inputs each layer, by name, had read as FP8 codes at
+    the last sample; known: the layers whose results had a predicted scale then; counts: (elements that had saturated,
+    all elements) of each then.
     """
 
     def __init__(self, layers: Sequence[Numerics], recipes: Sequence[Auto]):
         self.layers, self.recipes = layers, recipes
         self.stored: dict[int, Stored] = {}
-        self.places = {id(numerics): i for i, numerics in enumerate(layers)}
-        self.taken: dict[str, int] = {}  # inputs that each layer had read as they were, at the last look
-        self.known: set[int] = set()  # whose scale was predicted then
-        self.counts: dict[int, tuple[int, int]] = {}  # elements that had saturated, and all, then
+        self.taken: dict[str, int] = {}
+        self.known: set[int] = set()
+        self.counts: dict[int, tuple[int, int]] = {}
 
     @property
     def any(self) -> bool:
@@ -53,57 +161,51 @@ class Outputs:
         return any(numerics.candidate for numerics in self.layers)
 
     def follow(self, flow) -> None:
-        """Who reads what: a Flow, or {layer: its consumers}; a consumer is a kind, or has `kind` and `name`."""
+        """Take the consumers of each result: of a Flow, or of {layer: consumers}; each a kind, or with kind and name."""
         layers: Mapping = getattr(flow, "layers", flow)
         for i, numerics in enumerate(self.layers):
             entry = layers.get(numerics.name, ())
-            numerics.consumers = tuple(_pairs(getattr(entry, "consumers", entry)))
-            numerics.candidate = not self.why_not(i)
-
-    def why_not(self, i: int) -> str:
-        """Why a result is in 16 bits whatever it holds; "" where its numbers decide."""
-        kinds = [kind for kind, _ in self.layers[i].consumers]
-        return cannot([Reader(*pair) for pair in self.layers[i].consumers], needs_of(self.recipes[i], kinds))
+            numerics.consumers = tuple(
+                (consumer, "") if isinstance(consumer, str) else (consumer.kind, consumer.name)
+                for consumer in getattr(entry, "consumers", entry)
+            )
+            numerics.candidate = not self._why_not(i)
 
     def why(self, numerics: Numerics) -> str:
         """The latest reason for 16 bits."""
-        i = self.places.get(id(numerics))
-        if i is None:
-            return ""
-        return self.why_not(i) or self.stored.get(i, Stored()).reason
+        i = next((i for i, each in enumerate(self.layers) if each is numerics), None)
+        return "" if i is None else self._why_not(i) or self.stored.get(i, Stored()).reason
 
     def with_output(self, i: int, recipe: Recipe) -> Recipe:
-        """The layer's recipe with what its result is stored in; nothing, where its forward is not in FP8."""
+        """The layer's recipe with the storage of its result; none where its forward matmul is not in FP8."""
         stored = self.stored.get(i, Stored())
         if not (stored.format.is_fp8 and recipe.input.is_fp8):
             return recipe
-        return replace(recipe, stored=cast_of(stored.format), stored_margin=stored.margin)
+        return replace(recipe, stored=stored.cast, stored_margin=stored.margin)
 
     def decide(
         self, samples: torch.Tensor, counts: torch.Tensor, rules: torch.Tensor
     ) -> tuple[dict[int, tuple[Stored, Stored]], dict[int, Measured]]:
-        """(before, after) of every result that is stored otherwise from now on, and what all of them held.
+        """((before, after) of every result whose storage changes, statistics of all results that were sampled).
 
-        Arguments: copies on the host.
+        Arguments: copies of the state's tables on the host.
         """
         changed: dict[int, tuple[Stored, Stored]] = {}
         found: dict[int, Measured] = {}
-        taken = self._taken()
-        recipes = dict(reversed(self.layers[0].state.layers))  # the first of a name
+        taken = {numerics.name: numerics.ready.get(TAKEN, 0) for numerics in self.layers}
+        recipes = dict(reversed(self.layers[0].state.layers))  # of layers with one name the first one's
         for i, numerics in enumerate(self.layers):
             if not numerics.candidate:
                 continue
-            before = self.stored.get(i, Stored())
+            before = current = self.stored.get(i, Stored())
             measured = seen(samples[numerics.state.row(numerics.layer, OUTPUT)], "")
             if measured is not None:
                 found[i] = measured
-            held = before
             if before.format.is_fp8:
-                held = widened(before, self._margin(i, rules), self._saturated(i, counts))
-            readers = [self._reader(i, Reader(*consumer), recipes, taken) for consumer in numerics.consumers]
-            needs = needs_of(self.recipes[i], [reader.kind for reader in readers])
-            after = decide_output(measured, readers, needs, held)
-            self.stored[i] = after
+                current = widened(before, self._margin(i, rules), self._saturated(i, counts))
+            consumers = [self._consumer(i, ResultConsumer(*pair), recipes, taken) for pair in numerics.consumers]
+            needs = needs_of(self.recipes[i], [consumer.kind for consumer in consumers])
+            self.stored[i] = after = decide_output(measured, consumers, needs, current)
             if (after.format, after.margin) != (before.format, before.margin):
                 changed[i] = before, after
         self.taken = taken
@@ -111,86 +213,53 @@ class Outputs:
         return changed, found
 
     def state_dict(self) -> list:
-        """What was decided, in types that JSON knows."""
+        """The decisions, in types that JSON knows."""
         return [
             {"layer": i, "stored": [stored.format.name, *stored[1:]], "counts": self.counts.get(i, (0, 0))}
             for i, stored in self.stored.items()
         ]
 
-    def load_state_dict(self, kept: Iterable[Mapping]) -> None:
-        """The inverse."""
-        for each in kept:
+    def load_state_dict(self, saved: Iterable[Mapping]) -> None:
+        """The inverse of `state_dict`."""
+        for each in saved:
             name, *rest = each["stored"]
             self.stored[int(each["layer"])] = Stored(Format.named(name), *rest)
             self.counts[int(each["layer"])] = tuple(each["counts"])
 
-    def _taken(self) -> dict[str, int]:
-        return {numerics.name: numerics.ready.get(TAKEN, 0) for numerics in self.layers}
+    def _why_not(self, i: int) -> str:
+        consumers = [ResultConsumer(*pair) for pair in self.layers[i].consumers]
+        return why_16_bits(consumers, needs_of(self.recipes[i], [consumer.kind for consumer in consumers]))
 
-    def _reader(self, i: int, reader: Reader, recipes: Mapping[str, Recipe], taken: Mapping[str, int]) -> Reader:
-        """Whether a consumer takes the codes that layer i would write.  recipes: of the state's layers, by name."""
-        kind, name = reader.kind, reader.name
+    def _consumer(
+        self, i: int, consumer: ResultConsumer, recipes: Mapping[str, Recipe], taken: Mapping[str, int]
+    ) -> ResultConsumer:
+        """The consumer, with why it cannot take the codes of layer i.  recipes: of the state's layers, by name."""
         if not self.layers[i].recipe.input.is_fp8:
-            return Reader(kind, name, "the matmul that makes it is in 16 bits")
-        if kind != "matmul" or not name:
-            return reader
-        recipe = recipes.get(name)
+            return consumer._replace(why_not="the matmul that makes it is in 16 bits")
+        if consumer.kind != "matmul" or not consumer.name:
+            return consumer
+        recipe = recipes.get(consumer.name)
         if recipe is None:
-            return Reader(kind, name, "is no FP8 layer beside it")
+            return consumer._replace(why_not="is no FP8 layer beside it")
         first, grad = recipe.input, recipe.operands("wgrad")[0]
         if not first.is_fp8:
-            return Reader(kind, name, "its matmul is in 16 bits")
+            return consumer._replace(why_not="its matmul is in 16 bits")
         if not isinstance(first.granularity, PerTensor):
-            return Reader(kind, name, f"casts {first.granularity}")
+            return consumer._replace(why_not=f"casts {first.granularity}")
         why = ""
-        if i in self.known and name in self.taken and taken[name] == self.taken[name]:
+        if i in self.known and consumer.name in self.taken and taken[consumer.name] == self.taken[consumer.name]:
             why = "got no codes since the last look (dropout, or another operation, stands between)"
-        return Reader(kind, name, why, e5m2=grad.format != E5M2)
+        return consumer._replace(why_not=why, e5m2=grad.format != E5M2)
 
     def _margin(self, i: int, rules: torch.Tensor) -> int:
-        """What the device has made of a margin."""
+        """The margin of a result on the device, which may have widened it."""
         layer, state = self.layers[i].layer, self.layers[i].state
         numerator = float(rules[0, state.column(layer, OUTPUT)])
         return round(math.log2(self.stored[i].format.max / numerator)) if numerator > 0 else 0
 
     def _saturated(self, i: int, counts: torch.Tensor) -> float:
-        """Share of a result's elements that saturated since the last look."""
+        """Share of a result's elements that saturated since the last sample."""
         column = self.layers[i].state.column(self.layers[i].layer, OUTPUT)
         before = self.counts.get(i, (0, 0))
         self.counts[i] = now = (int(counts[SATURATED, column]), int(counts[ELEMENTS, column]))
         return (now[0] - before[0]) / max(now[1] - before[1], 1)
-
-
-def decide_outputs(controller: Controller, look: PendingSample) -> None:
-    """What the results of a controller's layers are stored in, their operands being decided."""
-    outputs, layers = controller.outputs, controller.layers
-    changed, seen_now = outputs.decide(look.samples, look.counts, look.rules)
-    controller.state.reserve(layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
-    for i, measured in seen_now.items():
-        now = outputs.stored[i]
-        outcome = measured.predict(Cast(now.format), now.margin)
-        controller.history.enter(look.step, f"{layers[i].name}.{OUTPUT}", label_of(now), measured, outcome)
-    for i, (before, after) in changed.items():
-        found = seen_now.get(i)
-        own = recipe_of(controller.recipes[i], controller.choices[i], i)
-        layers[i].adopt(outputs.with_output(i, own))
-        numbers = () if found is None else rounded(found.predict(Cast(after.format), after.margin))
-        slot = SlotChange(f"{layers[i].name}.{OUTPUT}", label_of(before), label_of(after), after.reason, *numbers)
-        controller.log.append(Change(controller.step, layers[i].name, layers[i].recipe, (slot,)))
-
-
-def rounded(found: Prediction) -> tuple[float | None, float]:
-    """SQNR in dB and flushed share, as a decision holds them; where nothing is lost, no number that JSON knows."""
-    return round(float(found.sqnr_db), 2) if math.isfinite(found.sqnr_db) else None, round(float(found.flushed), 6)
-
-
-def _pairs(consumers: Iterable) -> Iterable[tuple[str, str]]:
-    for consumer in consumers:
-        yield (consumer, "") if isinstance(consumer, str) else (consumer.kind, consumer.name)
-
-
-def label_of(stored: Stored) -> str:
-    """As decisions print it."""
-    if not stored.format.is_fp8:
-        return "16 bits"
-    return f"{stored.format}/tensor" + (f" margin {stored.margin}" if stored.margin else "")

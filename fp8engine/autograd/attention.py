@@ -1,6 +1,6 @@
 """Attention between projections: rotary positions, masks, cached keys and values; the softmax is torch's SDPA.
 
-    q, k <- R(position) q, R(position) k        R turns the pairs (x[i], x[i + W/2]) by position * f[i],  i < W/2 <= D/2
+    q, k <- R(position) q, R(position) k        R rotates pairs (x[i], x[i + W/2]) by position * f[i],  i < W/2 <= D/2
     f[i] = theta^(-2 i / W)                     long contexts slow the slow pairs down (Rotary)
     o = softmax(q k^T / sqrt(D) + mask) v       heads of q in groups share a head of k and v (grouped-query)
 
@@ -22,7 +22,7 @@ from fp8engine.errors import ShapeError
 
 
 class Scores(NamedTuple):
-    """How queries see keys.
+    """Which keys a query sees, and the dropout of its softmax.
 
     causal: up to their own position; with window, that many positions of them.  dropout: of the softmax, in training.
     """
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Which rotation.  theta: its base.  width: columns of a head that turn, from the first; None: all.
+    """Rotation of rotary positions.  theta: its base.  width: how many columns of a head are rotated; None: all.
 
     factor: f is divided by it, for contexts that many times as long; with `trained`, the length that was trained, only
     where a full turn takes more than trained / low positions, in part down to trained / high (Llama 3.1).
@@ -102,8 +102,8 @@ def angles(positions: torch.Tensor, head: int, rotary: Rotary | float) -> tuple[
     return angle.cos(), angle.sin()
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [batch, heads, T, D] turned by what `angles` gave; columns beyond its width stay."""
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [batch, heads, T, D] rotated by what `angles` gave; columns beyond its width stay."""
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].float().chunk(2, -1)
     y = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -111,7 +111,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, rotary: Rotary | float) -> torch.Tensor:
-    """x [batch, heads, T, D] turned by its positions, [T] or [batch, T].  rotary: which way, or its base.
+    """x [batch, heads, T, D] rotated by its positions, [T] or [batch, T].  rotary: the rotation, or its base.
 
     Raises as `angles` does.
 
@@ -119,7 +119,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, rotary: Rotary | float) -> 
     >>> rotate(x, torch.tensor([0.0, torch.pi / 2]), 1e4).round(decimals=3).abs().tolist()
     [[[[1.0, 0.0], [0.0, 1.0]]]]
     """
-    return turned(x, *angles(positions, x.shape[-1], rotary))
+    return rotated(x, *angles(positions, x.shape[-1], rotary))
 
 
 def attention(

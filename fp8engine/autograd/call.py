@@ -24,8 +24,8 @@ from fp8engine.autograd import stored
 from fp8engine.autograd.numerics import Numerics, both, holding, operand, transpose
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
-from fp8engine.ops import operations as ops
-from fp8engine.ops.dispatch import asked, inherited
+from fp8engine.ops import casts, matmul
+from fp8engine.ops.backends import asked, inherited
 from fp8engine.ops.reference import Operand, Store, column_sums
 from fp8engine.scaling.shared_input import Kept
 
@@ -65,7 +65,7 @@ class Call:
             self.backend = graphs_run_on(x.device)
         else:
             rows = x.numel() // max(x.shape[-1], 1)
-            self.backend = numerics.ran = ops.choose(x.device, self.plan.by_block, (rows, weight.shape[-2]))
+            self.backend = numerics.ran = matmul.choose(x.device, self.plan.by_block, (rows, weight.shape[-2]))
         self.asked = None if self.compiling else asked()
         on_codes = self.backend in ON_CODES
         self.turned_input = self.needs_w and on_codes and self.plan.input_serves_both
@@ -215,9 +215,9 @@ class Call:
             return Gradient()
         first, slot = self.plan.dgrad[0], self.numerics.slot("grad_output", record=True)
         if self.turned_grad and self.needs_b:
-            return Gradient(*ops.cast_transpose(dy_MN, first.how[None], slot, sums=True))
+            return Gradient(*casts.cast_transpose(dy_MN, first.how[None], slot, sums=True))
         if self.turned_grad:
-            return Gradient(*ops.cast_transpose(dy_MN, first.how[None], slot))
+            return Gradient(*casts.cast_transpose(dy_MN, first.how[None], slot))
         return Gradient(operand(dy_MN, first, made, slot, holding(dy_MN, self.backend)))
 
     def _weight_for_dgrad(self, weight_NK: torch.Tensor, codes, scale) -> Either:
@@ -236,10 +236,10 @@ class Call:
             return transpose(weight_NK, forward, weights, slot)
         return operand(weight_NK, dgrad, weights, slot, holding(weight_NK, self.backend)).t()
 
-    def _multiply(self, a, b, bias_N, out: torch.dtype, matmul: str) -> torch.Tensor:
+    def _multiply(self, a, b, bias_N, out: torch.dtype, which: str) -> torch.Tensor:
         """One of the three matmuls, in FP8 where its operands are."""
         if isinstance(a, Operand):
             plan = self.plan
-            return ops.matmul(a, b, bias_N, out, "exact" if plan.exact else plan.precision[matmul])
-        y_MN = ops.matmul_fp16(a, b.to(a.dtype)).to(out)
+            return matmul.matmul(a, b, bias_N, out, "exact" if plan.exact else plan.precision[which])
+        y_MN = matmul.matmul_fp16(a, b.to(a.dtype)).to(out)
         return y_MN if bias_N is None else y_MN + bias_N

@@ -1,4 +1,4 @@
-"""A linear layer of E experts: rows that belong together, each group times its own expert's weight.
+"""Grouped linear layer of E experts: each group of rows times its own expert's weight.
 
     forward   y[t]  = x[t] @ w[e(t)]^T + b[e(t)]       x [T, K], w [E, N, K], b [E, N]; e(t): the expert of row t
     dgrad     dx[t] = dy[t] @ w[e(t)]
@@ -9,12 +9,11 @@ point format, so that this costs an expert nothing until its amax is 2^-10 of th
 Groups that share a scale never cross experts: 128 x 1 of x begins anew at each expert's first row, as a column's does.
 So a recipe whose scales are per row or per block casts and multiplies exactly what E separate Linears do.
 
-Who needs the number of rows on the host, which waits for a card where they are a tensor there:
+Two ways to multiply.  Numbers of rows that are a tensor on a card are copied to the host only for the second:
 
     torch's grouped matmul    takes offsets, does not wait (sm_90; on older cards torch itself does): BF16; FP8 forward
-                              and dgrad, where both operands are E4M3 with a scale per tensor or row, all it takes
-    a loop over the experts   waits, once a call: everything else, so casts whose groups span rows, FP8 wgrad, a bias's
-                              gradient
+                              and dgrad where both operands are E4M3 with a scale per tensor or row
+    a loop over the experts   waits, once a call: casts whose groups span rows, FP8 wgrad, a bias's gradient, the rest
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ from fp8engine.autograd.ready import suited
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
-from fp8engine.ops.dispatch import asked
+from fp8engine.ops import casts, device
+from fp8engine.ops.backends import asked
 from fp8engine.ops.reference import How, Operand, Slot, column_sums
 from fp8engine.scaling.shared_input import Kept
 
@@ -94,7 +92,7 @@ def _grouped_plain(x_TK, weight_ENK, bias_EN, sizes, name: str) -> torch.Tensor:
 
 
 class _Asked(NamedTuple):
-    """What one call was asked beside its tensors.  out: dtype of the result.  record: as `Call` takes it."""
+    """Arguments of one call beside its tensors.  out: the result's dtype.  record: as `Call` takes it."""
 
     groups: Groups
     out: torch.dtype
@@ -111,7 +109,7 @@ def _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics: Numerics) -> tor
     x_TK = suited(x_TK, numerics, why="its rows go to several experts")
     groups = Groups(sizes, x_TK, experts, name)
     out = dtype_of_result(x_TK, weight_ENK, name)
-    # Autocast has had its say, and would promote codes where they are joined.
+    # The result's dtype is decided; autocast would now promote codes where they are concatenated.
     with contextlib.nullcontext() if x_TK.is_meta else torch.autocast(x_TK.device.type, enabled=False):
         if not numerics.plan.fp8:
             return _high_precision(x_TK, weight_ENK, bias_EN, groups, numerics.recipe.input.format.dtype).to(out)
@@ -188,8 +186,8 @@ class _Experts(Call):
         dx_TK = dw_ENK = db_EN = None
         if self.needs_x:
             a = self._rows(dy_TN, plan.dgrad[0], made, slot, hold)
-            b, turned = self._weight_for_rows_of_dy(weight_ENK)
-            dx_TK = self._each_row(a, b, turned, None, dtype, "dgrad")
+            b, transposed = self._weight_for_rows_of_dy(weight_ENK)
+            dx_TK = self._each_row(a, b, transposed, None, dtype, "dgrad")
             slot = numerics.slot("grad_output", False, count=False)
         if self.needs_w:
             a = self._rows(dy_TN, plan.wgrad[0], made, slot, hold)
@@ -202,7 +200,7 @@ class _Experts(Call):
         return dx_TK, dw_ENK, db_EN
 
     def _holding(self, x: torch.Tensor) -> torch.dtype | None:
-        """As `holding` says, of what one expert's matmul reads."""
+        """Emulation dtype of one expert's operands; None: FP8 codes."""
         if self.backend != "reference":
             return None
         return device.holding_dtype(x.device, x.numel() // self.groups_of_rows.experts)
@@ -211,33 +209,33 @@ class _Experts(Call):
         """Rows under a cast, groups that share a scale within one expert."""
         if not casting.fp8 or not _spans_rows(casting.how[hold]):
             return operand(x_TK, casting, kept, slot, hold)
-        # Not kept for another reader of x: its groups may be others.
+        # Not kept for another consumer of x: its groups may be others.
         return _stacked(x_TK, casting.how[hold], self.groups_of_rows.sizes, slot)
 
     def _weight_for_rows_of_dy(self, weight_ENK: torch.Tensor) -> tuple[Either, bool]:
-        """(what dgrad reads of the weight, whether it lies as forward reads it) from forward, or cast now."""
+        """(the weight's operand for dgrad, whether it is laid out as for forward), from forward or cast now."""
         numerics, casting = self.numerics, self.plan.dgrad[1]
         # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
         weights, self.weights = self.weights, {}
         slot, hold = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
         if casting is self.plan.forward[1] or not casting.fp8:
             return _of_weight(weight_ENK, casting, weights, slot, hold), True
-        return _of_weight(weight_ENK, casting, weights, slot, hold, turned=True), False
+        return _of_weight(weight_ENK, casting, weights, slot, hold, transposed=True), False
 
-    def _each_row(self, a: Either, b: Either, turned: bool, bias_EN, out: torch.dtype, matmul: str) -> torch.Tensor:
-        """Each row of a times its expert's part of b; turned: times that part's transpose."""
+    def _each_row(self, a: Either, b: Either, transposed: bool, bias_EN, out: torch.dtype, matmul: str) -> torch.Tensor:
+        """Each row of a times its expert's part of b; transposed: times that part's transpose."""
         groups, fast = self.groups_of_rows, self.plan.precision[matmul] == "fast"
         rows = (b.data if isinstance(b, Operand) else b).shape[0] // groups.experts
         if isinstance(a, Operand) and isinstance(b, Operand) and self._at_once(a, b, groups.experts):
             self.numerics.ran = "cublas"
-            y_TN = scaled_grouped(a, b, turned, groups, fast)
+            y_TN = scaled_grouped(a, b, transposed, groups, fast)
             return (y_TN if bias_EN is None else y_TN + of_rows(bias_EN, groups)).to(out)
         parts = []
         biases = [None] * groups.experts if bias_EN is None else bias_EN.unbind()
         for a_e, b_e, bias_N in zip(_parts(a, groups.sizes), _parts(b, [rows] * groups.experts), biases, strict=True):
             # One empty group is multiplied where all are: the result has its shape, dtype and device.
             if len(a_e.data) or (groups.rows == 0 and not parts):
-                parts.append(self._multiply(a_e, b_e.t() if turned else b_e, bias_N, out, matmul))
+                parts.append(self._multiply(a_e, b_e.t() if transposed else b_e, bias_N, out, matmul))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _each_expert(self, a: Either, b: Either, weight_ENK: torch.Tensor) -> torch.Tensor:
@@ -274,17 +272,17 @@ def _high_precision(x_TK, weight_ENK, bias_EN, groups: Groups, dtype: torch.dtyp
     return torch.cat([torch.nn.functional.linear(x, w_NK, b_N) for x, w_NK, b_N in parts])
 
 
-def _of_weight(weight_ENK, casting: Casting, kept: Kept, slot: Slot, hold, turned=False) -> Either:
-    """All the experts' weights under a cast as one stack [E * N, K]; turned: that of their transposes, [E * K, N]."""
-    stack = weight_ENK.mT if turned else weight_ENK
+def _of_weight(weight_ENK, casting: Casting, kept: Kept, slot: Slot, hold, transposed=False) -> Either:
+    """The experts' weights under a cast as one stack [E * N, K]; transposed: that of their transposes, [E * K, N]."""
+    stack = weight_ENK.mT if transposed else weight_ENK
     experts, rows, cols = stack.shape
     x_RC = stack.reshape(experts * rows, cols)
     if not casting.fp8:
         return operand(x_RC, casting, kept, slot, hold)
     how = casting.how[hold]
-    if turned:
+    if transposed:
         how = how._replace(rows=how.cols, cols=how.rows)
-    key = (how, "of transposes") if turned else how
+    key = (how, "of transposes") if transposed else how
     made = kept.get(key)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
     if made is None or (slot.record and not made[1].record):
@@ -293,15 +291,15 @@ def _of_weight(weight_ENK, casting: Casting, kept: Kept, slot: Slot, hold, turne
 
 
 def _spans_rows(how: How) -> bool:
-    """Whether rows share a scale that is not everybody's, so that it matters where an expert's rows end."""
+    """Whether a scale covers several rows but not all, so that it matters where an expert's rows end."""
     return how.rows != 1 and not how.per_tensor
 
 
 def _stacked(x_RC: torch.Tensor, how: How, sizes: list[int], slot: Slot) -> Operand:
     """Rows under a cast; where rows share a scale, each group of `sizes` rows is cast for itself."""
     if not _spans_rows(how) or (how.rows > 1 and not any(size % how.rows for size in sizes)):
-        return ops.quantize(x_RC, how, slot)
-    parts = [ops.quantize(part, how, slot) for part in x_RC.split(sizes)]
+        return casts.quantize(x_RC, how, slot)
+    parts = [casts.quantize(part, how, slot) for part in x_RC.split(sizes)]
     return parts[0]._replace(data=torch.cat([p.data for p in parts]), scale=torch.cat([p.scale for p in parts]))
 
 

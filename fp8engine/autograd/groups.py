@@ -1,4 +1,4 @@
-"""Which rows belong to which expert, and the matmuls of torch that take it from a tensor, without waiting for a card.
+"""Division of rows among experts, and torch's grouped matmuls, which take it as offsets on the device.
 
     scaled_grouped    y[t]  = a[t] @ b[e(t)]^T           FP8; sm_90 and sm_100; E4M3 by E4M3, a scale per row
     grouped_wgrad     dw[e] = sum of dy[t]^T x[t]        BF16; a CPU, and cards from sm_80 on
@@ -28,7 +28,7 @@ COUNTS = (torch.int32, torch.int64)
 
 
 class Groups:
-    """How the rows of x divide: the first sizes[0] are the first expert's, the next sizes[1] the second's, ...
+    """Division of the rows of x: the first sizes[0] are the first expert's, the next sizes[1] the second's, ...
 
     sizes: E numbers of rows, 0 allowed, that sum to T: ints, or a tensor of ints on the host or beside x.
     Raises ShapeError, UnsupportedDtype and BackendError (another card), naming the layer.  What lies on a card is
@@ -87,7 +87,7 @@ class Groups:
 
 
 def of_rows(table_EN: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The line of each row's expert (a bias) from a table [E, N]: [T, N], without waiting for a card.
+    """The row for each row's expert (its bias) of a table [E, N]: [T, N], without waiting for a card.
 
     >>> of_rows(torch.tensor([[1.0], [2.0], [3.0]]), Groups([2, 0, 1], torch.ones(3, 8), 3, "experts")).tolist()
     [[1.0], [1.0], [3.0]]
@@ -121,14 +121,14 @@ def ungroupable(a: Operand, b: Operand, experts: int) -> str | None:
     return "there are no rows" if len(a.data) == 0 else None
 
 
-def scaled_grouped(a: Operand, b: Operand, turned: bool, groups: Groups, fast: bool) -> torch.Tensor:
+def scaled_grouped(a: Operand, b: Operand, transposed: bool, groups: Groups, fast: bool) -> torch.Tensor:
     """Each row of a times its expert's matrix of the stack b [E * R, C], in one launch; BF16, no bias: torch's rules.
 
-    turned: times the transposes, for which codes are copied (both operands lie along what is summed); per tensor only.
+    transposed: times the transposes, whose codes are copied (both operands lie along what is summed); per tensor only.
     """
     experts = groups.experts
     data = b.data.unflatten(0, (experts, -1))
-    data = data.mT.contiguous() if turned else data
+    data = data.mT.contiguous() if transposed else data
     # A scale per tensor becomes a constant per row.
     scale_a = a.scale.reshape(-1).expand(len(a.data)).contiguous()
     scale_b = b.scale.reshape(-1, 1) if b.scale.dim() == 0 else b.scale.view(experts, -1)

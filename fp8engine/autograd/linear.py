@@ -17,8 +17,7 @@ from fp8engine.autograd.ready import suited, take
 from fp8engine.autograd.refusals import check_caller, check_classes, no_transform, under_transforms
 from fp8engine.autograd.transforms import linear_transformed
 from fp8engine.errors import ShapeError, UnsupportedDtype
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
+from fp8engine.ops import device, matmul
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.table import in_backward
 
@@ -158,9 +157,9 @@ def _high_precision(x, weight_NK, bias_N, dtype: torch.dtype, out: torch.dtype) 
     bias_N = None if bias_N is None else bias_N.to(dtype)
     if (
         dtype.itemsize == 2
-        and ops.choose_16_bits(x.device, (x.numel() // max(x.shape[-1], 1), len(weight_NK))) != "torch"
+        and matmul.choose_16_bits(x.device, (x.numel() // max(x.shape[-1], 1), len(weight_NK))) != "torch"
     ):
-        y_MN = ops.matmul_fp16(matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
+        y_MN = matmul.matmul_fp16(matrix(x).to(dtype), weight_NK.to(dtype), bias_N)
         return y_MN.view(*x.shape[:-1], len(weight_NK)).to(out)
     with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         return torch.nn.functional.linear(x.to(dtype), weight_NK.to(dtype), bias_N).to(out)

@@ -1,4 +1,4 @@
-"""z = act(norm(x) @ w1.T + b1) @ w2.T + b2: norm and activation written straight in the format that matmuls read.
+"""Fused MLP, z = act(norm(x) @ w1.T + b1) @ w2.T + b2: norm and activation are stored as the matmuls read them.
 
     forward    X1 = FP8(norm(x))    y = X1 @ W1^T + b1 in 16 bits    X2 = FP8(act(y))    z = X2 @ W2^T + b2
     backward   da = dz @ W2 in 16 bits    dy, dy^T = FP8(da * act'(y)), db1 = its sums before rounding
@@ -6,7 +6,7 @@
 
 act(y) and dy are computed in FP32 and rounded once, to FP8.  Where a recipe casts dy otherwise for dgrad than for
 wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own, dy goes
-through 16 bits and is cast by each layer: right, and slower.
+through 16 bits and is cast by each layer, which is slower.
 
 Saved beside parameters and what norm_linear.py names (x, its statistics, X1), with e bytes an element of y [M, N] and
 act(y) [M, F]; N = 2 F of a gated activation, else F:
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from fp8engine.autograd.call import Call
+from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
-from fp8engine.autograd.norm_linear import OWN, Entry, calls_of, norm_linear
+from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import (
     KEEP,
     Layer,
@@ -37,14 +38,14 @@ from fp8engine.autograd.parts import (
     check_memory,
     keep,
     kept,
-    observe_made,
     produced,
-    produced_again,
+    recomputed,
+    sample_made,
     tensors_of,
 )
 from fp8engine.autograd.ready import suited
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops import producers
+from fp8engine.ops import norm_act
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 
@@ -124,26 +125,20 @@ def _activation(made: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
 class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        spec, x, gamma_K, beta_K, *parameters = arguments  # unpacked here for the reason that _NormLinear gives
+        spec, x, gamma_K, beta_K, *parameters = arguments  # unpacked here: see _NormLinear
         calls = calls_of(spec, x, parameters, ctx.needs_input_grad[1:], len(spec.numerics) - 1)
         *firsts, second = calls
         entry = Entry(spec, firsts)
-        operands, saved = entry.forward(x, gamma_K, beta_K)
-        halves, weights = [], []
-        for i, (call, a) in enumerate(zip(firsts, operands, strict=True)):
-            weight_NK, bias_N = parameters[2 * i : 2 * i + 2]
-            y_MN, turned = call.forward(a, weight_NK, bias_N, spec.out)
-            halves.append(y_MN)
-            weights += [weight_NK, *turned]
+        halves, saved, weights = entry.forward(x, gamma_K, beta_K, parameters)
         y_MN = halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
-        [(a, to_save)], _ = produced([second], lambda to: producers.act_quantize(y_MN, spec.kind, to))
+        [(a, to_save)], _ = produced([second], lambda to: norm_act.act_quantize(y_MN, spec.kind, to))
         weight_NK, bias_N = parameters[-2:]
-        z_MN, turned = second.forward(a, weight_NK, bias_N, spec.out)
+        z_MN, transposed = second.forward(a, weight_NK, bias_N, spec.out)
         ctx.recompute = spec.memory.recompute_activation and second.needs_x
         saved += keep(y_MN, spec.memory) if second.needs_x else (None, None)
         x2 = second.to_save(to_save)
         saved += (None, None) if ctx.recompute else x2
-        ctx.save_for_backward(*saved, *weights, weight_NK, *turned)
+        ctx.save_for_backward(*saved, *weights, weight_NK, *transposed)
         ctx.entry, ctx.second, ctx.kind, ctx.dtype = entry, second, spec.kind, spec.out
         return in_shape_of(x, z_MN)
 
@@ -157,29 +152,21 @@ class _NormMLP(torch.autograd.Function):
         with second.as_asked():
             y_MN: Any = None if data is None else kept(data, scale, ctx.dtype)
             if ctx.recompute and second.needs_w:
-                [again] = produced_again([second], lambda to: producers.act_quantize(y_MN, ctx.kind, to))
+                [again] = recomputed([second], lambda to: norm_act.act_quantize(y_MN, ctx.kind, to))
                 x2 = tensors_of(again)
             da_MF, *own = second.backward(matrix(dz), tuple(x2), weights[-3:], ctx.dtype)
             if da_MF is None:
                 return (None,) * (4 + 2 * len(firsts)) + tuple(own)
             gradients = _through_activation(firsts, da_MF, y_MN, ctx.kind)
-            operands = entry.operands(saved)
-            dn_MK, found = None, []
-            for i, (call, dy) in enumerate(zip(firsts, gradients, strict=True)):
-                each, *of_first = call.backward(dy, operands[i], weights[3 * i : 3 * i + 3], entry.dtype)
-                found += of_first
-                if each is not None:
-                    dn_MK = each if dn_MK is None else dn_MK.add_(each)
-            dx, dgamma_K, dbeta_K = entry.backward(dn_MK, saved)
-        return None, dx, dgamma_K, dbeta_K, *found, *own
+            return None, *entry.backward(gradients, saved, weights), *own
 
 
 def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, y_MN, kind: str) -> list:
-    """dy of each first layer: stored as it reads it, or in 16 bits where it cannot, or where there are two."""
+    """dy of each first layer: in FP8 as it reads it, or in 16 bits where it cannot or where there are two layers."""
     to = firsts[0].store_grad() if len(firsts) == 1 else None
     if to is not None:
-        observe_made(firsts, "grad_output", lambda to: producers.act_quantize_backward(da_MF, y_MN, kind, to))
-    found: Any = producers.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
+        sample_made(firsts, "grad_output", lambda to: norm_act.act_quantize_backward(da_MF, y_MN, kind, to))
+    found: Any = norm_act.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
     if to is None:
         return [found.dx_MK] if len(firsts) == 1 else list(found.dx_MK.chunk(2, dim=1))
     return [firsts[0].stored_grad(*found)]

@@ -14,8 +14,7 @@ import torch
 from fp8engine import _torch
 from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, Recipe
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts, device
 from fp8engine.ops.reference import How, Operand, Slot
 from fp8engine.scaling.sample import observe
 from fp8engine.scaling.shared_input import Kept
@@ -29,7 +28,7 @@ class Casting:
 
     def __init__(self, cast: Cast):
         self.cast, self.fp8 = cast, cast.is_fp8
-        self.how: dict[torch.dtype | None, How] = {hold: ops.how(cast, hold) for hold in HOLDS} if cast.is_fp8 else {}
+        self.how: dict[torch.dtype | None, How] = {hold: casts.how(cast, hold) for hold in HOLDS} if cast.is_fp8 else {}
 
 
 class Plan:
@@ -136,7 +135,7 @@ def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold=N
     made = kept.get(how)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
     if made is None or (slot.record and not made[1].record):
-        made = kept[how] = ops.quantize(x_MK, how, slot), slot
+        made = kept[how] = casts.quantize(x_MK, how, slot), slot
     elif (slot.count or slot.record) and slot.index != made[1].index:
         _count_again(made[1], slot, x_MK.numel())
     return made[0]
@@ -150,7 +149,7 @@ def both(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[
     how = casting.how[None]
     made, turned = kept.get(how), kept.get((how, "turned"))
     if made is None or turned is None or (slot.record and not made[1].record):
-        first, second = ops.cast_transpose(x_MK, how, slot)
+        first, second = casts.cast_transpose(x_MK, how, slot)
         kept[how], kept[how, "turned"] = (first, slot), (second, slot)
         return first, second
     if (slot.count or slot.record) and slot.index != made[1].index:
@@ -162,7 +161,7 @@ def transpose(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> O
     """The second of `both` alone, for a backward whose forward has used up the first."""
     key = (casting.how[None], "turned")
     if key not in kept:
-        kept[key] = ops.cast_transpose(x_MK, casting.how[None], slot)[1], slot
+        kept[key] = casts.cast_transpose(x_MK, casting.how[None], slot)[1], slot
     return kept[key][0]
 
 

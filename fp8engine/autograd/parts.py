@@ -1,7 +1,7 @@
 """Parts of fused layers: linear layers with their numerics, a norm with its parameters, memory options.
 
-A producer (norm, activation) writes its result once, as the layers that read it store it; where they agree on no such
-form it writes 16 bits, and each layer casts for itself.
+A producer (norm, activation) stores its result once, in the form that its consumers read; where they agree on no such
+form it stores 16 bits, and each consumer casts for itself.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from fp8engine.autograd.call import Call, Either
 from fp8engine.autograd.numerics import Numerics, _count_again
 from fp8engine.errors import UnknownName
-from fp8engine.ops import operations as ops
-from fp8engine.ops import operators
+from fp8engine.ops import casts, library
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.scaling.shared_input import Kept
@@ -44,13 +43,13 @@ class NormOf(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a fused layer keeps for its backward beside its matmuls' FP8 operands.
+    """Memory options of a fused layer: what it keeps for its backward.
 
-    recompute_norm: not the normalised input (FP8); the norm runs again in backward, from the input that is kept anyway.
-    recompute_activation: not the activation's output (FP8); it runs again in backward, from its own input.
+    recompute_norm: the normalised input (FP8) is not kept; the norm runs again in backward, from its own input.
+    recompute_activation: the activation's output (FP8) is not kept; it runs again in backward, from its own input.
     store: "16 bits", or "fp8": the inputs of norms and activations are kept in FP8 too, E4M3 with a scale per row.
 
-    Where nothing before the layer takes a gradient, the input is not kept anyway, and nothing is recomputed.
+    Where nothing before the layer takes a gradient, the norm's input is not kept, and nothing is recomputed.
     """
 
     recompute_norm: bool = False
@@ -62,7 +61,7 @@ KEEP = Memory()
 
 
 class Spec(NamedTuple):
-    """What one call of a fused layer knows beside its tensors: its layers, options, result's dtype, and recording."""
+    """Arguments of one call of a fused layer beside its tensors.  out: the result's dtype.  record: as for `Call`."""
 
     numerics: tuple[Numerics, ...]
     norm: Norm | None
@@ -73,32 +72,32 @@ class Spec(NamedTuple):
 
 
 def check_memory(memory: Memory) -> None:
-    """Raise UnknownName for a store that there is not."""
+    """Raise UnknownName for another store."""
     if memory.store not in STORES:
         raise UnknownName("store", memory.store, STORES)
 
 
 def keep(x_MK: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(data, scale or None) of x as it is kept for an elementwise backward."""
+    """(data, scale or None) of x, kept for an elementwise backward."""
     if memory.store == "16 bits":
         return x_MK, None
-    q = ops.quantize(x_MK, ROWS)
+    q = casts.quantize(x_MK, ROWS)
     return q.data, q.scale
 
 
 def kept(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What `keep` kept, in `dtype` again."""
+    """x in `dtype`, from what `keep` gave."""
     if scale is None:
         return data
     # A power of two times 4 bits is exact in BF16 and FP32; FP16 has no room for every scale.
     wide = torch.float32 if dtype == torch.float16 else dtype
-    return (ops.decode(data, wide) * scale.to(wide)).to(dtype)
+    return (casts.decode(data, wide) * scale.to(wide)).to(dtype)
 
 
 def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Either | None]], list]:
-    """Each call's (X for forward, what wgrad will read) of one result, and what else its producer returned.
+    """Each call's (X for forward, X for wgrad) of one result, and what else its producer returned.
 
-    make: the producer; takes how to store, returns (y, y transposed where asked, ...).
+    make: the producer; takes a Store, returns (y, y transposed where asked, ...).
     """
     stores = [call.store() for call in calls]
     if (to := _one_store(calls, stores)) is None:
@@ -106,7 +105,7 @@ def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Eith
         return [
             call.cast_input(made, made_so_far) for call, made_so_far in zip(calls, made_together(calls), strict=True)
         ], others
-    observe_made(calls, "input", make)
+    sample_made(calls, "input", make)
     q, q_t, *others = make(to)
     for store in stores[1:]:
         if store is not None:
@@ -115,16 +114,16 @@ def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Eith
     return [(q, saved if call.needs_w else None) for call in calls], others
 
 
-def observe_made(calls: Sequence[Call], role: str, make: Make) -> None:
-    """Show whoever looks at this step what is about to be stored in FP8: it is made in 16 bits too, for that."""
+def sample_made(calls: Sequence[Call], role: str, make: Make) -> None:
+    """In a step that samples tensors, make what will be stored in FP8 in 16 bits too, and sample that."""
     if any(call.numerics.state.samples is not None for call in calls):
         made, *_ = make(IN_16_BITS)
         for call in calls:
             call.observe(role, made)
 
 
-def produced_again(calls: Sequence[Call], make: Make) -> list[Either | None]:
-    """What each call's wgrad reads of a result that is made a second time: the bits it had, counted no more."""
+def recomputed(calls: Sequence[Call], make: Make) -> list[Either | None]:
+    """Each call's X for wgrad of a result that backward computes again: bit for bit the first one, not counted."""
     to = _one_store(calls, [call.store(again=True) for call in calls])
     made, made_t, *_ = make(to or IN_16_BITS)
     return [
@@ -134,12 +133,12 @@ def produced_again(calls: Sequence[Call], make: Make) -> list[Either | None]:
 
 
 def tensors_of(operand: Either | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(data, scale) of an operand, as `Call.to_save` gives them; what else it has, the call knows since forward."""
+    """(data, scale) of an operand, as `Call.to_save` gives them; its other fields are kept by the call."""
     return (operand.data, operand.scale) if isinstance(operand, Operand) else (operand, None)
 
 
 def _one_store(calls: Sequence[Call], stores: Sequence[Store | None]) -> Store | None:
-    """How one store serves every call; None where they differ, or a recipe wants 16 bits."""
+    """The Store that serves every call; None where they differ, or a recipe wants 16 bits."""
     to, state = stores[0], calls[0].numerics.state
     for call, store in zip(calls, stores, strict=True):
         if to is None or store is None or store.how != to.how or call.numerics.state is not state:
@@ -150,7 +149,7 @@ def _one_store(calls: Sequence[Call], stores: Sequence[Store | None]) -> Store |
 
 
 def made_together(calls: Sequence[Call]) -> list[Kept]:
-    """Where each call finds what the others have cast: together with those of its state, alone in a graph."""
+    """For each call, where it finds casts of the others that share its scaling state; in a compiled graph, of none."""
     if torch.compiler.is_compiling():
         return [{} for _ in calls]
     by_state: dict[int, Kept] = {}
@@ -158,7 +157,7 @@ def made_together(calls: Sequence[Call]) -> list[Kept]:
 
 
 def count_again(source: Slot | None, slot: Slot | None, size: int) -> None:
-    """Another layer's slot already holds the amax of what this layer reads: take it over."""
+    """Copy the amax of this layer's input from another layer's slot that holds it already."""
     if source is None or slot is None:
         return
     if torch.compiler.is_compiling():
@@ -171,8 +170,9 @@ def _count_again_of(live, counts, source: int, index: int, record: bool, size: i
     _count_again(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
 
 
-operators.define_effect(
+library.define(
     "count_again(Tensor live, Tensor counts, int source, int index, bool record, SymInt size) -> ()",
     _count_again_of,
     lambda *arguments: None,
+    effect=True,
 )

@@ -11,7 +11,7 @@ import torch
 
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.numerics.recipe import PerTensor
-from fp8engine.ops import operations as ops
+from fp8engine.ops import matmul
 from fp8engine.ops.reference import Epilogue
 from fp8engine.scaling.table import OUTPUT
 
@@ -30,10 +30,10 @@ def multiply(call: Call, a: Any, b: Any, bias_N: torch.Tensor | None, out: torch
     precision = "exact" if plan.exact else plan.precision["forward"]
     scale, amax, counts = state.outputs.gather(layer, state.live_2S, len(a.data) * len(b.data), call.record)
     if call.record and numerics.looks_at_output:
-        numerics.observe("output", ops.matmul(a, b, bias_N, out, precision))  # the codes do not tell what they lost
+        numerics.observe("output", matmul.matmul(a, b, bias_N, out, precision))  # the codes do not tell what they lost
     if scale is None:
-        return ops.matmul_epilogue(a, b, Epilogue(bias_N, out, "none", None, amax, counts), precision)
-    codes = ops.matmul_epilogue(a, b, Epilogue(bias_N, plan.stored or out, "none", scale, amax, counts), precision)
+        return matmul.matmul_epilogue(a, b, Epilogue(bias_N, out, "none", None, amax, counts), precision)
+    codes = matmul.matmul_epilogue(a, b, Epilogue(bias_N, plan.stored or out, "none", scale, amax, counts), precision)
     y = StoredTensor(codes, scale, PerTensor(), out)
     y.source = state.slot(state.column(layer, OUTPUT), record=False, count=False)
     return y

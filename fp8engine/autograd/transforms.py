@@ -1,6 +1,6 @@
-"""A linear layer under torch.func's grad, vjp and value_and_grad, which want Functions that make their context apart.
+"""Linear layer under torch.func's grad, vjp and value_and_grad, by Functions with a `setup_context`.
 
-    forward    y = _Transformed(x, w, b)          the FP8 operands wait in a `Pending`, which no transform looks into
+    forward    y = _Transformed(x, w, b)          the FP8 operands wait in a `Pending`, which no transform unwraps
     backward   dx, dw, db = _Gradients(dy)        a Function too: torch.func then gives both of them plain tensors
 
 torch.func has no ctx.needs_input_grad in forward: all three gradients are prepared, and computed.
@@ -20,15 +20,12 @@ from fp8engine.autograd.refusals import no_transform
 
 @dataclass
 class Pending:
-    """What one forward is asked, and leaves for its backward.  record: as `Call` takes it."""
+    """Arguments of one forward beside its tensors, and the gradients' function, which it leaves for its backward."""
 
     numerics: Numerics
     out: torch.dtype
     record: bool
-    call: Any = None
-    saved: tuple = ()
-    weights: tuple = ()
-    dtype: Any = None
+    gradients: Any = None
 
 
 def linear_transformed(x_MK, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool) -> torch.Tensor:
@@ -37,7 +34,7 @@ def linear_transformed(x_MK, weight_NK, bias_N, numerics: Numerics, out: torch.d
 
 
 class _Named(torch.autograd.Function):
-    """What has no rule for vmap or forward mode says so with the layer's name, from its last argument."""
+    """Base of Functions without a rule for vmap and forward mode: the error names the layer, of the last argument."""
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -56,11 +53,16 @@ class _Transformed(_Named):
     @staticmethod
     def forward(x_MK, weight_NK, bias_N, pending: Pending):
         needs = (pending.record, pending.record, pending.record and bias_N is not None)
-        pending.call = call = Call(pending.numerics, x_MK, weight_NK, bias_N, needs, pending.record)
-        a, saved = call.cast_input(x_MK, {})
-        y_MN, turned = call.forward(a, weight_NK, bias_N, pending.out)
-        pending.saved, pending.weights = call.to_save(saved), (weight_NK, *turned)
-        pending.dtype = x_MK.dtype
+        call = Call(pending.numerics, x_MK, weight_NK, bias_N, needs, pending.record)
+        a, kept = call.cast_input(x_MK, {})
+        y_MN, transposed = call.forward(a, weight_NK, bias_N, pending.out)
+        saved, weight, dtype = call.to_save(kept), (weight_NK, *transposed), x_MK.dtype
+
+        def gradients(dy_MN: torch.Tensor) -> tuple:
+            with call.as_asked():
+                return call.backward(dy_MN, saved, weight, dtype)
+
+        pending.gradients = gradients
         return y_MN
 
     @staticmethod
@@ -71,8 +73,7 @@ class _Transformed(_Named):
 class _Gradients(_Named):
     @staticmethod
     def forward(dy_MN, pending: Pending):
-        with pending.call.as_asked():
-            return pending.call.backward(dy_MN, pending.saved, pending.weights, pending.dtype)
+        return pending.gradients(dy_MN)
 
     @staticmethod
     def backward(ctx, *_):

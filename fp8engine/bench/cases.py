@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts
 from fp8engine.ops.reference import How, Operand, as_groups, decode, from_groups
 
 ROWS = 64  # checked element by element
@@ -148,7 +148,7 @@ def _pair(a_MK: torch.Tensor, b_NK: torch.Tensor, kind: tuple[How, How] | torch.
         one = torch.ones((), device=a_MK.device)
         return Pair(Operand(a_MK.to(kind), one), Operand(b_NK.to(kind), one))
     with torch.no_grad():
-        return Pair(ops.quantize(a_MK, kind[0]), ops.quantize(b_NK, kind[1]))
+        return Pair(casts.quantize(a_MK, kind[0]), casts.quantize(b_NK, kind[1]))
 
 
 def values(operand: Operand, first: int = 0, last: int | None = None) -> torch.Tensor:

@@ -21,8 +21,8 @@ from fp8engine.bench.timing import Clock
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.formats import E4M3
 from fp8engine.ops import device
-from fp8engine.ops import operations as ops
-from fp8engine.ops.dispatch import backend
+from fp8engine.ops.backends import backend
+from fp8engine.ops.casts import cast_transpose, quantize
 from fp8engine.ops.reference import How, Operand, Slot
 from fp8engine.ops.reference.operand import COUNTERS
 
@@ -51,7 +51,7 @@ class Way:
     def run(self, x: torch.Tensor, slot: Slot | None) -> list[Operand]:
         """The operands made of x."""
         how = self.how._replace(delayed=self.predicted)
-        return list(ops.cast_transpose(x, how, slot)) if self.both else [ops.quantize(x, how, slot)]
+        return list(cast_transpose(x, how, slot)) if self.both else [quantize(x, how, slot)]
 
 
 WAYS = {

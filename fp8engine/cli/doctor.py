@@ -16,8 +16,7 @@ import typer
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
 from fp8engine.nn import Linear
 from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
-from fp8engine.ops import device, triton_backend
-from fp8engine.ops import operations as ops
+from fp8engine.ops import device, matmul, triton_backend
 
 BROKEN = 1
 NOT_TUNED = (
@@ -119,8 +118,8 @@ def _device(where: torch.device) -> dict:
 
 def _try(recipe: Recipe, where: torch.device) -> dict:
     by_block = any(isinstance(cast.granularity, PerBlock) for cast in recipe.casts)
-    backend = ops.choose(where, by_block)
-    why = ops.why_emulated(where, backend)
+    backend = matmul.choose(where, by_block)
+    why = matmul.why_emulated(where, backend)
     return {
         "recipe": recipe.name,
         "backend": backend,

@@ -1,4 +1,4 @@
-"""Converted layers that are bypassed: other code reads their weight and never calls them.
+"""Converted layers that are bypassed, because other code reads their weight and never calls them.
 
     torch's nn.TransformerEncoder   in evaluation hands all weights to one operator: kept from that fast path
     nn.MultiheadAttention           multiplies by its out_proj's weight itself: `uncalled` finds it, convert leaves it

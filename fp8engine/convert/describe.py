@@ -1,4 +1,4 @@
-"""What a Hugging Face model is made of, told by the structural table of families.py.
+"""Description of a Hugging Face model by the table of families, block by block and part by part.
 
 Nothing here imports transformers, and nothing is changed: fe.convert needs no row of the table to convert a model.
 """
@@ -17,7 +17,7 @@ from fp8engine.nn.families import FAMILIES, Block, match
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` recognised.  outside: linear layers in no block.  why: for each config that is in no row."""
+    """Result of `describe`.  outside: linear layers in no block.  why: one line for each config that is in no row."""
 
     blocks: tuple[Block, ...]
     outside: tuple[str, ...]
@@ -30,9 +30,9 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Which blocks of a Hugging Face model the table knows, part by part; the model is left as it is.
+    """The blocks of a Hugging Face model that the table knows, part by part; the model is left as it is.
 
-    Each module is held against the row of the nearest config above it, so a model made of several is described too.
+    Each module is compared with the row of the nearest config above it, so a model made of several is described too.
     Raises ConversionError where no module has a config.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM

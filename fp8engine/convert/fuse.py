@@ -1,10 +1,10 @@
-"""Level 2 of fe.convert: which norms, linear layers and activations of a model run as one, and why not others.
+"""Fusion of norms, linear layers and activations into groups that run as one call (level 2 of fe.convert).
 
-    norm, q k v      where the norm comes before, and q, k and v alone read it
+    norm, q k v      where the norm comes before, and q, k and v are its only consumers
     norm, MLP        the same for up, or gate and up; with the activation and down
     MLP              up, act, down, where its input is in 16 bits anyway: norms after the residual, a shared expert
 
-What reads what is known from the table of families.  The modules keep their parameters, names and places; how they run
+Consumers are known from the table of families.  The modules keep their parameters, names and places; how they run
 together: nn/lazy.py.
 """
 
@@ -20,12 +20,12 @@ from fp8engine.convert.describe import describe
 from fp8engine.convert.select import linear_layers
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import mix
-from fp8engine.nn.families import Attention, Block, Experts
+from fp8engine.nn.families import Block, Experts
 from fp8engine.nn.lazy import GATED, FusedActivation, FusedNorm, Group
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops.reference import Norm
 
-ACTS = {  # class -> what ACTIVATIONS calls its formula; those of transformers by name
+ACTS = {  # name of the class -> its formula's key in ACTIVATIONS
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "ReLU": "relu",
@@ -42,7 +42,7 @@ SHARED = "its norm is attention's too"
 
 @dataclass(frozen=True)
 class Fusion:
-    """groups: what will run together.  unknown: why parts of the model are in no block of the table."""
+    """Result of `fuse`.  groups: that will run fused.  unknown: why parts of the model are in no block of the table."""
 
     groups: tuple[Group, ...]
     unknown: tuple[str, ...]
@@ -53,66 +53,57 @@ def fuse(model: nn.Module) -> Fusion:
     try:
         found = describe(model)
     except ConversionError as error:
-        found = None
-        unknown = (str(error),)
+        blocks, unknown = (), (str(error),)
     else:
-        unknown = found.why
-    layers = [module for _, module, _ in linear_layers(model) if isinstance(module, Float8Module)]
-    for layer in layers:
-        layer.fused, layer.alone = None, unknown[0] if unknown else "in no block of the table"
+        blocks, unknown = found.blocks, found.why
+    for _, layer, _ in linear_layers(model):
+        if isinstance(layer, Float8Module):
+            layer.fused, layer.not_fused_because = None, unknown[0] if unknown else "in no block of the table"
     groups = []
-    for block in found.blocks if found else ():
+    for block in blocks:
         for group in _groups(model, block):
             groups.append(group)
             for layer in (*group.layers, group.second):
                 if layer is not None:
-                    layer.fused, layer.alone = group, ""
-            _give(group.norm, FusedNorm, group)
-            _give(group.act, FusedActivation, group)
+                    layer.fused, layer.not_fused_because = group, ""
+            for module, mixin in ((group.norm, FusedNorm), (group.act, FusedActivation)):
+                if module is not None:
+                    mix(module, mixin)
+                    object.__setattr__(module, "group", group)
     return Fusion(tuple(groups), unknown)
 
 
-def _give(module: nn.Module | None, mixin: Any, group: Group) -> None:
-    if module is not None:
-        mix(module, mixin)
-        object.__setattr__(module, "group", group)
-
-
 def _groups(model: nn.Module, block: Block) -> Iterator[Group]:
-    """The groups of one block; on layers that are in none, why."""
-    of = _Of(model, block)
+    """The groups of one block; notes on its other layers why they are in none."""
+    parts = _Parts(model, block)
     structure = block.structure
-    routed, shared = isinstance(structure.mlp, Experts), of.norm_name("mlp") == of.norm_name("attention")
+    routed = isinstance(structure.mlp, Experts)
+    shared = block.parts.get("mlp_norm") == block.parts.get("attention_norm")
     for prefix, attention in (("", structure.attention), ("cross_", structure.cross)):
         if attention is None:
             continue
-        roles = _readers(attention, prefix)
-        for role in (f"{prefix}{name}" for name in ("q", "k", "v", "qkv", "out")):
-            of.note(role, "no norm and no activation stands before it")
+        roles = [f"{prefix}{name}" for name in ("q", "k", "v", "qkv")]
+        parts.note([*roles, f"{prefix}out"], "no norm and no activation stands before it")
+        if attention.kv_from != "self":
+            roles = roles[:1]
         if structure.placement == "post":
-            of.note_all(roles, AFTER)
+            parts.note(roles, AFTER)
             continue
         if shared and not prefix:
             roles += ["up", "gate", "gate_up"]
-        yield from of.with_norm(f"{prefix}attention" if not prefix else "cross", roles)
+        yield from parts.with_norm("cross_norm" if prefix else "attention_norm", roles)
     for prefix in ("", "shared_"):
         first = [role for role in (f"{prefix}{name}" for name in ("gate", "up", "gate_up")) if role in block.parts]
         if not first or f"{prefix}down" not in block.parts:
             continue
         if shared:
-            of.note(f"{prefix}down", SHARED)
+            parts.note([f"{prefix}down"], SHARED)
             continue
-        alone = structure.placement == "post" or routed
-        yield from of.mlp(first, f"{prefix}down", with_norm=not alone)
-    of.note_all(["experts"], EXPERTS)
+        yield from parts.mlp(first, f"{prefix}down", with_norm=structure.placement != "post" and not routed)
+    parts.note(["experts"], EXPERTS)
 
 
-def _readers(attention: Attention, prefix: str) -> list[str]:
-    names = ["q", "k", "v", "qkv"] if attention.kv_from == "self" else ["q"]
-    return [f"{prefix}{name}" for name in names]
-
-
-class _Of:
+class _Parts:
     """One block's modules by role."""
 
     def __init__(self, model: nn.Module, block: Block):
@@ -123,57 +114,56 @@ class _Of:
         """A part's name within the block."""
         return self.block.parts[role].removeprefix(f"{self.block.name}.") if self.block.name else self.block.parts[role]
 
-    def norm_name(self, what: str) -> str | None:
-        return self.block.parts.get(f"{what}_norm")
-
-    def note(self, role: str, why: str) -> None:
-        module: Any = self.module.get(role)
-        module = getattr(module, "base_layer", module)
-        if isinstance(module, Float8Module) and module.fused is None:
-            module.alone = why
-
-    def note_all(self, roles: list[str], why: str) -> None:
+    def note(self, roles: list[str], why: str) -> None:
+        """Note on layers that are in no group why they are not."""
         for role in roles:
-            self.note(role, why)
+            module: Any = self.module.get(role)
+            module = getattr(module, "base_layer", module)
+            if isinstance(module, Float8Module) and module.fused is None:
+                module.not_fused_because = why
 
     def with_norm(self, norm: str, roles: list[str]) -> Iterator[Group]:
         """A norm with all the layers that read it."""
         roles = [role for role in roles if role in self.module]
-        which = self._norm(f"{norm}_norm")
-        if why := self._trouble(roles) or (which if isinstance(which, str) else None):
-            self.note_all(roles, why)
+        which = self._norm(norm)
+        why = self._obstacle(roles)
+        if why or isinstance(which, str):
+            self.note(roles, why or str(which))
             return
-        names = [f"{norm}_norm", *roles]
-        first, *layers = (self.module[name] for name in names)
-        label = " + ".join(map(self.path, names))
-        yield Group(label, first, which, tuple(layers), places=self._places(names))  # pyright: ignore[reportArgumentType]
+        paths = [self.path(role) for role in (norm, *roles)]
+        layers = tuple(self.module[role] for role in roles)
+        yield Group(" + ".join(paths), self.module[norm], which, layers, places=self._places(paths))
 
     def mlp(self, first: list[str], second: str, with_norm: bool) -> Iterator[Group]:
         """An MLP with its norm or without; where its activation is unknown, the norm with the first layers."""
         which = self._norm("mlp_norm") if with_norm else None
         act, kind = self._activation(first[0])
         gate = len(first) == 2 or first[0].endswith("gate_up")
-        why = self._trouble([*first, second]) or ("" if kind else act)
+        why = self._obstacle([*first, second]) or ("" if kind else act)
         if gate and kind and kind not in GATED:
             why = why or f"a gated {kind} has no fused form"
         if why:
-            self.note(second, why)
+            self.note([second], why)
             if with_norm:
-                yield from self.with_norm("mlp", first)
+                yield from self.with_norm("mlp_norm", first)
             else:
-                self.note_all(first, why)
+                self.note(first, why)
             return
-        norm = None if which is None or isinstance(which, str) else self.module["mlp_norm"]
-        label = [*([self.path("mlp_norm")] if norm is not None else []), *map(self.path, first), act, self.path(second)]
-        names = [*(["mlp_norm"] if norm is not None else []), *first, second]
-        layers = tuple(self.module[role] for role in first)
-        places = self._places(names, act)
-        which = None if norm is None else which
-        found = self.root.get_submodule(act)
-        yield Group(" + ".join(label), norm, which, layers, found, kind, self.module[second], places)  # pyright: ignore
+        fused_norm = isinstance(which, Norm)
+        paths = [*([self.path("mlp_norm")] if fused_norm else []), *map(self.path, first), act, self.path(second)]
+        yield Group(
+            " + ".join(paths),
+            self.module["mlp_norm"] if fused_norm else None,
+            which if fused_norm else None,
+            tuple(self.module[role] for role in first),
+            self.root.get_submodule(act),
+            kind,
+            self.module[second],
+            self._places(paths),
+        )
 
-    def _trouble(self, roles: list[str]) -> str | None:
-        """Why these layers cannot be read by one cast, or None."""
+    def _obstacle(self, roles: list[str]) -> str | None:
+        """Why one cast of their input cannot serve these layers, or None."""
         states = set()
         for role in roles:
             module = self.module[role]
@@ -188,7 +178,7 @@ class _Of:
         return None if len(states) == 1 else "its neighbours are on other devices"
 
     def _norm(self, role: str) -> Norm | str:
-        """Which norm it is, or why that is not known."""
+        """The norm, or why it is not known."""
         module: Any = self.module[role]
         if isinstance(module, FusedNorm):
             return f"{self.path(role)} stands in another block too"
@@ -200,7 +190,7 @@ class _Of:
         return f"{type(module).__name__} is no norm that is known"
 
     def _activation(self, role: str) -> tuple[str, str]:
-        """(where the activation stands in the block, its formula's name), or (why that is not known, "")."""
+        """(the activation's path in the block, its formula's name), or (why it is not known, "")."""
         above = self.path(role).rpartition(".")[0]
         parent = self.root.get_submodule(above)
         found = [key for key, child in parent.named_children() if type(child).__module__ in WHERE]
@@ -214,10 +204,10 @@ class _Of:
             name = ACTS.get(kind, "")
         return (f"{above}.{found[0]}".strip("."), name) if name else (f"{kind} has no fused form", "")
 
-    def _places(self, roles: list[str], *paths: str) -> tuple[tuple[nn.Module, str, nn.Module], ...]:
-        """Every module on the way from the block to these parts, where it is found."""
+    def _places(self, paths: list[str]) -> tuple[tuple[nn.Module, str, nn.Module], ...]:
+        """(parent, key, module) of every module on the way from the block to these parts."""
         found = {}
-        for path in (*map(self.path, roles), *paths):
+        for path in paths:
             parent = self.root
             for key in path.split("."):
                 module = parent.get_submodule(key)

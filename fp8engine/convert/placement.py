@@ -1,4 +1,4 @@
-"""Devices of converted layers: where each will multiply, and scaling states that follow weights loaded later."""
+"""Devices on which converted layers multiply, and scaling states that follow weights loaded later."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Selection of the layers that a conversion touches: the recipe of each, or the reason why it is left alone.
 
-A layer is left alone because the user said so (skip, or an override to a 16-bit recipe), because it is an output head
-or a router (their errors go straight into the loss, or send tokens elsewhere; an override that names one wins), or
-because swapping it would change what it does: a subclass with code of its own, a parametrised or already quantised
-weight, experts that are not kept as transformers' decorator of experts wants them.
+A layer is left alone because the user asked for it (skip, or an override to a 16-bit recipe), because it is an output
+head or a router (their errors go straight into the loss, or send tokens elsewhere; an override that names one wins),
+or because swapping it would change what it does: a subclass with code of its own, a parametrised or already quantised
+weight, experts that are not laid out as transformers' use_experts_implementation asks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fp8engine.autograd.linear import FLOATS
 from fp8engine.convert.bypassed import uncalled
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn import experts
@@ -31,7 +32,7 @@ HEADS += ("classification_head", "seq_relationship", "sop_classifier", "visual_p
 ROUTERS = ("router", "shared_expert_gate")  # and a `gate` beside `experts`; a gated MLP has a `gate` too
 ADAPTERS = ("lora_A", "lora_B", "lora_magnitude_vector", "modules_to_save")
 EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
-CHOSEN = ("top_k", "num_experts_per_tok")  # what a mixture of experts calls the number that a token passes
+CHOSEN = ("top_k", "num_experts_per_tok")  # names, in mixtures of experts, for how many a token passes
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
@@ -41,10 +42,10 @@ PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weigh
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one linear layer.  recipe None: left alone, for `reason`; shape [N, K], experts [E, N, K].
+    """The decision on one linear layer.  recipe None: left alone, for `reason`; shape [N, K], experts [E, N, K].
 
     blocked: the engine cannot do what was asked (as opposed to the user not asking for it).
-    parameter: what the module calls the matrix.
+    parameter: the module's name for the matrix.
     """
 
     name: str
@@ -62,7 +63,7 @@ def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
 
 
 def parameter_of(name: str, module: nn.Module) -> str:
-    """What the module calls the matrix that `linear_layers` lists as `name`."""
+    """The module's own name for the matrix that `linear_layers` lists as `name`."""
     key = name.rpartition(".")[2]
     return key if key in _stacked(module) or key in _projections(module) else "weight"
 
@@ -110,13 +111,13 @@ def _projections(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:
-    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if nothing says so."""
+    """id of a module with 3-D expert parameters -> how many of its experts a token passes; all, if not known."""
     found = {}
     for parent in model.modules():
         for child in parent.children():
             if stacked := list(_stacked(child).values()):
-                said = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
-                found[id(child)] = next((k for k in said if isinstance(k, int)), len(stacked[0]))
+                counts = (getattr(m, key, None) for m in (child, parent, *parent.children()) for key in CHOSEN)
+                found[id(child)] = next((k for k in counts if isinstance(k, int)), len(stacked[0]))
     return found
 
 
@@ -171,9 +172,9 @@ def decide(
 def _heads(model: nn.Module) -> set[int]:
     """ids of modules that are a model's output head.
 
-    HF says so, the weight is tied to an embedding, it is the last layer of a module with a head's name, or it is as
-    wide as a config's vocabulary or classes and no layer reads as many.  In a block that repeats (Flux's `proj_out`)
-    only a layer with the name and the width is one.
+    get_output_embeddings returns it, its weight is tied to an embedding, it is the last layer of a module with a head's
+    name, or it is as wide as a config's vocabulary or classes and no layer's input is.  In a block that repeats (Flux's
+    `proj_out`) only a layer with the name and the width is one.
     """
     found, repeated = set(), _repeated(model)
     configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
@@ -188,7 +189,7 @@ def _heads(model: nn.Module) -> set[int]:
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
                 found.add(id(_adapted(get())))
-            except (AttributeError, NotImplementedError):  # a model without a head says so thus: none to leave alone
+            except (AttributeError, NotImplementedError):  # how models without a head answer
                 continue
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
@@ -204,8 +205,8 @@ def _repeated(model: nn.Module) -> set[int]:
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList | nn.Sequential):
             count = Counter(map(type, stack))
-            alone = isinstance(stack, nn.ModuleList) and len(stack) == 1
-            blocks = (child for child in stack if alone or count[type(child)] > 1)
+            only_child = isinstance(stack, nn.ModuleList) and len(stack) == 1
+            blocks = (child for child in stack if only_child or count[type(child)] > 1)
             found |= {id(module) for block in blocks for module in block.modules() if module is not block}
     return found
 
@@ -271,7 +272,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"its weight is a {type(weight).__name__}"
     if isinstance(weight.data, torch.Tensor) and type(weight.data) is not torch.Tensor:
         return f"its weight is a {type(weight.data).__name__}, quantised or sharded already"
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
     return None
 

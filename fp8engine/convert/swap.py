@@ -1,7 +1,9 @@
-"""fe.convert: the linear layers of any model under a recipe, in place.
+"""fe.convert, which puts every linear layer of any model under a recipe, in place.
 
-A layer keeps its identity: the class of the very module is changed, so parents, hooks, ties, optimizers and
-state_dict keys see the module they knew.  Either every decided layer is converted or, on an error, none.
+select   the layers and their recipes (select.py), less those that example_inputs do not call
+check    strict=True's refusals, `auto`'s plan and flow: an error up to here leaves the model as it was
+swap     each module's class is changed, so parents, hooks, ties, optimizers and state_dict keys see the same module
+attach   controllers of `auto`, groups that run fused (fuse.py), hooks of the root, the record that reports read
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.numerics.recipe import Auto, Recipe
-from fp8engine.ops import dispatch
+from fp8engine.ops import matmul
 from fp8engine.scaling.table import ScalingState
 
 RECORD = "_fp8engine"  # attribute of a converted root
@@ -45,7 +47,7 @@ WRAPPERS = {
 
 @dataclass
 class Record:
-    """What `convert` did to a model: why each layer was left alone, and the scaling states, one per device."""
+    """Record of a conversion: why each layer was left alone, and the scaling states, one per device."""
 
     reasons: dict[str, str]
     states: list[ScalingState] = field(default_factory=list)
@@ -53,13 +55,13 @@ class Record:
 
     @functools.cached_property
     def known(self) -> dict[str, str]:
-        """Why, by name, of the layers that there were."""
+        """Why a layer is not converted, by the name that it had when the model was converted."""
         return {layer: REPLACED for state in self.states for layer, _ in state.layers} | self.reasons
 
     def why_left(self, name: str) -> str:
-        """Why a layer below this root, which is not converted, was left alone; name as from the root."""
+        """Why a layer is not converted; its name is as from the converted root."""
         known = self.known
-        return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # peft's shell has the name
+        return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # an adapter took the name
 
 
 def convert(
@@ -78,7 +80,7 @@ def convert(
     skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
     example_inputs: arguments of one forward (a tuple, or a dict of keywords), run without gradients beforehand:
     layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.  `auto`
-    learns from it who reads each layer's result: what only FP8 matmuls read is stored in FP8.
+    learns from it the consumers of each layer's result: what only FP8 matmuls read is stored in FP8.
     strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
     fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
     families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
@@ -102,39 +104,26 @@ def convert(
         why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
         raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
     emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
-    if fuse and strict:
-        _refuse_unknown(model)
     if strict:
-        _refuse(decisions, emulated)
+        _refuse(model if fuse else None, decisions, emulated)
     repeat = _plan_of(chosen)
-    decides = any(isinstance(used, Auto) for _, used in chosen)
-    readers = flow.record(model, example_inputs) if decides and example_inputs is not None else None
-    record = Record({d.name: d.reason for d in decisions if d.recipe is None})
-    _swap(chosen, record)
-    record.controllers = _control(chosen, repeat)
-    for controller in record.controllers if readers is not None else ():
-        controller.follow(readers)
+    consumers = None
+    if example_inputs is not None and any(isinstance(used, Auto) for _, used in chosen):
+        consumers = flow.record(model, example_inputs)
+    record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(chosen))
+    record.controllers = _control(chosen, repeat, consumers)
     fusion = fusing.fuse(model) if fuse else None
     call_layers(model)
     FirstForward(model, strict)
     for state in record.states:
         state.watch(model)
     setattr(model, RECORD, record)
-    if emulated:
-        why = next(iter(emulated.values()))
-        warnings.warn(
-            f"{why}: {len(emulated)} layers compute with FP8 values, emulated",
-            EmulationWarning,
-            stacklevel=2,
-        )
-    if fusion is not None and not fusion.groups:
-        why = "; ".join(fusion.unknown) or "none of its norms and MLPs can (fe.inspect says why)"
-        warnings.warn(f"fuse=True: {why}: every layer runs by itself", FusionWarning, stacklevel=2)
+    _warn(emulated, fusion)
     return model
 
 
 def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, overrides=None) -> list[Decision]:
-    """What `convert` would do with each linear layer; the model is left as it is.  Raises as `convert` does."""
+    """The Decisions that `convert` would carry out; the model is left as it is.  Raises as `convert` does."""
     _check_unwrapped(model)
     return decide(model, recipe, skip, overrides)
 
@@ -154,6 +143,7 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs: object) -> list[Decision]:
+    """The decisions, with layers left alone whose forward one run on example_inputs does not call."""
     called: set[int] = set()
     hooks = [d.module.register_forward_pre_hook(lambda module, _: called.add(id(module))) for d in decisions]
     training = [(module, module.training) for module in model.modules()]
@@ -178,11 +168,22 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
 def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
     """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
     where = device_of(decision.module, decision.parameter)
-    return dispatch.why_emulated(where, dispatch.choose(where, numerics_plan(recipe).by_block))
+    return matmul.why_emulated(where, matmul.choose(where, numerics_plan(recipe).by_block))
 
 
-def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
-    """strict=True: say everything that would not run as asked.  emulated: layer -> why."""
+def _refuse(fused: nn.Module | None, decisions: list[Decision], emulated: dict[str, str]) -> None:
+    """strict=True: raise StrictError for whatever would not run as asked.
+
+    fused: the model where fuse=True was asked, whose structure the table has to know.  emulated: layer -> why.
+    """
+    if fused is not None:
+        try:
+            unknown = describe(fused).why
+        except ConversionError as error:
+            unknown = (str(error),)
+        if unknown:
+            why = "; ".join(unknown)
+            raise StrictError(f"strict=True: fuse=True knows no structure: {why}; convert without fuse=True")
     blocked = [f"{d.name} ({d.reason})" for d in decisions if d.blocked]
     if blocked:
         raise StrictError(f"strict=True: {len(blocked)} layers cannot be converted: {'; '.join(blocked[:8])}")
@@ -194,23 +195,15 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
         )
 
 
-def _refuse_unknown(model: nn.Module) -> None:
-    """strict=True with fuse=True: say what of the model the table does not know."""
-    try:
-        unknown = describe(model).why
-    except ConversionError as error:
-        unknown = (str(error),)
-    if unknown:
-        raise StrictError(f"strict=True: fuse=True knows no structure: {'; '.join(unknown)}; convert without fuse=True")
-
-
-def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
+def _swap(chosen: list[tuple[Decision, Recipe]]) -> list[ScalingState]:
+    """Change the classes of the modules; the scaling states that they share, one per device."""
     by_device: dict[torch.device, list[tuple[Decision, Recipe]]] = {}
     for decision, recipe in chosen:
         by_device.setdefault(device_of(decision.module, decision.parameter), []).append((decision, recipe))
+    states = []
     for where, group in by_device.items():
         state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
-        record.states.append(state)
+        states.append(state)
         for index, (decision, recipe) in enumerate(group):
             module, numerics = decision.module, Numerics(decision.name or "Linear", recipe, state, index)
             if decision.parameter != "weight":
@@ -218,10 +211,11 @@ def _swap(chosen: list[tuple[Decision, Recipe]], record: Record) -> None:
             else:
                 change_class(module, _float8_class(module))
                 object.__setattr__(module, "numerics", numerics)
+    return states
 
 
 def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
-    """The decisions that the layers under `auto` are asked to repeat."""
+    """The saved plan that the layers under `auto` are to repeat, if their recipe names one."""
     autos = [(decision, recipe) for decision, recipe in chosen if isinstance(recipe, Auto)]
     Controller.check([recipe for _, recipe in autos])
     path = next((recipe.plan for _, recipe in autos), None)
@@ -232,17 +226,34 @@ def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
     return found
 
 
-def _control(chosen: list[tuple[Decision, Recipe]], repeat: Plan | None) -> list[Controller]:
-    """Who decides for layers under `auto`, one for each scaling state."""
+def _control(
+    chosen: list[tuple[Decision, Recipe]], repeat: Plan | None, consumers: flow.Flow | None
+) -> list[Controller]:
+    """The controllers of layers under `auto`, one for each scaling state.  consumers: of each layer's result."""
     groups: dict[int, list[tuple[Numerics, tuple[int, ...]]]] = {}
     for decision, recipe in chosen:
         if isinstance(recipe, Auto):
             numerics = cast(Numerics, cast(Float8Module, decision.module).numerics_of(decision.parameter))
             groups.setdefault(id(numerics.state), []).append((numerics, decision.shape))
-    return [
+    controllers = [
         Controller([numerics for numerics, _ in group], [shape for _, shape in group], repeat)
         for group in groups.values()
     ]
+    if consumers is not None:
+        for controller in controllers:
+            controller.follow(consumers)
+    return controllers
+
+
+def _warn(emulated: dict[str, str], fusion: fusing.Fusion | None) -> None:
+    """Warn `convert`'s caller of emulated layers, layer -> why, and where fuse=True has fused nothing."""
+    if emulated:
+        why = next(iter(emulated.values()))
+        text = f"{why}: {len(emulated)} layers compute with FP8 values, emulated"
+        warnings.warn(text, EmulationWarning, stacklevel=3)
+    if fusion is not None and not fusion.groups:
+        why = "; ".join(fusion.unknown) or "none of its norms and MLPs can (fe.inspect says why)"
+        warnings.warn(f"fuse=True: {why}: every layer runs by itself", FusionWarning, stacklevel=3)
 
 
 def _float8_class(module: nn.Module) -> type[Float8Module]:

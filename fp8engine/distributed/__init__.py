@@ -1,4 +1,4 @@
-"""Several processes: amaxes joined in one all-reduce a step."""
+"""Amaxes of several processes, joined in one all-reduce a step."""
 
 from fp8engine.distributed.amax import reduce_amax
 

@@ -1,4 +1,4 @@
-"""fe.distributed.reduce_amax: the processes over which a model's amaxes are joined, outside DistributedDataParallel."""
+"""fe.distributed.reduce_amax, which joins a model's amaxes over processes outside DistributedDataParallel."""
 
 from __future__ import annotations
 

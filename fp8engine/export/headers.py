@@ -19,7 +19,7 @@ from fp8engine.errors import StateError
 from fp8engine.export.layout import OURS, Stored
 from fp8engine.nn.serving import scale_shape
 
-FP8 = "F8_E4M3"  # safetensors' word for float8_e4m3fn
+FP8 = "F8_E4M3"  # safetensors' name of float8_e4m3fn
 OTHER_FP8 = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
 SCALES = ("F32", "BF16", "F16")
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
@@ -29,7 +29,7 @@ SINGLE = "model.safetensors"
 
 
 class Header(NamedTuple):
-    """One tensor of a file: its dtype in safetensors' words, its shape, and the file."""
+    """One tensor of a file: its dtype by safetensors' name, its shape, and the file."""
 
     dtype: str
     shape: tuple[int, ...]

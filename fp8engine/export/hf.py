@@ -1,4 +1,4 @@
-"""fe.hf: what the engine knows of Hugging Face's models, and their FP8 checkpoints.
+"""fe.hf, the public names for Hugging Face's models and their FP8 checkpoints.
 
 The table of families is in families.py, `describe` in describe.py, checkpoints in export/.
 

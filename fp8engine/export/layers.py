@@ -1,4 +1,4 @@
-"""The layers of a model that an export writes in FP8, and what one scale of each covers.
+"""Choice of the layers that an export writes in FP8, and of what one scale of each covers.
 
     layout="fp8engine"   as the layer's recipe says, or as `auto` decided
     other layouts        the same, within what vLLM and transformers read:
@@ -67,7 +67,7 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
 
 
 def together(decisions: list[Decision]) -> list[list[Decision]]:
-    """The layers that servers run as one matmul, and every other layer as a list of its own."""
+    """Lists of layers that servers run as one matmul; every other layer is alone in its list."""
     found: dict[tuple, list[Decision]] = {}
     for decision in decisions:
         parent, _, name = decision.name.rpartition(".")
@@ -77,12 +77,12 @@ def together(decisions: list[Decision]) -> list[list[Decision]]:
 
 
 def scheme(recipe: Recipe) -> tuple:
-    """What a checkpoint keeps of a recipe: recipes with one scheme need not be told apart."""
+    """The part of a recipe that a checkpoint stores; recipes with equal schemes are stored alike."""
     return tuple(replace(cast, scaling="current") for cast in recipe.operands("forward"))
 
 
 def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision], list[str]]:
-    """(each linear layer and the recipe that it has or is to have, notes)."""
+    """(a Decision for each linear layer, with the recipe that it has or is to get; notes)."""
     record: Record | None = getattr(model, RECORD, None)
     if record is None:
         if any(isinstance(module, Float8Module) for module in model.modules()):
@@ -99,19 +99,16 @@ def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision
         else:
             why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
             found.append(Decision(name, module, None, why, shape))
-    return found, _unseen(record)
+    return found, _never_ran(record)
 
 
-def _unseen(record: Record) -> list[str]:
-    """A note of the layers that `auto` has never seen.  Raises ConversionError where it has seen none."""
+def _never_ran(record: Record) -> list[str]:
+    """A note on layers that `auto` has no statistics of.  Raises ConversionError where it has none at all."""
     names, total = [], 0
     for controller in record.controllers:
-        seen = (
-            range(len(controller.layers))
-            if controller.plan is not None and controller.step >= 0
-            else controller.choices
-        )
-        names += [layer.name for i, layer in enumerate(controller.layers) if i not in seen]
+        repeats = controller.plan is not None and controller.step >= 0
+        decided = range(len(controller.layers)) if repeats else controller.choices
+        names += [layer.name for i, layer in enumerate(controller.layers) if i not in decided]
         total += len(controller.layers)
     if total and len(names) == total:
         raise ConversionError(
@@ -124,10 +121,10 @@ def _unseen(record: Record) -> list[str]:
 
 
 def _decided(decision: Decision) -> Decision:
-    """A layer under `auto` with the recipe by name that serves what was decided; left in 16 bits where none does."""
+    """A layer under `auto` with the named recipe that equals what was decided; left in 16 bits where none does."""
     recipe = decision.recipe
     if recipe is None or not isinstance(decision.module, Float8Module):
-        return decision  # of a plain model: `layout.choose` refuses by name what cannot be written
+        return decision  # of a plain model: `layout.choose` raises for what cannot be written
     decided = recipe.name == "auto"
     if not (recipe.input.is_fp8 and recipe.weight.is_fp8):
         why = f"auto decided on {recipe.input.format} here" if decided else f"asked for {recipe.name}"
@@ -143,9 +140,9 @@ def _decided(decision: Decision) -> Decision:
 
 
 def _leave(decision: Decision, uses: Counter[int], high: list[str], layout: str) -> Decision:
-    """Leave a layer in 16 bits that readers of the layout would not take back.
+    """Leave a layer in 16 bits that programs reading the layout could not load.
 
-    uses: how many modules have a parameter, by its id.  high: what transformers keeps in FP32.
+    uses: how many modules have a parameter, by its id.  high: modules that transformers keeps in FP32.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -164,7 +161,7 @@ def _leave(decision: Decision, uses: Counter[int], high: list[str], layout: str)
 
 
 def _alike(decisions: list[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """(decisions under which vLLM and transformers read every layer, those of them that got a scale per row)."""
+    """(decisions under which vLLM and transformers read every layer, those that were changed to a scale per row)."""
     settled: dict[str, Decision] = {}
     changed: list[Decision] = []
     for group in together(decisions):

@@ -34,9 +34,9 @@ STRATEGIES = {"tensor": PerTensor, "channel": PerRow, "block": PerBlock}
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint's quantization_config says.
+    """A checkpoint's quantization_config, parsed.
 
-    recipe: what layers compute in once they are loaded; its weight cast is what one stored scale covers.
+    recipe: of the loaded layers; its weight cast says what one stored scale covers.
     scale_name: of a weight's scale.  static: whether `input_scale` is stored too.  left: modules that are not FP8.
     mixed: the recipe of every FP8 layer by name, where they differ; empty where all have `recipe`.
     """
@@ -49,12 +49,12 @@ class Stored:
     mixed: Mapping[str, Recipe] = field(default_factory=dict)
 
     def recipe_of(self, *names: str) -> Recipe:
-        """A layer's; names: what it may be called."""
+        """A layer's recipe.  names: those that it may have."""
         return next((self.mixed[name] for name in names if name in self.mixed), self.recipe)
 
 
 def check_words(layout: str, activations: str) -> None:
-    """Raises UnknownName for a layout or a scheme of activations that is none."""
+    """Raises UnknownName for another layout or scheme of activations."""
     if layout != "auto" and layout not in LAYOUTS:
         raise UnknownName("layout", layout, ("auto", *LAYOUTS))
     if activations not in SCHEMES:
@@ -153,9 +153,9 @@ def _scheme(recipe: Recipe, targets: list[str], static: bool) -> dict[str, Any]:
 
 
 def parse(config: Mapping[str, Any]) -> Stored:
-    """What a quantization_config says, whoever wrote it; the recipe is ours where we wrote it.
+    """A quantization_config of any program, parsed; the recipe is the one that this engine wrote into it, if it did.
 
-    Raises UnknownName for another quant_method, StateError for one that says something we cannot read.
+    Raises UnknownName for another quant_method, StateError for contents that this engine does not read.
 
     >>> parse({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}).recipe.name
     'blockwise'
@@ -200,7 +200,7 @@ def read_recipes(written: Any) -> dict[str, Recipe]:
 
 
 def _mixed(written: Any, groups: Mapping[str, Any]) -> dict[str, Recipe]:
-    """The recipe of every layer where they differ: ours, or those under which each group's weights are scaled."""
+    """The recipe of every layer where they differ: as this engine wrote it, or one that has the group's scales."""
     ours = read_recipes(written)
     if not groups:
         return ours
@@ -208,7 +208,8 @@ def _mixed(written: Any, groups: Mapping[str, Any]) -> dict[str, Recipe]:
 
 
 def _recipe(written: Any, method: str, weight: Any, check: bool) -> Recipe:
-    """Ours where it is written down and, under check, agrees with the weights' scales; else one that has such."""
+    """The recipe that this engine wrote, which under `check` must agree with the weights' scales; else one that has
+    such scales."""
     if written is not None:
         recipe = Recipe.from_json(json.dumps(written))
         return _agreeing(recipe, weight) if check and weight is not None else recipe

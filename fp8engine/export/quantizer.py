@@ -1,8 +1,8 @@
-"""transformers' hook: `from_pretrained(path, quantization_config=Fp8EngineConfig(...))` loads weights into FP8.
+"""Quantizer that transformers calls for `from_pretrained(path, quantization_config=Fp8EngineConfig(...))`.
 
-Plain 16-bit weights are cast one by one as they are read from disk, so the 16-bit model never exists in memory; FP8
-checkpoints (ours, "fp8", "compressed-tensors") keep their codes and scales bit for bit.  What a file holds is checked
-against the config before anything is built (headers.py), what was loaded afterwards.
+16-bit weights are cast one by one as they are read from disk, so that the 16-bit model is never whole in memory; FP8
+checkpoints ("fp8engine", "fp8", "compressed-tensors") keep their codes and scales bit for bit.  The files are checked
+against the config before a module is built (headers.py), and the loaded numbers afterwards.
 
 Importing this file registers "fp8engine" with transformers, as its documentation asks of a quantisation method.
 """
@@ -41,12 +41,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
 class Fp8EngineConfig(QuantizationConfigMixin):
-    """How transformers loads a model into FP8 for inference.
+    """Options under which transformers loads a model into FP8 for inference.
 
-    recipe: a Recipe or its name; its weight cast is what is stored (E4M3, one byte a weight), its input cast what
-    activations go through when they come.  modules_to_not_convert: names or globs of layers that stay in 16 bits,
-    beside those that fe.convert would leave (heads, tied weights).  The rest is what config.json says of its files;
-    recipes: those of its layers, by name, where they differ.
+    recipe: a Recipe or its name; weights are stored under its weight cast (E4M3, one byte a weight), inputs are cast
+    under its input cast in every call.  modules_to_not_convert: names or globs of layers that stay in 16 bits, beside
+    those that fe.convert would leave (heads, tied weights).  The other options are written by `to_dict` into
+    config.json; recipes: of its layers, by name, where they differ.
     Raises UnknownName and ConversionError for a recipe that cannot be served.
 
     >>> Fp8EngineConfig("blockwise").to_dict()["scale_name"]
@@ -77,23 +77,23 @@ class Fp8EngineConfig(QuantizationConfigMixin):
 
     @staticmethod
     def of(stored: Stored) -> Fp8EngineConfig:
-        """The config under which this engine reads what another layout has stored."""
+        """The config under which this engine loads a checkpoint of any layout."""
         made = Fp8EngineConfig(stored.recipe, stored.left, SCHEMES[stored.static], stored.scale_name)
         made.mixed = dict(stored.mixed)
         return made
 
     def stored(self) -> Stored:
-        """What a checkpoint under this config holds."""
+        """The config as `export` and `load` use it."""
         left = tuple(self.modules_to_not_convert)
         return Stored(OURS, self.recipe, self.scale_name, self.activation_scheme == "static", left, self.mixed)
 
     def to_dict(self) -> dict[str, Any]:
-        """As config.json keeps it."""
+        """The quantization_config of config.json."""
         return to_config(self.stored())
 
 
 class Quantize(ConversionOps):
-    """A weight as it comes from disk, as codes and scale."""
+    """The cast of a weight read from disk to codes and scale."""
 
     def convert(self, input_dict: dict, *, model: nn.Module, **_) -> dict[str, torch.Tensor]:
         made = {}
@@ -145,7 +145,7 @@ class Fp8EngineQuantizer(HfQuantizer):
         self.quantization_config.modules_to_not_convert = list(left)
 
     def _chosen_layers(self, model, heads, name_in_file) -> tuple[list, dict[str, str]]:
-        """(layers to cast, others -> why) of a model whose files hold 16- or 32-bit weights."""
+        """(layers to cast, other layers -> why they are left) of a model whose files hold 16- or 32-bit weights."""
         if found := [name for name, head in heads.items() if head.dtype == headers.FP8]:
             raise StateError(f"{found[0]} is FP8 already, and config.json has no quantization_config to read it by")
         decisions = decide(model, self.quantization_config.recipe)
@@ -238,7 +238,7 @@ def _names_in_file(model, heads: dict[str, headers.Header]) -> dict[str, str]:
 
 
 def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> None:
-    """A scale that is one number may be stored with a dimension or without."""
+    """Give scales of one number the shape that the files have: [] or [1]."""
     for name in served.scales:
         head, want = heads[key + name], tuple(getattr(served, name).shape)
         if head.shape == () and want == (1,):
@@ -248,7 +248,7 @@ def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> N
 
 
 def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -> tuple[list, dict[str, str]]:
-    """(layers whose weights the files hold as FP8, others -> why).  Raises StateError where the config contradicts."""
+    """(layers that are FP8 in the files, other layers -> why not).  Raises StateError where the config contradicts."""
     fp8 = set(headers.fp8_layers(heads, stored))
     layers, left, used = [], {}, set()
     for name, module in model.named_modules():

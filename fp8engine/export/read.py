@@ -1,4 +1,4 @@
-"""Read an FP8 checkpoint of any layout we know into served layers, whoever wrote it; nothing half loaded."""
+"""Reader of FP8 checkpoints, of any layout we know, into served layers; nothing is half loaded."""
 
 from __future__ import annotations
 

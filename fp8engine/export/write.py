@@ -1,8 +1,8 @@
-"""Write a model as an FP8 checkpoint: codes and scales in safetensors, and a config.json that says so.
+"""Writer of FP8 checkpoints: codes and scales in safetensors, and a config.json that describes them.
 
-What transformers' own save_pretrained does (names of the published checkpoints, ties, shards, generation config) it
-does here too; only the weights given to it are FP8.  Everything is written into a folder beside the wanted one,
-read back, and renamed: a folder under the wanted name is a whole export.
+transformers' own save_pretrained writes the files (published names, ties, shards, generation config); only the weights
+given to it are FP8.  Everything is written into a folder beside the wanted one, whose headers are read
+back and checked before it is renamed: a folder under the wanted name is a whole export.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, quantize_weight
 from fp8engine.numerics.recipe import PerBlock, Recipe
 
-# What a tokenizer or a processor is saved as, and nothing of a model.
+# Files of tokenizers and processors; none of a model.
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
@@ -38,11 +38,11 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote.
+    """Result of an export.
 
     layers: one dict a layer in FP8: name, shape, recipe, bytes_before, bytes_after (codes and scales).
     left: one a layer or embedding that is not, with the reason.  bytes: of all the model's tensors, before and after.
-    notes: what another program will make of it that a user should know.
+    notes: sentences on what other programs will or will not read.
     """
 
     path: str
@@ -56,7 +56,7 @@ class ExportReport:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON knows."""
+        """Every field, in types that JSON has."""
         return dict(vars(self))
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def export(
 
 
 def _stored(recipes: dict[str, Recipe], layout: str, activations: str) -> Stored:
-    """The layout under the recipe that most layers have, and which layers have another."""
+    """The layout under the recipe that most layers have; `mixed` names the recipe of each layer where they differ."""
     schemes = {name: scheme(recipe) for name, recipe in recipes.items()}
     most, _ = Counter(schemes.values()).most_common(1)[0]
     for name, recipe in recipes.items():
@@ -163,7 +163,7 @@ def check_target(target: Path) -> None:
 
 
 def _left_modules(decisions: list[Decision]) -> list[str]:
-    """Names of modules that readers must not look for FP8 in; experts in 3-D parameters go by their module's name."""
+    """Names of the modules that config.json lists as not FP8; experts in 3-D parameters have their module's name."""
     names = (
         d.name.rpartition(".")[0] if len(d.shape) == 3 else d.name for d in decisions if d.recipe is None and d.name
     )
@@ -171,7 +171,7 @@ def _left_modules(decisions: list[Decision]) -> list[str]:
 
 
 def _check_patterns(stored: Stored, chosen: list[Decision]) -> None:
-    """transformers reads the list as prefixes, suffixes and patterns: none may take in a layer that is FP8."""
+    """Raise ConversionError where an entry of that list, a pattern to transformers, matches an FP8 layer."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     if stored.layout != "fp8":
@@ -186,8 +186,8 @@ def _check_patterns(stored: Stored, chosen: list[Decision]) -> None:
 
 
 def _quantised(group: list[Decision], stored: Stored) -> list[dict[str, torch.Tensor]]:
-    """Of layers under one scale, each one's tensors by name: codes as its weight lies, the scale, a static input's."""
-    made, weights, turned = [], [], []
+    """The tensors, by name, of each layer under one scale: codes in its weight's layout, scales of weight and input."""
+    made, weights, transposed = [], [], []
     for decision in group:
         weight = weight_of(decision.module).detach()
         if not bool(torch.isfinite(weight).all()):
@@ -195,19 +195,19 @@ def _quantised(group: list[Decision], stored: Stored) -> list[dict[str, torch.Te
             raise StateError(
                 f"export: {decision.name}.weight holds {bad} values that are NaN or Inf: nothing was written"
             )
-        turned.append(tuple(weight.shape) != decision.shape or not isinstance(decision.module, nn.Linear))
-        weights.append(weight.t() if turned[-1] else weight)
+        transposed.append(tuple(weight.shape) != decision.shape or not isinstance(decision.module, nn.Linear))
+        weights.append(weight.t() if transposed[-1] else weight)
     whole = weights[0] if len(group) == 1 else torch.cat([weight.to(weights[0].device) for weight in weights])
     codes_NK, scale = quantize_weight(whole, stored.recipe_of(group[0].name).weight)
     parts = codes_NK.split([len(weight) for weight in weights])
-    for decision, codes, is_turned in zip(group, parts, turned, strict=True):
-        tensors = {"weight": codes.t().contiguous() if is_turned else codes.clone(), stored.scale_name: scale.clone()}
+    for decision, codes, transpose in zip(group, parts, transposed, strict=True):
+        tensors = {"weight": codes.t().contiguous() if transpose else codes.clone(), stored.scale_name: scale.clone()}
         made.append(tensors | ({"input_scale": _input_scale(decision)} if stored.static else {}))
     return made
 
 
 def _input_scale(decision: Decision) -> torch.Tensor:
-    """amax / MAX of what the layer has read: of the latest step, and of those that a predicted scale remembers."""
+    """amax / MAX of the layer's inputs in the latest step and in its slot's history."""
     module = decision.module
     amax = torch.zeros(1)
     if isinstance(module, Float8Module):
@@ -222,7 +222,7 @@ def _input_scale(decision: Decision) -> torch.Tensor:
 
 
 def _write(model, tensors: dict[str, torch.Tensor], stored: Stored, target: Path, max_shard_size) -> tuple:
-    """(names of the files, those copied from where the model came from), the folder renamed into place at the end."""
+    """(names of the files, those copied from the model's own folder); the folder is renamed into place at the end."""
     folder = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True)

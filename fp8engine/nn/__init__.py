@@ -1,4 +1,4 @@
-"""nn.Modules: parameters, a place in the scaling state, one functional call."""
+"""nn.Modules in FP8, each with parameters, a place in the scaling state and one autograd call."""
 
 from fp8engine.nn.attention import Attention, Heads
 from fp8engine.nn.grouped import GroupedLinear

@@ -1,4 +1,4 @@
-"""fe.Attention: multi-head and grouped-query attention whose four projections follow a recipe."""
+"""fe.Attention, multi-head and grouped-query attention whose four projections follow a recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, attention, turned
+from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, attention, rotated
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import Memory, NormOf
 from fp8engine.errors import ShapeError, UnknownName
@@ -21,7 +21,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class Heads:
-    """How the width is divided, and what queries see.
+    """Division of the width into heads, and which keys a query sees.
 
     count: heads of queries.  of_keys: heads of keys and values (None: as many).  width: of a head (None: hidden size /
     count).  theta: base of rotary positions, or a `fp8engine.autograd.attention.Rotary`; None for none.
@@ -103,7 +103,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x [batch, T, hidden] -> [batch, T, hidden].
 
-        mask: as functional.attention.attention.  positions: of rotary, [T] or [batch, T]; None: counted on from the
+        mask: as autograd.attention.attention.  positions: of rotary, [T] or [batch, T]; None: counted on from the
         cache.  cache: keys and values of earlier calls; this call's are appended.
         """
         return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
@@ -124,8 +124,8 @@ class Attention(nn.Module):
             if positions is None:
                 start = 0 if cache is None else len(cache)
                 positions = torch.arange(start, start + q.shape[2], device=q.device)
-            turns = angles(positions, self.width, heads.theta)
-            q, k = turned(q, *turns), turned(k, *turns)
+            cos_sin = angles(positions, self.width, heads.theta)
+            q, k = rotated(q, *cos_sin), rotated(k, *cos_sin)
         if cache is not None:
             k, v = cache.append(k, v)
         scores = Scores(heads.causal, heads.dropout if self.training else 0.0, heads.window)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fp8engine.autograd import Layer, linear
-from fp8engine.nn.lazy import UNREAL, read
+from fp8engine.nn.lazy import PLACEHOLDERS, apply
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, scale_name, serving
 from fp8engine.numerics.recipe import Recipe
@@ -23,12 +23,12 @@ class Float8Conv1D(Float8Module, Conv1D):
         return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"
 
     def as_layer(self) -> Layer:
-        """What the fused functions take of it."""
+        """The layer as the fused functions take it."""
         return Layer(self.weight.t(), self.bias, self.numerics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(x, UNREAL):
-            return read(self, x)
+        if self.fused is not None or isinstance(x, PLACEHOLDERS):
+            return apply(self, x)
         return linear(x, self.weight.t(), self.bias, self.numerics)
 
 

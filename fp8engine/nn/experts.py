@@ -1,15 +1,14 @@
-"""Experts of transformers in FP8: the module that holds them in 3-D parameters, its class changed and nothing else.
+"""Float8Experts, experts that a transformers model keeps in 3-D parameters, run in FP8 by a change of class.
 
     order    pairs (token t, choice j) sorted by expert; sizes: how many pairs each expert has; T tokens, k choices
     y        = gate(rows of x @ gate_up^T + b)  by expert, in 16 bits        rows: x[t] of each pair, k of a token
     out[t]   = sum_j weight[t, j] * (y @ down^T + b)[t, j]
 
-Two grouped matmuls (autograd/grouped.py), each with slots of its own; what the router chose and how it weighs that
-comes in as it is, in its own precision.  transformers writes these modules under one decorator,
-use_experts_implementation, whose attributes say how the parameters lie; `_apply_gate` and `act_fn` are called as they
-are, so that a gate of a model's own stays one.  Modules written otherwise are not understood, and left alone.
-(transformers' registry of implementations is for the whole process, and its name would stand in the config that is
-saved: changing the class of one module changes that module alone.)
+Two grouped matmuls (autograd/grouped.py), each with slots of its own; the router's choice and weights are inputs, in
+their own precision.  transformers writes these modules under one decorator, use_experts_implementation, whose
+attributes say how the parameters are laid out; the module's own `_apply_gate` and `act_fn` are called.  Modules written
+otherwise are left alone.  (An entry in transformers' registry of implementations would hold for the whole process, and
+its name would be saved in the config; changing the class changes one module.)
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ from fp8engine.errors import ParallelError
 from fp8engine.nn.class_swap import Mixin, mix
 from fp8engine.nn.linear import Float8Module
 
-# What transformers' decorator leaves on a module; by these it is known, so that transformers need not be there.
-SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel", "_apply_gate")
-SAID += ("num_experts",)
+# Attributes that transformers' decorator sets on a module; found by these, so that transformers need not be there.
+DECORATED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel", "_apply_gate")
+DECORATED += ("num_experts",)
 
 
 def matrices(module: Any) -> tuple[str, str]:
-    """Names of the parameters that an understood module multiplies by, first and second."""
+    """Names of the first and the second matrix of a decorated module."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def obstacle(module: nn.Module) -> str | None:
     """Why a module with 3-D parameters of experts cannot run in FP8 without changing what it does, or None."""
     kind = type(module).__name__
-    alone = f"{kind} keeps its experts in one 3-D parameter"
-    if not all(hasattr(module, name) for name in SAID) or not hasattr(type(module).forward, "__wrapped__"):
-        return f"{alone}, and is not written as transformers' use_experts_implementation wants it"
+    stacked = f"{kind} keeps its experts in one 3-D parameter"
+    if not all(hasattr(module, name) for name in DECORATED) or not hasattr(type(module).forward, "__wrapped__"):
+        return f"{stacked}, and is not written as transformers' use_experts_implementation wants it"
     keys = matrices(module)
     wanted = {*keys, *(f"{key}_bias" for key in keys if module.has_bias)}
     if found := {name for name, _ in module.named_parameters(recurse=False)} ^ wanted:
-        return f"{alone}, and {', '.join(sorted(found))} is not as use_experts_implementation has it"
+        return f"{stacked}, and {', '.join(sorted(found))} is not as use_experts_implementation has it"
     if module._is_expert_parallel:
-        return f"{alone}, divided over processes (expert parallelism)"
+        return f"{stacked}, divided over processes (expert parallelism)"
     for key in keys:
         data = getattr(module, key).data
         if type(data) is not torch.Tensor:
-            return f"{alone}: a {type(data).__name__}, quantised or sharded already"
+            return f"{stacked}: a {type(data).__name__}, quantised or sharded already"
         if data.dtype not in FLOATS:
-            return f"{alone}, of {data.dtype}; FP8 casts take float32, bfloat16 or float16"
+            return f"{stacked}, of {data.dtype}; FP8 casts take float32, bfloat16 or float16"
     return None
 
 
@@ -69,7 +68,7 @@ class Float8Experts(Mixin, Float8Module):
 
     @property
     def numerics(self) -> Numerics:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of its first matrix: for what all share, the scaling state."""
+        """Numerics of its first matrix; all matrices share the scaling state."""
         return next(iter(self.parts.values()))
 
     def numerics_of(self, parameter: str) -> Numerics | None:
@@ -116,7 +115,7 @@ class Float8Experts(Mixin, Float8Module):
 
 
 def put(module: nn.Module, key: str, numerics: Numerics) -> None:
-    """Give one matrix of an understood module its numerics; the first one changes the module's class."""
+    """Give one matrix of a decorated module its numerics; the first one changes the module's class."""
     if not isinstance(module, Float8Experts):
         mix(module, Float8Experts)
         object.__setattr__(module, "parts", {})

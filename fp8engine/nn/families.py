@@ -1,4 +1,4 @@
-"""Hugging Face's families as one structural table: what the parts of a block are called, and how they are joined.
+"""Table of Hugging Face's model families: the names of a block's parts, and how they are joined.
 
     pre       y = x + A(n1(x))        z = y + M(n2(y))
     post      y = n1(x + A(x))        z = n2(y + M(y))
@@ -27,7 +27,7 @@ class Attention:
 
     norm: of its input, or after the residual where norms come after.  kv_from: whose states k and v read.
     fused: how the rows of qkv lie: "stacked" q, then k, then v; "by head" q, k, v of head 0, then of head 1, ...
-    heads: the config's name for how many there are.  rotary: q and k are turned by their positions.
+    heads: the config's name for how many there are.  rotary: q and k are rotated by their positions.
     dropout, of_scores: the config's names for the rates of dropout after `out` ("": none), and of the softmax.
     """
 

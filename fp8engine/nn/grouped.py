@@ -1,14 +1,13 @@
-"""fe.GroupedLinear: the linear layers of E experts as one module, its weight [E, N, K].
+"""fe.GroupedLinear, the linear layers of E experts as one module with a weight [E, N, K].
 
-One scale per tensor serves all the experts.  What that costs an expert whose weights are smaller than the largest
-expert's, in dB of its own output against a scale of its own (recipe "current"; tests/nn/test_grouped.py measures it):
+One scale per tensor serves all the experts.  Its cost to an expert whose weights are smaller than the largest expert's,
+in dB of its own output against a scale of its own (recipe "current"; tests/nn/test_grouped.py measures it):
 
     ratio of magnitudes   2^0 to 2^-8   2^-10   2^-12   2^-14   2^-16
     loss, dB                  0.0        0.02    0.7     8.4     20
 
 E4M3 has 15 binades of normal numbers, of which the values of one tensor use the upper few.  Where experts differ by
-more, "rowwise" and "blockwise" scale each of them by itself, and lose nothing.  One slot an operand, as every layer
-has, keeps the table of scales, its update and the report as they are.
+more, "rowwise" and "blockwise" scale each of them by itself, and lose nothing.
 """
 
 from __future__ import annotations

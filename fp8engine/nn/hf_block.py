@@ -1,9 +1,9 @@
-"""A Hugging Face block read as what fe.TransformerLayer is made of: the options of its constructor, and its parameters.
+"""Translation of a Hugging Face block to fe.TransformerLayer: the options of its constructor, and its parameters.
 
     fused qkv     its rows are q, k, v, one after the other or by head; transformers' Conv1D holds the transpose
     quick_gelu    x sigma(1.702 x) = silu(1.702 x) / 1.702: the factors go into `up` and into `down`'s weight
 
-What a block has and TransformerLayer has not is refused, a parameter that nothing reads included; nothing is guessed.
+A block with anything that TransformerLayer has not is refused, a parameter that is left over included.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fp8engine.autograd.attention import Rotary
 from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Heads
 from fp8engine.nn.families import FAMILIES, Block, Experts, match
+from fp8engine.nn.lazy import GATED
 from fp8engine.nn.linear import Linear
 
 INSTEAD = "fe.convert(model, recipe) puts its linear layers under a recipe as they stand"
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu", "quick_gelu": "silu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 QUICK = 1.702
 CONV1D = ("Conv1D", "Float8Conv1D")  # by name: transformers need not be there
 UNFIT = {"t5": "its scores have relative positions added and are not divided by sqrt(head_dim)"}
-CAUSAL_OUTSIDE = ("clip_text_model",)  # whose model, not whose attention, says that it is causal
+CAUSAL_OUTSIDE = ("clip_text_model",)  # causal, though is_causal of its attention is False
 
 
 @dataclass
 class Source:
-    """options: of TransformerLayer's constructor, recipe and memory left out.  parameters: by its names, not copied.
+    """A block in TransformerLayer's words.  options: of the constructor, recipe and memory left out.
 
-    frozen: names of those that take no gradient.
+    parameters: by TransformerLayer's names, not copied.  frozen: names of those that take no gradient.
     """
 
     options: dict[str, Any]
@@ -43,7 +43,7 @@ class Source:
 
 
 def read_block(layer: nn.Module, config: Any = None) -> Source:
-    """What a block of transformers is as a TransformerLayer.  config: its model's, where the block does not hold it.
+    """A block of transformers as a TransformerLayer's Source.  config: its model's, where the block does not hold it.
 
     Raises ConversionError for a block that is in no row of families.FAMILIES, or has what TransformerLayer has not.
     """
@@ -83,7 +83,7 @@ def _config(layer: nn.Module) -> Any:
 
 
 def _unfit(block: Block, layer: nn.Module, config: Any) -> str:
-    """What TransformerLayer has not, of a block that the table knows; "": nothing."""
+    """Why a block that the table knows is no TransformerLayer; "": it is one."""
     kind, attention = block.structure, _attention(block, layer)
     scale = getattr(attention, "scaling", getattr(attention, "scale", None))
     if why := UNFIT.get(block.family):

@@ -1,8 +1,8 @@
-"""fe.LayerNormLinear: a norm and a Linear whose parameters stand as in plain PyTorch, computed as one.
+"""fe.LayerNormLinear, a norm and a Linear computed as one call; what all fused modules here share.
 
-The children are what they would be apart, `norm` and an fe.Linear, so that names in a state_dict, reports and scaling
-states are those of nn.Sequential-like code; forward calls the fused function with their parameters, and not the
-children: their hooks do not run.
+The children are ordinary modules, `norm` and an fe.Linear, so that names in a state_dict, reports and scaling states
+are those of the unfused code; forward calls the fused function with their parameters and not the children: their hooks
+do not run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_norm(width: int, norm: Norm, device=None, dtype=None) -> nn.LayerNorm |
 
 
 def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
-    """What the fused functions take of a norm's module.
+    """A norm's module as the fused functions take it.
 
     >>> norm_of(make_norm(4, Norm("rms", 1e-6, zero_centered=True))).norm
     Norm(kind='rms', eps=1e-06, zero_centered=True)
@@ -76,7 +76,7 @@ def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
 
 
 def layer_of(module: Any) -> Layer:
-    """What the fused functions take of an fe.Linear.  Raises ConversionError for what an adapter put in its place."""
+    """An fe.Linear as the fused functions take it.  Raises ConversionError for what an adapter put in its place."""
     as_layer = getattr(module, "as_layer", None)
     if as_layer is None or not isinstance(module, Float8Module):
         raise ConversionError(

@@ -1,4 +1,4 @@
-"""fe.LayerNormMLP: a norm, a Linear, an activation and a Linear whose parameters stand as in plain PyTorch."""
+"""fe.LayerNormMLP, a norm, two linear layers and the activation between them computed as one call."""
 
 from __future__ import annotations
 

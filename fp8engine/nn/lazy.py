@@ -1,24 +1,24 @@
-"""Norms, linear layers and activations of other people's modules, run together: nothing is computed before its reader.
+"""Lazy placeholders that let norm + linear and MLP groups of a third-party model run as one fused call.
 
-    norm(x)                    is Normed: x, and which norm               no number yet
-    gate(Normed), up(Normed)   are Projected                              none
-    act(Projected)             is Activated; times a Projected, Gated     none
-    down(Gated)                z, by norm_mlp(x, norm, (gate, up), down)
-    q(Normed)                  q, and k and v with it, by norm_linear(x, norm, (q, k, v))
+    norm(x)                    Normed(x): nothing is computed yet
+    gate(Normed), up(Normed)   Projected
+    act(Projected)             Activated; its product with a Projected is Gated
+    down(Gated)                a tensor, by norm_mlp(x, norm, (gate, up), down)
+    q(Normed)                  a tensor; those of k and v are made with it, by norm_linear(x, norm, (q, k, v))
 
-So what stands between the modules, which is transformers' own forward, is not rewritten: it passes on what it is given,
-asks for shapes, cuts [gate | up] in two, multiplies, drops nothing out.  Any other question makes the numbers: the
-value, computed by the modules as if nothing were fused; right, and slower.
+The code between the modules, transformers' own forward, is not rewritten: it passes the placeholder on, asks for its
+shape, splits [gate | up] in two, multiplies, or applies a dropout that drops nothing.  Any other operation computes the
+value by the modules' own forwards, as if nothing were fused: the same result, and slower.
 
-Modules run apart, by their own forwards, where somebody looks on or has changed something: a hook on one of them or on
-a module around them within the block, a forward of an instance, an adapter in a layer's place.  What is lazy is no
-tensor subclass, so that torch.compile traces through it: a compiled graph holds the fused operators and nothing else.
+Modules also run by their own forwards where one of them, or a module around them within the block, has a hook, a
+forward on its instance, or an adapter in its place.  A placeholder is no tensor subclass, so that torch.compile traces
+through it: a compiled graph holds the fused operators and nothing else.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 @dataclass(eq=False)
 class Group:
-    """Modules that run as one.  layers read the norm's result, or x where norm is None.
+    """Modules that run as one.  layers: the consumers of the norm's result, or of x where norm is None.
 
-    act, kind, second: of an MLP, the activation, which one, and the layer after it; `layers` is then (up,), (gate_up,)
-    or (gate, up).
+    act, kind, second: of an MLP, the activation, its formula's name, and the layer after it; `layers` is then (up,),
+    (gate_up,) or (gate, up).
     places: (parent, key, module) of each of them, and of the modules around them in the block.
-    said: "" where the latest forward was fused, else why it was not.
+    note: "" where the latest forward was fused, else why it was not.
     """
 
     label: str
@@ -56,12 +56,12 @@ class Group:
     kind: str = ""
     second: Any = None
     places: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    said: str = field(default="it has not run yet")
+    note: str = "it has not run yet"
 
-    def together(self, x: torch.Tensor) -> bool:
+    def runs_fused(self, x: torch.Tensor) -> bool:
         """Whether the modules run as one on this x; notes why not."""
-        why = self.said = self._why_apart(x)
-        return not why
+        self.note = self._why_apart(x)
+        return not self.note
 
     def _why_apart(self, x: torch.Tensor) -> str:
         if torch_module._has_any_global_hook():
@@ -88,28 +88,28 @@ class Group:
         return NormOf(self.which, self.norm.weight, getattr(self.norm, "bias", None))  # pyright: ignore
 
     def __str__(self) -> str:
-        return f"fused: {self.label}" if not self.said else f"fused as {self.label}, but run apart: {self.said}"
+        return f"fused: {self.label}" if not self.note else f"fused as {self.label}, but run apart: {self.note}"
 
 
 class Lazy(ABC):
-    """A tensor that is not there: shape, dtype, device, and `value()` for everything else that is asked of it."""
+    """Placeholder of a tensor: its shape, dtype and device; anything else asked of it computes `value()`."""
 
     def __init__(self, group: Group, shape: torch.Size, like: Any):
         self.group, self.shape, self.dtype, self.device = group, shape, like.dtype, like.device
-        self._made: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def value(self) -> torch.Tensor:
-        """The numbers, by the modules' own forwards."""
-        if self._made is None:
-            self.group.said = "its result was read by other code too"
-            self._made = self._make()
-        return self._made
+        """The tensor, computed by the modules' own forwards."""
+        if self._value is None:
+            self.group.note = "its result was read by other code too"
+            self._value = self._compute()
+        return self._value
 
     @abstractmethod
-    def _make(self) -> torch.Tensor: ...
+    def _compute(self) -> torch.Tensor: ...
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -117,8 +117,8 @@ class Lazy(ABC):
         return getattr(self.value(), name)
 
     def __mul__(self, other: Any) -> Any:
-        found = gated(self, other)
-        return value_of(self) * value_of(other) if found is None else found
+        product = gated(self, other)
+        return value_of(self) * value_of(other) if product is None else product
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -141,16 +141,16 @@ Lazy.__hash__ = object.__hash__
 
 
 class Normed(Lazy):
-    """norm(x)."""
+    """norm(x).  ready: results of the group's layers that were made with another's and not asked for yet."""
 
     def __init__(self, group: Group, x: torch.Tensor):
         super().__init__(group, x.shape, x)
         counted = not torch.compiler.is_compiling() and not x.is_inference()
         self.x, self.version = x, x._version if counted else None
-        self.read: dict[int, torch.Tensor] = {}
+        self.ready: dict[int, torch.Tensor] = {}
 
     def source(self) -> torch.Tensor:
-        """x, if it is still what the norm was given."""
+        """x, which must still be what the norm was given."""
         if self.version is not None and self.x._version != self.version:
             raise StateError(
                 f"{self.group.label}: the norm's input was written in place before the norm's result was read; "
@@ -158,18 +158,18 @@ class Normed(Lazy):
             )
         return self.x
 
-    def _make(self) -> torch.Tensor:
-        alone: Any = super(FusedNorm, self.group.norm)  # pyright: ignore[reportArgumentType]
-        return alone.forward(self.source())
+    def _compute(self) -> torch.Tensor:
+        plain: Any = super(FusedNorm, self.group.norm)  # pyright: ignore[reportArgumentType]
+        return plain.forward(self.source())
 
-    def read_by(self, layer: Any) -> torch.Tensor:
+    def through(self, layer: Any) -> torch.Tensor:
         """layer(norm(x)): made for all the group's layers when the first one asks."""
-        if id(layer) not in self.read:
+        if id(layer) not in self.ready:
             layers = self.group.layers
             norm: Any = self.group.norm_of()
             made = norm_linear(self.source(), norm, [each.as_layer() for each in layers])
-            self.read = dict(zip(map(id, layers), made, strict=True))
-        return self.read.pop(id(layer))
+            self.ready = dict(zip(map(id, layers), made, strict=True))
+        return self.ready.pop(id(layer))
 
 
 class Projected(Lazy):
@@ -182,7 +182,7 @@ class Projected(Lazy):
             self.dtype = torch.get_autocast_dtype(source.device.type)
         self.layer, self.source = layer, source
 
-    def _make(self) -> torch.Tensor:
+    def _compute(self) -> torch.Tensor:
         return linear(value_of(self.source), *self.layer.as_layer())
 
     def chunk(self, chunks: int, dim: int = 0) -> Any:
@@ -198,7 +198,7 @@ class Half(Lazy):
         super().__init__(whole.group, torch.Size((*whole.shape[:-1], whole.shape[-1] // 2)), whole)
         self.whole, self.index = whole, index
 
-    def _make(self) -> torch.Tensor:
+    def _compute(self) -> torch.Tensor:
         return self.whole.value().chunk(2, dim=-1)[self.index]
 
 
@@ -209,24 +209,24 @@ class Activated(Lazy):
         super().__init__(source.group, source.shape, source)
         self.act, self.source = act, source
 
-    def _make(self) -> torch.Tensor:
-        alone: Any = super(FusedActivation, self.act)
-        return alone.forward(self.source.value())
+    def _compute(self) -> torch.Tensor:
+        plain: Any = super(FusedActivation, self.act)
+        return plain.forward(self.source.value())
 
 
 class Gated(Lazy):
-    """act(gate) * up.  first: the layers that made them."""
+    """act(gate) * up.  first: what the layers before them made, one or two."""
 
     def __init__(self, gate: Activated, up: Projected | Half, first: tuple[Projected, ...]):
         super().__init__(gate.group, gate.shape, gate)
         self.gate, self.up, self.first = gate, up, first
 
-    def _make(self) -> torch.Tensor:
+    def _compute(self) -> torch.Tensor:
         return self.gate.value() * self.up.value()
 
 
 def gated(one: Any, other: Any) -> Gated | None:
-    """The product as a gate, if it is one of this group's: act(gate) * up, in either order."""
+    """The product one * other as a placeholder, if it is a group's act(gate) * up in either order."""
     gate, up = (one, other) if isinstance(one, Activated) else (other, one)
     if not isinstance(gate, Activated) or gate.group.kind not in GATED:
         return None
@@ -238,11 +238,11 @@ def gated(one: Any, other: Any) -> Gated | None:
     return None
 
 
-UNREAL = (Lazy, Proxy)  # what stands for a tensor
+PLACEHOLDERS = (Lazy, Proxy)
 
 
 def value_of(x: Any) -> Any:
-    """The numbers of what may be lazy."""
+    """x, computed now if it is lazy."""
     return x.value() if isinstance(x, Lazy) else x
 
 
@@ -252,10 +252,10 @@ def _values(nest: Any) -> Any:
     return type(nest)(map(_values, nest)) if isinstance(nest, (tuple, list)) else value_of(nest)
 
 
-def read(layer: Any, x: Any) -> Any:
-    """layer(x) of a converted layer that belongs to a group, or that is given something lazy, or fx's Proxy.
+def apply(layer: Any, x: Any) -> Any:
+    """layer(x) of a converted layer that belongs to a group, or whose x is a placeholder, Lazy or torch.fx's Proxy.
 
-    For torch.fx it is a leaf, one node of the graph, as nn.Linear is because its class is torch's own.
+    For torch.fx the layer is a leaf, one node of the graph, as an nn.Linear is.
     """
     if isinstance(x, Proxy):
         tracer: Any = x.tracer
@@ -268,17 +268,17 @@ def read(layer: Any, x: Any) -> Any:
     group: Group | None = layer.fused
     if group is not None:
         if isinstance(x, Normed) and x.group is group:
-            return x.read_by(layer) if group.second is None else Projected(group, layer, x)
+            return x.through(layer) if group.second is None else Projected(group, layer, x)
         if group.second is layer:
-            if isinstance(x, Lazy) and x.group is group and (z := _whole(x)) is not None:
+            if isinstance(x, Lazy) and x.group is group and (z := _whole_mlp(x)) is not None:
                 return z
-        elif group.norm is None and isinstance(x, torch.Tensor) and group.together(x):
+        elif group.norm is None and isinstance(x, torch.Tensor) and group.runs_fused(x):
             return Projected(group, layer, x)
     return linear(value_of(x), *layer.as_layer())
 
 
-def _whole(x: Lazy) -> torch.Tensor | None:
-    """The whole MLP at its second layer; None if what it reads is not what the group makes."""
+def _whole_mlp(x: Lazy) -> torch.Tensor | None:
+    """The result of an MLP whose second layer is given x; None where x is not what its activation makes."""
     group = x.group
     if isinstance(x, Gated):
         first, kind = x.first, GATED[group.kind]
@@ -293,19 +293,19 @@ def _whole(x: Lazy) -> torch.Tensor | None:
 
 
 class FusedNorm(Mixin):
-    """A norm whose result the layers of its group read: lazy where they run together, else as it ever was."""
+    """A norm whose result is lazy where its group runs fused, else its own forward's."""
 
     prefix = "Fused"
     group: Group
 
     def forward(self, hidden_states):
-        if isinstance(hidden_states, torch.Tensor) and self.group.together(hidden_states):
+        if isinstance(hidden_states, torch.Tensor) and self.group.runs_fused(hidden_states):
             return Normed(self.group, hidden_states)
         return super().forward(hidden_states)
 
 
 class FusedActivation(Mixin):
-    """An activation between the layers of its group."""
+    """An activation of a fused MLP: lazy where its input is."""
 
     prefix = "Fused"
     group: Group

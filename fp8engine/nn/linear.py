@@ -9,24 +9,27 @@ from fp8engine.auto import attach
 from fp8engine.autograd import Layer, Numerics, linear
 from fp8engine.autograd.refusals import no_script
 from fp8engine.errors import ConversionError, ParallelError
-from fp8engine.nn.lazy import UNREAL, Group, read
+from fp8engine.nn.lazy import PLACEHOLDERS, Group, apply
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
 
 
 class Float8Module(nn.Module):
-    """What every module with a recipe shares: `numerics` beside its parameters, and how that survives torch's calls."""
+    """Base of every module with a recipe: its `numerics`, and how they follow torch's moves, loads and copies.
+
+    fused: after fe.convert(fuse=True), the group that it runs in; not_fused_because: why it is in none.
+    """
 
     numerics: Numerics
-    fused: Group | None = None  # with whom it runs as one, after fe.convert(fuse=True)
-    alone: str = ""  # why with nobody
+    fused: Group | None = None
+    not_fused_because: str = ""
 
     def numerics_of(self, parameter: str) -> Numerics | None:
-        """The numerics of the matmuls by one of its parameters; None: that one is no matrix in FP8."""
+        """The numerics of the matmuls by one of its parameters; None: that one is no matrix with a recipe."""
         return self.numerics if parameter == "weight" else None
 
     def forget_copies(self) -> None:
-        """Keep no FP8 copy of its weights: the next use casts them."""
+        """Drop the FP8 copies of its weights: the next use casts them."""
         for name in self._parameters:
             if (numerics := self.numerics_of(name)) is not None:
                 numerics.weight.give_up()
@@ -40,6 +43,11 @@ class Float8Module(nn.Module):
     def _load_from_state_dict(self, *arguments, **options):
         self.forget_copies()
         super()._load_from_state_dict(*arguments, **options)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if (why := vars(self).pop("alone", None)) is not None:  # its name in pickles of 0.1
+            self.not_fused_because = why
 
     def _replicate_for_data_parallel(self):
         raise ParallelError(
@@ -87,12 +95,12 @@ class Linear(Float8Module, nn.Linear):
         attach([self.numerics], [(out_features, in_features)])
 
     def as_layer(self) -> Layer:
-        """What the fused functions take of it."""
+        """The layer as the fused functions take it."""
         return Layer(self.weight, self.bias, self.numerics)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(input, UNREAL):
-            return read(self, input)
+        if self.fused is not None or isinstance(input, PLACEHOLDERS):
+            return apply(self, input)
         return linear(input, self.weight, self.bias, self.numerics)
 
 

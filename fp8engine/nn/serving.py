@@ -1,9 +1,9 @@
 """Layers whose weight is stored as FP8 codes and FP32 scales, for inference at half the memory of 16 bits.
 
-    y[M, N] = X[M, K] @ (codes[N, K] * scale)^T + b         X cast when it comes, as the recipe's input says
+    y[M, N] = X[M, K] @ (codes[N, K] * scale)^T + b         X cast in every call, as the recipe's input says
 
 One byte a weight and no 16-bit copy: the matmul reads the codes as they are stored.  Backward is an error, because
-a rounded weight that an optimizer nudges would round back: training keeps its weights in 16 or 32 bits (fe.convert).
+an optimizer's small update of an FP8 weight would be rounded away: training keeps its weights in 16 or 32 bits.
 
 The scale is called `weight_scale`, or `weight_scale_inv` where it covers blocks, as checkpoints call it: both multiply.
 """
@@ -18,23 +18,21 @@ import torch
 from torch import nn
 
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.linear import in_shape_of
+from fp8engine.autograd.linear import FLOATS, in_shape_of
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts, device, matmul
 from fp8engine.ops.reference import Operand
 from fp8engine.scaling.table import ROLES, ScalingState
 
 CODES = torch.float8_e4m3fn  # Tensor Cores take E5M2 weights only beside E4M3 inputs, and no checkpoint stores them
 NAN_CODE = 0x7F  # S.1111.111, the only NaN of E4M3 but for its sign (OCP 8-bit floating point specification, table 1)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def serving(recipe: Recipe) -> Recipe:
-    """The recipe as inference runs it: the forward's two casts, no window of past steps to predict a scale from.
+    """The recipe for inference: the forward's two casts, with current scaling in place of delayed.
 
     >>> from fp8engine.numerics.recipe import delayed, resolve
     >>> serving(delayed()).name, serving(resolve("rowwise_gw_hp")).fp8_share
@@ -46,7 +44,7 @@ def serving(recipe: Recipe) -> Recipe:
 
 
 def scale_name(weight: Cast) -> str:
-    """What checkpoints call the scale of a weight under this cast.
+    """Name, in checkpoints, of the scale of a weight under this cast.
 
     >>> scale_name(Cast(E4M3)), scale_name(Cast(E4M3, PerBlock(128, 128)))
     ('weight_scale', 'weight_scale_inv')
@@ -60,11 +58,11 @@ def scale_shape(weight: Cast, n: int, k: int) -> tuple[int, ...]:
     >>> scale_shape(Cast(E4M3, PerBlock(128, 128)), 300, 128)
     (3, 1)
     """
-    return ops.how(weight).scale_shape(n, k) or (1,)
+    return casts.how(weight).scale_shape(n, k) or (1,)
 
 
 class Served(Float8Module):
-    """What served layers share: codes in `weight`, their scale under `scale_name`, an optional static `input_scale`."""
+    """Base of served layers: codes in `weight`, their scale under `scale_name`, an optional static `input_scale`."""
 
     bias: torch.Tensor | None
     scale_name: str
@@ -76,7 +74,7 @@ class Served(Float8Module):
         self.scale_name = name
         codes = torch.empty(tuple(self.weight.shape), dtype=CODES, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
-        # FP32 said aloud: transformers builds a model under its own default dtype, and casts scales to what it finds.
+        # FP32 explicitly: transformers builds a model under another default dtype, and casts scales to what it finds.
         scale = torch.empty(scale_shape(recipe.weight, n, k), dtype=torch.float32, device=device)
         self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
         one = torch.empty(1, dtype=torch.float32, device=device)
@@ -84,7 +82,7 @@ class Served(Float8Module):
         self.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], device or "cpu"), alone=True)
 
     def rename_scale(self, name: str) -> None:
-        """Call the scale as a checkpoint does."""
+        """Use a checkpoint's name for the scale."""
         if name != self.scale_name:
             self.register_parameter(name, self._parameters.pop(self.scale_name))
             self.scale_name = name
@@ -95,11 +93,11 @@ class Served(Float8Module):
         return [self.scale_name] + ["input_scale"] * (self.input_scale is not None)
 
     def without_dimension(self, name: str) -> None:
-        """Hold a scale of one number as a checkpoint stores it: [] in place of [1]."""
+        """Give a scale of one number the shape [] in place of [1], as some checkpoints store it."""
         self.register_parameter(name, nn.Parameter(getattr(self, name).new_empty(()), requires_grad=False))
 
     def lay_out(self) -> None:
-        """Once weights are there: lay them out as the matmuls read them."""
+        """After weights have been loaded: lay them out as the matmuls read them."""
 
     @property
     def shape_NK(self) -> tuple[int, int]:
@@ -140,19 +138,19 @@ class Served(Float8Module):
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             out = torch.get_autocast_dtype(x.device.type)
         if not torch.compiler.is_compiling():
-            numerics.ran = ops.choose(x.device, numerics.plan.by_block, (len(x_MK), n))
+            numerics.ran = matmul.choose(x.device, numerics.plan.by_block, (len(x_MK), n))
         slot = numerics.slot("input", record=True)
         with torch.no_grad():
             if self.input_scale is None:
-                a = ops.quantize(x_MK, how, slot)
+                a = casts.quantize(x_MK, how, slot)
             else:
-                a = ops.quantize_given(x_MK, how, self.input_scale.reshape(()))
+                a = casts.quantize_given(x_MK, how, self.input_scale.reshape(()))
                 slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
             scale = scale.reshape(()) if group.per_tensor else scale
             b = Operand(weight_NK, scale, group.rows, group.cols, group.power_of_2)
             precision = "exact" if numerics.plan.exact else numerics.plan.precision["forward"]
             bias = None if self.bias is None else self.bias.detach()
-            return in_shape_of(x, ops.matmul(a, b, bias, out, precision))
+            return in_shape_of(x, matmul.matmul(a, b, bias, out, precision))
 
     def _check(self, x: torch.Tensor) -> None:
         n, k = self.shape_NK
@@ -164,7 +162,7 @@ class Served(Float8Module):
         device.check_one(name, x, weight=self.weight, bias=self.bias)
 
     def __getstate__(self) -> dict:
-        # As bytes: torch's pickle of an FP8 storage cannot be read back outside torch.save.
+        # Weight as bytes: torch's pickle of an FP8 storage cannot be read back outside torch.save.
         return {**self.__dict__, "_parameters": {**self._parameters, "weight": self.weight.detach().view(torch.uint8)}}
 
     def __setstate__(self, state: dict) -> None:
@@ -172,7 +170,7 @@ class Served(Float8Module):
         self._parameters["weight"] = nn.Parameter(state["_parameters"]["weight"].view(CODES), requires_grad=False)
 
     def _apply(self, fn, recurse=True):
-        # A change of dtype is for the model's 16-bit parts: codes are no numbers without their scale, which stays FP32.
+        # A change of dtype moves the model's 16-bit parts only: codes and their FP32 scales keep their dtypes.
         kept = {id(self.weight), id(self.scale), id(self.input_scale)}
 
         def keeping(x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +188,7 @@ class Served(Float8Module):
 class ServedLinear(Served, nn.Linear):
     """An nn.Linear whose weight is FP8 codes [N, K] and a scale; for inference.
 
-    recipe: its weight cast says what one scale covers (E4M3), its input cast how x is cast when it comes.
+    recipe: its weight cast says what one scale covers (E4M3), its input cast how x is cast.
     static: x is cast under `input_scale`, stored beside the weight, instead of by its own amax.
     Raises GradientError when something tries to train it, ShapeError and UnsupportedDtype for an input that does not
     fit.
@@ -232,7 +230,7 @@ class ServedLinear(Served, nn.Linear):
 
 
 class _Inference(torch.autograd.Function):
-    """The forward, and a backward that says why there is none."""
+    """The forward, with a backward that raises."""
 
     @staticmethod
     def forward(ctx, x, bias_N, layer: Served):
@@ -251,14 +249,14 @@ def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor
     >>> codes.float().tolist(), scale.tolist()
     ([[448.0, -112.0]], [0.015625])
     """
-    how = ops.how(weight)._replace(delayed=False)
+    how = casts.how(weight)._replace(delayed=False)
     with torch.no_grad():
-        made = ops.quantize(weight_NK.detach(), how)
+        made = casts.quantize(weight_NK.detach(), how)
     return made.data, made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
 
 
 def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
-    """Give layers whose weights are there their names, frozen parameters and a place in a scaling state per device."""
+    """Give layers with loaded weights their names, frozen parameters and a place in a scaling state per device."""
     by_device: dict[torch.device, list[tuple[str, Served]]] = {}
     for name, layer in layers:
         by_device.setdefault(layer.weight.device, []).append((name, layer))
@@ -279,7 +277,7 @@ def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
 
 
 def trouble(layer: Served) -> str | None:
-    """What is wrong with the numbers that a layer has loaded; None where nothing is."""
+    """Why a layer's loaded numbers cannot be right, or None."""
     for name in (layer.scale_name, "input_scale"):
         scale = getattr(layer, name)
         if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
@@ -290,9 +288,9 @@ def trouble(layer: Served) -> str | None:
 
 
 def _known(layer: Served) -> Recipe:
-    """The layer's recipe, with power_of_2 said of the weight only where every scale is one.
+    """The layer's recipe, whose weight has power_of_2 only if every loaded scale is a power of two.
 
-    Triton folds such scales into 16-bit values, which is exact for nothing else.
+    Triton folds such scales into 16-bit values, which is exact for powers of two only.
     """
     recipe, scale = layer.numerics.recipe, layer.scale
     powers = scale.device.type != "meta" and bool((torch.frexp(scale).mantissa == 0.5).all())

@@ -1,11 +1,11 @@
-"""fe.TransformerLayer: attention and MLP between norms and residuals, each norm and activation written once, in FP8.
+"""fe.TransformerLayer, attention and MLP between norms and residuals, with norms and activation stored in FP8.
 
     pre               y = x + D(A(n1(x)))            z = y + D(M(n2(y)))
     post              y = n1(x + D(A(x)))            z = n2(y + D(M(y)))
     parallel          z = x + D(A(n1(x))) + D(M(n2(x)))          parallel shared: n2 is n1
 
-A: attention, M: MLP, D: dropout.  The children are ordinary and named as a Llama block's, so a Llama block's
-state_dict loads; forward calls the fused functions with their parameters: hooks of q_proj, k_proj, v_proj, of the
+A: attention, M: MLP, D: dropout.  The children are ordinary modules, named as a Llama block's, whose state_dict loads;
+forward calls the fused functions with their parameters: hooks of q_proj, k_proj, v_proj, of the
 MLP's layers and of the norms do not run.
 """
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -109,21 +110,12 @@ def cpu_scales_rows() -> bool:
     return True
 
 
-class CpuTimings:
-    """Milliseconds of one 256x512x512 matmul on this CPU: FP32, BF16, torch's scaled FP8 matmul (None: not there)."""
+class CpuTimings(NamedTuple):
+    """Milliseconds of one 256x512x512 matmul on this CPU; scaled_mm: torch's scaled FP8 matmul, None without one."""
 
-    def __init__(self, fp32: float, bf16: float, scaled_mm: float | None):
-        self.fp32, self.bf16, self.scaled_mm = fp32, bf16, scaled_mm
-
-    @property
-    def bf16_pays(self) -> bool:
-        """Whether products in BF16 are clearly faster; 1.2, so that noise cannot decide."""
-        return self.bf16 * 1.2 < self.fp32
-
-    @property
-    def scaled_mm_pays(self) -> bool:
-        """Whether torch's scaled matmul is clearly faster than emulation."""
-        return self.scaled_mm is not None and self.scaled_mm * 1.2 < min(self.bf16, self.fp32)
+    fp32: float
+    bf16: float
+    scaled_mm: float | None
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, Format
-from fp8engine.ops import device, reference
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts, device, reference
+from fp8engine.ops import matmul as products
 from fp8engine.ops.reference import How, Operand, Slot
 
 aten = torch.ops.aten
@@ -73,11 +73,11 @@ class Float8Tensor(torch.Tensor):
         """`dequantize` without a gradient."""
         how = _how(self.granularity, self._data.dtype)
         if how.per_tensor:
-            return (ops.decode(self._data, torch.float32) * self._scale).to(self.dtype)
+            return (casts.decode(self._data, torch.float32) * self._scale).to(self.dtype)
         flat = _matrix(self._data)
         if flat.numel() == 0:
             return flat.view(self.shape).to(self.dtype)
-        values = reference.as_groups(ops.decode(flat, torch.float32), how.rows, how.cols)
+        values = reference.as_groups(casts.decode(flat, torch.float32), how.rows, how.cols)
         down, _, across, _ = values.shape
         values = values * self._scale.reshape(down, 1, across, 1)
         return reference.from_groups(values, *flat.shape).view(self._data.shape).to(self.dtype)
@@ -163,18 +163,18 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
         raise UnsupportedDtype(f"quantize: {cast} has no scale; x.to({cast.format.dtype}) does it")
     if x.dim() == 0:
         raise ShapeError("quantize: x has no dimensions; want at least one")
-    how = ops.how(cast)._replace(delayed=False)
+    how = casts.how(cast)._replace(delayed=False)
     with torch.no_grad():
         flat = _matrix(x.detach())
         shape = how.scale_shape(*flat.shape)
         if scale is None:
-            operand = ops.quantize(flat, how)
+            operand = casts.quantize(flat, how)
         else:
             if tuple(scale.shape) != shape and not (how.per_tensor and scale.numel() == 1):
                 raise ShapeError(
                     f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}"
                 )
-            operand = ops.quantize_given(flat, how, scale.detach().float().reshape(shape))
+            operand = casts.quantize_given(flat, how, scale.detach().float().reshape(shape))
     scale = operand.scale
     if x.dim() > 2 and how.rows == 1:
         scale = scale.view(*x.shape[:-1], scale.shape[-1])
@@ -199,13 +199,13 @@ def matmul(a_MK, b_NK, *, bias_N: torch.Tensor | None = None, out: Format = BF16
     if out.is_fp8:
         raise UnsupportedDtype(f"matmul: out={out} needs a scale; quantize the result")
     if isinstance(a_MK, Float8Tensor) and isinstance(b_NK, Float8Tensor):
-        y_MN = ops.matmul(a_MK.operand(), b_NK.operand(), bias_N, out.dtype, "exact")
+        y_MN = products.matmul(a_MK.operand(), b_NK.operand(), bias_N, out.dtype, "exact")
         return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
     a_MK, b_NK = _plain(a_MK), _plain(b_NK)
     device.check_one("matmul", a_MK, b=b_NK, bias=bias_N)
     if a_MK.dtype != b_NK.dtype:
         b_NK = b_NK.to(a_MK.dtype)
-    y_MN = ops.matmul_fp16(_matrix(a_MK), b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)
+    y_MN = products.matmul_fp16(_matrix(a_MK), b_NK, None if bias_N is None else bias_N.to(a_MK.dtype), out.dtype)
     return y_MN.view(*a_MK.shape[:-1], b_NK.shape[0])
 
 
@@ -220,7 +220,7 @@ def _knowing(x: Float8Tensor, power_of_2: bool) -> Float8Tensor:
 
 
 def _how(granularity: Granularity, dtype: torch.dtype) -> How:
-    return ops.how(Cast(Format.of(dtype), granularity))
+    return casts.how(Cast(Format.of(dtype), granularity))
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -151,12 +151,6 @@ def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torc
         _kernel("scale_update")(history_HS, live_2S, rules_3S)
 
 
-def stats(x_MK: torch.Tensor, every: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The twin of reference.stats, as a tuple."""
-    with _on(x_MK.device):
-        return _kernel("stats")(x_MK, every)
-
-
 def transpose_codes(q_MK: torch.Tensor) -> torch.Tensor:
     """FP8 codes [K, M], contiguous, of codes [M, K] in any strides."""
     with _on(q_MK.device):

@@ -19,7 +19,7 @@ from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.nn.linear import Float8Module
-from fp8engine.ops import operations as ops
+from fp8engine.ops import matmul
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
@@ -127,12 +127,12 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
-        backend = (numerics.ran or ops.choose(device, numerics.plan.by_block)) if ran else "none"
+        backend = (numerics.ran or matmul.choose(device, numerics.plan.by_block)) if ran else "none"
     told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
     return {
         "recipe": recipe.name,
         "backend": backend,
-        "emulated": ran and recipe.is_fp8 and ops.emulated(device, backend),
+        "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
         "fused": _fused(module),
         "ran": ran or not recipe.is_fp8,
@@ -181,15 +181,15 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return f"asked for {numerics.recipe.name}"
     if not ran:
         return BYPASSED if numerics.bypassed else NEVER_RAN
-    if why := ops.why_emulated(numerics.state.device, backend):
+    if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
     return ""
 
 
 def _fused(module: nn.Module) -> str:
-    """The fused group that the layer runs in, or why it is in none; "" where fuse=True was not asked."""
-    group, alone = getattr(module, "fused", None), getattr(module, "alone", "")
-    return str(group) if group is not None else f"not fused: {alone}" if alone else ""
+    """The group that the layer runs fused in, or why it is in none; "" where fuse=True was not asked."""
+    group, why = getattr(module, "fused", None), getattr(module, "not_fused_because", "")
+    return str(group) if group is not None else f"not fused: {why}" if why else ""
 
 
 class _Slots:

@@ -12,8 +12,7 @@ import math
 
 import torch
 
-from fp8engine.ops import operations as ops
-from fp8engine.ops import operators
+from fp8engine.ops import library
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
@@ -34,7 +33,7 @@ def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -
 
     role: "input", "weight" or "grad_output": whose granularities to look at; "": per tensor alone.
     """
-    if ops.direct(x_MK):
+    if library.direct(x_MK):
         _observe(x_MK, table_SL, index, role)
     else:
         torch.ops.fp8engine.observe.default(x_MK, table_SL, index, role)
@@ -67,8 +66,9 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) 
         table_SL[index, : len(flat)].copy_(flat)
 
 
-operators.define_effect(
+library.define(
     "observe(Tensor x, Tensor table, int index, str role) -> ()",
     _observe,
     lambda *arguments: None,
+    effect=True,
 )

@@ -24,11 +24,11 @@ from torch import nn
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import Cast, Recipe
-from fp8engine.ops import operations as ops
-from fp8engine.ops.operators import in_backward
+from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
+from fp8engine.ops.scale_update import scale_update
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.shared_input import SharedInput, siblings
 
@@ -260,7 +260,7 @@ class ScalingState:
     def _update(self) -> None:
         # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
         if self.delayed or torch.compiler.is_compiling():
-            ops.scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
+            scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
             if not torch.compiler.is_compiling() and len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -13,8 +15,53 @@ from PIL import Image
 from torch import nn
 
 from fp8engine.auto import flow
-from fp8engine.auto.flow.draw import HEIGHT, INK, Picture, picture
+from fp8engine.auto.flow.draw import HEIGHT
 from fp8engine.auto.flow.fold import fold
+from fp8engine.auto.flow.text import INK
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Box(NamedTuple):
+    """A node on paper: its middle, its width, its kind."""
+
+    x: float
+    y: float
+    width: float
+    kind: str
+
+
+class Picture(NamedTuple):
+    """What an SVG shows.  frames: (x, y, width, height)."""
+
+    width: float
+    height: float
+    boxes: list[Box]
+    curves: list[list[tuple[float, float]]]
+    frames: list[tuple[float, float, float, float]]
+
+
+def picture(found: flow.Flow) -> Picture:
+    """The shapes of a flow's SVG, in pixels from the top left."""
+    root = ElementTree.fromstring(found.to_svg())
+    kinds = {ink.fill: kind for kind, ink in INK.items()}
+    boxes = []
+    for rect in root.iterfind(f"{SVG}g/{SVG}rect"):
+        x, y, width, height = rectangle(rect)
+        assert height == HEIGHT
+        boxes.append(Box(x + width / 2, y + height / 2, width, kinds[rect.attrib["fill"]]))
+    curves = []
+    for path in root.iterfind(f"{SVG}path"):
+        numbers = [float(number) for number in re.findall(r"[-\d.]+", path.attrib["d"])]
+        points = list(zip(numbers[::2], numbers[1::2], strict=True))
+        curves.append(points[::3])  # between them are the handles of each bend
+    frames = [rectangle(rect) for rect in root.iterfind(f"{SVG}rect") if "stroke-dasharray" in rect.attrib]
+    return Picture(float(root.attrib["width"]), float(root.attrib["height"]), boxes, curves, frames)
+
+
+def rectangle(rect: ElementTree.Element) -> tuple[float, float, float, float]:
+    x, y, width, height = (float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
+    return x, y, width, height
 
 
 def recorded(family: str, **options: int) -> flow.Flow:
@@ -63,7 +110,7 @@ def test_equal_blocks_are_drawn_once(depth: int):
     found = recorded("llama", num_hidden_layers=depth)
     (frame,) = fold(found).frames
     assert frame.times == depth
-    assert len(fold(found).nodes) == len(fold(recorded("llama", num_hidden_layers=2)).nodes)
+    assert len(fold(found).labels) == len(fold(recorded("llama", num_hidden_layers=2)).labels)
     svg = found.to_svg()
     assert (f"model.layers.0 … {depth - 1}   × {depth}" in svg) == (depth > 1)
     assert svg.count("self_attn.q_proj</text>") == 1
@@ -83,13 +130,13 @@ def test_boxes_do_not_overlap_and_edges_lead_down(family: str):
     shown = drawn(family)
     spans = [(box.y, box.x - box.width / 2, box.x + box.width / 2) for box in shown.boxes]
     for (y, left, right), (other, start, end) in itertools.combinations(spans, 2):
-        assert abs(y - other) >= HEIGHT or right <= start + 1e-6 or end <= left + 1e-6
+        assert abs(y - other) >= HEIGHT or right <= start + 0.1 or end <= left + 0.1  # the SVG is exact to 0.1
     for y, left, right in spans:
         assert 0 < left < right < shown.width
         assert HEIGHT < y < shown.height - HEIGHT / 2
     for points in shown.curves:
         assert all(a[1] < b[1] for a, b in itertools.pairwise(points))
-    for (x, y, w, h, _), (x2, y2, w2, h2, _) in itertools.combinations(shown.frames, 2):
+    for (x, y, w, h), (x2, y2, w2, h2) in itertools.combinations(shown.frames, 2):
         assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
 
 
@@ -111,10 +158,9 @@ def test_svg_is_well_formed_and_stands_alone(family: str):
     found = recorded(family)
     svg = found.to_svg()
     root = ElementTree.fromstring(svg)
-    space = "{http://www.w3.org/2000/svg}"
-    shown = picture(found)
-    assert len(root.findall(f"{space}g")) == len(shown.boxes)
-    assert len(root.findall(f"{space}path")) == len(shown.curves)
+    graph = fold(found)
+    assert len(root.findall(f"{SVG}g")) == len(graph.labels)
+    assert len(root.findall(f"{SVG}path")) == len(graph.edges)
     assert "href" not in svg
     assert "<script" not in svg
     assert svg.count("http") == 1  # the namespace
@@ -139,10 +185,37 @@ def test_png_shows_every_kind_in_its_colour(tmp_path: Path):
     there = {"#{:02x}{:02x}{:02x}".format(*colour) for colour in np.unique(pixels, axis=0)}
     kinds = {box.kind for box in shown.boxes}
     assert kinds == {"matmul", "attention", "norm", "residual", "activation", "embedding", "loss", "output"}
-    assert {INK[kind][0] for kind in kinds} <= there
+    assert {INK[kind].fill for kind in kinds} <= there
 
 
 def test_a_model_without_layers_draws_nothing_and_does_not_fail():
     found = flow.record(nn.Identity(), torch.ones(1))
     assert found.layers == {}
     assert ElementTree.fromstring(found.to_svg()) is not None
+    assert found.to_mermaid().startswith("flowchart TD")
+    assert found.to_graphviz().startswith("digraph {")
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "mixtral"])
+def test_mermaid_and_graphviz_have_every_node_edge_and_frame_of_the_folded_graph(family: str):
+    found = recorded(family)
+    graph = fold(found)
+    mermaid, dot = found.to_mermaid(), found.to_graphviz()
+    boxes = dict(re.findall(r'^ *n(\d+)\["(.*)"\]:::\w+$', mermaid, re.M))
+    assert {int(node): label for node, label in boxes.items()} == graph.labels
+    for arrow, text in (("-->", mermaid), ("->", dot)):
+        joined = re.findall(rf"^n(\d+) {arrow} n(\d+)$", text, re.M)
+        assert [(int(i), int(j)) for i, j in joined] == list(graph.edges)
+    for frame in graph.frames:
+        assert f'["{frame.title}"]' in mermaid
+        assert f'label="{frame.title}"' in dot
+    assert mermaid.count("\nsubgraph ") == mermaid.count("\nend\n") == len(graph.frames)
+    assert len(re.findall(r"^n\d+ \[", dot, re.M)) == len(graph.labels)
+
+
+def test_markup_in_a_name_is_text_in_mermaid_and_graphviz_too():
+    model = nn.Sequential()
+    model.add_module('<b>&"', nn.Linear(2, 2))
+    found = flow.record(model, torch.ones(1, 2))
+    assert '["#60;b#62;#38;#34;"]' in found.to_mermaid()
+    assert 'label="<b>&\\""' in found.to_graphviz()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fp8engine as fe
-from fp8engine.auto.output_policy import Reader, Stored, decide_output, widened
+from fp8engine.auto.outputs import ResultConsumer, Stored, decide_output, widened
 from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, needs_of
 from fp8engine.numerics.recipe import auto
 from fp8engine.scaling.histogram import measure, read
@@ -12,7 +12,7 @@ from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.sample import groupings
 
 NEEDS = needs_of(auto())
-MATMULS = [Reader("matmul", "down"), Reader("matmul", "gate")]
+MATMULS = [ResultConsumer("matmul", "down"), ResultConsumer("matmul", "gate")]
 
 
 def measured(x: torch.Tensor) -> Measured:
@@ -50,18 +50,18 @@ def test_a_result_that_matmuls_alone_read_is_e4m3_at_the_first_look():
 )
 def test_one_other_reader_is_enough_for_16_bits(kind: str, why: str):
     kinds = ("matmul", kind)
-    readers = [Reader("matmul", "down"), Reader(kind, "it")]
-    found = decide_output(normal(), readers, needs_of(auto(), kinds), Stored())
+    consumers = [ResultConsumer("matmul", "down"), ResultConsumer(kind, "it")]
+    found = decide_output(normal(), consumers, needs_of(auto(), kinds), Stored())
     assert (found.format, found.reason, found.changes) == (fe.BF16, why, 0)
-    back = decide_output(normal(), readers, needs_of(auto(), kinds), Stored(fe.E4M3, 2, "", 0, 1))
+    back = decide_output(normal(), consumers, needs_of(auto(), kinds), Stored(fe.E4M3, 2, "", 0, 1))
     assert (back.format, back.margin, back.reason, back.changes) == (fe.BF16, 0, why, 2)
 
 
 def test_a_need_that_the_user_names_for_a_kind_is_kept_like_a_matmuls():
-    readers = [Reader("matmul"), Reader("norm")]
+    consumers = [ResultConsumer("matmul"), ResultConsumer("norm")]
     for need, format in ((25, fe.E4M3), (31.6, fe.BF16)):
         recipe = auto(min_sqnr_db={"matmul": 22, "norm": need})
-        found = decide_output(normal(), readers, needs_of(recipe, ("matmul", "norm")), Stored())
+        found = decide_output(normal(), consumers, needs_of(recipe, ("matmul", "norm")), Stored())
         assert found.format == format, need
     assert found.reason.startswith("predicted SQNR 31.")
 
@@ -71,7 +71,7 @@ def test_nobody_known_reads_it():
 
 
 def test_a_reader_that_takes_no_codes_is_named():
-    found = decide_output(normal(), [Reader("matmul", "down", "casts per row")], NEEDS, Stored())
+    found = decide_output(normal(), [ResultConsumer("matmul", "down", "casts per row")], NEEDS, Stored())
     assert (found.format, found.reason) == (fe.BF16, "down reads it, and casts per row")
 
 
@@ -80,7 +80,7 @@ def test_outliers_want_e5m2_or_16_bits():
     table = {format: outlier().predict(fe.Cast(format)) for format in (fe.E4M3, fe.E5M2)}
     assert table[fe.E4M3].flushed > 0.9 > 0.01 > table[fe.E5M2].flushed
     assert free.format == fe.E5M2
-    tied = decide_output(outlier(), [Reader("matmul", "down", e5m2=False)], NEEDS, Stored())
+    tied = decide_output(outlier(), [ResultConsumer("matmul", "down", e5m2=False)], NEEDS, Stored())
     assert tied.format == fe.BF16
     assert "flushed to zero > 5.0%" in tied.reason
 
@@ -108,7 +108,7 @@ def test_after_trouble_fp8_has_to_look_right_four_times_and_in_the_end_never_aga
         now, looks = decide_output(normal(), MATMULS, NEEDS, now), looks + 1
         assert looks <= PATIENCE
     assert (looks, now.changes) == (PATIENCE, 2)
-    now = decide_output(outlier(), [Reader("matmul", e5m2=False)], NEEDS, now)
+    now = decide_output(outlier(), [ResultConsumer("matmul", e5m2=False)], NEEDS, now)
     assert (now.format, now.changes) == (fe.BF16, MOST_CHANGES)
     for _ in range(2 * PATIENCE):
         now = decide_output(normal(), MATMULS, NEEDS, now)
@@ -118,7 +118,7 @@ def test_after_trouble_fp8_has_to_look_right_four_times_and_in_the_end_never_aga
 def test_one_look_that_misses_begins_the_count_again():
     now = Stored(fe.BF16, 0, "trouble", 0, 1)
     for look in (normal(), normal(), outlier(), normal(), normal(), normal()):
-        now = decide_output(look, [Reader("matmul", e5m2=False)], NEEDS, now)
+        now = decide_output(look, [ResultConsumer("matmul", e5m2=False)], NEEDS, now)
     assert (now.format, now.cheaper) == (fe.BF16, 3)
 
 

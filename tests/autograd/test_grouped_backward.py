@@ -20,8 +20,7 @@ from fp8engine.autograd import grouped, groups
 from fp8engine.autograd.groups import Groups
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.numerics.recipe import Recipe, resolve
-from fp8engine.ops import operations as ops
-from fp8engine.ops import scaled_mm
+from fp8engine.ops import casts, scaled_mm
 
 E4M3_ROWS, E4M3 = fe.Cast(fe.E4M3, fe.PerRow()), fe.Cast(fe.E4M3)
 SQUARE = fe.Cast(fe.E4M3, fe.PerBlock(32, 32), power_of_2=True)
@@ -199,14 +198,14 @@ def test_a_forward_without_gradients_is_counted_and_not_recorded(recipe: str):
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_weight_that_stands_still_is_cast_once(recipe: str, monkeypatch: pytest.MonkeyPatch):
-    layer, x, casts = layer_of(recipe), torch.randn(144, 32), []
-    quantize = ops.quantize
-    monkeypatch.setattr(ops, "quantize", lambda x, *rest: casts.append(x.shape) or quantize(x, *rest))
+    layer, x, seen = layer_of(recipe), torch.randn(144, 32), []
+    quantize = casts.quantize
+    monkeypatch.setattr(casts, "quantize", lambda x, *rest: seen.append(x.shape) or quantize(x, *rest))
     with torch.no_grad():
         layer(x, SIZES)
-        before = len(casts)
+        before = len(seen)
         want = layer(x.clone(), SIZES)
-        assert casts[before:] == [(144, 32)]
+        assert seen[before:] == [(144, 32)]
         layer.weight.mul_(2)
         assert not torch.equal(layer(x.clone(), SIZES), want)
 

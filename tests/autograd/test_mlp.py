@@ -30,8 +30,7 @@ from fp8engine.autograd import Memory
 from fp8engine.autograd.numerics import plan
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import operations as ops
-from fp8engine.ops import reference
+from fp8engine.ops import casts, matmul, reference
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 
 K, F = 48, 40
@@ -89,20 +88,20 @@ def test_in_bf16_gradients_of_the_first_layer_are_rounded_once_by_hand(recipe):
     ready, out = plan(resolve(recipe)), torch.bfloat16
 
     (x_q, x_t), (w1, w1_t) = (
-        ops.cast_transpose(v.detach(), c.how[None]) for v, c in zip((x, up.weight), ready.forward, strict=True)
+        casts.cast_transpose(v.detach(), c.how[None]) for v, c in zip((x, up.weight), ready.forward, strict=True)
     )
-    w2, w2_t = ops.cast_transpose(down.weight.detach(), ready.forward[1].how[None])
+    w2, w2_t = casts.cast_transpose(down.weight.detach(), ready.forward[1].how[None])
     forward, dgrad, wgrad = (ready.precision[name] for name in ("forward", "dgrad", "wgrad"))
-    y = ops.matmul(x_q, w1, up.bias.detach(), out, forward)
-    a_q, a_t = ops.cast_transpose(plain(reference.act_quantize(y.float(), "swiglu")[0]), ready.forward[0].how[None])
-    assert torch.equal(found["y0"], ops.matmul(a_q, w2, down.bias.detach(), out, forward))
-    dz_q, dz_t = ops.cast_transpose(dz, ready.dgrad[0].how[None])
-    assert torch.equal(found["layers.1.weight"], ops.matmul(dz_t, a_t, None, out, wgrad))
-    da = ops.matmul(dz_q, w2_t, None, out, dgrad)
+    y = matmul.matmul(x_q, w1, up.bias.detach(), out, forward)
+    a_q, a_t = casts.cast_transpose(plain(reference.act_quantize(y.float(), "swiglu")[0]), ready.forward[0].how[None])
+    assert torch.equal(found["y0"], matmul.matmul(a_q, w2, down.bias.detach(), out, forward))
+    dz_q, dz_t = casts.cast_transpose(dz, ready.dgrad[0].how[None])
+    assert torch.equal(found["layers.1.weight"], matmul.matmul(dz_t, a_t, None, out, wgrad))
+    da = matmul.matmul(dz_q, w2_t, None, out, dgrad)
     dy = plain(reference.act_quantize_backward(da, y.float(), "swiglu").dx_MK)
-    dy_q, dy_t = ops.cast_transpose(dy, ready.dgrad[0].how[None])
-    assert torch.equal(found["layers.0.weight"], ops.matmul(dy_t, x_t, None, out, wgrad))
-    assert torch.equal(found["dx"], ops.matmul(dy_q, w1_t, None, out, dgrad))
+    dy_q, dy_t = casts.cast_transpose(dy, ready.dgrad[0].how[None])
+    assert torch.equal(found["layers.0.weight"], matmul.matmul(dy_t, x_t, None, out, wgrad))
+    assert torch.equal(found["dx"], matmul.matmul(dy_q, w1_t, None, out, dgrad))
     assert torch.equal(found["layers.0.bias"], dy.sum(0).to(out))
 
 

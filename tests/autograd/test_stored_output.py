@@ -11,8 +11,7 @@ from support import DTYPES, converted, same, sqnr, state_of, tables
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.ops import operations as ops
-from fp8engine.ops import reference
+from fp8engine.ops import casts, matmul, reference
 from fp8engine.ops.reference import Epilogue
 from fp8engine.ops.tensor import Float8Tensor
 
@@ -56,8 +55,8 @@ def test_codes_are_those_of_the_fp32_product_under_the_predicted_scale(dtype, fo
     x = torch.randn(19, 33).to(dtype)
     with torch.no_grad():
         y = model.up(x)
-        a, b = (ops.quantize(t, ops.how(fe.Cast(fe.E4M3))) for t in (x, model.up.weight))
-        product = ops.matmul(a, b, None, torch.float32, "fast")
+        a, b = (casts.quantize(t, casts.how(fe.Cast(fe.E4M3))) for t in (x, model.up.weight))
+        product = matmul.matmul(a, b, None, torch.float32, "fast")
     assert isinstance(y, Float8Tensor)
     assert (y.format, y.dtype, y.granularity) == (format, dtype, fe.PerTensor())
     end = Epilogue(model.up.bias, format.dtype, "none", y.scale)
@@ -98,10 +97,10 @@ def test_the_reader_saves_the_codes_that_the_producer_wrote_and_nothing_else():
 def test_the_readers_slot_takes_amax_and_scale_over_without_a_pass_over_memory(monkeypatch: pytest.MonkeyPatch):
     model = chain()
     h = model.up(torch.randn(64, 40))
-    monkeypatch.setattr(ops, "cast_transpose", None)
+    monkeypatch.setattr(casts, "cast_transpose", None)
     quantised: list[torch.Size] = []
-    quantize = ops.quantize
-    monkeypatch.setattr(ops, "quantize", lambda x, *rest: quantised.append(x.shape) or quantize(x, *rest))
+    quantize = casts.quantize
+    monkeypatch.setattr(casts, "quantize", lambda x, *rest: quantised.append(x.shape) or quantize(x, *rest))
     before = fe.scaling_state(model)["down.input"]
     model.down(h)
     assert set(quantised) <= {model.down.weight.shape}

@@ -12,7 +12,7 @@ from fp8engine.bench.cases import Shape
 from fp8engine.bench.harness import Limits, Timer
 from fp8engine.cli import app
 from fp8engine.errors import ShapeError
-from fp8engine.ops import execute
+from fp8engine.ops import casts as operations
 
 CPU = torch.device("cpu")
 COPY = Limits(1e12, 1e9)
@@ -55,15 +55,15 @@ def test_rates_follow_from_bytes_and_seconds():
 
 
 def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatch):
-    real = execute.quantize
+    real = operations._quantize
 
     def wrong(x_MK, how, slot=None):
         data, scale = real(x_MK, how, slot)
-        if how.rows == 1 and how.cols == -1 and execute.asked() != "reference":
+        if how.rows == 1 and how.cols == -1 and operations.asked() != "reference":
             data.view(torch.uint8)[3, 5] ^= 1
         return data, scale
 
-    monkeypatch.setattr(execute, "quantize", wrong)
+    monkeypatch.setattr(operations, "_quantize", wrong)
     rows = {row["name"]: row for row in casts.compare((16, 64), CPU, Timer(Ticks(len(casts.WAYS) - 1), 3), COPY)}
     assert rows["row"]["correct"] is False
     assert "seconds" not in rows["row"]

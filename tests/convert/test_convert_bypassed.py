@@ -237,7 +237,7 @@ def test_weights_read_directly_are_warned_of_once_by_name_and_count():
 
 
 def test_strict_makes_it_an_error(monkeypatch):
-    monkeypatch.setattr("fp8engine.ops.dispatch.why_emulated", lambda *args: "")
+    monkeypatch.setattr("fp8engine.ops.matmul.why_emulated", lambda *args: "")
     model = fe.convert(Model(Eva()), "current", strict=True)
     with pytest.raises(fe.errors.StrictError, match=r"1 converted layer\(s\) did not run in FP8: parts\.0\.qkv\. "):
         model(torch.randn(2, 4, 16))

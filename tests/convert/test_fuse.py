@@ -16,8 +16,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fp8engine as fe
-from fp8engine.ops import operations as ops
-from fp8engine.ops import producers
+from fp8engine.ops import casts as ops
+from fp8engine.ops import norm_act
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -107,7 +107,7 @@ def casts(model: Any, batch: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
     for where, names in (
         (ops, ("quantize", "cast_transpose")),
-        (producers, ("norm_quantize", "act_quantize", "norm_quantize_backward", "act_quantize_backward")),
+        (norm_act, ("norm_quantize", "act_quantize", "norm_quantize_backward", "act_quantize_backward")),
     ):
         for name in names:
             counted(where, name)

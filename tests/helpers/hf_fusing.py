@@ -17,7 +17,7 @@ from fp8engine.nn.linear import Float8Module
 def groups(model: nn.Module) -> dict[str, str]:
     """What runs together -> "" or why it did not, of the latest forward; numbered, as blocks have the same names."""
     found = {id(m.fused): m.fused for m in model.modules() if isinstance(m, Float8Module) and m.fused is not None}
-    return {f"{i} {group.label}": group.said for i, group in enumerate(found.values())}
+    return {f"{i} {group.label}": group.note for i, group in enumerate(found.values())}
 
 
 def logits(output: Any) -> torch.Tensor:

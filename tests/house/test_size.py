@@ -12,7 +12,6 @@ MOST_PARAMETERS = 6
 FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 
 # "file::Class.function": why it may take more.  An entry that is no longer needed fails.
-SCHEMA = "a torch.library operator: its schema takes tensors and scalars, not values made of them"
 FUSED = "nn.Linear's own, and what its norm, its activation and its memory are"
 MORE_PARAMETERS = {
     "fp8engine/convert/swap.py::convert": "the public call: a model, a recipe, and one keyword for each decision",
@@ -21,10 +20,6 @@ MORE_PARAMETERS = {
     "fp8engine/nn/transformer.py::TransformerLayer.__init__": FUSED,
     "fp8engine/amp/decorate.py::decorate": "a script's one line, as paddle.amp.decorate: each names one decision",
     "fp8engine/amp/scaler.py::GradScaler.__init__": "torch.amp.GradScaler's own six, and two beside them",
-    "fp8engine/ops/operators.py::_matmul": SCHEMA,
-    "fp8engine/ops/operators.py::_matmul_epilogue": SCHEMA,
-    "fp8engine/ops/operators.py::_matmul_epilogue_fake": SCHEMA,
-    "fp8engine/ops/operators.py::_matmul_fake": SCHEMA,
 }
 
 

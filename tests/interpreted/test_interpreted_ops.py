@@ -9,15 +9,14 @@ from support import FP8_RECIPES
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, UnknownName
-from fp8engine.ops import operations as ops
-from fp8engine.ops import reference, triton_backend
+from fp8engine.ops import casts, matmul, reference, triton_backend
 from fp8engine.ops.reference import Epilogue, How
 
 OTHERS = ("cublas", "reference")
 
 
 def operand(m: int, k: int, rows: int = -1, cols: int = -1):
-    return ops.quantize(torch.randn(m, k), How(E4M3, rows, cols))
+    return casts.quantize(torch.randn(m, k), How(E4M3, rows, cols))
 
 
 @pytest.fixture
@@ -87,8 +86,8 @@ def test_forward_and_dgrad_sum_fast_and_wgrad_promotes(monkeypatch: pytest.Monke
         layer(x).sum().backward()
         a = operand(4, 32)
         for precision in ("fast", "promoted", "exact"):
-            ops.matmul(a, a, precision=precision)
-            ops.matmul_epilogue(a, a, Epilogue(), precision)
+            matmul.matmul(a, a, precision=precision)
+            matmul.matmul_epilogue(a, a, Epilogue(), precision)
     assert promoted == [False, False, True] + [False] * 2 + [True] * 4
 
 
@@ -107,9 +106,9 @@ def test_fe_matmul_of_any_two_granularities(first, second):
     with fe.backend("triton"):
         if len(sizes) == 2:
             with pytest.raises(BackendError, match=r"scales along K for every \[64, 128\] values"):
-                ops.matmul(a, b, None, torch.float32)
+                matmul.matmul(a, b, None, torch.float32)
             return
-        found = ops.matmul(a, b, None, torch.float32)
+        found = matmul.matmul(a, b, None, torch.float32)
     wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True)
     sums = reference.matmul_fp8(
         *(each._replace(data=each.data.float().abs().to(E4M3)) for each in (a, b)), None, torch.float32, exact=True
@@ -127,8 +126,8 @@ def test_operands_that_do_not_lie_along_k_are_laid_so(turned):
         for each, turn in zip((a, b), turned, strict=True)
     ]
     with fe.backend("triton"):
-        found = ops.matmul(*pair, None, torch.float32)
-        assert torch.equal(found, ops.matmul(a, b, None, torch.float32))
+        found = matmul.matmul(*pair, None, torch.float32)
+        assert torch.equal(found, matmul.matmul(a, b, None, torch.float32))
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -140,7 +139,7 @@ def test_16_bit_gradients_in_every_layout(layout, dtype):
     bias, dy = torch.randn(27, dtype=dtype), torch.randn(33, 27, dtype=dtype)
     leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (a, b, bias)]
     with fe.backend("triton"):
-        y = ops.matmul_fp16(*leaves)
+        y = matmul.matmul_fp16(*leaves)
         y.backward(dy)
     exact = [x.detach().double().requires_grad_() for x in (a, b, bias)]
     wanted = torch.nn.functional.linear(*exact)
@@ -155,7 +154,7 @@ def test_16_bit_gradients_in_every_layout(layout, dtype):
 def test_gradients_of_the_16_bit_operator_have_gradients():
     a, b = (torch.randn(5, 8, dtype=torch.bfloat16).requires_grad_() for _ in "ab")
     with fe.backend("triton"):
-        (da,) = torch.autograd.grad(ops.matmul_fp16(a, b).float().square().sum(), a, create_graph=True)
+        (da,) = torch.autograd.grad(matmul.matmul_fp16(a, b).float().square().sum(), a, create_graph=True)
         (db,) = torch.autograd.grad(da.float().sum(), b)
     assert torch.isfinite(db).all()
     assert db.abs().sum() > 0
@@ -172,7 +171,7 @@ def test_an_epilogue_on_every_backend(kind: str, direct: bool):
             bias_N, E4M3, kind, torch.tensor(0.03), torch.full((1,), -1.0), torch.zeros(2, dtype=torch.int64)
         )
         with fe.backend(name), torch.set_grad_enabled(not direct):
-            found[name] = ops.matmul_epilogue(a, b, end), end
+            found[name] = matmul.matmul_epilogue(a, b, end), end
     q, end = found["triton"]
     assert end.counts[0] > 0
     for name in OTHERS:
@@ -188,7 +187,7 @@ def test_an_epilogue_of_no_known_kind():
     a = operand(4, 32)
     for name in ("triton", *OTHERS):
         with fe.backend(name), pytest.raises(UnknownName, match="activation of a matmul 'swiglu'"):
-            ops.matmul_epilogue(a, a, Epilogue(activation="swiglu"))
+            matmul.matmul_epilogue(a, a, Epilogue(activation="swiglu"))
 
 
 def test_a_compiled_layer_runs_our_kernels(launched: list[str]):

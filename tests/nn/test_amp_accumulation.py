@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8engine as fe
-from fp8engine.ops import operations as ops
+from fp8engine.ops import matmul
 
 K = 16384
 
@@ -36,9 +36,9 @@ def check(multiply) -> None:
 def test_a_matmul_of_ours(name: str | None):
     def multiply(a_MK, b_NK):
         if name is None:
-            return ops.matmul_fp16(a_MK, b_NK)
+            return matmul.matmul_fp16(a_MK, b_NK)
         with fe.backend(name):
-            return ops.matmul_fp16(a_MK, b_NK)
+            return matmul.matmul_fp16(a_MK, b_NK)
 
     check(multiply)
 

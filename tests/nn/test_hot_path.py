@@ -2,8 +2,8 @@
 
 The layer is the only one of a converted model, on a CPU without FP8 or BF16 products, so that its matmuls are emulated
 in FP32.  Its input wants a gradient: all three matmuls run.  The steps before have warmed it up, and the weight moves
-between steps, as in training.  Structural, no clock: the same numbers on every machine.  Counted the same way, torchao's
-float8 linear takes 55 changes between 6 files.
+between steps, as in training.  Structural, no clock: the same numbers on every machine.  Counted the same way,
+torchao's float8 linear takes 55 changes between 6 files.
 """
 
 import gc

@@ -10,20 +10,20 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import operations as ops
+from fp8engine.ops import reference
 
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How often a tensor of each shape has been cast."""
     seen = Counter()
-    quantize = ops.reference.quantize
+    quantize = reference.quantize
 
     def counted(x, how, slot=None):
         seen[tuple(x.shape)] += 1
         return quantize(x, how, slot)
 
-    monkeypatch.setattr(ops.reference, "quantize", counted)
+    monkeypatch.setattr(reference, "quantize", counted)
     return seen
 
 

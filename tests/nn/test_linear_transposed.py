@@ -9,8 +9,7 @@ from support import converted, numerics_of, same, tables
 import fp8engine as fe
 from fp8engine.autograd import numerics
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import execute
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts as operations
 from fp8engine.ops.reference import How
 
 TURNING = ("current", "delayed", "rowwise")  # torch's scaled matmul, which a CPU has, takes no blocks
@@ -21,13 +20,13 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     """(operation, shape) of every cast."""
     seen = []
     for name in ("quantize", "cast_transpose"):
-        real = getattr(execute, name)
+        real = getattr(operations, f"_{name}")
 
         def spy(x_MK, how, *rest, name=name, real=real):
             seen.append((name, tuple(x_MK.shape)))
             return real(x_MK, how, *rest)
 
-        monkeypatch.setattr(execute, name, spy)
+        monkeypatch.setattr(operations, f"_{name}", spy)
     return seen
 
 
@@ -70,14 +69,14 @@ def test_x_and_dy_and_the_weight_are_read_once(recipe: str, casts):
 @pytest.mark.parametrize("recipe", TURNING)
 def test_the_gradient_of_the_bias_comes_with_the_cast_of_dy(recipe: str, monkeypatch: pytest.MonkeyPatch):
     asked = []
-    real = execute.cast_transpose
+    real = operations._cast_transpose
 
-    def spy(x_MK, how, slot=None, sums=False):
+    def spy(x_MK, how, sums=False, slot=None):
         asked.append((tuple(x_MK.shape), sums))
-        found = real(x_MK, how, slot, sums)
+        found = real(x_MK, how, sums, slot)
         return *found[:-1], found[-1] + 1.0  # so that nobody else can have summed
 
-    monkeypatch.setattr(execute, "cast_transpose", spy)
+    monkeypatch.setattr(operations, "_cast_transpose", spy)
     layer, x, dy = fe.Linear(48, 33, recipe=recipe), torch.randn(20, 48).requires_grad_(), torch.randn(20, 33)
     with fe.backend("cublas"):
         layer(x).backward(dy)
@@ -182,9 +181,9 @@ def test_the_transpose_is_cast_along_its_own_rows(group):
     how = How(torch.float8_e4m3fn, rows, cols, True)
     for mode in (torch.no_grad(), torch.enable_grad()):  # directly, and through the dispatcher
         with mode:
-            first, turned = ops.cast_transpose(x_MK, how)
-            alone = ops.quantize(x_MK, how)
-            other = ops.quantize(x_MK.t().contiguous(), how)
+            first, turned = operations.cast_transpose(x_MK, how)
+            alone = operations.quantize(x_MK, how)
+            other = operations.quantize(x_MK.t().contiguous(), how)
         assert torch.equal(first.data.view(torch.uint8), alone.data.view(torch.uint8))
         assert torch.equal(turned.data.view(torch.uint8), other.data.view(torch.uint8))
         assert torch.equal(turned.scale, other.scale)

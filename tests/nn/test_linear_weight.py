@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import execute
+from fp8engine.ops import casts as operations
 
 BYTES = 32 * 48
 
@@ -22,14 +22,14 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operation of every cast of a weight, [32, 48]."""
     seen = []
     for name in ("quantize", "cast_transpose"):
-        real = getattr(execute, name)
+        real = getattr(operations, f"_{name}")
 
         def spy(x_MK, how, *rest, name=name, real=real):
             if x_MK.shape == (32, 48):
                 seen.append(name)
             return real(x_MK, how, *rest)
 
-        monkeypatch.setattr(execute, name, spy)
+        monkeypatch.setattr(operations, f"_{name}", spy)
     return seen
 
 

@@ -13,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine.autograd import weight as weights
-from fp8engine.ops import device, execute
+from fp8engine.ops import casts as operations
+from fp8engine.ops import device
 from fp8engine.ops.fingerprint import fingerprint
 
 N, K = 32, 48
@@ -30,14 +31,14 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operation of every cast of a weight."""
     seen = []
     for name in ("quantize", "cast_transpose"):
-        real = getattr(execute, name)
+        real = getattr(operations, f"_{name}")
 
         def spy(x_MK, how, *rest, name=name, real=real):
             if x_MK.shape in ((N, K), (K, N)):
                 seen.append(name)
             return real(x_MK, how, *rest)
 
-        monkeypatch.setattr(execute, name, spy)
+        monkeypatch.setattr(operations, f"_{name}", spy)
     return seen
 
 

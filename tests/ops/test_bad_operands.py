@@ -5,7 +5,7 @@ import torch
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, ShapeError
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts, matmul
 from fp8engine.ops.reference import How
 
 CURRENT = fe.Cast(fe.E4M3)
@@ -54,22 +54,22 @@ def test_a_layer_and_its_input_on_two_devices_name_the_layer(recipe: str, what: 
 def test_a_scale_of_another_shape_is_refused_with_the_shape_it_should_have(how: How, shape: tuple[int, ...]):
     want = r"\[\]" if how.per_tensor else r"\[4, 1\]"
     with pytest.raises(ShapeError, match=rf"^quantize: scale is .*has {want}"):
-        ops.quantize_given(torch.randn(4, 32), how, torch.ones(shape))
+        casts.quantize_given(torch.randn(4, 32), how, torch.ones(shape))
 
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_one_number_serves_every_group(how: How):
     x = torch.randn(4, 32)
-    one = ops.quantize_given(x, how, torch.tensor(0.25))
-    assert torch.equal(one.data.float(), ops.quantize_given(x, HOWS["tensor"], torch.tensor(0.25)).data.float())
+    one = casts.quantize_given(x, how, torch.tensor(0.25))
+    assert torch.equal(one.data.float(), casts.quantize_given(x, HOWS["tensor"], torch.tensor(0.25)).data.float())
 
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 0)], ids=str)
 def test_no_rows_or_no_columns_are_no_error(shape: tuple[int, int], how: How):
     x = torch.randn(shape)
-    first, turned = ops.cast_transpose(x, how)[:2]
+    first, turned = casts.cast_transpose(x, how)[:2]
     assert (first.data.shape, turned.data.shape) == (shape, shape[::-1])
     assert (first.scale == 1).all()
-    y = ops.matmul(first, ops.quantize(torch.randn(3, shape[1]), how), out=torch.float32)
+    y = matmul.matmul(first, casts.quantize(torch.randn(3, shape[1]), how), out=torch.float32)
     assert y.tolist() == [[0.0] * 3] * shape[0]  # a sum of nothing

@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from fp8engine.ops import device
-from fp8engine.ops import operations as ops
+from fp8engine.ops import device, matmul
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 # Capability, has_fp8, dtype of an emulated product, backend of a matmul without and with scales along K.
@@ -51,10 +50,10 @@ def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
     assert device.product_dtype(CUDA) == product
     # A card's set-up costs the same for any size: only a CPU holds small operands in FP32.
     assert device.holding_dtype(CUDA, 1) == device.holding_dtype(CUDA, 1 << 20) == product
-    assert ops.choose(CUDA, by_block=False) == backend
-    assert ops.choose(CUDA, by_block=True) == by_block
-    assert ops.emulated(CUDA, "cublas") is not has_fp8
-    assert ops.emulated(CUDA, "reference") is True
+    assert matmul.choose(CUDA, by_block=False) == backend
+    assert matmul.choose(CUDA, by_block=True) == by_block
+    assert matmul.emulated(CUDA, "cublas") is not has_fp8
+    assert matmul.emulated(CUDA, "reference") is True
     assert device.name(CUDA) == f"NVIDIA {card}"
 
 
@@ -70,10 +69,10 @@ def test_cpus(cpu: str, monkeypatch: pytest.MonkeyPatch):
     assert device.holding_dtype(CPU, device.SMALL - 1) == torch.float32
     assert device.has_fp8(CPU) is False
     assert device.capability(CPU) == (0, 0)
-    assert ops.choose(CPU, by_block=False) == backend
-    assert ops.choose(CPU, by_block=True) == "reference"
+    assert matmul.choose(CPU, by_block=False) == backend
+    assert matmul.choose(CPU, by_block=True) == "reference"
     # Not even a CPU that multiplies FP8 has Tensor Cores: a report must not count it as one.
-    assert ops.emulated(CPU, backend) is True
+    assert matmul.emulated(CPU, backend) is True
 
 
 @pytest.mark.parametrize(("avx512", "amx", "bf16"), [(False, False, False), (True, False, True), (False, True, True)])
@@ -89,7 +88,7 @@ def test_a_torch_that_lists_no_instructions(avx512: bool, amx: bool, bf16: bool,
 def test_any_other_device_emulates_in_fp32(where: torch.device):
     assert device.product_dtype(where) == device.holding_dtype(where, 1 << 20) == torch.float32
     assert not device.has_fp8(where)
-    assert ops.choose(where, by_block=False) == "reference"
+    assert matmul.choose(where, by_block=False) == "reference"
     assert device.name(where) == where.type
 
 
@@ -97,19 +96,8 @@ def test_a_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: asked.append(where) or (9, 0))
     for _ in range(3):
-        assert ops.choose(CUDA, by_block=False) == "cublas"
+        assert matmul.choose(CUDA, by_block=False) == "cublas"
     assert asked == [CUDA]
-
-
-@pytest.mark.parametrize(
-    ("fp32", "bf16", "scaled", "bf16_pays", "scaled_pays"),
-    [(10, 5, None, True, False), (10, 8.4, None, False, False), (10, 40, 8, True, True), (10, 4, 3.4, True, False)],
-)
-def test_timings_are_read_with_a_margin(fp32, bf16, scaled, bf16_pays, scaled_pays):
-    # A fifth faster counts, less is noise: 8.4 x 1.2 > 10, 8 x 1.2 < 10, 3.4 x 1.2 > 4.
-    timings = device.CpuTimings(fp32, bf16, scaled)
-    assert timings.bf16_pays is (bf16_pays and bf16 < fp32)
-    assert timings.scaled_mm_pays is scaled_pays
 
 
 def test_importing_asks_nothing_of_the_machine():
@@ -125,7 +113,7 @@ for name in ("get_capabilities", "_is_avx512_bf16_supported", "_is_amx_tile_supp
 import fp8engine as fe
 from fp8engine import report
 from fp8engine.convert import select
-from fp8engine.ops import device, operations, reference, scaled_mm
+from fp8engine.ops import casts, device, matmul, reference, scaled_mm
 layer = fe.Linear(8, 8, recipe=fe.delayed())
 assert "E4M3" in str(fe.rowwise()) + repr(layer)
 assert device.cpu_multiplies.cache_info().currsize == device.capability.cache_info().currsize == 0

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8engine as fe
 from fp8engine.errors import BackendError, UnknownName
 from fp8engine.numerics.recipe import MATMULS, resolve
-from fp8engine.ops import operations as ops
+from fp8engine.ops import casts, matmul
 from fp8engine.ops.reference import How, Slot
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ OPERATORS = torch.ops.fp8engine
 
 
 def chosen() -> str:
-    return ops.choose(CPU, by_block=False)
+    return matmul.choose(CPU, by_block=False)
 
 
 def slot(record: bool = True) -> Slot:
@@ -57,7 +57,7 @@ def test_a_backend_holds_within_its_block_and_blocks_nest():
     with fe.backend("cublas"):
         with fe.backend("reference"):
             assert chosen() == "reference"
-            assert ops.choose(CPU, by_block=True) == "reference"
+            assert matmul.choose(CPU, by_block=True) == "reference"
         assert chosen() == "cublas"
         with pytest.raises(ZeroDivisionError), fe.backend("reference"):
             raise ZeroDivisionError
@@ -125,10 +125,10 @@ def test_cublas_refuses_blocks_instead_of_falling_back():
 
 @pytest.mark.parametrize("backend", ["cublas", "reference"])
 def test_e5m2_by_e5m2_is_refused_on_every_backend(backend: str):
-    a = ops.quantize(torch.ones(16, 16), How(E5M2, -1, -1))
+    a = casts.quantize(torch.ones(16, 16), How(E5M2, -1, -1))
     for mode in (torch.no_grad(), torch.enable_grad()):  # called directly, and through the dispatcher
         with mode, fe.backend(backend), pytest.raises(BackendError, match="do not multiply E5M2 by E5M2"):
-            ops.matmul(a, a)
+            matmul.matmul(a, a)
 
 
 def test_a_compiled_graph_follows_the_backend_of_its_caller(calls: list[dict]):
@@ -146,8 +146,8 @@ def call(name: str, group: str = "tensor", codes: bool = False) -> tuple:
     rows, cols = GROUPS[group]
     how = How(E4M3, rows, cols, True, held=None if codes else torch.bfloat16)
     x_MK = torch.randn(5, 7)
-    a = ops.quantize(x_MK, how)
-    b = ops.quantize(torch.randn(3, 7), how._replace(rows=-1, cols=-1))
+    a = casts.quantize(x_MK, how)
+    b = casts.quantize(torch.randn(3, 7), how._replace(rows=-1, cols=-1))
     groups = [*a[2:4], -1, -1, 1]
     arguments = {
         "quantize": (x_MK, str(how)),
@@ -156,7 +156,7 @@ def call(name: str, group: str = "tensor", codes: bool = False) -> tuple:
         "quantize_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), *slot()[:5]),
         "quantize_given": (x_MK, str(How(E5M2, rows, cols)), torch.full(how.scale_shape(5, 7), 0.5)),
         "matmul": (a.data, b.data, a.scale, b.scale, torch.randn(3), groups, torch.float16, "exact"),
-        "decode": (ops.quantize(x_MK, How(E4M3, -1, -1)).data, torch.bfloat16),
+        "decode": (casts.quantize(x_MK, How(E4M3, -1, -1)).data, torch.bfloat16),
         "scale_update": (torch.rand(4, 2), torch.rand(2, 2), torch.tensor([[448.0, 0.0], [2.0, 4.0], [0.0, 1.0]])),
     }
     return getattr(OPERATORS, name).default, arguments[name]
@@ -187,16 +187,16 @@ def test_every_operator_on_meta_tensors_gives_the_real_ones_shape(name: str):
         assert theirs is None or (ours.shape, ours.dtype, ours.is_meta) == (theirs.shape, theirs.dtype, True)
 
 
-@pytest.mark.parametrize("matmul", MATMULS)
+@pytest.mark.parametrize("which", MATMULS)
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_fake_operands_and_products_have_the_shapes_of_real_ones(recipe: str, matmul: str):
+def test_fake_operands_and_products_have_the_shapes_of_real_ones(recipe: str, which: str):
     def run() -> list[torch.Tensor]:
-        casts = resolve(recipe).operands(matmul)
-        a, b = (ops.quantize(torch.ones(130, 129), ops.how(cast)) if cast.is_fp8 else None for cast in casts)
+        pair = resolve(recipe).operands(which)
+        a, b = (casts.quantize(torch.ones(130, 129), casts.how(cast)) if cast.is_fp8 else None for cast in pair)
         if a is None or b is None:
             return []
-        a, b = (a.t(), b.t()) if matmul == "wgrad" else (a, b)
-        return [a.data, a.scale, b.data, b.scale, ops.matmul(a, b, torch.ones(len(b.data)), torch.float32)]
+        a, b = (a.t(), b.t()) if which == "wgrad" else (a, b)
+        return [a.data, a.scale, b.data, b.scale, matmul.matmul(a, b, torch.ones(len(b.data)), torch.float32)]
 
     with FakeTensorMode():
         fake = run()
@@ -240,9 +240,9 @@ def test_the_operator_and_the_direct_call_are_one(group: str):
     found = []
     for mode, where in zip((torch.no_grad(), torch.enable_grad()), counted, strict=True):
         with mode:
-            a = ops.quantize(x_MK, how, where)
-            plain = ops.quantize(x_MK, how)
-            found.append([*(t.float() for t in (*a[:2], *plain[:2])), ops.matmul(a, a._replace()), *where[:2]])
+            a = casts.quantize(x_MK, how, where)
+            plain = casts.quantize(x_MK, how)
+            found.append([*(t.float() for t in (*a[:2], *plain[:2])), matmul.matmul(a, a._replace()), *where[:2]])
             assert (a.rows, a.cols, a.power_of_2) == (*GROUPS[group], False)
     assert same(*found)
     assert counted[0].counts_CS[:2, 0].tolist() == [1, 35]

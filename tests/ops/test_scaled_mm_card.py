@@ -13,7 +13,7 @@ from casts import E4M3, E5M2
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8engine as fe
-from fp8engine.ops import device, execute, scaled_mm
+from fp8engine.ops import casts, device, scaled_mm
 from fp8engine.ops.reference import Operand
 
 SIZES = (1, 16, 33)
@@ -98,14 +98,14 @@ def test_a_card_refuses_no_call(on_card):
 @pytest.fixture
 def transposes_of_kernels(monkeypatch: pytest.MonkeyPatch):
     """Transposes lie as Triton's cast_transpose leaves them: allocated as [K, M], so that [1, M] has strides (M, 1)."""
-    real = execute.cast_transpose
+    real = casts._cast_transpose
 
     def laid_out(*arguments):
         data, scale, turned, *rest = real(*arguments)
         fresh = torch.empty(turned.shape, dtype=torch.uint8).copy_(turned.view(torch.uint8)).view(turned.dtype)
         return data, scale, fresh, *rest
 
-    monkeypatch.setattr(execute, "cast_transpose", laid_out)
+    monkeypatch.setattr(casts, "_cast_transpose", laid_out)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "rowwise_gw_hp"])

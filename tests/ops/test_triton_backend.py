@@ -9,8 +9,7 @@ from casts import E4M3, E5M2
 import fp8engine as fe
 from benchmarks.machine_code import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
-from fp8engine.ops import device, dispatch, execute, triton_backend
-from fp8engine.ops import operations as ops
+from fp8engine.ops import backends, casts, device, matmul, triton_backend
 from fp8engine.ops.reference import Epilogue, How, Operand, Slot
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +57,7 @@ def ratio(monkeypatch: pytest.MonkeyPatch):
 
 
 def operand(m: int = 4, k: int = 32, rows: int = -1, cols: int = -1, dtype=E4M3) -> Operand:
-    return ops.quantize(torch.randn(m, k), How(dtype, rows, cols))
+    return casts.quantize(torch.randn(m, k), How(dtype, rows, cols))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +72,11 @@ def test_without_a_triton_that_fits_the_block_is_not_entered(version, error, wor
     monkeypatch.setattr(triton_backend, "installed", lambda: version)
     with pytest.raises(error, match=words), fe.backend("triton"):
         pytest.fail("entered")
-    assert dispatch.asked() is None
+    assert backends.asked() is None
     # On a Hopper card scales along K then have no kernel, and are emulated: reported, never an error by surprise.
     where = card(9, 0)
-    assert ops.choose(where, by_block=True) == "reference"
-    assert ops.emulated(where, "reference")
+    assert matmul.choose(where, by_block=True) == "reference"
+    assert matmul.emulated(where, "reference")
     assert triton_backend.measured("matmul_fp8", (9, 0), 4096, 4096) == 0.0
 
 
@@ -91,10 +90,10 @@ def test_versions_are_compared_as_numbers(version, monkeypatch):
 def test_on_a_cpu_the_kernels_say_how_to_interpret_them():
     a = operand()
     with fe.backend("triton"), pytest.raises(BackendError, match=r"no Triton kernels for cpu \(TRITON_INTERPRET=1"):
-        ops.matmul(a, a)
+        matmul.matmul(a, a)
     x = torch.randn(4, 32).bfloat16()
     with fe.backend("triton"), pytest.raises(BackendError, match="no Triton kernels for cpu"):
-        ops.matmul_fp16(x, x)
+        matmul.matmul_fp16(x, x)
     layer = fe.Linear(32, 16, recipe="bf16")
     with fe.backend("triton"), pytest.raises(BackendError, match="no Triton kernels for cpu"):
         layer(torch.randn(4, 32))
@@ -145,7 +144,7 @@ def test_16_bit_kernels_take_16_bits():
         with pytest.raises(BackendError, match="want both float16 or both bfloat16"):
             triton_backend.matmul_fp16(a, b, Epilogue())
     with fe.backend("triton"):  # FP32 is not theirs, asked or not
-        assert torch.equal(ops.matmul_fp16(x, x), x @ x.t())
+        assert torch.equal(matmul.matmul_fp16(x, x), x @ x.t())
 
 
 @pytest.mark.parametrize("name", ["reference", "cublas", "triton"])
@@ -153,29 +152,29 @@ def test_mismatched_operands_are_refused_before_any_backend(name):
     a, b = operand(4, 32), operand(5, 48)
     with fe.backend(name):
         with pytest.raises(ShapeError, match=r"want a \[M, K\] and b \[N, K\], got \[4, 32\] and \[5, 48\]"):
-            ops.matmul(a, b)
+            matmul.matmul(a, b)
         with pytest.raises(ShapeError, match=r"bias is \[5\]; b \[4, 32\] wants \[4\]"):
-            ops.matmul(a, a, torch.zeros(5))
+            matmul.matmul(a, a, torch.zeros(5))
         wrong = a._replace(scale=torch.ones(3, 1), rows=1)
         with pytest.raises(ShapeError, match=r"scale of b is \[3, 1\]; 1 x -1 groups of \[4, 32\] have \[4, 1\]"):
-            ops.matmul(a, wrong)
+            matmul.matmul(a, wrong)
         with pytest.raises(ShapeError, match=r"scale of a is \[4, 2\]; 1 x 128 groups of \[4, 32\] have \[4, 1\]"):
-            ops.matmul(a._replace(scale=torch.ones(4, 2), rows=1, cols=128), a)
+            matmul.matmul(a._replace(scale=torch.ones(4, 2), rows=1, cols=128), a)
 
 
 @pytest.mark.parametrize(("measured", "chosen"), [(None, "cublas"), (0.99, "cublas"), (1.0, "triton"), (1.2, "triton")])
 def test_triton_is_chosen_where_it_was_measured_faster(measured, chosen, card, ratio):
     where, asked = card(9, 0), ratio(measured)
-    assert ops.choose(where, False, (8192, 8192)) == chosen
-    assert ops.choose(where, False, (8192, 8192), "promoted") == chosen
-    assert ops.choose(where, False, (8192, 8192), "exact") == chosen
+    assert matmul.choose(where, False, (8192, 8192)) == chosen
+    assert matmul.choose(where, False, (8192, 8192), "promoted") == chosen
+    assert matmul.choose(where, False, (8192, 8192), "exact") == chosen
     assert asked == ["matmul_fp8", "matmul_fp8_promoted"]  # the third is remembered
-    assert ops.choose_16_bits(where, (8192, 8192)) == ("triton" if chosen == "triton" else "torch")
-    assert ops.choose(where, False) == "cublas"  # a shape that nobody knows was not measured
-    assert ops.choose(where, True, (8192, 8192)) == "triton"  # no other backend has FP8 Tensor Cores for blocks
+    assert matmul.choose_16_bits(where, (8192, 8192)) == ("triton" if chosen == "triton" else "torch")
+    assert matmul.choose(where, False) == "cublas"  # a shape that nobody knows was not measured
+    assert matmul.choose(where, True, (8192, 8192)) == "triton"  # no other backend has FP8 Tensor Cores for blocks
     with fe.backend("reference"):
-        assert ops.choose(where, False, (8192, 8192)) == "reference"
-        assert ops.choose_16_bits(where, (8192, 8192)) == "torch"
+        assert matmul.choose(where, False, (8192, 8192)) == "reference"
+        assert matmul.choose_16_bits(where, (8192, 8192)) == "torch"
 
 
 def test_no_ratio_is_committed_that_was_not_measured():
@@ -188,13 +187,13 @@ def test_no_ratio_is_committed_that_was_not_measured():
 def test_a_backward_takes_over_the_backend_of_its_forward(monkeypatch):
     # autograd runs a card's backward in a thread that does not see the caller's `with`.
     seen = []
-    real = execute.matmul
+    real = matmul._matmul
 
     def spy(a, b, *rest):
-        seen.append(execute._backend_of(a, b, rest[-1]))
+        seen.append(matmul._backend_of(a, b, rest[-1]))
         return real(a, b, *rest)
 
-    monkeypatch.setattr(execute, "matmul", spy)
+    monkeypatch.setattr(matmul, "_matmul", spy)
     layer, x = fe.Linear(32, 16, recipe="current"), torch.randn(8, 32, requires_grad=True)
     with fe.backend("cublas"):
         y = layer(x)
@@ -203,7 +202,7 @@ def test_a_backward_takes_over_the_backend_of_its_forward(monkeypatch):
     seen.clear()
     y = layer(x)
     y.sum().backward()
-    assert seen == [ops.choose(x.device, False)] * 3
+    assert seen == [matmul.choose(x.device, False)] * 3
 
 
 def test_values_held_for_an_emulated_matmul_are_not_taken_to_another_backend():
@@ -280,11 +279,11 @@ def test_which_groups_our_casts_take(how: How, ours: bool):
 def test_where_casts_run(capability, card, monkeypatch):
     where = card(*capability)
     fp8 = capability >= (8, 9)
-    assert dispatch.choose_casts(where) == ("triton" if fp8 else "reference")
+    assert casts.choose(where) == ("triton" if fp8 else "reference")
     with fe.backend("cublas"):  # has no casts of its own
-        assert dispatch.choose_casts(where) == ("triton" if fp8 else "reference")
+        assert casts.choose(where) == ("triton" if fp8 else "reference")
     with fe.backend("reference"):
-        assert dispatch.choose_casts(where) == "reference"
-    assert dispatch.choose_casts(torch.device("cpu")) == "reference"
+        assert casts.choose(where) == "reference"
+    assert casts.choose(torch.device("cpu")) == "reference"
     monkeypatch.setattr(triton_backend, "installed", lambda: None)
-    assert dispatch.choose_casts(where) == "reference"
+    assert casts.choose(where) == "reference"

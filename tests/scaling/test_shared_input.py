@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.ops import execute
+from fp8engine.ops import casts as operations
 from fp8engine.scaling import shared_input
 
 WIDTH = 48
@@ -53,13 +53,13 @@ class Twice(nn.Module):
 def casts(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How often a tensor of each shape was cast."""
     seen = Counter()
-    real = execute.quantize
+    real = operations._quantize
 
     def counted(x, how, slot=None):
         seen[tuple(x.shape)] += 1
         return real(x, how, slot)
 
-    monkeypatch.setattr(execute, "quantize", counted)
+    monkeypatch.setattr(operations, "_quantize", counted)
     return seen
 
 

@@ -1,6 +1,6 @@
-"""Repeated blocks of a flow's graph, drawn once: equal neighbours among `model.layers.0`, `.1`, ... become one.
+"""Graph of a flow with repeated blocks folded: of `model.layers.0`, `.1`, ... neighbours that are equal become one.
 
-Two blocks are equal when their parts have the same names and kinds, in the same order, joined alike.
+Two blocks are equal when their parts have the same names and kinds, in the same order, and the same edges.
 """
 
 from __future__ import annotations
@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow.result import Consumer, Flow
+if TYPE_CHECKING:
+    from fp8engine.auto.flow.result import Consumer, Flow
 
 FIRST_NUMBER = re.compile(r"^(.*?)(?:^|(?<=\.))(\d+)(?=\.|$)")
+Block = tuple[str, int]  # (what stands before the first number in its name, that number)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A block drawn for itself and those that repeat it: the nodes, first and last name, how many there are.
+    """One block drawn for `times` equal neighbours: its nodes, the names of the first and the last of them.
 
     inner: the longest name that all its nodes' names begin with, the first block's or longer.
     """
@@ -27,12 +30,19 @@ class Frame:
     times: int
     inner: str
 
+    @property
+    def title(self) -> str:
+        """The name of the block, or of the blocks that it stands for."""
+        if self.times == 1:
+            return self.inner
+        return f"{self.first} … {self.last.rpartition('.')[2]}   × {self.times}"
+
 
 @dataclass(frozen=True)
 class Folded:
-    """What is left to draw: nodes (numbers of the flow's), edges between them that all lead onward, frames."""
+    """The graph to draw: nodes (numbers of the flow's) with their labels, edges, each from a node to a later one."""
 
-    nodes: tuple[int, ...]
+    labels: dict[int, str]
     edges: tuple[tuple[int, int], ...]
     frames: tuple[Frame, ...]
 
@@ -44,64 +54,64 @@ def fold(flow: Flow) -> Folded:
     >>> from fp8engine.auto.flow import record
     >>> import torch
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    >>> [frame.times for frame in fold(record(nn.Sequential(block(), block(), block()), torch.ones(1, 4))).frames]
-    [3]
+    >>> [frame.title for frame in fold(record(nn.Sequential(block(), block(), block()), torch.ones(1, 4))).frames]
+    ['0 … 2   × 3']
     """
-    blocks: dict[tuple[str, int], list[int]] = {}
+    blocks: dict[Block, list[int]] = {}
     for index, node in enumerate(flow.nodes):
         if node.kind not in ("embedding", "input", "output") and (block := block_of(node)) is not None:
             blocks.setdefault(block, []).append(index)
-    stands_for = list(range(len(flow.nodes)))
     block_at = {index: block for block, nodes in blocks.items() for index in nodes}
+    stands_for = list(range(len(flow.nodes)))
+    frame_of: dict[int, Frame] = {}
     frames = []
     for run in _runs(flow, blocks):
-        first, *others = run
-        for other in others:
-            for kept, gone in zip(blocks[first], blocks[other], strict=True):
-                stands_for[gone] = kept
-        name, last = (f"{family}{number}" for family, number in (first, run[-1]))
-        frames.append(Frame(tuple(blocks[first]), name, last, len(run), _common(flow, blocks[first], name)))
+        nodes, first, last = blocks[run[0]], *(f"{family}{number}" for family, number in (run[0], run[-1]))
+        for other in run[1:]:
+            for kept, folded in zip(nodes, blocks[other], strict=True):
+                stands_for[folded] = kept
+        frame = Frame(tuple(nodes), first, last, len(run), _common(flow, nodes, first))
+        frames.append(frame)
+        frame_of.update((node, frame) for node in nodes)
     edges = {}
     for i, j in flow.edges:
         a, b = stands_for[i], stands_for[j]
         between = (i, j) != (a, b) and block_at.get(a) == block_at.get(b) and block_at.get(i) != block_at.get(j)
         if a < b and not between:
             edges[a, b] = None
-    return Folded(tuple(sorted(set(stands_for))), tuple(edges), tuple(frames))
+    labels = {node: _label(flow, node, frame_of.get(node)) for node in sorted(set(stands_for))}
+    return Folded(labels, tuple(edges), tuple(frames))
 
 
-def block_of(node: Consumer) -> tuple[str, int] | None:
-    """(what stands before the first number in its name or in the name of where it is, that number); None without one.
+def block_of(node: Consumer) -> Block | None:
+    """The block that a node's name, or else that of the module around it, is in; None without a number in either.
 
+    >>> from fp8engine.auto.flow import Consumer
     >>> block_of(Consumer("residual", "aten.add", "model.layers.3.mlp"))
     ('model.layers.', 3)
     """
-    for name in (node.name, node.where):
-        if found := FIRST_NUMBER.match(name):
-            return found[1], int(found[2])
-    return None
+    found = FIRST_NUMBER.match(node.name) or FIRST_NUMBER.match(node.where)
+    return (found[1], int(found[2])) if found else None
 
 
-def _runs(flow: Flow, blocks: dict[tuple[str, int], list[int]]) -> list[list[tuple[str, int]]]:
+def _runs(flow: Flow, blocks: dict[Block, list[int]]) -> list[list[Block]]:
     """Neighbouring blocks that are equal, and have more than one part."""
-    runs: list[list[tuple[str, int]]] = []
-    looks: dict[tuple[str, int], tuple] = {block: _look(flow, block, nodes) for block, nodes in blocks.items()}
+    runs: list[list[Block]] = []
+    contents = {block: _content(flow, block, nodes) for block, nodes in blocks.items()}
     for block in sorted(blocks):
         family, number = block
-        if runs and runs[-1][-1] == (family, number - 1) and looks[runs[-1][-1]] == looks[block]:
+        if runs and runs[-1][-1] == (family, number - 1) and contents[family, number - 1] == contents[block]:
             runs[-1].append(block)
         else:
             runs.append([block])
     return [run for run in runs if len(blocks[run[0]]) > 1]
 
 
-def _look(flow: Flow, block: tuple[str, int], nodes: Sequence[int]) -> tuple:
-    """What a block is, without its number."""
-    name = f"{block[0]}{block[1]}"
+def _content(flow: Flow, block: Block, nodes: Sequence[int]) -> tuple:
+    """A block's parts and edges without its number."""
     place = {index: i for i, index in enumerate(nodes)}
-    parts = tuple((flow.nodes[i].kind, within(flow.nodes[i].name, name)) for i in nodes)
-    joints = {(place[i], place[j]) for i, j in flow.edges if i in place and j in place}
-    return parts, tuple(sorted(joints))
+    parts = [(flow.nodes[i].kind, flow.nodes[i].name.removeprefix(f"{block[0]}{block[1]}.")) for i in nodes]
+    return parts, sorted({(place[i], place[j]) for i, j in flow.edges if i in place and j in place})
 
 
 def _common(flow: Flow, nodes: Sequence[int], block: str) -> str:
@@ -116,6 +126,14 @@ def _common(flow: Flow, nodes: Sequence[int], block: str) -> str:
     return ".".join(parts)
 
 
-def within(name: str, block: str) -> str:
-    """A name as its block calls it."""
-    return name.removeprefix(f"{block}.")
+def _label(flow: Flow, node: int, frame: Frame | None) -> str:
+    """A node's name without that of its frame; a sign for an addition and a product."""
+    shown = flow.nodes[node]
+    if shown.kind == "residual" and shown.name.startswith("aten."):
+        return "+"
+    if shown.kind == "activation" and shown.name == "aten.mul":
+        return "×"
+    block = "" if frame is None else frame.first if frame.times > 1 else frame.inner
+    name = shown.name.removeprefix(f"{block}.").removeprefix("aten.").removesuffix("_forward") or "(model)"
+    calls = flow.layers[shown.name].calls if shown.kind == "matmul" and shown.name in flow.layers else 1
+    return f"{name}  (called {calls} times)" if calls > 1 else name

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fp8engine.auto.flow import draw, png, text
+
 if TYPE_CHECKING:
     from fp8engine.auto.flow.origins import Origin
 
@@ -101,15 +103,19 @@ class Flow:
 
     def to_svg(self) -> str:
         """The graph as one self-contained SVG, repeated blocks drawn once."""
-        from fp8engine.auto.flow.draw import svg
-
-        return svg(self)
+        return draw.svg(self)
 
     def to_png(self, path: str | os.PathLike) -> None:
         """The same picture through matplotlib (the extra `report`)."""
-        from fp8engine.auto.flow.draw import png
+        png.png(self.to_svg(), path)
 
-        png(self, path)
+    def to_mermaid(self) -> str:
+        """The same graph as a Mermaid flowchart, which GitHub, notebooks and documentation tools render."""
+        return text.mermaid(self)
+
+    def to_graphviz(self) -> str:
+        """The same graph in the language of Graphviz: `dot -Tpdf` draws it, and so does `graphviz.Source`."""
+        return text.graphviz(self)
 
     def __str__(self) -> str:
         return self.table()

@@ -7,7 +7,6 @@
 | operand.py | - | How to quantise, the Operand that comes out, the Slot that remembers |
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
 | cast_transpose.py | kernels/cast_transpose.py | both orientations; how a producer stores its result |
-| stats.py | kernels/stats.py | amax, sum of squares, exponent histogram |
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
@@ -23,7 +22,6 @@ from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups, from_
 from fp8engine.ops.reference.quantize import quantize, quantize_given
 from fp8engine.ops.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.ops.reference.scale import scale_factor, scale_update
-from fp8engine.ops.reference.stats import stats
 
 __all__ = [
     "KINDS",
@@ -53,5 +51,4 @@ __all__ = [
     "saturating_cast",
     "scale_factor",
     "scale_update",
-    "stats",
 ]

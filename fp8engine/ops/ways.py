@@ -1,23 +1,23 @@
-"""What a producer (norm, activation) does once it is called: our kernel, our kernel by way of FP32, or the twin.
+"""Ways to run a norm or an activation: our kernel, our kernel by way of FP32, or the twin in plain torch.
 
 | asked for | per tensor | 1 x -1 | 1 x 128 | other blocks up to 128 |
 | --- | --- | --- | --- | --- |
 | norm or activation, forward or backward; 16 bits always | kernel | kernel | kernel | fp32 |
-| norm with a transposed copy | turned | fp32 | fp32 | fp32 |
+| norm with a transposed copy | transposed | fp32 | fp32 | fp32 |
 | activation with a transposed copy | kernel | kernel | fp32 | fp32 |
 | backward of a gated activation, N not a multiple of 128 | kernel | kernel | fp32 | fp32 |
 | norm of more than 16,384 columns | twin | twin | twin | twin |
-| a predicted scale | kernel, turned | twin | twin | twin |
-| values held on the FP8 grid, blocks over 128 | twin | twin | twin | twin |
+| a predicted scale | kernel, transposed | twin | twin | twin |
+| emulated values, blocks over 128 | twin | twin | twin | twin |
 
-    kernel   y leaves the registers in its final format
-    turned   the kernel stores q; q^T are the same codes under the same scale: 2 bytes an element more
-    fp32     the kernel stores y in FP32 and a cast kernel reads it: 16 bytes an element of BF16 more, or 20
-    twin     plain torch, a pass over FP32 for each operation; BackendError where "triton" was asked for
+    kernel      y leaves the registers in its final format
+    transposed  the kernel stores q; q^T are the same codes under the same scale: 2 bytes an element more
+    fp32        the kernel stores y in FP32 and a cast kernel reads it: 16 bytes an element of BF16 more, or 20
+    twin        plain torch, a pass over FP32 for each operation; BackendError where "triton" was asked for
 
 All of them round y once, from FP32: what is stored in 16 bits and then quantised would be rounded twice, and shapes
 that take another way would get other codes.  Where casts run on the reference, all of this does.
-The table follows from what the launchers say of themselves (`unsupported` in kernels/); tests/interpreted holds it.
+The table follows from what the launchers return (`unsupported` in kernels/); tests/interpreted holds it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.errors import BackendError
-from fp8engine.ops import reference, triton_backend
-from fp8engine.ops.dispatch import asked, choose_casts
-from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Store
-from fp8engine.ops.reference.act_quantize import ActGradients
+from fp8engine.ops import triton_backend
+from fp8engine.ops.backends import asked
+from fp8engine.ops.casts import choose
+from fp8engine.ops.reference import How, Norm, Operand, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
-from fp8engine.ops.reference.norm_quantize import NormGradients
 
 
 class Way(NamedTuple):
-    """How a producer runs: "kernel", "turned", "fp32" or "twin"; and why not as a kernel alone, None where it does."""
+    """One way to run: "kernel", "transposed", "fp32" or "twin"; and why not as a kernel alone, None where it does."""
 
     name: str
     reason: str | None = None
@@ -70,64 +69,16 @@ def act_way(x_MK: torch.Tensor, kind: str, to: Store, backward: bool = False) ->
     return _way(x_MK, to, lambda to: triton_backend.act_unsupported(x_MK.shape, kind, to, backward))
 
 
-def norm_quantize(
-    x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store
-) -> tuple[torch.Tensor | Operand, Operand | None, RowStatistics]:
-    """(y, y transposed where asked, row statistics); see producers.norm_quantize."""
-    way = norm_way(x_MK, norm, to)
-    if way.name == "twin":
-        y, y_t, rows = reference.norm_quantize(x_MK, weight_K, bias_K, norm, to)
-        return *_row_major(y, y_t), rows
-    y, y_t, rows = _produce(way, x_MK, to, lambda x, to: triton_backend.norm_quantize(x, weight_K, bias_K, norm, to))
-    return y, y_t, RowStatistics(*rows)
-
-
-def norm_quantize_backward(dy_MK, x_MK, weight_K, rows: RowStatistics, norm: Norm, to: Store) -> NormGradients:
-    """dx, its transpose where asked, dw and db; see producers.norm_quantize_backward."""
-    way = norm_way(x_MK, norm, to)
-    if way.name == "twin":
-        dx, dx_t, *sums = reference.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm, to)
-        return NormGradients(*_row_major(dx, dx_t), *sums)
-
-    def launch(x: torch.Tensor, to: Store) -> tuple:
-        return triton_backend.norm_quantize_backward(dy_MK, x, weight_K, rows, norm, to)
-
-    dx, dx_t, dweight_K, dbias_K = _produce(way, x_MK, to, launch)
-    if dbias_K is not None and weight_K is None:
-        dbias_K = dbias_K.to(x_MK.dtype)  # by way of FP32 it has that dtype: rounded here, once
-    return NormGradients(dx, dx_t, dweight_K, dbias_K)
-
-
-def act_quantize(x_MK: torch.Tensor, kind: str, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
-    """(y, y transposed where asked); see producers.act_quantize."""
-    way = act_way(x_MK, kind, to)
-    if way.name == "twin":
-        return _row_major(*reference.act_quantize(x_MK, kind, to))
-    y, y_t = _produce(way, x_MK, to, lambda x, to: triton_backend.act_quantize(x, kind, to))
-    return y, y_t
-
-
-def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store) -> ActGradients:
-    """dx, its transpose where asked, and dbias; see producers.act_quantize_backward."""
-    way = act_way(x_MK, kind, to, backward=True)
-    if way.name == "twin":
-        dx, dx_t, dbias_K = reference.act_quantize_backward(dy_MN, x_MK, kind, to)
-        return ActGradients(*_row_major(dx, dx_t), dbias_K)
-    return ActGradients(
-        *_produce(way, x_MK, to, lambda x, to: triton_backend.act_quantize_backward(dy_MN, x, kind, to))
-    )
-
-
 def _way(x_MK: torch.Tensor, to: Store, refuses: Callable[[Store], str | None]) -> Way:
     """refuses: why the launcher does not store x's result so, or None."""
-    if choose_casts(x_MK.device) == "reference":
+    if choose(x_MK.device) == "reference":
         return Way("twin", "casts run on the reference here")
     if (reason := refuses(to)) is None:
         return Way("kernel")
     plain = refuses(IN_16_BITS)
     if plain is None and to.how is not None:
         if to.how.per_tensor and refuses(to._replace(transposed=False)) is None:
-            return Way("turned", reason)
+            return Way("transposed", reason)
         if (plain := _uncastable(to.how)) is None:
             return Way("fp32", reason)
     reason = plain or reason
@@ -149,17 +100,17 @@ def _uncastable(how: How) -> str | None:
     return None
 
 
-def _produce(way: Way, x_MK: torch.Tensor, to: Store, launch: Callable[[torch.Tensor, Store], tuple]) -> tuple:
+def produce(way: Way, x_MK: torch.Tensor, to: Store, launch: Callable[[torch.Tensor, Store], tuple]) -> tuple:
     """(y, y transposed where asked, whatever else the launcher returns).  launch: takes x and how to store."""
     if way.name == "fp32" and to.how is not None:
         y_MK, _, *others = launch(x_MK.float(), IN_16_BITS)  # a launcher stores what it does not quantise in x's dtype
         return *_cast(y_MK, to.how, to), *others
-    turned = way.name == "turned"
-    y, y_t, *others = launch(x_MK, to._replace(transposed=to.transposed and not turned))
+    after = way.name == "transposed"
+    y, y_t, *others = launch(x_MK, to._replace(transposed=to.transposed and not after))
     if to.how is None:
         return y, y_t, *others
     q = Operand(*y)
-    if turned:
+    if after:
         return q, q._replace(data=triton_backend.transpose_codes(q.data)), *others
     return q, None if y_t is None else Operand(*y_t), *others
 
@@ -176,7 +127,7 @@ def _operand(cast: tuple[torch.Tensor, torch.Tensor], how: How) -> Operand:
     return Operand(*cast, how.rows, how.cols, how.power_of_2)
 
 
-def _row_major(y: torch.Tensor | Operand, y_t: Operand | None) -> tuple[torch.Tensor | Operand, Operand | None]:
+def row_major(y: torch.Tensor | Operand, y_t: Operand | None) -> tuple[torch.Tensor | Operand, Operand | None]:
     """A twin's results as kernels lay them and fakes promise them, also where x is a transposed view."""
     if not isinstance(y, Operand):
         return y.contiguous(), None

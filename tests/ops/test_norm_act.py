@@ -1,7 +1,7 @@
 """Norms, activations and statistics as operations: against float64, against their twins, and as torch sees them.
 
 On a CPU an operation is its twin, so the bounds of error are those that the twins' own tests derive; here they show
-that arguments arrive where they belong.  Kernels: tests/interpreted/test_interpreted_producers.py.
+that arguments arrive where they belong.  Kernels: tests/interpreted/test_interpreted_ways.py.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from fp8engine.errors import GradientError
-from fp8engine.ops import producers, reference
+from fp8engine.ops import norm_act, reference
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.ops.reference.operand import COUNTERS
@@ -107,11 +107,11 @@ def test_norms_and_their_gradients_are_torchs_in_float64(norm: Norm, dtype: torc
     x, w, b = (t.double().requires_grad_() for t in (x_MK, weight_K, bias_K))
     wanted = exact(x, w, b, norm)
     dx, dw, db = torch.autograd.grad(wanted, [x, w, b], dy_MK.double())
-    y, y_t, rows = producers.norm_quantize(x_MK, weight_K, bias_K, norm)
+    y, y_t, rows = norm_act.norm_quantize(x_MK, weight_K, bias_K, norm)
     assert y_t is None
     top_M1, gain = reach(x.detach(), norm), (w.detach() + norm.zero_centered).abs()
     assert_within(plain(y), wanted.detach(), (2 * k + 16) * u * (top_M1 * gain + b.detach().abs()), "y")
-    found = producers.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm)
+    found = norm_act.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm)
     g = dy_MK.double().abs() * gain
     size = g + top_M1 * (g * top_M1).mean(1, keepdim=True) + g.mean(1, keepdim=True)
     assert_within(plain(found.dx_MK), dx, 2 * (2 * k + 16) * u * rows.rstd_M.double()[:, None] * size, "dx")
@@ -131,12 +131,12 @@ def test_activations_and_their_gradients_are_torchs_in_float64(kind: str, dtype:
     wanted = exact_act(leaf, kind)
     (dx,) = torch.autograd.grad(wanted, leaf, dy_MN.double())
     x, size = x_MK.double().abs(), dy_MN.double().abs() * (1 + x_MK.double().abs()[:, :n])
-    y, y_t = producers.act_quantize(x_MK, kind)
+    y, y_t = norm_act.act_quantize(x_MK, kind)
     assert y_t is None
     assert_act_within(plain(y), wanted.detach(), 16 * u * (x[:, :n] * x[:, n:] if kind in GATED else x), "y")
     if kind in GATED:
         size = torch.cat([size * x[:, n:], dy_MN.double().abs() * x[:, :n]], 1)
-    found = producers.act_quantize_backward(dy_MN, x_MK, kind)
+    found = norm_act.act_quantize_backward(dy_MN, x_MK, kind)
     assert_act_within(plain(found.dx_MK), dx, 32 * u * size, "dx")
     assert found.dbias_K.dtype == torch.float32
     assert_act_within(found.dbias_K, dx.sum(0), u * (13 * dx.abs() + 32 * size).sum(0), "dbias")
@@ -148,8 +148,8 @@ def test_fp8_results_are_within_half_a_step_of_float64(group):
     x_MK, _ = inputs(9, 120)
     for wanted, (q, q_t) in (
         (exact(x_MK.double(), None, None, NORMS[0]),
-         producers.norm_quantize(x_MK, None, None, NORMS[0], Store(How(E4M3, *group), True))[:2]),
-        (exact_act(x_MK.double(), "geglu"), producers.act_quantize(x_MK, "geglu", Store(How(E4M3, *group), True))),
+         norm_act.norm_quantize(x_MK, None, None, NORMS[0], Store(How(E4M3, *group), True))[:2]),
+        (exact_act(x_MK.double(), "geglu"), norm_act.act_quantize(x_MK, "geglu", Store(How(E4M3, *group), True))),
     ):  # fmt: skip
         for operand, y in ((q, wanted), (q_t, wanted.t())):
             assert isinstance(operand, Operand)
@@ -164,7 +164,7 @@ def test_it_is_the_twin_bit_for_bit_straight_and_through_the_dispatcher(name: st
     for to, mode in itertools.product(stores(how, 2.0**20), (torch.no_grad(), torch.enable_grad())):
         own, twins = fresh(to), fresh(to)
         with mode:
-            found = CALLS[name](producers, x, dy, which, own)
+            found = CALLS[name](norm_act, x, dy, which, own)
         wanted = CALLS[name](reference, x, dy, which, twins)
         assert same(tensors(found), tensors(wanted))
         assert layout(found) == layout(wanted)
@@ -180,7 +180,7 @@ def test_results_are_row_major_and_their_own_whatever_xs_strides(name: str, shap
     for which, how, transposed in itertools.product(ways(name), [None, *HOWS], (False, True)):
         x, dy = (t.t().contiguous().t() for t in inputs(*shape, torch.float32))
         to = Store(how, transposed and how is not None)
-        found = CALLS[name](producers, x, dy, which, to)
+        found = CALLS[name](norm_act, x, dy, which, to)
         assert same(tensors(found), tensors(CALLS[name](reference, x, dy, which, to)))
         assert all(t.is_contiguous() for t in tensors(found))
         results = [t for t in tensors(found) if t.dim()]  # one scale serves both orientations
@@ -194,16 +194,16 @@ def test_fakes_have_the_shapes_of_real_results(name: str, dtype: torch.dtype):
     kinds = {which[0] if isinstance(which, Norm) else which: which for which in ways(name)}.values()
     for which, how in itertools.product(kinds, [None, *HOWS]):
         for to in stores(how):
-            wanted = layout(CALLS[name](producers, *inputs(130, 260, dtype), which, fresh(to)))
+            wanted = layout(CALLS[name](norm_act, *inputs(130, 260, dtype), which, fresh(to)))
             with FakeTensorMode() as mode:
                 x, dy = (mode.from_tensor(torch.empty(130, 260, dtype=dtype)) for _ in "xd")
                 if to.slot is not None:
                     live, counts = map(mode.from_tensor, to.slot[:2])
                     to = to._replace(slot=Slot(live, counts, 1))
-                assert layout(CALLS[name](producers, x, dy, which, to)) == wanted
+                assert layout(CALLS[name](norm_act, x, dy, which, to)) == wanted
             if to.slot is None:
                 x, dy = (torch.empty(130, 260, dtype=dtype, device="meta") for _ in "xd")
-                assert layout(CALLS[name](producers, x, dy, which, to)) == wanted
+                assert layout(CALLS[name](norm_act, x, dy, which, to)) == wanted
 
 
 def operator(name: str, how: How | None, slotted: bool, m: int = 5) -> tuple:
@@ -231,36 +231,14 @@ def test_torchs_own_check_of_pure_operators(name: str, how: How | None):
 @pytest.mark.parametrize("slotted", [False, True])
 @pytest.mark.parametrize("name", [name for name in CALLS if "bare" not in name])
 def test_torchs_own_check_of_codes_and_slots(name: str, slotted: bool):
-    """Without test_schema: torch cannot compare FP8; and writing tables is not declared (operators.py, end)."""
+    """Without test_schema: torch cannot compare FP8; and writing tables is not declared (library.py)."""
     utils = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(*operator(name, HOWS[0], slotted), test_utils=utils)
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (2, 3, 4), (0, 4)], ids=str)
-def test_stats(shape: tuple[int, ...], every: int):
-    x = torch.randn(shape)
-    if x.numel():
-        x.view(-1)[0] = float("inf")
-    torch.library.opcheck(OPERATORS.stats.default, (x, every))
-    with torch.no_grad():
-        straight = producers.stats(x, every)
-    found = producers.stats(x, every)
-    assert same(found, straight)
-    seen = torch.atleast_1d(x)[::every].double()
-    finite = seen[seen.isfinite()]
-    assert found.amax.item() == (finite.abs().max().item() if finite.numel() else 0.0)
-    # Each FP32 square and addition rounds once.
-    torch.testing.assert_close(found.sum_sq.double(), finite.square().sum(), rtol=(x.numel() + 1) * 2.0**-24, atol=0)
-    assert found.histogram.sum() == seen.numel()
-    assert found.histogram[255] == seen.numel() - finite.numel()
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_gradient_is_refused_and_not_lost(name: str):
     x, dy = inputs(4, 6, torch.float32)
-    y = tree_leaves(CALLS[name](producers, x.requires_grad_(), dy, ways(name)[0], IN_16_BITS))[0]
+    y = tree_leaves(CALLS[name](norm_act, x.requires_grad_(), dy, ways(name)[0], IN_16_BITS))[0]
     with pytest.raises(GradientError, match=f"fp8engine::{name.removesuffix('_bare')} has no gradient of its own"):
         y.sum().backward()
-    with pytest.raises(GradientError, match="stats has no gradient"):
-        producers.stats(x).amax.backward()

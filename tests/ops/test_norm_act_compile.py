@@ -3,13 +3,12 @@
 import pytest
 import torch
 from casts import E4M3, E5M2, fp8, plain
-from ops.test_producers import NORMS, inputs, slot, tensors, vector
+from ops.test_norm_act import NORMS, inputs, slot, tensors, vector
 from support import same
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-from fp8engine.ops import operations as ops
-from fp8engine.ops import producers
+from fp8engine.ops import casts, norm_act
 from fp8engine.ops.reference import How, RowStatistics, Slot, Store
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -22,13 +21,13 @@ CURRENT = How(E5M2, -1, -1)
 def step(x, dy, first: Slot, second: Slot) -> tuple:
     """A norm, an activation and the way back, every result stored in FP8 under a slot; two results nobody reads."""
     weight, bias = vector(x), vector(x, 1)
-    y, _, rows = producers.norm_quantize(x, weight, bias, LAYER)
-    producers.norm_quantize(x, None, None, NORMS[0], Store(CURRENT))
-    q = producers.act_quantize(plain(y), "swiglu", Store(PREDICTED, True, first))
-    back = producers.act_quantize_backward(dy[:, ::2], plain(y), "swiglu", Store(CURRENT, True, second))
-    grads = producers.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(How(E4M3, 1, 128), True))
-    producers.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(PREDICTED, False, first._replace(index=2)))
-    return q, back, grads, producers.stats(x, 2), rows
+    y, _, rows = norm_act.norm_quantize(x, weight, bias, LAYER)
+    norm_act.norm_quantize(x, None, None, NORMS[0], Store(CURRENT))
+    q = norm_act.act_quantize(plain(y), "swiglu", Store(PREDICTED, True, first))
+    back = norm_act.act_quantize_backward(dy[:, ::2], plain(y), "swiglu", Store(CURRENT, True, second))
+    grads = norm_act.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(How(E4M3, 1, 128), True))
+    norm_act.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(PREDICTED, False, first._replace(index=2)))
+    return q, back, grads, rows
 
 
 def test_a_graph_equals_eager_code_and_writes_slots_once():
@@ -65,19 +64,19 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, forward: Slot, backward: Slot):
-        q, q_t, rows = producers.norm_quantize(x, weight, None, NORMS[2], Store(PREDICTED, True, forward))
+        q, q_t, rows = norm_act.norm_quantize(x, weight, None, NORMS[2], Store(PREDICTED, True, forward))
         ctx.save_for_backward(x, weight, *rows)
         ctx.slot = backward
-        y, y_t = (ops.decode(fp8(each).data, torch.float32) * fp8(each).scale for each in (q, q_t))
+        y, y_t = (casts.decode(fp8(each).data, torch.float32) * fp8(each).scale for each in (q, q_t))
         return y + y_t.t()
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, *rows = ctx.saved_tensors
         to = Store(CURRENT, False, ctx.slot)
-        found = producers.norm_quantize_backward(dy, x, weight, RowStatistics(*rows), NORMS[2], to)
+        found = norm_act.norm_quantize_backward(dy, x, weight, RowStatistics(*rows), NORMS[2], to)
         q = fp8(found.dx_MK)
-        return ops.decode(q.data, x.dtype) * q.scale, found.dweight_K, None, None
+        return casts.decode(q.data, x.dtype) * q.scale, found.dweight_K, None, None
 
 
 def test_in_an_autograd_function_forward_and_backward_are_compiled_alike():

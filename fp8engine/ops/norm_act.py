@@ -1,11 +1,9 @@
-"""Norms, activations and statistics as operations: the backend chosen per call, registered with torch.library.
+"""Norms and activations as operations, forward and backward: computed in FP32, rounded once, stored as a `Store` says.
 
-    y = norm(x) or act(x), dx of y, computed in FP32 and rounded once, in the format that its consumers read (`Store`)
+    y = norm(x) or act(x), dx of y, in the format that their consumers read
 
-Signatures and results are those of the twins in reference/; which kernel, composition or twin runs: run_producers.py.
-An operator returns tensors only, empty ones for what there is not; the functions here put Operands together.  One
-that writes a slot's tables is an operator of its own (operators.define_recorded), so that calls without a slot stay
-pure.
+Signatures and results are those of the twins in reference/; whether a kernel or the twin runs: ways.py.  An operator
+returns tensors only, empty ones for what there is not; the functions here put Operands together.
 
 >>> y, y_t, rows = norm_quantize(torch.tensor([[3.0, 4.0]]), None, None, Norm("rms", eps=0.0))
 >>> y.tolist(), rows.rstd_M.tolist()
@@ -16,16 +14,16 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.errors import GradientError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
-from fp8engine.ops import device, execute, operators, run_producers
-from fp8engine.ops import operations as ops
-from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.errors import InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops.library import call, direct, operation, refuse_gradient
+from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Store
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS, ActGradients
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.ops.reference.norm_quantize import KINDS, NormGradients
-from fp8engine.ops.reference.stats import Statistics
+from fp8engine.ops.ways import act_way, norm_way, produce, row_major
 
-__all__ = ["act_quantize", "act_quantize_backward", "norm_quantize", "norm_quantize_backward", "stats"]
+__all__ = ["act_quantize", "act_quantize_backward", "norm_quantize", "norm_quantize_backward"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +52,7 @@ def norm_quantize(
     _check("norm_quantize", to, x_MK, weight=weight_K, bias=bias_K)
     _check_norm("norm_quantize", norm, x_MK, weight_K, bias_K)
     if _direct(x_MK, weight_K, bias_K):
-        return run_producers.norm_quantize(x_MK, weight_K, bias_K, norm, to)
+        return _run_norm(x_MK, weight_K, bias_K, norm, to)
     *stored, rstd_M, mean_M = _call("norm_quantize", (x_MK, weight_K, bias_K, *norm), to)
     return *_operands(stored, to), RowStatistics(rstd_M, mean_M if norm.kind == "layer" else None)
 
@@ -90,7 +88,7 @@ def norm_quantize_backward(
             "pass the row statistics that this norm's forward returned"
         )
     if _direct(x_MK, dy_MK, weight_K):
-        return run_producers.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm, to)
+        return _run_norm_backward(dy_MK, x_MK, weight_K, rows, norm, to)
     *stored, dweight_K, dbias_K = _call(name, (dy_MK, x_MK, weight_K, *rows, *norm), to)
     return NormGradients(
         *_operands(stored, to), None if weight_K is None else dweight_K, None if rows.mean_M is None else dbias_K
@@ -116,7 +114,7 @@ def act_quantize(
     _check("act_quantize", to, x_MK)
     _check_act("act_quantize", kind, x_MK)
     if _direct(x_MK):
-        return run_producers.act_quantize(x_MK, kind, to)
+        return _run_act(x_MK, kind, to)
     return _operands(_call("act_quantize", (x_MK, kind), to), to)
 
 
@@ -133,40 +131,21 @@ def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to
     columns = _check_act("act_quantize_backward", kind, x_MK)
     _same("act_quantize_backward", "dy", dy_MN, (x_MK.shape[0], columns), "y's")
     if _direct(x_MK, dy_MN):
-        return run_producers.act_quantize_backward(dy_MN, x_MK, kind, to)
+        return _run_act_backward(dy_MN, x_MK, kind, to)
     *stored, dbias_K = _call("act_quantize_backward", (dy_MN, x_MK, kind), to)
     return ActGradients(*_operands(stored, to), dbias_K)
 
 
-def stats(x_MK: torch.Tensor, every: int = 1) -> Statistics:
-    """amax and sum of squares over finite elements, FP32 scalars, and counts of FP32 exponents, INT64 [256].
-
-    x_MK: a tensor of any shape in FP32, BF16 or FP16.  every: look at one row in that many.
-    Raises UnsupportedDtype; ShapeError for an `every` below 1.
-
-    >>> found = stats(torch.tensor([[1.0, -3.0], [100.0, 0.0]]), every=2)
-    >>> found.amax.item(), found.sum_sq.item(), found.histogram[[127, 128]].tolist()
-    (3.0, 10.0, [1, 1])
-    """
-    _check_dtypes("stats", {"x": x_MK})
-    if every < 1:
-        raise ShapeError(f"stats: every is {every}; one row in that many is looked at, so it is 1 or more")
-    if _direct(x_MK):
-        return execute.stats(x_MK, every)
-    return Statistics(*torch.ops.fp8engine.stats.default(x_MK, every))
-
-
 def _direct(*tensors: torch.Tensor | None) -> bool:
-    """ops.direct of every tensor: one subclass among them, and the dispatcher has its say."""
-    return all(x is None or ops.direct(x) for x in tensors)
+    """Whether the dispatcher has nothing to add for any of the tensors."""
+    return all(x is None or direct(x) for x in tensors)
 
 
 def _call(name: str, arguments: tuple, to: Store):
     """The operator of that name, or the one that writes a slot."""
-    text = "" if to.how is None else str(to.how)
-    if to.slot is None or to.how is None:
-        return getattr(torch.ops.fp8engine, name).default(*arguments, text, to.transposed)
-    return getattr(torch.ops.fp8engine, f"{name}_recorded").default(*arguments, text, to.transposed, *to.slot[:5])
+    if to.how is None:
+        return call(name, None, *arguments, "", to.transposed)
+    return call(name, to.slot, *arguments, str(to.how), to.transposed)
 
 
 def _operands(stored, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
@@ -183,7 +162,7 @@ def _operands(stored, to: Store) -> tuple[torch.Tensor | Operand, Operand | None
 
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """What holds for every producer."""
+    """Raise for tensors or a `to` that neither a norm nor an activation takes."""
     _check_dtypes(operation, {"x": x, **others})
     if x.dim() != 2:
         raise ShapeError(f"{operation}: x is {list(x.shape)}; want a matrix [M, K]: flatten its leading dimensions")
@@ -239,10 +218,6 @@ def _flat(like: torch.Tensor, y, y_t: Operand | None, *others: torch.Tensor | No
     return tuple(like.new_empty(0) if t is None else t for t in (data, scale, data_t, scale_t, *others))
 
 
-def _store(text: str, transposed: bool, *slot) -> Store:
-    return Store(How.parse(text) if text else None, transposed, Slot(*slot) if slot else None)
-
-
 def _stored_fake(x: torch.Tensor, shape, text: str, transposed: bool) -> tuple[torch.Tensor, ...]:
     m, k = shape
     if not text:
@@ -256,10 +231,46 @@ def _stored_fake(x: torch.Tensor, shape, text: str, transposed: bool) -> tuple[t
     return _flat(x, operand(m, k), operand(k, m) if transposed else None)
 
 
-def _norm(x, weight, bias, *rest):
-    norm, to = Norm(*rest[:3]), _store(*rest[3:])
-    y, y_t, rows = run_producers.norm_quantize(x, weight, bias, norm, to)
-    return _flat(x, y, y_t, rows.rstd_M, rows.mean_M)
+def _run_norm(
+    x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store
+) -> tuple[torch.Tensor | Operand, Operand | None, RowStatistics]:
+    way = norm_way(x_MK, norm, to)
+    if way.name == "twin":
+        y, y_t, rows = reference.norm_quantize(x_MK, weight_K, bias_K, norm, to)
+        return *row_major(y, y_t), rows
+    y, y_t, rows = produce(way, x_MK, to, lambda x, to: triton_backend.norm_quantize(x, weight_K, bias_K, norm, to))
+    return y, y_t, RowStatistics(*rows)
+
+
+def _run_norm_backward(dy_MK, x_MK, weight_K, rows: RowStatistics, norm: Norm, to: Store) -> NormGradients:
+    way = norm_way(x_MK, norm, to)
+    if way.name == "twin":
+        dx, dx_t, *sums = reference.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm, to)
+        return NormGradients(*row_major(dx, dx_t), *sums)
+
+    def launch(x: torch.Tensor, to: Store) -> tuple:
+        return triton_backend.norm_quantize_backward(dy_MK, x, weight_K, rows, norm, to)
+
+    dx, dx_t, dweight_K, dbias_K = produce(way, x_MK, to, launch)
+    if dbias_K is not None and weight_K is None:
+        dbias_K = dbias_K.to(x_MK.dtype)  # by way of FP32 it has that dtype: rounded here, once
+    return NormGradients(dx, dx_t, dweight_K, dbias_K)
+
+
+def _run_act(x_MK: torch.Tensor, kind: str, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
+    way = act_way(x_MK, kind, to)
+    if way.name == "twin":
+        return row_major(*reference.act_quantize(x_MK, kind, to))
+    y, y_t = produce(way, x_MK, to, lambda x, to: triton_backend.act_quantize(x, kind, to))
+    return y, y_t
+
+
+def _run_act_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store) -> ActGradients:
+    way = act_way(x_MK, kind, to, backward=True)
+    if way.name == "twin":
+        dx, dx_t, dbias_K = reference.act_quantize_backward(dy_MN, x_MK, kind, to)
+        return ActGradients(*row_major(dx, dx_t), dbias_K)
+    return ActGradients(*produce(way, x_MK, to, lambda x, to: triton_backend.act_quantize_backward(dy_MN, x, kind, to)))
 
 
 def _norm_fake(x, weight, bias, kind, *rest):
@@ -268,20 +279,10 @@ def _norm_fake(x, weight, bias, kind, *rest):
     return *_stored_fake(x, x.shape, *rest[2:4]), rstd, mean
 
 
-def _norm_backward(dy, x, weight, *rest):
-    rows, norm, to = RowStatistics(*rest[:2]), Norm(*rest[2:5]), _store(*rest[5:])
-    found = run_producers.norm_quantize_backward(dy, x, weight, rows, norm, to)
-    return _flat(x, found.dx_MK, found.dx_KM, found.dweight_K, found.dbias_K)
-
-
 def _norm_backward_fake(dy, x, weight, rstd, mean, *rest):
     dtype = x.dtype if weight is None else weight.dtype
     sums = (x.new_empty(0) if of is None else x.new_empty(x.shape[1], dtype=dtype) for of in (weight, mean))
     return *_stored_fake(x, x.shape, *rest[3:5]), *sums
-
-
-def _act(x, kind, *rest):
-    return _flat(x, *run_producers.act_quantize(x, kind, _store(*rest)))
 
 
 def _act_fake(x, kind, text, transposed, *slot):
@@ -289,49 +290,47 @@ def _act_fake(x, kind, text, transposed, *slot):
     return _stored_fake(x, (m, k // 2 if ACTIVATIONS[kind].gated else k), text, transposed)
 
 
-def _act_backward(dy, x, kind, *rest):
-    return _flat(x, *run_producers.act_quantize_backward(dy, x, kind, _store(*rest)))
-
-
 def _act_backward_fake(dy, x, kind, text, transposed, *slot):
     return *_stored_fake(x, x.shape, text, transposed), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
-def _stats_fake(x, every):
-    scalars = (x.new_empty((), dtype=torch.float32) for _ in range(2))
-    return *scalars, x.new_empty(256, dtype=torch.int64)
+NORM, STORE = "str kind, float eps, bool zero_centered", "str how, bool transposed"
+FOUR = "(Tensor, Tensor, Tensor, Tensor"  # codes or values, scale, and both of the transpose
 
 
-def _define(schema: str, implementation, fake) -> None:
-    """An operator whose gradient is refused, not lost: autograd is functional code's, which calls both directions."""
-    operators.define(schema, implementation, fake)
-    name = schema.split("(")[0]
-
-    def refuse(ctx, *gradients):
-        raise GradientError(
-            f"fp8engine::{name} has no gradient of its own: call it in a torch.autograd.Function, beside the "
-            "operation that computes its gradient, or under torch.no_grad()"
-        )
-
-    torch.library.register_autograd(f"fp8engine::{name}", refuse, lib=operators.LIBRARY)
-
-
-def _define_both(call: str, results: int, implementation, fake) -> None:
-    """The operator of a producer, and the one that writes a slot too."""
-    name, inputs = call.rstrip(")").split("(")
-    inputs, returns = f"{inputs}, str how, bool transposed", f"({', '.join(['Tensor'] * results)})"
-    _define(f"{name}({inputs}) -> {returns}", implementation, fake)
-    operators.define_recorded(f"{name}({inputs})", results, implementation, fake, _define)
-
-
-_NORM = "str kind, float eps, bool zero_centered"
-_define_both(f"norm_quantize(Tensor x, Tensor? weight, Tensor? bias, {_NORM})", 6, _norm, _norm_fake)
-_define_both(
-    f"norm_quantize_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? mean, {_NORM})",
-    6,
-    _norm_backward,
-    _norm_backward_fake,
+@operation(
+    f"norm_quantize(Tensor x, Tensor? weight, Tensor? bias, {NORM}, {STORE}) -> {FOUR}, Tensor, Tensor)",
+    _norm_fake,
+    slot=True,
 )
-_define_both("act_quantize(Tensor x, str kind)", 4, _act, _act_fake)
-_define_both("act_quantize_backward(Tensor dy, Tensor x, str kind)", 5, _act_backward, _act_backward_fake)
-_define("stats(Tensor x, int every) -> (Tensor, Tensor, Tensor)", execute.stats, _stats_fake)
+def _norm_operator(x, weight, bias, *rest, slot=None):
+    y, y_t, rows = _run_norm(x, weight, bias, Norm(*rest[:3]), Store(*rest[3:], slot))
+    return _flat(x, y, y_t, rows.rstd_M, rows.mean_M)
+
+
+@operation(
+    f"norm_quantize_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? mean, {NORM}, {STORE})"
+    f" -> {FOUR}, Tensor, Tensor)",
+    _norm_backward_fake,
+    slot=True,
+)
+def _norm_backward_operator(dy, x, weight, *rest, slot=None):
+    rows, norm = RowStatistics(*rest[:2]), Norm(*rest[2:5])
+    found = _run_norm_backward(dy, x, weight, rows, norm, Store(*rest[5:], slot))
+    return _flat(x, found.dx_MK, found.dx_KM, found.dweight_K, found.dbias_K)
+
+
+@operation(f"act_quantize(Tensor x, str kind, {STORE}) -> {FOUR})", _act_fake, slot=True)
+def _act_operator(x, kind, how, transposed, slot=None):
+    return _flat(x, *_run_act(x, kind, Store(how, transposed, slot)))
+
+
+@operation(
+    f"act_quantize_backward(Tensor dy, Tensor x, str kind, {STORE}) -> {FOUR}, Tensor)", _act_backward_fake, slot=True
+)
+def _act_backward_operator(dy, x, kind, how, transposed, slot=None):
+    return _flat(x, *_run_act_backward(dy, x, kind, Store(how, transposed, slot)))
+
+
+for _name in __all__:  # autograd is functional code's, which calls both directions
+    refuse_gradient(_name, f"{_name}_slot", f"{_name}_column")

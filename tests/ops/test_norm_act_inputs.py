@@ -9,14 +9,14 @@ from casts import E4M3, E5M2, fp8
 from ops.reference.test_reference_act import EXACT, GATED
 from ops.reference.test_reference_act import exact as exact_act
 from ops.reference.test_reference_norm import exact
-from ops.test_producers import CALLS, NORMS, inputs, slot, tensors, vector
+from ops.test_norm_act import CALLS, NORMS, inputs, slot, tensors, vector
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.kernels import act_quantize as act_kernels
 from fp8engine.kernels import norm_quantize as norm_kernels
-from fp8engine.ops import producers, run_producers, triton_backend
+from fp8engine.ops import norm_act, triton_backend, ways
 from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Slot, Store
 
 X, DY = inputs(4, 6)
@@ -27,21 +27,21 @@ ON_META: Any = {name: tensor.to("meta") for name, tensor in {"x": X, "dy": DY, "
 
 
 def norm(x=X, weight=None, bias=None, kind=LAYER, to=FP8):
-    return producers.norm_quantize(x, weight, bias, kind, to)
+    return norm_act.norm_quantize(x, weight, bias, kind, to)
 
 
 def norm_backward(dy=DY, x=X, weight=None, rows=ROWS, kind=LAYER):
-    return producers.norm_quantize_backward(dy, x, weight, rows, kind)
+    return norm_act.norm_quantize_backward(dy, x, weight, rows, kind)
 
 
 REFUSED = {
     "a short weight": (lambda: norm(weight=torch.ones(5)), ShapeError, r"norm_quantize: weight is \[5\]; want \[6\]"),
     "a matrix as bias": (lambda: norm(bias=X), ShapeError, r"bias is \[4, 6\]; want \[6\], one for each column"),
     "a vector": (lambda: norm(X[0]), ShapeError, r"norm_quantize: x is \[6\]; want a matrix"),
-    "three dimensions": (lambda: producers.act_quantize(X[None], "relu"), ShapeError, "flatten its leading dimensions"),
+    "three dimensions": (lambda: norm_act.act_quantize(X[None], "relu"), ShapeError, "flatten its leading dimensions"),
     "dy of other rows": (lambda: norm_backward(DY[:3]), ShapeError, r"dy is \[3, 6\]; want \[4, 6\], y's"),
     "dy of other columns": (
-        lambda: producers.act_quantize_backward(DY, X, "swiglu"), ShapeError, r"dy is \[4, 6\]; want \[4, 3\], y's"),
+        lambda: norm_act.act_quantize_backward(DY, X, "swiglu"), ShapeError, r"dy is \[4, 6\]; want \[4, 3\], y's"),
     "few rows": (
         lambda: norm_backward(rows=RowStatistics(torch.ones(3), None)), ShapeError, r"rstd is \[3\]; want \[4\]"),
     "few means": (
@@ -49,19 +49,18 @@ REFUSED = {
     "no means": (
         lambda: norm_backward(rows=ROWS._replace(mean_M=None)), ShapeError, "have no mean, and the norm is 'layer'"),
     "means too many": (lambda: norm_backward(kind=RMS), ShapeError, "rows have a mean, and the norm is 'rms'"),
-    "an odd gate": (lambda: producers.act_quantize(X[:, :5], "geglu"), ShapeError, r"geglu takes \[gate \| up\], an e"),
-    "every 0": (lambda: producers.stats(X, 0), ShapeError, "stats: every is 0"),
+    "an odd gate": (lambda: norm_act.act_quantize(X[:, :5], "geglu"), ShapeError, r"geglu takes \[gate \| up\], an e"),
     "float64": (lambda: norm(X.double()), UnsupportedDtype, "x is torch.float64, torch.strided; it takes dense"),
-    "integers": (lambda: producers.act_quantize(X.int(), "relu"), UnsupportedDtype, "act_quantize: x is torch.int32"),
-    "codes": (lambda: producers.stats(X.to(E5M2)), UnsupportedDtype, "stats: x is torch.float8_e5m2"),
+    "integers": (lambda: norm_act.act_quantize(X.int(), "relu"), UnsupportedDtype, "act_quantize: x is torch.int32"),
+    "codes": (lambda: norm_act.act_quantize(X.to(E5M2), "relu"), UnsupportedDtype, "x is torch.float8_e5m2"),
     "sparse": (lambda: norm(X.to_sparse()), UnsupportedDtype, "torch.sparse_coo; it takes dense float32"),
     "a wide weight": (lambda: norm(weight=vector(X).double()), UnsupportedDtype, "weight is torch.float64"),
     "an integer dy": (lambda: norm_backward(DY.int()), UnsupportedDtype, "norm_quantize_backward: dy is torch.int32"),
     "a kind of norm": (lambda: norm(kind=Norm("layr")), UnknownName, "unknown norm 'layr'; did you mean 'layer'"),
     "a kind of function": (
-        lambda: producers.act_quantize(X, "swigl"), UnknownName, "unknown activation 'swigl'; did you mean 'swiglu'"),
+        lambda: norm_act.act_quantize(X, "swigl"), UnknownName, "unknown activation 'swigl'; did you mean 'swiglu'"),
     "its gradient": (
-        lambda: producers.act_quantize_backward(DY, X, "gelu_tan"), UnknownName, "did you mean 'gelu_tanh'"),
+        lambda: norm_act.act_quantize_backward(DY, X, "gelu_tan"), UnknownName, "did you mean 'gelu_tanh'"),
     "16 bits turned": (lambda: norm(to=Store(None, True)), InvalidRecipe, "a transposed copy is kept in FP8 only"),
     "x elsewhere": (lambda: norm(ON_META["x"], vector(X)), BackendError, "norm_quantize.* on meta and weight on cpu"),
     "a weight elsewhere": (lambda: norm(weight=ON_META["weight"]), BackendError, "is on cpu and weight on meta"),
@@ -100,8 +99,8 @@ def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None,
     to = Store(how, how is not None, counted)
     with torch.set_grad_enabled(graded):
         for which in NORMS:
-            y, y_t, rows = producers.norm_quantize(x, vector(x), vector(x), which, to)
-            found = producers.norm_quantize_backward(x, x, vector(x), rows, which, to)
+            y, y_t, rows = norm_act.norm_quantize(x, vector(x), vector(x), which, to)
+            found = norm_act.norm_quantize_backward(x, x, vector(x), rows, which, to)
             assert all(each.shape == exact(x, vector(x), vector(x), which).shape for each in codes(y, found.dx_MK))
             assert all(each.shape == shape[::-1] for each in codes(y_t, found.dx_KM))
             # torch's gradients of no rows: zeros, [K]
@@ -110,10 +109,10 @@ def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None,
             assert found.dbias_K is None or found.dbias_K.tolist() == [0.0] * shape[1]
             assert rows.rstd_M.shape == shape[:1]
         for kind in EXACT:
-            y, y_t = producers.act_quantize(x, kind, to)
+            y, y_t = norm_act.act_quantize(x, kind, to)
             (q,) = codes(y)
             assert q.shape == exact_act(x, kind).shape
-            found = producers.act_quantize_backward(torch.empty(q.shape), x, kind, to)
+            found = norm_act.act_quantize_backward(torch.empty(q.shape), x, kind, to)
             assert all(each.shape == shape for each in codes(found.dx_MK))
             assert found.dbias_K.tolist() == [0.0] * shape[1]
             assert how is None or all((fp8(each).scale == 1).all() for each in (y, y_t))
@@ -142,29 +141,29 @@ WAYS = {  # cast -> way of: plain, transposed, gated backward of 2 x 200 columns
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 def test_the_table_of_ways(how: How | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_producers, "choose_casts", lambda where: "triton")
+    monkeypatch.setattr(ways, "choose", lambda where: "triton")
     plain, turned, uneven = WAYS[how]
     x = torch.empty(4, 400)
     for transposed in (False, True) if turned else (False,):
         to, norms = Store(how, transposed), turned if transposed else plain
         acts = "kernel" if plain == "kernel" and how != GROUPS else norms  # a tile has rows enough to turn it
-        assert [run_producers.norm_way(x, which, to).name for which in NORMS] == [norms] * 4
-        assert {run_producers.act_way(x, kind, to).name for kind in EXACT} == {acts}
-        assert {run_producers.act_way(x, kind, to, backward=True).name for kind in GATED} == {
+        assert [ways.norm_way(x, which, to).name for which in NORMS] == [norms] * 4
+        assert {ways.act_way(x, kind, to).name for kind in EXACT} == {acts}
+        assert {ways.act_way(x, kind, to, backward=True).name for kind in GATED} == {
             acts if acts != "kernel" else uneven
         }
-        found = run_producers.norm_way(x, LAYER, to)
+        found = ways.norm_way(x, LAYER, to)
         assert (found.reason is None) == (found.name == "kernel")
         assert found.backend == ("reference" if norms == "twin" else "triton")
         if how and how.held:
             assert "emulation" in str(found.reason)  # and not that a norm turns no rows, which is no obstacle
-        wide = run_producers.norm_way(torch.empty(1, norm_kernels.WIDEST + 1), RMS, to)
+        wide = ways.norm_way(torch.empty(1, norm_kernels.WIDEST + 1), RMS, to)
         assert wide.name == "twin"
         assert "rows of 16385 columns" in str(wide.reason)
-        assert run_producers.norm_way(torch.empty(1, norm_kernels.WIDEST), RMS, to).name == norms
+        assert ways.norm_way(torch.empty(1, norm_kernels.WIDEST), RMS, to).name == norms
         if norms == "twin":
             with fe.backend("triton"), pytest.raises(BackendError, match=r"'triton' cannot produce.*'reference'\)"):
-                run_producers.act_way(x, "relu", to)
+                ways.act_way(x, "relu", to)
 
 
 def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: pytest.MonkeyPatch):
@@ -173,7 +172,7 @@ def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: 
         with fe.backend(name):
             for call, which in itertools.product(CALLS, (RMS, "relu")):
                 if ("norm" in call) == isinstance(which, Norm):
-                    assert tensors(CALLS[call](producers, X, DY, which, FP8))
+                    assert tensors(CALLS[call](norm_act, X, DY, which, FP8))
 
 
 def test_the_launchers_know_every_kind():
@@ -197,14 +196,13 @@ class _Watch(TorchDispatchMode):
 def test_the_dispatcher_is_left_out_where_it_adds_nothing_and_only_there(monkeypatch: pytest.MonkeyPatch):
     def everything() -> None:
         for name, call in CALLS.items():
-            call(producers, X, DY, RMS if "norm" in name else "relu", FP8._replace(slot=slot()))
-            call(producers, X, DY, RMS if "norm" in name else "relu", Store(None, False, slot()))  # nothing to count
-        producers.stats(X)
+            call(norm_act, X, DY, RMS if "norm" in name else "relu", FP8._replace(slot=slot()))
+            call(norm_act, X, DY, RMS if "norm" in name else "relu", Store(None, False, slot()))  # nothing to count
 
     with torch.no_grad(), _Watch() as watch:
         everything()
     names = [name.removesuffix("_bare") for name in CALLS]
-    assert watch.names == [*(f"{name}{end}" for name in names for end in ("_slot", "")), "stats"]
-    monkeypatch.setattr(producers, "_call", lambda *rest: pytest.fail("through the dispatcher"))
+    assert watch.names == [*(f"{name}{end}" for name in names for end in ("_slot", ""))]
+    monkeypatch.setattr(norm_act, "_call", lambda *rest: pytest.fail("through the dispatcher"))
     with torch.no_grad():
         everything()

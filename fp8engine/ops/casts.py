@@ -1,0 +1,157 @@
+"""Casts to FP8 and back as operations: quantise, with the transpose and column sums, or under a given scale; decode.
+
+A cast runs on Triton's kernels where there are FP8 Tensor Cores and the groups suit them, else on its twin in
+reference/ (`_twin`).  Both give the same codes and scales bit for bit.
+
+>>> quantize(torch.tensor([[1.0, -2.0]]), How(torch.float8_e4m3fn, -1, -1, power_of_2=True)).data.tolist()
+[[128.0, -256.0]]
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, overload
+
+import torch
+
+from fp8engine.errors import ShapeError
+from fp8engine.numerics.recipe import Cast, PerBlock, PerRow
+from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops.backends import asked
+from fp8engine.ops.library import OPERATORS, call, direct, operation
+from fp8engine.ops.reference import How, Operand, Slot
+
+
+@functools.cache
+def how(cast: Cast, emulation_dtype: torch.dtype | None = None) -> How:
+    """A recipe's cast in the words of the kernels.  emulation_dtype: values in that dtype instead of codes.
+
+    >>> from fp8engine.numerics.formats import E4M3
+    >>> str(how(Cast(E4M3, PerBlock(1, 128), power_of_2=True)))
+    'float8_e4m3fn 1x128 p2'
+    """
+    group = cast.granularity
+    rows, cols = -1, -1
+    if isinstance(group, PerBlock):
+        rows, cols = group.rows, group.cols
+    elif isinstance(group, PerRow):
+        rows, cols = (1, -1) if group.dim == -1 else (-1, 1)
+    return How(cast.format.dtype, rows, cols, cast.power_of_2, cast.delayed, emulation_dtype)
+
+
+def choose(where: torch.device) -> str:
+    """The backend that casts, norms, activations and the update of scales run on: "triton" or "reference".
+
+    "cublas" has matmuls only and leaves the choice open.
+    """
+    name = asked()
+    if name == "reference":
+        return name
+    if where.type == "cuda":
+        return "triton" if device.has_fp8(where) and triton_backend.usable() else "reference"
+    return "triton" if name == "triton" and triton_backend.no_card(where) is None else "reference"
+
+
+def _twin(x_MK: torch.Tensor, how: How):
+    """The module whose functions cast x here: `reference` or `triton_backend`, which share names and signatures."""
+    if how.held is None and choose(x_MK.device) == "triton" and triton_backend.castable(x_MK, how):
+        return triton_backend
+    return reference
+
+
+def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
+    """x as an FP8 operand, its amax and counters written to the slot."""
+    data, scale = _quantize(x_MK, how, slot) if direct(x_MK) else call("quantize", slot, x_MK, str(how))
+    return Operand(data, scale, how.rows, how.cols, how.power_of_2)
+
+
+@overload
+def cast_transpose(
+    x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: Literal[False] = False
+) -> tuple[Operand, Operand]: ...
+
+
+@overload
+def cast_transpose(
+    x_MK: torch.Tensor, how: How, slot: Slot | None = None, *, sums: Literal[True]
+) -> tuple[Operand, Operand, torch.Tensor]: ...
+
+
+def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False):
+    """x quantised for the matmul that reduces its columns, and its transpose [K, M] for the one that reduces its rows.
+
+    Both contiguous, from one read of x.  Groups of 1 x 128 of x are joined by groups of 1 x 128 of its transpose.
+    sums: a third result, the sums of x's columns, FP32 [K], which the same read gives.
+    """
+    if direct(x_MK):
+        found = _cast_transpose(x_MK, how, sums, slot)
+    else:
+        found = call("cast_transpose", slot, x_MK, str(how), sums)
+    data, scale, data_t, scale_t, sums_K = found
+    first = Operand(data, scale, how.rows, how.cols, how.power_of_2)
+    # Row scaling of x.T is column scaling of x: one How describes both.
+    # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
+    second = Operand(data_t, scale if how.per_tensor else scale_t, how.rows, how.cols, how.power_of_2)
+    return (first, second, sums_K) if sums else (first, second)
+
+
+def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> Operand:
+    """x as an FP8 operand under a scale that the caller chose; what does not fit saturates.
+
+    Raises ShapeError for a scale that is neither one number nor one per group, BackendError for two devices.
+    """
+    device.check_one("quantize", x_MK, scale=scale)
+    if scale.dim() and tuple(scale.shape) != how.scale_shape(*x_MK.shape):
+        want = list(how.scale_shape(*x_MK.shape))
+        raise ShapeError(f"quantize: scale is {list(scale.shape)}; {how} of {list(x_MK.shape)} has {want}")
+    data = OPERATORS.quantize_given(x_MK, str(how), scale)
+    return Operand(data, scale, how.rows, how.cols)  # the caller's scale is not known to be a power of two
+
+
+def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP8 codes as values in `dtype`, exact."""
+    return OPERATORS.decode(codes, dtype)
+
+
+def _shapes(x, text, *slot):
+    how = How.parse(text)
+    m, k = x.shape
+    return x.new_empty(m, k, dtype=how.held or how.dtype), x.new_empty(how.scale_shape(m, k), dtype=torch.float32)
+
+
+def _shapes_of_both(x, text, sums, *slot):
+    data, scale = _shapes(x, text)
+    data_t, scale_t = _shapes(x.t(), text)
+    sums_K = scale.new_empty(x.shape[1] if sums else 0)
+    return data, scale, data_t, scale.new_empty(0) if How.parse(text).per_tensor else scale_t, sums_K
+
+
+@operation("quantize(Tensor x, str how) -> (Tensor, Tensor)", _shapes, slot=True)
+def _quantize(x_MK, how, slot=None):
+    return _twin(x_MK, how).quantize(x_MK, how, slot)
+
+
+@operation(
+    "cast_transpose(Tensor x, str how, bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _shapes_of_both,
+    slot=True,
+)
+def _cast_transpose(x_MK, how, sums=False, slot=None):
+    """(data, scale, data of the transpose, its scale, sums of columns); empty: what is not needed."""
+    first, second, *rest = _twin(x_MK, how).cast_transpose(x_MK, how, slot, sums)
+    nothing = first[1].new_empty(0)
+    return *first[:2], second[0], nothing if how.per_tensor else second[1], rest[0] if sums else first[1].new_empty(0)
+
+
+@operation("quantize_given(Tensor x, str how, Tensor scale) -> Tensor", lambda x, text, scale: _codes(x, text))
+def _quantize_given(x_MK, how, scale):
+    return _twin(x_MK, how).quantize_given(x_MK, how, scale)
+
+
+def _codes(x, text):
+    return x.new_empty(x.shape, dtype=How.parse(text).dtype)
+
+
+operation(
+    "decode(Tensor codes, ScalarType dtype) -> Tensor", lambda codes, dtype: torch.empty_like(codes, dtype=dtype)
+)(reference.decode)

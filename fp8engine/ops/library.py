@@ -1,0 +1,230 @@
+"""Registration of operations with torch: an operator for graphs and modes, a direct call for eager code.
+
+    @operation("quantize(Tensor x, str how) -> (Tensor, Tensor)", shapes, slot=True)
+    def _quantize(x_MK, how, slot=None): ...
+
+Eager code on plain tensors (`direct`) calls the decorated function itself.  torch.compile, dispatch modes and tensor
+subclasses call the operator: a How travels as its text, a Slot as five fields.  `Library.define` and `impl` cost 1-2 us
+a call where `custom_op` costs 6-9; the price is that aliasing must be right by construction (`owned`).
+
+An operator that writes a slot, or another table of a model, does not declare it in its schema.  A declared write is
+functionalised: a graph works on its own copy of the table and copies all of it back, over what other graphs (the next
+block, compiled by itself) have written meanwhile, and autograd refuses the table that backward needs because its
+version has moved.  Registered as effects in order, they run in place, once each, in the order written, forward and
+backward: tests/nn/test_compile.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import checkpoint
+
+from fp8engine import _torch
+from fp8engine.errors import GradientError
+from fp8engine.ops.reference import How, Slot
+
+LIBRARY = torch.library.Library("fp8engine", "DEF")
+OPERATORS = torch.ops.fp8engine
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+TABLES, FLAGS = "Tensor live, Tensor counts", "bool record, bool count"  # the fields of a Slot, less its index
+# In a graph, these modes stand around what torch.utils.checkpoint runs: the first time, and to find what it made.
+CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+
+
+def direct(x: torch.Tensor) -> bool:
+    """Whether the dispatcher has nothing to add: eager code, real data, no mode active.  Saves 8 us a call."""
+    return (
+        type(x) in PLAIN
+        and not torch.compiler.is_compiling()
+        and _torch.dispatch_modes() == 0
+        and not x.is_meta
+        and not torch.is_grad_enabled()
+    )
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (a forward that runs now is a recompute)."""
+    return _torch.graph_task() != -1
+
+
+def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False):
+    """Register the decorated function as an operator, and return it as it is.
+
+    schema: with its name first; an argument `str how` reaches the function as a How ("": None).
+    fake: takes what the operator takes, and returns what it gives for fake tensors.
+    slot: the function takes a Slot as its keyword `slot` too, and writes it: `name_recorded` is registered as well.
+    effect: the function writes a table.
+    """
+    arguments = schema[schema.index("(") + 1 : schema.index(")")].split(", ")
+    place = arguments.index("str how") if "str how" in arguments else None
+
+    def decorate(function: Callable) -> Callable:
+        def run(*flat):
+            given = list(flat[: len(arguments)])
+            if place is not None:
+                given[place] = How.parse(given[place]) if given[place] else None
+            fields = flat[len(arguments) :] if slot else ()
+            found = function(*given, slot=Slot(*fields)) if fields else function(*given)
+            return owned(found) if isinstance(found, tuple) else found
+
+        define(schema, run, fake, effect)
+        if slot:
+            _define_recorded(schema, run, fake)
+        return function
+
+    return decorate
+
+
+def call(name: str, slot: Slot | None, *flat):
+    """The operator of that name, or the one that writes the slot."""
+    if slot is None:
+        return getattr(OPERATORS, name).default(*flat)
+    return getattr(OPERATORS, f"{name}_recorded").default(*flat, *slot[:5])
+
+
+def owned(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Row-major tensors that share no memory with each other, as torch asks of an operator's results."""
+    made: list[torch.Tensor] = []
+    for x in results:
+        x = x.contiguous()
+        shared = x.numel() and any(x.data_ptr() == other.data_ptr() for other in made)
+        made.append(x.clone() if shared else x)
+    return tuple(made)
+
+
+def define(schema: str, implementation: Callable, fake: Callable, effect: bool = False) -> None:
+    """Register an operator for CPU and CUDA.
+
+    Layers call operators without gradients, because their Functions are the gradients.  A graph of torch.export holds
+    the operators of the forward alone and runs them as it is called: there the forward runs, and its backward raises.
+    """
+    name = schema.split("(")[0]
+
+    def run(*arguments):
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+            return _ForwardAlone.apply(name, implementation, *arguments)
+        return implementation(*arguments)
+
+    LIBRARY.define(schema)
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"fp8engine::{name}", fake, lib=LIBRARY)
+    if effect:
+        _torch.ordered_effect(f"fp8engine::{name}")
+
+
+def refuse_gradient(*names: str) -> None:
+    """Let the backward of these operators raise GradientError: their gradients are operations of their own."""
+    for name in names:
+
+        def refuse(ctx, *gradients, name=name):
+            raise GradientError(
+                f"fp8engine::{name} has no gradient of its own: call it in a torch.autograd.Function, beside the "
+                "operation that computes its gradient, or under torch.no_grad()"
+            )
+
+        torch.library.register_autograd(f"fp8engine::{name}", refuse, lib=LIBRARY)
+
+
+class _ForwardAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name: str, implementation, *arguments):
+        ctx.name = name
+        return implementation(*arguments)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise GradientError(
+            f"fp8engine::{ctx.name} has no gradient: a graph made by torch.export holds the forward of FP8 layers "
+            "alone; run it under torch.no_grad(), and train the module that it was made from"
+        )
+
+
+def _define_recorded(schema: str, implementation: Callable, fake: Callable) -> None:
+    """`name_recorded`, which quantises and writes amax and counters to a slot, by one of two operators.
+
+    name_slot     writes the slot: an effect.
+    name_column   takes the slot's column of each table, and returns them as they are after the call: writes nothing.
+
+    torch's partitioner cannot run an effect again in backward: where a graph is checkpointed, a backward that reads an
+    effect's results crashes.  So there name_column runs, between an effect that takes the columns and one that puts
+    them back; a backward runs it again from the columns, which are saved.
+
+    A forward that runs inside a backward pass is a recompute too: a checkpoint stands around the graph.  `once` says
+    that the call is of a forward, so that it is not counted then.
+    """
+    name, rest = schema.split("(", 1)
+    inputs, returns = rest.split(") -> (")
+    most = inputs.count(",") + 6
+
+    def write(*arguments):
+        *given, count = arguments[:most]
+        once = arguments[most:] != (False,)  # torch leaves out a last argument that is the default
+        recompute = once and in_backward()
+        return implementation(*given, count and not recompute)
+
+    def in_column(*arguments):
+        *given, live, counts, record, count = arguments
+        column = live.clone(), counts.clone()
+        return *implementation(*given, *column, 0, record, count), *column
+
+    def in_column_fake(*arguments):
+        *given, live, counts, record, count = arguments
+        return *fake(*given, live, counts, 0, record, count), torch.empty_like(live), torch.empty_like(counts)
+
+    def recorded(*arguments):
+        *given, live, counts, index, record, count = arguments
+        if not any(isinstance(mode, CHECKPOINTS) for mode in _torch.dispatch_mode_stack()):
+            return getattr(OPERATORS, f"{name}_slot").default(*arguments, not in_backward())
+        column = _saved(OPERATORS.take_column.default, live, counts, index)
+        *found, live_21, counts_C1 = getattr(OPERATORS, f"{name}_column").default(*given, *column, record, count)
+        if record or count:
+            OPERATORS.put_column.default(live_21, counts_C1, live, counts, index)
+        return tuple(found)
+
+    slot = f"{inputs}, {TABLES}, int index, {FLAGS}"
+    define(f"{name}_slot({slot}, bool once=True) -> ({returns}", write, fake, effect=True)
+    define(
+        f"{name}_column({inputs}, {TABLES}, {FLAGS}) -> ({returns.removesuffix(')')}, Tensor, Tensor)",
+        in_column,
+        in_column_fake,
+    )
+    LIBRARY.define(f"{name}_recorded({slot}) -> ({returns}")
+    LIBRARY.impl(f"{name}_recorded", recorded, "CompositeImplicitAutograd")
+
+
+def _saved(operator, *arguments):
+    """What an effect returns; a graph saves it for its backward, also where everything around it is recomputed."""
+    tracing = get_proxy_mode()
+    if tracing is None:
+        return operator(*arguments)
+    nodes = tracing.tracer.graph.nodes
+    before = len(nodes)
+    found = operator(*arguments)
+    for node in itertools.islice(reversed(nodes), len(nodes) - before):
+        node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
+    return found
+
+
+@operation(
+    "take_column(Tensor live, Tensor counts, int index) -> (Tensor, Tensor)",
+    lambda live, counts, index: (live.new_empty(len(live), 1), counts.new_empty(len(counts), 1)),
+    effect=True,
+)
+def _take_column(live, counts, index):
+    return live[:, index : index + 1].clone(), counts[:, index : index + 1].clone()
+
+
+@operation(
+    "put_column(Tensor live_column, Tensor counts_column, Tensor live, Tensor counts, int index) -> ()",
+    lambda *arguments: None,
+    effect=True,
+)
+def _put_column(live_21, counts_C1, live, counts, index) -> None:
+    live[:, index : index + 1].copy_(live_21)
+    if not in_backward():
+        counts[:, index : index + 1].copy_(counts_C1)

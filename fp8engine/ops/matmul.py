@@ -1,0 +1,251 @@
+"""Matmuls as operations: FP8 operands with their scales, with an epilogue, and tensors of 16 bits.
+
+    matmul           y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n], rounded to `out`
+    matmul_epilogue  the same, ended by an activation, statistics or an FP8 result
+    matmul_fp16      the same of ordinary tensors, without scales
+
+| backend | runs on | can multiply |
+| --- | --- | --- |
+| triton | Tensor Cores from sm_89 (FP8) or sm_80 (16 bits), our kernels | all of it |
+| cublas | Tensor Cores from sm_89, a CPU's AMX; torch's scaled matmul | scales per tensor or row |
+| reference | any device, in plain torch | all of it; FP8 is emulated, and reports say so |
+
+The backend is the one that `fe.backend` asks for, else what `choose` says: triton where scales change along K or where
+it was measured faster (kernels/tuning.json, never on a guess), cublas for other FP8 Tensor Cores, else reference.  It
+is chosen when the matmul runs, not when a graph is traced: a compiled graph follows `with fe.backend(...)` as eager
+code does.
+
+>>> from fp8engine.ops.backends import backend
+>>> a = Operand(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.tensor(2.0))
+>>> with backend("reference"):
+...     matmul(a, a, out=torch.float32).tolist()
+[[16.0, 16.0], [16.0, 16.0]]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8engine import _torch
+from fp8engine.errors import BackendError, ShapeError, UnknownName
+from fp8engine.ops import device, reference, scaled_mm, triton_backend
+from fp8engine.ops.backends import asked
+from fp8engine.ops.library import LIBRARY, OPERATORS, direct, operation
+from fp8engine.ops.reference import Epilogue, Operand
+
+E5M2 = torch.float8_e5m2
+
+
+def choose(where: torch.device, by_block: bool, shape: tuple[int, int] | None = None, precision: str = "fast") -> str:
+    """The backend that an FP8 matmul runs on.
+
+    where: the operands' device.  by_block: whether a scale changes along K.  shape: (M, N) of the result, where it is
+    known.  precision: "fast", "promoted" or "exact".
+    """
+    if (name := asked()) is not None:
+        return name
+    if where.type == "cpu":
+        return "cublas" if not by_block and device.cpu_multiplies("fp8") else "reference"
+    if not device.has_fp8(where):
+        return "reference"
+    if by_block:
+        return "triton" if triton_backend.usable() else "reference"
+    operation = "matmul_fp8" if precision == "fast" else "matmul_fp8_promoted"
+    faster = shape is not None and triton_backend.measured(operation, device.capability(where), *shape) >= 1.0
+    return "triton" if faster else "cublas"
+
+
+def choose_16_bits(where: torch.device, shape: tuple[int, int]) -> str:
+    """The backend that a matmul of FP16 or BF16 tensors runs on: "triton" or "torch"; in a graph, Inductor's choice."""
+    if torch.compiler.is_compiling():
+        return "torch"
+    name = asked()
+    if name is not None or where.type != "cuda":
+        return "triton" if name == "triton" else "torch"
+    return "triton" if triton_backend.measured("matmul_fp16", device.capability(where), *shape) >= 1.0 else "torch"
+
+
+def emulated(where: torch.device, name: str) -> bool:
+    """Whether an FP8 matmul on that backend computes without FP8 Tensor Cores there."""
+    return why_emulated(where, name) is not None
+
+
+def why_emulated(where: torch.device, name: str) -> str | None:
+    """Why an FP8 matmul on that backend has no FP8 Tensor Cores there; None where it has them."""
+    if not device.has_fp8(where):
+        return f"{device.name(where)} has no FP8 Tensor Cores"
+    if name != "reference":
+        return None
+    if asked() != "reference" and not triton_backend.usable():
+        return "scales along K need Triton's kernels: pip install 'triton>=3.6,<3.10'"
+    return "the reference computes in plain torch"
+
+
+def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat16, precision="exact") -> torch.Tensor:
+    """a @ b.T + bias on the backend that `choose` names.  out: dtype of the result.
+
+    precision: "fast" may keep Hopper's ~13-bit partial sums, "promoted" sums in FP32; both may round once to 16 bits
+    before an FP32 result; "exact" sums in FP32 and rounds only to `out`.
+
+    Raises ShapeError for operands, scales or a bias that do not fit together, BackendError for operands on several
+    devices, a backend that was asked for and cannot run them, or E5M2 by E5M2.
+    """
+    _check(a, b, bias_N)
+    if direct(a.data):
+        return _matmul(a, b, bias_N, out, precision)
+    return OPERATORS.matmul.default(a.data, b.data, a.scale, b.scale, bias_N, _groups(a, b), out, precision)
+
+
+def _matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    name = _backend_of(a, b, precision)
+    if name == "triton":
+        return triton_backend.matmul(a, b, Epilogue(bias_N, out), fast=precision == "fast")
+    if name == "cublas":
+        return scaled_mm.matmul(a, b, bias_N, out, fast=precision == "fast")
+    if _torch.autocast_active():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
+        with torch.autocast(a.data.device.type, enabled=False):
+            return _emulate(a, b, bias_N, out, precision)
+    return _emulate(a, b, bias_N, out, precision)
+
+
+def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    if precision == "exact":  # products in FP32 for a 16-bit result too
+        return reference.matmul_fp8(a, b, bias_N, torch.float32, exact=True).to(out)
+    return reference.matmul_fp8(a, b, bias_N, out, exact=False)
+
+
+def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str = "exact") -> torch.Tensor:
+    """`matmul` with an activation, statistics or an FP8 result decided before the store; one launch on Triton.
+
+    Elsewhere the FP32 product is finished in plain torch.  Raises as `matmul` does; UnknownName for an activation.
+
+    >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    >>> end = Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5))
+    >>> matmul_epilogue(one, one, end).float().item()  # 2 = 4 * 0.5
+    4.0
+    """
+    _check(a, b, epilogue.bias_N)
+    if epilogue.activation not in reference.KINDS:
+        raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
+    if direct(a.data):
+        return _matmul_epilogue(a, b, epilogue, precision)
+    return OPERATORS.matmul_epilogue.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue)
+
+
+def _matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
+    if _backend_of(a, b, precision) == "triton":
+        return triton_backend.matmul(a, b, epilogue, fast=precision == "fast")
+    return reference.finish(_matmul(a, b, None, torch.float32, precision), epilogue)
+
+
+def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, out: torch.dtype | None = None) -> torch.Tensor:
+    """a @ b.T + bias of ordinary tensors of any strides; out: dtype of the result, default a's.  Differentiable.
+
+    >>> matmul_fp16(torch.ones(2, 3), torch.ones(1, 3)).tolist()
+    [[3.0], [3.0]]
+    """
+    out = out or a_MK.dtype
+    if a_MK.dtype.itemsize != 2 or choose_16_bits(a_MK.device, (a_MK.shape[0], b_NK.shape[0])) == "torch":
+        return reference.matmul_fp16(a_MK, b_NK, bias_N, out)
+    return OPERATORS.matmul_fp16.default(a_MK, b_NK, bias_N, out)
+
+
+def _check(a: Operand, b: Operand, bias_N) -> None:
+    if a.data.dtype == b.data.dtype == E5M2:
+        raise BackendError("Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3")
+    if a.data.dim() != 2 or b.data.dim() != 2 or a.data.shape[1] != b.data.shape[1]:
+        raise ShapeError(f"matmul: want a [M, K] and b [N, K], got {list(a.data.shape)} and {list(b.data.shape)}")
+    if bias_N is not None and bias_N.shape != b.data.shape[:1]:
+        raise ShapeError(f"matmul: bias is {list(bias_N.shape)}; b {list(b.data.shape)} wants [{b.data.shape[0]}]")
+    device.check_one("matmul", a.data, b=b.data, scale_of_a=a.scale, scale_of_b=b.scale, bias=bias_N)
+    for name, (data, scale, rows, cols, _) in (("a", a), ("b", b)):
+        if scale.dim() == 0:
+            continue
+        m, k = data.shape
+        want = (1 if rows == -1 else -(-m // rows), 1 if cols == -1 else -(-k // cols))
+        if tuple(scale.shape) != want:
+            raise ShapeError(
+                f"matmul: scale of {name} is {list(scale.shape)}; {rows} x {cols} groups of {[m, k]} have {list(want)}"
+            )
+
+
+def _backend_of(a: Operand, b: Operand, precision: str) -> str:
+    if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
+        by_block = a.scaled_along_k or b.scaled_along_k
+        return choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
+    if asked() not in (None, "reference"):
+        raise BackendError(
+            f"backend {asked()!r} takes FP8 codes, and these operands are values held for an emulated matmul: "
+            "quantise them (run the forward) inside the block as well"
+        )
+    return "reference"
+
+
+def _groups(a: Operand, b: Operand) -> list[int]:
+    return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
+
+
+def _operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
+    """The inverse of taking operands apart for an operator."""
+    rows_a, cols_a, rows_b, cols_b, power_of_2 = groups
+    return Operand(a, scale_a, rows_a, cols_a, bool(power_of_2)), Operand(b, scale_b, rows_b, cols_b, bool(power_of_2))
+
+
+@operation(
+    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
+    " str precision) -> Tensor",
+    lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[0], dtype=rest[4]),
+)
+def _matmul_operator(a, b, scale_a, scale_b, *rest):
+    bias, groups, out, precision = rest
+    return _matmul(*_operands(a, b, scale_a, scale_b, groups), bias, out, precision)
+
+
+@operation(
+    "matmul_epilogue(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor? bias,"
+    " ScalarType out, str activation, Tensor? scale, Tensor? amax, Tensor? counts) -> Tensor",
+    lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[0], dtype=rest[5]),
+    effect=True,
+)
+def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
+    groups, precision, *epilogue = rest
+    return _matmul_epilogue(*_operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+
+
+@operation(
+    "matmul_fp16(Tensor a, Tensor b, Tensor? bias, ScalarType out) -> Tensor",
+    lambda a, b, bias, out: a.new_empty(a.shape[0], b.shape[0], dtype=out),
+)
+def _matmul_fp16(a, b, bias, out):
+    return triton_backend.matmul_fp16(a, b, Epilogue(bias, out))
+
+
+def _keep_operands(ctx, inputs, output) -> None:
+    a, b, bias, _ = inputs
+    ctx.save_for_backward(a, b)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _matmul_fp16_backward(ctx, dy):
+    a, b = ctx.saved_tensors
+    needs_a, needs_b, needs_bias, _ = ctx.needs_input_grad
+    dy_16 = dy.to(a.dtype)
+    da = OPERATORS.matmul_fp16.default(dy_16, b.t(), None, a.dtype) if needs_a else None
+    db = OPERATORS.matmul_fp16.default(dy_16.t(), a.t(), None, b.dtype) if needs_b else None
+    return da, db, dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None, None
+
+
+def _keep_bias(ctx, inputs, output) -> None:
+    ctx.bias_dtype = None if inputs[4] is None else inputs[4].dtype
+
+
+def _matmul_backward(ctx, dy):
+    """Codes and scales have no gradients (autograd/call.py gives a layer's); the bias has."""
+    db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+    return None, None, None, None, db, None, None, None
+
+
+torch.library.register_autograd(
+    "fp8engine::matmul_fp16", _matmul_fp16_backward, setup_context=_keep_operands, lib=LIBRARY
+)
+torch.library.register_autograd("fp8engine::matmul", _matmul_backward, setup_context=_keep_bias, lib=LIBRARY)
