@@ -1,4 +1,4 @@
-"""What ran in which format, and why: `inspect` collects it, a Report shows it."""
+"""Reports on converted models: what ran in which format and why, the scaling state, comparisons."""
 
 from fp8engine.report.collect import inspect
 from fp8engine.report.state import load_scaling_state_dict, scaling_state, scaling_state_dict

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
 from fp8engine.auto import Alarm
-from fp8engine.auto.history import Look, Spread
 from fp8engine.errors import ReportError
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
+    from fp8engine.auto.history import Look, Spread
     from fp8engine.report.table import Report
 
 FORMATS = tuple(format.name for format in (E4M3, E5M2, FP16, BF16, FP32))

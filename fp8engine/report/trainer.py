@@ -1,10 +1,10 @@
-"""transformers' Trainer: a model's scaling state beside each of its checkpoints.
+"""A callback for transformers' Trainer that keeps a model's scaling state beside each checkpoint.
 
-A converted model trains, evaluates and saves under Trainer as it is.  What a checkpoint of Trainer lacks is what the
-state_dict lacks on purpose: the windows of delayed scaling.  Without them a resumed run casts its first steps with
-current scaling instead; with them it is the uninterrupted one, bit for bit.
+A converted model trains, evaluates and saves under Trainer without it.  But the state_dict that Trainer saves has no
+scaling state, on purpose: without the windows of delayed scaling a resumed run casts its first steps with current
+scaling; with them it equals the uninterrupted run bit for bit.
 
-Imported only by who wants it, because it needs transformers.
+Nothing else imports this module, because it needs transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ScalingStateCallback(TrainerCallback):
         self.resume_from: str | os.PathLike | Literal[False] | None = resume_from
 
     def on_save(self, args, state, control, model=None, **_):
-        """Trainer has written a checkpoint: the state goes beside it, whole or not at all."""
+        """Write the scaling state beside the checkpoint that Trainer has written, whole or not at all."""
         if not state.is_world_process_zero or model is None:
             return
         path = _folder(args, state) / FILE
@@ -56,7 +56,7 @@ class ScalingStateCallback(TrainerCallback):
         files.write(path, memory.getvalue())
 
     def on_train_begin(self, args, state, control, model=None, **_):
-        """Trainer has read a checkpoint, or starts at step 0."""
+        """Load the scaling state of the checkpoint that Trainer resumes from; at step 0 there is none."""
         if state.global_step == 0 or self.resume_from is False or model is None:
             return
         path = (Path(self.resume_from) if self.resume_from else _folder(args, state)) / FILE
@@ -73,5 +73,5 @@ class ScalingStateCallback(TrainerCallback):
 
 
 def _folder(args, state) -> Path:
-    """Where Trainer keeps the checkpoint of this step."""
+    """The folder of Trainer's checkpoint of this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

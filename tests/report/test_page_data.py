@@ -15,7 +15,7 @@ from fp8engine.auto import Alarm
 from fp8engine.auto.history import History, Look, Looks
 from fp8engine.errors import ReportError
 from fp8engine.report.page import page
-from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, looks_of, to_json
+from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, samples_of, to_json
 from fp8engine.report.page.svg import colour, format_map, loss_curve
 from fp8engine.report.table import Report
 
@@ -36,7 +36,7 @@ def look(step: int, cast: str = "E4M3/tensor", **numbers: float) -> Look:
 
 
 def slot_of(report: Report) -> dict:
-    return blob(report, looks_of(report))["layers"][0]["slots"]["input"]
+    return blob(report, samples_of(report))["layers"][0]["slots"]["input"]
 
 
 def decoded(text: str, width: int) -> list[int]:
@@ -98,7 +98,7 @@ def test_of_many_looks_each_column_keeps_the_worst():
     seen = [look(step) for step in range(950)]
     seen[511] = look(511, "E4M3/row", sqnr_db=12.3, flushed=0.5, saturated=0.25, amax=1000.0)
     report = report_of(seen)
-    told = blob(report, looks_of(report))
+    told = blob(report, samples_of(report))
     assert told["thinned"]
     assert told["steps"][:2] == [31, 63]  # spans of 32 steps: 16 would be more than 48 before the latest 32
     assert told["steps"][-1] == 949
@@ -115,7 +115,7 @@ def test_of_many_looks_each_column_keeps_the_worst():
 def test_a_slot_that_was_not_seen_has_a_gap():
     report = report_of([look(0), look(32)])
     report.controllers[0].history.looks["up.weight"] = Looks([look(0), look(16), look(32)])
-    told = blob(report, looks_of(report))
+    told = blob(report, samples_of(report))
     assert told["steps"] == [0, 16, 32]
     assert told["layers"][0]["slots"]["input"]["cast"] == [[0, 1], [None, 1], [0, 1]]
     assert 'd="M0 0.06h1v.88h-1zM2 0.06h1v.88h-1z"' in format_map(told, "input")
@@ -124,7 +124,7 @@ def test_a_slot_that_was_not_seen_has_a_gap():
 
 def test_margins_and_formats_are_read_from_a_casts_name():
     report = report_of([look(0, "E5M2/tensor margin 2"), look(16, "BF16")])
-    casts = blob(report, looks_of(report))["casts"]
+    casts = blob(report, samples_of(report))["casts"]
     assert casts == [
         {"label": "E5M2/tensor margin 2", "max": 57344.0, "margin": 2},
         {"label": "BF16", "max": None, "margin": 0},

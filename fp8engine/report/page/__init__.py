@@ -1,4 +1,4 @@
-"""The report as one page: HTML with its style, its script and its numbers inside, and nothing from elsewhere."""
+"""The HTML page of a report: one file with its style, its script and its numbers, which loads nothing."""
 
 from fp8engine.report.page.write import page, write
 

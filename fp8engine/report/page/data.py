@@ -1,6 +1,6 @@
-"""Data of the page's script as one small JSON value: every slot's samples, thinned, a number in two or three letters.
+"""The numbers of the page as one small JSON value: every slot's samples, thinned, a number in two or three letters.
 
-A row is a string: WIDTH letters of ALPHABET a look, most significant first, together a whole number n:
+A row is a string: WIDTH letters of ALPHABET a sample, most significant first, together a whole number n:
 
     amax       10^((n - 60000) / 1000), three letters            NONE where the tensor was zero
     sqnr       (n - 1000) / 10 dB                                NONE where the cast is exact, LOST where it makes Inf
@@ -8,8 +8,8 @@ A row is a string: WIDTH letters of ALPHABET a look, most significant first, tog
     flushed, saturated      0, or the share 10^((n - 1) / 500 - 8) of the elements
     cast       a list of [place in `casts`, columns]; null for columns in which the slot was not seen
 
-At most COLUMNS looks of a slot are shown.  Of more, each column is the worst of several looks in a row, and the last
-one's cast, so that nothing bad is thinned away.
+At most COLUMNS samples of a slot are shown.  Of more, each column is the worst of several in a row, with the cast of
+the last one, so that nothing bad is thinned away.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import json
 import math
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fp8engine.auto.history import Look
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.formats import Format
 from fp8engine.scaling.table import ROLES
+
+if TYPE_CHECKING:
+    from fp8engine.auto.history import Look
 
 COLUMNS = 100
 ALPHABET = string.ascii_letters + string.digits + "-_"  # none that HTML or JSON writes as more than one
@@ -32,28 +34,28 @@ WIDTH = {"amax": 3, "sqnr": 2, "crest": 2, "flushed": 2, "saturated": 2}
 NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
-def looks_of(report) -> dict[str, list[Look]]:
-    """Slot name -> looks, oldest first, of everyone who decides in the model; empty under fixed recipes."""
+def samples_of(report) -> dict[str, list[Look]]:
+    """Slot name -> samples, oldest first, from all controllers of the model; empty under fixed recipes."""
     found: dict[str, list[Look]] = {}
     for controller in report.controllers:
-        found |= {slot: looks.evenly() for slot, looks in list(controller.history.looks.items()) if looks}
+        found |= {slot: samples.evenly() for slot, samples in list(controller.history.looks.items()) if samples}
     return found
 
 
-def blob(report, looks: Mapping[str, Sequence[Look]]) -> dict[str, Any]:
-    """The value itself.
+def blob(report, samples: Mapping[str, Sequence[Look]]) -> dict[str, Any]:
+    """The value that `to_json` writes into the page.
 
-    steps: of each column, the last.  thinned: whether a column may be several looks.  layers: name -> role -> the rows
+    steps: the last of each column.  thinned: whether a column may be several samples.  layers: name -> role -> the rows
     above, in the report's order.  max, margin: of each cast.
     """
-    steps = sorted({look.step for each in looks.values() for look in each})
+    steps = sorted({sample.step for each in samples.values() for sample in each})
     spans = (each.span for controller in report.controllers for each in controller.history.looks.values())
     every = max(math.ceil(len(steps) / COLUMNS), 1)
     columns = {step: i // every for i, step in enumerate(steps)}
     casts: dict[str, int] = {}
-    layers: dict[str, dict[str, dict]] = {name: {} for name in _names(report, looks)}
+    layers: dict[str, dict[str, dict]] = {name: {} for name in _names(report, samples)}
     width = math.ceil(len(steps) / every)
-    for slot, seen in looks.items():
+    for slot, seen in samples.items():
         layer, _, role = slot.rpartition(".")
         layers[layer][role] = _rows(seen, columns, width, casts)
     return {
@@ -75,29 +77,29 @@ def to_json(value) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _names(report, looks: Iterable[str]) -> list[str]:
-    """Layers that were looked at: in the report's order, then any that it calls otherwise."""
-    seen = dict.fromkeys(slot.rpartition(".")[0] for slot in looks)
+def _names(report, slots: Iterable[str]) -> list[str]:
+    """Layers that were sampled: in the report's order, then any that it lists under another name."""
+    seen = dict.fromkeys(slot.rpartition(".")[0] for slot in slots)
     known = dict.fromkeys(layer["name"] for layer in report.layers if layer["name"] in seen)
     return list(known | seen)
 
 
 def _rows(seen: Sequence[Look], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:
     parts: list[list[Look]] = [[] for _ in range(width)]
-    for look in seen:
-        parts[columns[look.step]].append(look)
+    for sample in seen:
+        parts[columns[sample.step]].append(sample)
     numbers = {
-        "amax": [_log(max((look.amax for look in part), default=0.0), 1000, math.log10, 60000) for part in parts],
-        "sqnr": [_decibels(min((look.sqnr_db for look in part), default=math.inf)) for part in parts],
+        "amax": [_log(max((each.amax for each in part), default=0.0), 1000, math.log10, 60000) for part in parts],
+        "sqnr": [_decibels(min((each.sqnr_db for each in part), default=math.inf)) for part in parts],
         "crest": [_log(max(map(_crest, part), default=0.0), 100, math.log2, 0) for part in parts],
-        "flushed": [_share(max((look.flushed for look in part), default=0.0)) for part in parts],
-        "saturated": [_share(max((look.saturated for look in part), default=0.0)) for part in parts],
+        "flushed": [_share(max((each.flushed for each in part), default=0.0)) for part in parts],
+        "saturated": [_share(max((each.saturated for each in part), default=0.0)) for part in parts],
     }
     rows: dict[str, Any] = {key: "".join(_letters(n, WIDTH[key]) for n in found) for key, found in numbers.items()}
     named = (casts.setdefault(part[-1].cast, len(casts)) if part else None for part in parts)
     rows["cast"] = [[cast, len(list(run))] for cast, run in itertools.groupby(named)]
-    if any(look.nonfinite for look in seen):
-        rows["nonfinite"] = [int(sum(look.nonfinite for look in part)) for part in parts]
+    if any(sample.nonfinite for sample in seen):
+        rows["nonfinite"] = [int(sum(sample.nonfinite for sample in part)) for part in parts]
     return rows
 
 
@@ -111,8 +113,8 @@ def _letters(number: int, width: int) -> str:
     return "".join(ALPHABET[number >> 6 * place & 63] for place in reversed(range(width)))
 
 
-def _crest(look: Look) -> float:
-    return look.amax / look.rms if look.rms > 0 else 0.0
+def _crest(sample: Look) -> float:
+    return sample.amax / sample.rms if sample.rms > 0 else 0.0
 
 
 def _log(value: float, times: int, log, zero: int) -> int:

@@ -1,4 +1,4 @@
-"""The page's sections as HTML; every name and reason in it is text, whatever characters it holds."""
+"""Sections of the page as HTML; names and reasons are escaped, whatever characters they hold."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from fp8engine.auto.history import Look
 from fp8engine.report.page.svg import colour
 from fp8engine.scaling.table import ROLES
 
-FORMATS_NOTE = "one row a layer, one column a look"
+if TYPE_CHECKING:
+    from fp8engine.auto.history import Look
+
+FORMATS_NOTE = "one row a layer, one column a sample"
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
 ALARMS_NOTE = "amax growing away from rms, long before anything saturates"
 
 
 def section(name: str, title: str, body: str, note: str = "") -> str:
     """A panel with its heading."""
-    said = f"<small>{escape(note)}</small>" if note else ""
+    small = f"<small>{escape(note)}</small>" if note else ""
     return (
-        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}{said}</h2>{body}</section>'
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}{small}</h2>{body}</section>'
     )
 
 
 def subtitle(report) -> str:
-    """One line: what this model is computed in."""
+    """One line: how many layers, under which recipes."""
     totals = report.totals
     recipes = sorted({layer["recipe"] for layer in report.layers if layer["recipe"] != "none"})
     return f"{totals['layers']} linear layers under {', '.join(recipes) or 'no recipe'}"
 
 
-def cards(report, looks: Mapping[str, Sequence[Look]], losses: Sequence[float] | None) -> str:
-    """The numbers that a reader wants first."""
+def cards(report, samples: Mapping[str, Sequence[Look]], losses: Sequence[float] | None) -> str:
+    """The cards at the top: shares, backends, losses of precision, counts of changes and warnings."""
     totals = report.totals
     share = totals["fp8_flops_share"]
     backends = sorted({layer["backend"] for layer in report.layers if layer["recipe"] != "none"}) or ["torch"]
@@ -51,21 +54,17 @@ def cards(report, looks: Mapping[str, Sequence[Look]], losses: Sequence[float] |
         ),
         _card("saturated", _percent(totals["saturated"]), f"flushed to zero {_percent(totals['underflowed'])}"),
     ]
-    if looks:
-        now = {slot: seen[-1].sqnr_db for slot, seen in looks.items() if math.isfinite(seen[-1].sqnr_db)}
-        if now:
-            worst = min(now, key=now.__getitem__)
-            found.append(
-                _card(
-                    "median SQNR now", f"{statistics.median(now.values()):.1f} dB", f"least {now[worst]:.1f}: {worst}"
-                )
-            )
+    now = {slot: seen[-1].sqnr_db for slot, seen in samples.items() if math.isfinite(seen[-1].sqnr_db)}
+    if now:
+        worst = min(now, key=now.__getitem__)
+        median = f"{statistics.median(now.values()):.1f} dB"
+        found.append(_card("median SQNR now", median, f"least {now[worst]:.1f}: {worst}"))
     if report.controllers:
         steps = len({decision["step"] for decision in report.decisions})
         found.append(_card("formats changed", str(len(report.decisions)), f"at {steps} step{'s' * (steps != 1)}"))
         slots = len({alarm["slot"] for alarm in report.alarms})
-        said = f"on {slots} slot{'s' * (slots != 1)}" if slots else "no tensor grows outliers"
-        found.append(_card("early warnings", str(len(report.alarms)), said, "bad" if slots else "good"))
+        note = f"on {slots} slot{'s' * (slots != 1)}" if slots else "no tensor grows outliers"
+        found.append(_card("early warnings", str(len(report.alarms)), note, "bad" if slots else "good"))
     if totals["nonfinite"]:
         found.append(_card("NaN or Inf", f"{totals['nonfinite']:,}", "elements; they stayed so", "bad"))
     if losses is not None:
@@ -75,7 +74,7 @@ def cards(report, looks: Mapping[str, Sequence[Look]], losses: Sequence[float] |
 
 
 def legend(numbers: Mapping) -> str:
-    """Colour and name of every cast on the maps, and what else they can show (the script draws that)."""
+    """The colour of every cast on the maps, and the choice of what else the script can paint on them."""
     items = "".join(
         f'<li><i style="background:{colour(cast["label"])}"></i>{escape(cast["label"])}</li>'
         for cast in sorted(numbers["casts"], key=lambda cast: cast["label"])
@@ -86,7 +85,7 @@ def legend(numbers: Mapping) -> str:
 
 
 def why_no_maps(report) -> str:
-    """What stands where the maps would."""
+    """The text in place of the maps: why there are none."""
     if not report.controllers:
         return (
             "No layer is under auto: a fixed recipe gives each tensor one cast for good, so nothing is measured over "
@@ -94,11 +93,11 @@ def why_no_maps(report) -> str:
         )
     if any(controller.plan is not None for controller in report.controllers):
         return "This run repeats a plan: nothing is measured; what it changed, and when, is under Decisions."
-    return "Nothing has been seen yet: the first look is read when the second training step begins."
+    return "Nothing has been seen yet: the first sample is read when the second training step begins."
 
 
 def detail(numbers: Mapping) -> str:
-    """Where the script draws the chosen layer."""
+    """The place in which the script draws the charts of the chosen layer."""
     options = "".join(
         f'<option value="{i}">{escape(layer["name"])}</option>' for i, layer in enumerate(numbers["layers"])
     )
@@ -115,8 +114,8 @@ def detail(numbers: Mapping) -> str:
 def alarms(report) -> str:
     """Every alarm, latest first."""
     if not report.alarms:
-        said = "None." if report.controllers else "Only layers under auto are watched."
-        return f'<p class="quiet">{said}</p>'
+        note = "None." if report.controllers else "Only layers under auto are watched."
+        return f'<p class="quiet">{note}</p>'
     rows = "".join(
         f'<tr><td class="n">{alarm["step"]}</td><td><code>{escape(alarm["slot"])}</code></td>'
         f'<td class="n">{alarm["ratio"]:.0f}</td>'
@@ -129,8 +128,8 @@ def alarms(report) -> str:
 def decisions(report) -> str:
     """Every change, oldest first, and a box that filters them."""
     if not report.decisions:
-        said = "No format was changed." if report.controllers else "A fixed recipe makes none."
-        return f'<p class="quiet">{said}</p>'
+        note = "No format was changed." if report.controllers else "A fixed recipe makes none."
+        return f'<p class="quiet">{note}</p>'
     rows = "".join(
         f'<tr><td class="n">{each["step"]}</td><td><code>{escape(each["slot"])}</code></td>'
         f"<td>{_chip(each['before'])} → {_chip(each['after'])}</td><td>{escape(each['why'])}</td>"
@@ -146,7 +145,7 @@ def decisions(report) -> str:
 
 
 def layers(report, numbers: Mapping) -> str:
-    """What each layer runs now."""
+    """A row for each layer: its weight, its share of FLOPs, its casts and what they lose."""
     drawn = {layer["name"]: i for i, layer in enumerate(numbers["layers"])}
     rows = []
     for layer in report.layers:
@@ -165,23 +164,23 @@ def layers(report, numbers: Mapping) -> str:
 
 
 def left(report) -> str:
-    """Layers that are not in FP8, and the reason of each."""
-    alone = [
+    """Layers that are not in FP8, with the reason of each."""
+    others = [
         layer for layer in report.layers if layer["recipe"] == "none" or not layer["ran"] or not layer["fp8_share"]
     ]
-    if not alone:
+    if not others:
         return '<p class="quiet">None: every linear layer is in FP8.</p>'
     rows = "".join(
         f"<tr><td><code>{escape(layer['name'])}</code></td><td>{escape(layer['kind'])}</td>"
         f'<td>{"×".join(map(str, layer["shape"]))}</td><td class="n">{layer["flops_share"]:.1%}</td>'
         f"<td>{escape(layer['reason'] or 'decided: see Decisions')}</td></tr>"
-        for layer in alone
+        for layer in others
     )
     return _table(("layer", "kind", "weight", "FLOPs", "why"), rows)
 
 
 def memory(report) -> str:
-    """What FP8 keeps between calls beside the parameters."""
+    """The memory that quantised weights take between calls."""
     kept = report.totals["kept_weight_bytes"]
     if not kept:
         return (

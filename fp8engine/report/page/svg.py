@@ -1,4 +1,4 @@
-"""The pictures that need no script: the loss, and which format each layer's tensors had at each look."""
+"""Pictures of the page that need no script: the loss curve, and maps of the format of each tensor over time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row_height(layers: int) -> int:
 
 
 def format_map(blob: Mapping, role: str) -> str:
-    """Layers x looks, one path for each cast: its runs along the rows."""
+    """A map of layers x samples, one path for each cast: its runs along the rows."""
     layers, width = blob["layers"], len(blob["steps"])
     paths: dict[int, list[str]] = {}
     for y, layer in enumerate(layers):
@@ -52,9 +52,9 @@ def format_map(blob: Mapping, role: str) -> str:
         f'<path fill="{colour(blob["casts"][cast]["label"])}" d="{"".join(parts)}"/>'
         for cast, parts in sorted(paths.items())
     )
-    told = f"Format of each layer's {role} at each look; arrow keys choose the layer and the look"
+    label = f"Format of each layer's {role} at each sample; arrow keys choose the layer and the sample"
     return (
-        f'<svg class="map" data-role="{role}" tabindex="0" role="img" aria-label="{escape(told)}" height="{height}" '
+        f'<svg class="map" data-role="{role}" tabindex="0" role="img" aria-label="{escape(label)}" height="{height}" '
         f'viewBox="0 0 {max(width, 1)} {max(len(layers), 1)}" preserveAspectRatio="none">{drawn}</svg>'
     )
 
@@ -78,15 +78,15 @@ def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> str:
     parts += [f'<text x="{x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick}</text>' for tick in whole]
     for step, count in marks.items():
         if 0 <= step < len(losses):
-            told = f"step {step}: {count} slot{'s' * (count != 1)} changed"
+            label = f"step {step}: {count} slot{'s' * (count != 1)} changed"
             parts.append(
-                f'<path class="mark" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(told)}</title></path>'
+                f'<path class="mark" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(label)}</title></path>'
             )
     parts.append(f'<path class="raw" d="{_line(losses, x, y)}"/>')
     parts.append(f'<path class="smooth" d="{_line(smooth, x, y)}"/>')
-    told = f"Loss over {len(losses)} steps: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
+    label = f"Loss over {len(losses)} steps: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
     return (
-        f'<svg class="loss" role="img" aria-label="{escape(told)}" viewBox="0 0 {WIDTH} {HEIGHT}">'
+        f'<svg class="loss" role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {HEIGHT}">'
         f"{''.join(parts)}</svg>"
     )
 

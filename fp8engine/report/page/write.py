@@ -1,6 +1,6 @@
-"""From a report to one HTML file: the sections in order, the style, the script and the numbers in their places.
+"""The page of a report as one HTML file: its sections in order, with style, script and numbers inside.
 
-The page may load nothing: its Content-Security-Policy allows what is written in it, and pictures in data: URLs.
+The page loads nothing: its Content-Security-Policy allows what is written in it, and pictures in data: URLs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Protocol
 from fp8engine import files
 from fp8engine.errors import ReportError
 from fp8engine.report.page import parts
-from fp8engine.report.page.data import blob, looks_of, to_json
+from fp8engine.report.page.data import blob, samples_of, to_json
 from fp8engine.report.page.svg import format_map, loss_curve, row_height
 
 
 class Drawn(Protocol):
-    """Anything that can draw itself, as who-consumes-what graphs do."""
+    """Anything with a drawing, such as a graph of `fe.flow`."""
 
     def to_svg(self) -> str:
         """A whole SVG document."""
@@ -41,8 +41,8 @@ def write(report, path: str | os.PathLike, losses: Sequence[float] | None = None
 def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> str:
     """The page as text.  Raises ReportError for losses that are not numbers, or a flow that cannot draw itself."""
     measured = None if losses is None else _numbers(losses)
-    looks = looks_of(report)
-    numbers = blob(report, looks)
+    samples = samples_of(report)
+    numbers = blob(report, samples)
     sections = [
         parts.section("loss", "Loss", _loss(report, measured)) if measured is not None else "",
         parts.section("formats", "Format of every tensor", _maps(report, numbers), parts.FORMATS_NOTE),
@@ -58,11 +58,11 @@ def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = Non
         "style": _asset("page.css"),
         "script": _asset("page.js"),
         "subtitle": escape(parts.subtitle(report)),
-        "cards": parts.cards(report, looks, measured),
+        "cards": parts.cards(report, samples, measured),
         "sections": "\n".join(filter(None, sections)),
         "data": to_json(numbers),
     }
-    pieces = _asset("page.html").split("\u00a7")  # each odd piece is a name; what is filled in is not looked at again
+    pieces = _asset("page.html").split("\u00a7")  # each odd piece is a name; § in what is filled in stays
     return "".join(filled[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
@@ -83,7 +83,7 @@ def _maps(report, numbers: dict) -> str:
         f'<div class="axis"><span>step {first}</span><span>{last}</span></div></figure>'
         for role in numbers["roles"]
     )
-    thin = "; a column is the worst of several looks" if numbers["thinned"] else ""
+    thin = "; a column is the worst of several samples" if numbers["thinned"] else ""
     return (
         f"{parts.legend(numbers)}"
         f'<div class="maps" style="--row:{height}px"><div class="names" aria-hidden="true">{names}</div>{columns}</div>'
@@ -94,7 +94,7 @@ def _maps(report, numbers: dict) -> str:
 
 
 def _picture(flow: Drawn) -> str:
-    """A drawing as an image: its styles and names stay its own, and a script in it would not run."""
+    """A drawing as an image: its styles and ids do not mix with the page's, and a script in it does not run."""
     try:
         drawn = flow.to_svg()
         code = base64.b64encode(drawn.encode()).decode()
