@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine import _torch
-from fp8engine.autograd.call import ON_CODES, Call, Either
+from fp8engine.autograd.call import ON_CODES, Call, Either, operand
 from fp8engine.autograd.groups import (
     Groups,
     groupable,
@@ -36,14 +36,14 @@ from fp8engine.autograd.groups import (
     ungroupable,
 )
 from fp8engine.autograd.linear import check, dtype_of_result, enter
-from fp8engine.autograd.numerics import Casting, Numerics, operand
+from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.ready import suited
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
-from fp8engine.ops import casts, device
+from fp8engine.ops import casts
 from fp8engine.ops.backends import asked
-from fp8engine.ops.reference import How, Operand, Slot, column_sums
+from fp8engine.ops.reference import How, Operand, Slot, column_sums, emulation_dtype
 from fp8engine.scaling.shared_input import Kept
 
 
@@ -163,7 +163,7 @@ class _Experts(Call):
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
         numerics, second = self.numerics, self.plan.forward[1]
         self.observe("weight", weight_ENK.flatten(0, 1))
-        weights = numerics.kept_of_weight(weight_ENK, self.record)
+        weights = numerics.weight.operands(weight_ENK, self.record)
         slot, hold = numerics.slot("weight", self.record), self._holding(weight_ENK)
         copies = weights if isinstance(weights, Copies) else None
         holds = self.needs_x and copies is not None and copies.held
@@ -203,7 +203,7 @@ class _Experts(Call):
         """Emulation dtype of one expert's operands; None: FP8 codes."""
         if self.backend != "reference":
             return None
-        return device.holding_dtype(x.device, x.numel() // self.groups_of_rows.experts)
+        return emulation_dtype(x.device, x.numel() // self.groups_of_rows.experts)
 
     def _rows(self, x_TK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold) -> Either:
         """Rows under a cast, groups that share a scale within one expert."""

@@ -9,19 +9,18 @@ import contextlib
 import math
 
 import torch
+from torch.autograd import forward_ad
 
 from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import suited, take
-from fp8engine.autograd.refusals import check_caller, check_classes, no_transform, under_transforms
+from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
 from fp8engine.autograd.transforms import linear_transformed
 from fp8engine.errors import ShapeError, UnsupportedDtype
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, matmul
 from fp8engine.ops.tensor import Float8Tensor
-from fp8engine.scaling.table import in_backward
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.Tensor:
@@ -32,13 +31,15 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     """
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
-    if numerics.state.on_step is not None and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if numerics.state.on_step is not None and not compiling:
         numerics.state.enter()  # a step that begins here may change this layer's recipe
-    x = suited(x, numerics)
+    if isinstance(x, Float8Tensor):
+        x = suited(x, numerics)
     if not numerics.plan.fp8:
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
         return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
-    transformed = under_transforms()
+    transformed = not compiling and _torch.transforms_active()
     record = enter(x, weight_NK, numerics, transformed)
     if transformed:
         y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
@@ -58,21 +59,23 @@ def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torc
 
 
 def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics, transformed: bool | None = None) -> bool:
-    """A layer's FP8 forward begins: its state and its record hear of it.  Returns whether amaxes enter the history.
+    """Begin a layer's FP8 forward: a step may begin with it.  Returns whether amaxes enter the history.
 
     transformed: whether a transform of torch.func runs, from a caller that takes them; None: from one that does not.
     Raises for what refusals.py lists, naming the layer.
     """
     compiling = torch.compiler.is_compiling()
-    check_classes(x, weight_NK, numerics.name)
+    if type(x) not in PLAIN or type(weight_NK) not in PLAIN:
+        check_classes(x, weight_NK, numerics.name)
     if not compiling:
-        if transformed is None and under_transforms():
+        if transformed is None and _torch.transforms_active():
             raise no_transform(numerics.name, "torch.func's transforms where it is fused with others")
-        check_caller(x, weight_NK, numerics.name)
+        if _torch.tracing() or forward_ad._current_level >= 0:
+            check_caller(x, weight_NK, numerics.name)
         numerics.state.enter()
     elif numerics.alone:
         numerics.state.begin_step()
-    return torch.is_grad_enabled() or (not compiling and in_backward())
+    return torch.is_grad_enabled() or (not compiling and _torch.graph_task() != -1)
 
 
 def check(
@@ -96,7 +99,8 @@ def check(
             f"{name}: mat1 and mat2 shapes cannot be multiplied "
             f"({rows}x{read or 0} and {weight_NK.shape[1]}x{weight_NK.shape[0]}): in_features is {weight_NK.shape[1]}"
         )
-    device.check_one(name, x, weight=weight_NK, bias=bias_N)
+    if weight_NK.device != x.device or (bias_N is not None and bias_N.device != x.device):
+        device.check_one(name, x, weight=weight_NK, bias=bias_N)
 
 
 class _Linear(torch.autograd.Function):
@@ -108,19 +112,20 @@ class _Linear(torch.autograd.Function):
         if isinstance(x, Float8Tensor):
             a, saved = take(call, x)
         else:
-            a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
-        y_MN, turned = call.forward(a, weight_NK, bias_N, out, fp8=True)
-        ctx.save_for_backward(*call.to_save(saved), weight_NK, *turned)
+            kept = {} if numerics.state.parents[numerics.layer] is None else numerics.kept_of_input(x)
+            a, saved = call.cast_input(matrix(x), kept)
+        y_MN, weight_KN = call.forward(a, weight_NK, bias_N, out, fp8=True)
+        ctx.save_for_backward(*call.to_save(saved), weight_NK, *weight_KN)
         ctx.call, ctx.x_like = call, (x.shape, x.dtype)
         return in_shape_of(x, y_MN)
 
     @staticmethod
     def backward(ctx, dy):
         # Read once: checkpoints unpack nothing a second time.
-        data, scale, weight_NK, *turned = ctx.saved_tensors
-        shape, dtype = ctx.x_like
+        data, scale, *weight = ctx.saved_tensors
+        dy_MN, (shape, dtype) = matrix(dy), ctx.x_like
         with ctx.call.as_asked():
-            dx_MK, dw_NK, db_N = ctx.call.backward(matrix(dy), (data, scale), (weight_NK, *turned), dtype)
+            dx_MK, dw_NK, db_N = ctx.call.backward(dy_MN, (data, scale), tuple(weight), dtype)
         return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, None, None, None
 
 
@@ -139,7 +144,7 @@ def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
 
 
 def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
-    """y, its layer's tensors shown to whoever looks at this step: numbers may allow FP8 again."""
+    """y; its layer's tensors are described in this step, which is sampled: numbers may allow FP8 again."""
     if y.requires_grad and not torch.compiler.is_compiling():
         numerics.observe("input", matrix(x))
         numerics.observe("weight", weight_NK)

@@ -11,27 +11,30 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from fp8engine import _torch
 from fp8engine.autograd.weight import KeptWeight
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, Recipe
-from fp8engine.ops import casts, device
-from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops import casts
+from fp8engine.ops.library import in_backward, keepable
+from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.sample import observe
 from fp8engine.scaling.shared_input import Kept
-from fp8engine.scaling.table import ROLES, ScalingState, in_backward
+from fp8engine.scaling.table import ROLES, ScalingState
 
-HOLDS = (None, torch.float32, torch.bfloat16, torch.float16)
+EMULATIONS = (None, *FLOATS)
 
 
 class Casting:
-    """A cast made ready for the hot path: the kernels' words for it, by the dtype its values are held in."""
+    """A cast made ready for the hot path: the kernels' words for it, by the dtype of an emulation; None for codes."""
 
     def __init__(self, cast: Cast):
         self.cast, self.fp8 = cast, cast.is_fp8
-        self.how: dict[torch.dtype | None, How] = {hold: casts.how(cast, hold) for hold in HOLDS} if cast.is_fp8 else {}
+        self.how: dict[torch.dtype | None, How] = (
+            {dtype: casts.how(cast, dtype) for dtype in EMULATIONS} if cast.is_fp8 else {}
+        )
 
 
-class Plan:
+class CastPlan:
     """A recipe made ready: the castings of its three matmuls, equal casts being one object."""
 
     def __init__(self, recipe: Recipe):
@@ -52,7 +55,7 @@ class Plan:
         self.stored = None if recipe.stored is None else recipe.stored.format.dtype
 
 
-plan = functools.cache(Plan)
+plan = functools.cache(CastPlan)
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Numerics:
 
     name: as errors and reports print it.  layer: its index in `state`.  alone: no root updates the state for it.
     ran: the backend of the latest eager forward.  consumers: (kind, name) of what reads its result, where known.
-    candidate: whether that could read FP8, so that the result is worth looking at.
+    candidate: whether all of them could read FP8, so that the result is sampled.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     """
@@ -104,65 +107,20 @@ class Numerics:
         self.state.adopt(self.layer, recipe)
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
-        """Describe what "input", "weight", "grad_output" or "output" holds, if somebody looks at this step."""
+        """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""
         if self.state.samples is not None and (self.state.sample_all or self.layer in self.state.detailed_layers):
-            closely = self.layer in self.state.detailed_layers and role in ROLES
-            observe(x_MK, self.state.samples, self.state.row(self.layer, role), role if closely else "")
+            detailed = self.layer in self.state.detailed_layers and role in ROLES
+            observe(x_MK, self.state.samples, self.state.row(self.layer, role), role if detailed else "")
 
     @property
-    def looks_at_output(self) -> bool:
-        """Whether somebody looks at this step, and at the layer's result too: all who read it could read FP8."""
+    def samples_output(self) -> bool:
+        """Whether this step samples the layer's output (only if every consumer accepts FP8)."""
         return self.candidate and self.state.samples is not None
-
-    def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
-        """Operands of this very weight; empty when it has changed since they were made."""
-        return self.weight.operands(weight, training) if plain(weight) else {}
 
     def kept_of_input(self, x: torch.Tensor) -> Kept:
         """Operands that a sibling of the layer has just made of this very tensor."""
-        return self.state.shared.operands(x, self.layer, self.state.parents[self.layer]) if plain(x) else {}
-
-
-def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold=None) -> Operand | torch.Tensor:
-    """x under a cast, made once: FP8 with its scale, or the tensor itself where the cast is to 16 or 32 bits.
-
-    slot: where the scale is read and this use of x is counted.
-    hold: dtype in which an operand that only an emulated matmul reads is held; None for FP8 codes.
-    """
-    if not casting.fp8:
-        return x_MK if x_MK.dtype.itemsize == 2 else x_MK.to(casting.cast.format.dtype)
-    how = casting.how[hold]
-    made = kept.get(how)
-    # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
-    if made is None or (slot.record and not made[1].record):
-        made = kept[how] = casts.quantize(x_MK, how, slot), slot
-    elif (slot.count or slot.record) and slot.index != made[1].index:
-        _count_again(made[1], slot, x_MK.numel())
-    return made[0]
-
-
-def both(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[Operand, Operand]:
-    """x under a cast, and its transpose under the same for the matmul that reduces x's rows: one pass, made once.
-
-    For a cast that `serves_both` says does; as FP8 codes.
-    """
-    how = casting.how[None]
-    made, turned = kept.get(how), kept.get((how, "turned"))
-    if made is None or turned is None or (slot.record and not made[1].record):
-        first, second = casts.cast_transpose(x_MK, how, slot)
-        kept[how], kept[how, "turned"] = (first, slot), (second, slot)
-        return first, second
-    if (slot.count or slot.record) and slot.index != made[1].index:
-        _count_again(made[1], slot, x_MK.numel())
-    return made[0], turned[0]
-
-
-def transpose(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> Operand:
-    """The second of `both` alone, for a backward whose forward has used up the first."""
-    key = (casting.how[None], "turned")
-    if key not in kept:
-        kept[key] = casts.cast_transpose(x_MK, casting.how[None], slot)[1], slot
-    return kept[key][0]
+        parent = self.state.parents[self.layer]
+        return {} if parent is None or not keepable(x) else self.state.shared.operands(x, self.layer, parent)
 
 
 def serves_both(first: Casting, second: Casting) -> bool:
@@ -174,30 +132,3 @@ def serves_both(first: Casting, second: Casting) -> bool:
         return False
     one, other = first.how[None], second.how[None]
     return other == one._replace(rows=one.cols, cols=one.rows)
-
-
-def _count_again(source: Slot, slot: Slot, size: int) -> None:
-    """Another layer's slot already holds this tensor's amax: take it over instead of reading the tensor again."""
-    live, counts = slot.live_2S, slot.counts_CS
-    if slot.record:
-        live[0, slot.index] = torch.maximum(live[0, slot.index], live[0, source.index])
-        live[1, slot.index] = live[1, source.index]
-    if slot.count:
-        counts[0, slot.index] += 1
-        counts[1, slot.index] += size
-
-
-def plain(x: torch.Tensor) -> bool:
-    """Whether x is real data in eager code, so that operands made from it can be kept and found again."""
-    return (
-        not torch.compiler.is_compiling()
-        and _torch.dispatch_modes() == 0
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and not x.is_meta
-        and not x.is_inference()
-    )
-
-
-def holding(x: torch.Tensor, backend: str | None) -> torch.dtype | None:
-    """In which dtype an operand made from x and not saved waits for its matmul: None, unless that is emulated."""
-    return device.holding_dtype(x.device, x.numel()) if backend == "reference" else None

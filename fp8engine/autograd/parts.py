@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.autograd.call import Call, Either
-from fp8engine.autograd.numerics import Numerics, _count_again
+from fp8engine.autograd.call import Call, Either, take_over
+from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import UnknownName
 from fp8engine.ops import casts, library
+from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.scaling.shared_input import Kept
-from fp8engine.scaling.table import in_backward
 
 STORES = ("16 bits", "fp8")
 # For values that are read again elementwise: E4M3's 3 bits of mantissa, and a row's scale for a token's outliers.
@@ -143,7 +143,7 @@ def _one_store(calls: Sequence[Call], stores: Sequence[Store | None]) -> Store |
     for call, store in zip(calls, stores, strict=True):
         if to is None or store is None or store.how != to.how or call.numerics.state is not state:
             return None
-    if len({call.turned_input for call in calls if call.needs_w}) > 1 or to is None:
+    if len({call.transposes_input for call in calls if call.needs_w}) > 1 or to is None:
         return None
     return to._replace(transposed=any(store is not None and store.transposed for store in stores))
 
@@ -163,11 +163,11 @@ def count_again(source: Slot | None, slot: Slot | None, size: int) -> None:
     if torch.compiler.is_compiling():
         torch.ops.fp8engine.count_again.default(*source[:3], slot.index, slot.record, size)
     else:
-        _count_again(source, slot, size)
+        take_over(source, slot, size)
 
 
 def _count_again_of(live, counts, source: int, index: int, record: bool, size: int) -> None:
-    _count_again(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
+    take_over(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
 
 
 library.define(

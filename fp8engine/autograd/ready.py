@@ -1,48 +1,44 @@
-"""A layer's input that is in FP8 already: read as it is where that suits the layer's plan, else dequantised.
+"""Inputs that are in FP8 already: read as they are where the layer's plan allows it, else dequantised.
 
-What is read is saved for backward too: the codes that the producer wrote, one byte an element, held once by both.
+What is read is saved for backward too: the codes that the layer before wrote, one byte an element, held once by both.
 The input's slot counts them and takes amax and scale over from the slot of the result: no pass over memory.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from fp8engine.autograd.numerics import Casting, Numerics, Plan, operand
+from fp8engine.autograd.call import Call, operand
+from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.table import ScalingState
-
-if TYPE_CHECKING:
-    from fp8engine.autograd.call import Call
 
 TAKEN = ""  # in place of a reason
 WRITTEN = "other code wrote into it, or took its memory (.data, .numpy())"
 E5M2 = torch.float8_e5m2
 
 
-def suited(x: torch.Tensor, *readers: Numerics, why: str = TAKEN) -> torch.Tensor:
-    """x, a Float8Tensor only if every layer that reads it reads codes; each counts in `ready` what was done.
+def suited(x: torch.Tensor, *consumers: Numerics, why: str = TAKEN) -> torch.Tensor:
+    """Return x as FP8 only if every layer can consume it; each counts in `ready` what was done.
 
-    why: a reason of the caller's not to.
+    why: the caller's reason to dequantise.
     """
     if not isinstance(x, Float8Tensor):
         return x
     if torch.compiler.is_compiling():
         return x.dequantize()  # a compiled graph takes plain tensors; nothing in it can be counted on the host
-    for numerics in readers:
+    for numerics in consumers:
         why = why or why_not(x, numerics.plan)
-    for numerics in readers:
+    for numerics in consumers:
         numerics.ready[why] = numerics.ready.get(why, 0) + 1
     return x if why == TAKEN else x.dequantize()
 
 
-def why_not(x: Float8Tensor, plan: Plan) -> str:
+def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     """Why a layer under that plan does not read these codes; TAKEN where it does."""
-    (first, weight), (grad, again) = plan.forward, plan.wgrad
+    (first, weight), (grad, saved) = plan.forward, plan.wgrad
     if not first.fp8:
         return "its forward is in 16 bits"
     if isinstance(x, StoredTensor) and x.written:
@@ -52,7 +48,7 @@ def why_not(x: Float8Tensor, plan: Plan) -> str:
         return f"it casts {first.cast.granularity}, not {x.granularity}"
     dtype = q.data.dtype
     if (dtype, weight.cast.format.dtype) == (E5M2, E5M2) or (
-        _reads_codes(again, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
+        _reads_codes(saved, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
     ):
         return "Tensor Cores do not multiply E5M2 by E5M2"
     return TAKEN
@@ -61,7 +57,7 @@ def why_not(x: Float8Tensor, plan: Plan) -> str:
 def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
     """(X for forward, what wgrad will read) of an input that `suited` let pass."""
     numerics, q = call.numerics, x.operand()
-    call.turned_input = False  # wgrad reads the codes that are there, turned when it does
+    call.transposes_input = False  # wgrad reads the codes that are there, transposed when it does
     _count(numerics.state, x.source, numerics.slot("input", call.record), x.numel())
     values = None
     if call.record and numerics.state.samples is not None:
@@ -69,16 +65,16 @@ def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor |
         call.observe("input", values)
     if not call.needs_w:
         return q, None
-    again: Casting = call.plan.wgrad[1]
-    if _reads_codes(again, q):
+    saved: Casting = call.plan.wgrad[1]
+    if _reads_codes(saved, q):
         return q, q
     values = x.values().view(q.data.shape) if values is None else values
-    return q, operand(values, again, {}, numerics.slot("input", False, count=False))
+    return q, operand(values, saved, {}, numerics.slot("input", False, count=False))
 
 
-def _reads_codes(again: Casting, q: Operand) -> bool:
+def _reads_codes(saved: Casting, q: Operand) -> bool:
     """Whether wgrad reads the very codes of forward: one scale serves both directions."""
-    return again.fp8 and (q.rows, q.cols) == (-1, -1) == _extent(again)
+    return saved.fp8 and (q.rows, q.cols) == (-1, -1) == _extent(saved)
 
 
 def _extent(casting: Casting) -> tuple[int, int]:

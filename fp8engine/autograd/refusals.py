@@ -22,11 +22,6 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 INPUTS = (*PLAIN, Float8Tensor)
 
 
-def under_transforms() -> bool:
-    """Whether one of torch.func's transforms is running this code."""
-    return not torch.compiler.is_compiling() and _torch.transforms_active()
-
-
 def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     """Raise ParallelError for a DTensor, UnsupportedDtype for a weight that wraps other tensors."""
     if type(x) not in INPUTS and _is_dtensor(x):

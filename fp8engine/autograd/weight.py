@@ -26,11 +26,10 @@ import weakref
 
 import torch
 
-from fp8engine.ops import device
-from fp8engine.ops.fingerprint import fingerprint
+from fp8engine.ops.fingerprint import capturing, fingerprint
+from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How
 from fp8engine.scaling.shared_input import Kept
-from fp8engine.scaling.table import in_backward
 
 
 class Copies(Kept):
@@ -96,11 +95,16 @@ class KeptWeight:
         """Why they do."""
         return self.version.why
 
-    def operands(self, weight: torch.Tensor, training: bool) -> Copies:
-        """What has been made of this version; the caller adds to it, and holds what its backward reads."""
+    def operands(self, weight: torch.Tensor, training: bool) -> Kept:
+        """The FP8 copies of the current version of the weight; callers insert into it, and hold what backward reads.
+
+        Copies where something may outlive the call, else an empty dict: in a graph, for a weight without real data.
+        """
+        if not keepable(weight):
+            return {}
         if self.cache is False:
             return Copies(held=False)
-        if self.captured or device.capturing(weight.device):
+        if self.captured or capturing(weight.device):
             self.captured, self.version = True, Version()
             return Copies()
         seen = fingerprint(weight, whole=self.cache is not True)

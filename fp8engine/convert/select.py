@@ -17,13 +17,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from fp8engine.autograd.linear import FLOATS
 from fp8engine.convert.bypassed import uncalled
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import bound_forwards
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.numerics.recipe import Recipe, resolve
 
 Skip = Callable[[str, nn.Module], bool]

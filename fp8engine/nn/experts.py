@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from fp8engine.autograd.grouped import grouped_linear, grouped_plain
-from fp8engine.autograd.linear import FLOATS
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import ParallelError
 from fp8engine.nn.class_swap import Mixin, mix
 from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.formats import FLOATS
 
 # Attributes that transformers' decorator sets on a module; found by these, so that transformers need not be there.
 DECORATED = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel", "_apply_gate")

@@ -26,12 +26,13 @@ from torch import nn
 from torch.fx import Proxy
 from torch.nn.modules import module as torch_module
 
-from fp8engine.autograd.linear import FLOATS, linear
+from fp8engine.autograd.linear import linear
 from fp8engine.autograd.mlp import norm_mlp
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import NormOf
 from fp8engine.errors import ScriptError, StateError
 from fp8engine.nn.class_swap import Mixin
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops.reference import Norm
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}

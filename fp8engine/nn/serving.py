@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.linear import FLOATS, in_shape_of
+from fp8engine.autograd.linear import in_shape_of
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.linear import Float8Module
-from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
 from fp8engine.ops import casts, device, matmul
 from fp8engine.ops.reference import Operand

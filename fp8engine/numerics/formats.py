@@ -87,4 +87,5 @@ FP16 = Format("FP16", torch.float16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, 10)
 BF16 = Format("BF16", torch.bfloat16, (2 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7, 7)
 FP32 = Format("FP32", torch.float32, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23, 23)
 FORMATS = {format.name: format for format in (E4M3, E5M2, FP16, BF16, FP32)}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that FP8 casts take
 BY_DTYPE = {format.dtype: format for format in FORMATS.values()}

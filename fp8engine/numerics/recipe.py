@@ -28,6 +28,7 @@ from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
+ROLES, OUTPUT = ("input", "weight", "grad_output"), "output"  # operands of a layer with a scale; its result
 OBJECTIVES = ("accuracy", "speed")
 # What auto's consumers need of what they read, in dB.  E4M3 gives 31.6 dB to what lies within its normal range, E5M2
 # 25.6; 22 is where a cast has lost more to one scale than to three bits.
@@ -71,7 +72,7 @@ class Recipe:
     name: str = "custom"
 
     def __post_init__(self):
-        for key in ("input", "weight", "grad_output", *OTHER_CASTS):
+        for key in (*ROLES, *OTHER_CASTS):
             value = getattr(self, key)
             if not isinstance(value, Cast) and not (value is None and key in OTHER_CASTS):
                 raise InvalidRecipe(f"Recipe({key}={value!r}): want a fe.Cast")

@@ -50,11 +50,6 @@ def name(device: torch.device) -> str:
     return f"{platform.machine()} CPU" if device.type == "cpu" else device.type
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def check_one(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise BackendError, with the names of both, unless all the tensors that are there lie where the first one does.
 
@@ -68,22 +63,12 @@ def check_one(operation: str, first: torch.Tensor, **others: torch.Tensor | None
             )
 
 
+@functools.cache
 def product_dtype(device: torch.device) -> torch.dtype:
     """In which dtype an emulated FP8 matmul takes its operands on this device: whichever is fastest and exact."""
     if device.type == "cuda":
         return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if device.type == "cpu" and cpu_multiplies("bf16") else torch.float32
-
-
-# Below this many elements a BF16 matmul's set-up on a CPU costs more than it saves (measured: benchmarks/cpu.py).
-SMALL = 1 << 14
-
-
-def holding_dtype(device: torch.device, size: int) -> torch.dtype:
-    """In which dtype `size` values on the FP8 grid wait for an emulated matmul."""
-    if device.type == "cpu" and size < SMALL:
-        return torch.float32
-    return product_dtype(device)
 
 
 # Names under which torch.cpu.get_capabilities() knows instructions that multiply the format.

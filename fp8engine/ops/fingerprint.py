@@ -1,4 +1,4 @@
-"""Fingerprints of tensors on a CPU: whether a tensor holds the values that it held before.
+"""Fingerprints of tensors on a CPU: whether a tensor holds the values that it held before; and CUDA graph capture.
 
     the sum of the tensor's memory as 64-bit integers, modulo 2^64    any write that changes one number changes it
     about 32 values spread over rows and columns                      for writes that move numbers, which keep the sum
@@ -17,6 +17,11 @@ SAMPLES = 32
 GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a row spread over its columns most evenly
 WORD = 8  # bytes
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there: its replays change values, and no counter of a tensor's version."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:

@@ -46,6 +46,17 @@ def direct(x: torch.Tensor) -> bool:
     )
 
 
+def keepable(x: torch.Tensor) -> bool:
+    """Whether x is real data in eager code, so that operands made from it can be kept and found again."""
+    return (
+        not torch.compiler.is_compiling()
+        and _torch.dispatch_modes() == 0
+        and type(x) in PLAIN
+        and not x.is_meta
+        and not x.is_inference()
+    )
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass (a forward that runs now is a recompute)."""
     return _torch.graph_task() != -1

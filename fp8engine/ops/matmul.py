@@ -157,7 +157,9 @@ def _check(a: Operand, b: Operand, bias_N) -> None:
         raise ShapeError(f"matmul: want a [M, K] and b [N, K], got {list(a.data.shape)} and {list(b.data.shape)}")
     if bias_N is not None and bias_N.shape != b.data.shape[:1]:
         raise ShapeError(f"matmul: bias is {list(bias_N.shape)}; b {list(b.data.shape)} wants [{b.data.shape[0]}]")
-    device.check_one("matmul", a.data, b=b.data, scale_of_a=a.scale, scale_of_b=b.scale, bias=bias_N)
+    where = a.data.device
+    if not (b.data.device == a.scale.device == b.scale.device == where and (bias_N is None or bias_N.device == where)):
+        device.check_one("matmul", a.data, b=b.data, scale_of_a=a.scale, scale_of_b=b.scale, bias=bias_N)
     for name, (data, scale, rows, cols, _) in (("a", a), ("b", b)):
         if scale.dim() == 0:
             continue

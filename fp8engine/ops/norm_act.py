@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from fp8engine.errors import InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.library import call, direct, operation, refuse_gradient
 from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Store
@@ -24,8 +25,6 @@ from fp8engine.ops.reference.norm_quantize import KINDS, NormGradients
 from fp8engine.ops.ways import act_way, norm_way, produce, row_major
 
 __all__ = ["act_quantize", "act_quantize_backward", "norm_quantize", "norm_quantize_backward"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def norm_quantize(
@@ -304,7 +303,7 @@ FOUR = "(Tensor, Tensor, Tensor, Tensor"  # codes or values, scale, and both of 
     slot=True,
 )
 def _norm_operator(x, weight, bias, *rest, slot=None):
-    y, y_t, rows = _run_norm(x, weight, bias, Norm(*rest[:3]), Store(*rest[3:], slot))
+    y, y_t, rows = _run_norm(x, weight, bias, Norm(*rest[:3]), Store(rest[3], rest[4], slot))
     return _flat(x, y, y_t, rows.rstd_M, rows.mean_M)
 
 
@@ -316,7 +315,7 @@ def _norm_operator(x, weight, bias, *rest, slot=None):
 )
 def _norm_backward_operator(dy, x, weight, *rest, slot=None):
     rows, norm = RowStatistics(*rest[:2]), Norm(*rest[2:5])
-    found = _run_norm_backward(dy, x, weight, rows, norm, Store(*rest[5:], slot))
+    found = _run_norm_backward(dy, x, weight, rows, norm, Store(rest[5], rest[6], slot))
     return _flat(x, found.dx_MK, found.dx_KM, found.dweight_K, found.dbias_K)
 
 

@@ -18,7 +18,7 @@ from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
-from fp8engine.numerics.formats import BF16, Format
+from fp8engine.numerics.formats import BF16, FLOATS, Format
 from fp8engine.ops import casts, device, reference
 from fp8engine.ops import matmul as products
 from fp8engine.ops.reference import How, Operand, Slot
@@ -157,7 +157,7 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
     >>> q.dequantize().tolist(), q.scale.item(), q.data.dtype
     ([[1.0, -3.0, 7.0]], 0.015625, torch.float8_e4m3fn)
     """
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.layout != torch.strided:
+    if x.dtype not in FLOATS or x.layout != torch.strided:
         raise UnsupportedDtype(f"quantize: x is {x.dtype}, {x.layout}; want dense float32, bfloat16 or float16")
     if not cast.is_fp8:
         raise UnsupportedDtype(f"quantize: {cast} has no scale; x.to({cast.format.dtype}) does it")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, E4M3, Format
-from fp8engine.numerics.recipe import MATMULS, Auto, Recipe
+from fp8engine.numerics.recipe import MATMULS, ROLES, Auto, Recipe
 from fp8engine.scaling.prediction import Measured, Prediction
 
 GRAINS = ("tensor", "row", "block")  # what one scale covers, cheapest first
@@ -72,7 +72,7 @@ def groupings(role: str) -> tuple[Granularity, ...]:
 
 def begin(layers: Sequence[int], recipe: Auto) -> Choice:
     """What a group has before anything was seen: the recipe's own casts."""
-    formats = {(i, role): getattr(recipe, role).format for i in layers for role in ("input", "weight", "grad_output")}
+    formats = {(i, role): getattr(recipe, role).format for i in layers for role in ROLES}
     return Choice("tensor", formats, frozenset((i, matmul) for i in layers for matmul in MATMULS))
 
 

@@ -29,12 +29,11 @@ import numpy
 import torch
 
 from fp8engine.errors import ShapeError, UnsupportedDtype
-from fp8engine.numerics.formats import Format
+from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.numerics.recipe import PerTensor
 from fp8engine.ops.reference.operand import as_groups
 from fp8engine.scaling.prediction import GROUP_BINS, HEADER, TENSOR_BINS, Groupings, Measured, Table, extent
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples spread most evenly over the circle
 LEAST_ROWS = 16  # of a sample, as long as it stays under WIDEST samples
 WIDEST = 4

@@ -12,12 +12,12 @@ import math
 
 import torch
 
+from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.ops import library
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
 
-ROLES = ("input", "weight", "grad_output", "output")
 SAMPLE, CLOSELY = 16384, 65536  # elements that a look takes, beside the exact amax; a closer one, which is rare
 NONFINITE = HEADER.index("nonfinite")
 
@@ -25,7 +25,7 @@ NONFINITE = HEADER.index("nonfinite")
 @functools.cache
 def width() -> int:
     """Columns of a table of samples."""
-    return max(length(groupings(role)) for role in ROLES)
+    return max(length(groupings(role)) for role in (*ROLES, OUTPUT))
 
 
 def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -> None:

@@ -22,12 +22,11 @@ from collections.abc import Hashable, Iterable
 import torch
 
 from fp8engine import _torch
-from fp8engine.ops import device
-from fp8engine.ops.fingerprint import fingerprint
+from fp8engine.ops.fingerprint import capturing, fingerprint
 from fp8engine.ops.reference import Operand, Slot
 
 # Operands made of one tensor, and the slot that counted each.
-Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "turned") for the transpose under it
+Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "transposed") for the transpose under it
 
 
 def siblings(names: Iterable[str]) -> list[str | None]:
@@ -59,24 +58,16 @@ class SharedInput(threading.local):
     """Operands of the input that the layers of a model read last, in this thread."""
 
     def __init__(self):
-        self.active = False  # a forward of the root is under way
-        self.entry: _Entry | None = None
+        self.active = False  # whether a forward of the root is running
+        self.entry: _Entry | None = None  # None again when one begins or ends
 
-    def begin(self) -> None:
-        """A forward of the root begins."""
-        self.active, self.entry = True, None
-
-    def end(self) -> None:
-        """It has ended."""
-        self.active, self.entry = False, None
-
-    def operands(self, x: torch.Tensor, layer: int, parent: str | None) -> Kept:
+    def operands(self, x: torch.Tensor, layer: int, parent: str) -> Kept:
         """What has been made of this very tensor so far, for a layer with that parent; the caller adds to it."""
         task = _torch.graph_task()  # of the backward pass under way; -1 outside of one
         outside = task == -1 and not self.active
-        if parent is None or outside or (x.device.type == "cpu" and not x.is_contiguous()):
+        if outside or (x.device.type == "cpu" and not x.is_contiguous()):
             return {}
-        seen = (task, parent, x._version, device.capturing(x.device), fingerprint(x))
+        seen = (task, parent, x._version, capturing(x.device), fingerprint(x))
         entry = self.entry
         if entry is None or entry.tensor() is not x or entry.seen != seen or layer in entry.readers:
             entry = self.entry = _Entry(x, seen)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine._torch import graph_task
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
-from fp8engine.numerics.recipe import Cast, Recipe
-from fp8engine.ops.library import in_backward
+from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
@@ -32,9 +32,12 @@ from fp8engine.ops.scale_update import scale_update
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.shared_input import SharedInput, siblings
 
-ROLES = ("input", "weight", "grad_output")
-OUTPUT = "output"
-RENAMED = {"clock": "on_step", "closely": "detailed_layers", "others": "sample_all"}  # attributes of 0.1's pickles
+RENAMED = {
+    "clock": "on_step",
+    "closely": "detailed_layers",
+    "others": "sample_all",
+    "_slots": "slots",
+}  # attributes of 0.1's pickles
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
 
 
@@ -167,11 +170,11 @@ class ScalingState:
     def _see_on_host(self) -> None:
         """NumPy's views of the two tables that every cast writes, where they are real CPU memory."""
         on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
-        self._slots: dict[tuple[int, bool, bool], Slot] = {}
+        self.slots: dict[tuple[int, bool, bool], Slot] = {}
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_host": None, "_slots": {}}  # a copy of the views would not follow the copied tables
+        return {**self.__dict__, "_host": None, "slots": {}}  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
         if "clock" in state:  # pickled by 0.1
@@ -208,20 +211,20 @@ class ScalingState:
         key = (index, record, count)
         if torch.compiler.is_compiling():
             return Slot(self.live_2S, self.counts_CS, *key)
-        if (made := self._slots.get(key)) is None:
-            made = self._slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
+        if (made := self.slots.get(key)) is None:
+            made = self.slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
         return made
 
     def begin_forward(self, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         self.begin_step()
         if not torch.compiler.is_compiling():
-            self.shared.begin()
+            self.shared.active, self.shared.entry = True, None
 
     def end_forward(self, *_: object) -> None:
         """The root's forward has ended, or failed: nothing that was made of its inputs outlives it."""
         if not torch.compiler.is_compiling():
-            self.shared.end()
+            self.shared.active, self.shared.entry = False, None
 
     def watch(self, root: nn.Module) -> None:
         """Follow the forwards of the model that the layers are part of."""
@@ -233,7 +236,7 @@ class ScalingState:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self._update()
-        elif not in_backward():
+        elif graph_task() == -1:
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
             if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.on_step is None):
                 self.fold()
@@ -244,7 +247,7 @@ class ScalingState:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
         or if `on_step` has not been called for the first.
         """
-        if in_backward():
+        if graph_task() != -1:
             self.recomputed |= torch.is_grad_enabled()
         elif self.backward_seen or not (self.begun or self.on_step is None):
             self.begin_step()

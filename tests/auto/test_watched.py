@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
 from fp8engine.bench.amp import leave
+from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure
-from fp8engine.scaling.sample import ROLES, _observe, observe, seen, width
+from fp8engine.scaling.sample import _observe, observe, seen, width
 
 WAITS = {
     "aten._local_scalar_dense.default",  # .item(), bool(), float(), tolist()
@@ -63,12 +64,12 @@ def test_the_detector_detects(wait):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(300, 513), (4000, 64), (40, 3000)], ids=str)
-@pytest.mark.parametrize("role", [*ROLES, ""])
+@pytest.mark.parametrize("role", [*ROLES, OUTPUT, ""])
 def test_looking_waits_for_nothing(role: str, shape, dtype):
     """On a device without numbers (meta): whatever reads one, or copies to the host, raises; and is noted besides."""
     with Waits() as waits:
         x = torch.empty(*shape, dtype=dtype, device="meta")
-        table = torch.zeros(len(ROLES), width(), device="meta")
+        table = torch.zeros(len(ROLES) + 1, width(), device="meta")
         flat = measure(x, groupings(role) if role else (), 32768, x.abs().max().float())
         _observe(x, table, 1, role)
         assert flat.device.type == "meta"
@@ -99,7 +100,7 @@ def test_observing_is_an_operator_with_a_fake():
     torch.library.opcheck(torch.ops.fp8engine.observe.default, arguments, test_utils="test_faketensor")
 
 
-@pytest.mark.parametrize("role", [*ROLES, ""])
+@pytest.mark.parametrize("role", [*ROLES, OUTPUT, ""])
 def test_what_was_observed_is_what_was_there(role: str):
     x, table = torch.randn(40, 50), torch.zeros(3, width())
     observe(x, table, 2, role)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import casts as operations
+from fp8engine.ops import reference
 
 BYTES = 32 * 48
 
@@ -22,14 +22,14 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operation of every cast of a weight, [32, 48]."""
     seen = []
     for name in ("quantize", "cast_transpose"):
-        real = getattr(operations, f"_{name}")
+        real = getattr(reference, name)
 
         def spy(x_MK, how, *rest, name=name, real=real):
             if x_MK.shape == (32, 48):
                 seen.append(name)
             return real(x_MK, how, *rest)
 
-        monkeypatch.setattr(operations, f"_{name}", spy)
+        monkeypatch.setattr(reference, name, spy)
     return seen
 
 

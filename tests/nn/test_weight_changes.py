@@ -13,8 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine.autograd import weight as weights
-from fp8engine.ops import casts as operations
-from fp8engine.ops import device
+from fp8engine.ops import reference
 from fp8engine.ops.fingerprint import fingerprint
 
 N, K = 32, 48
@@ -31,14 +30,14 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operation of every cast of a weight."""
     seen = []
     for name in ("quantize", "cast_transpose"):
-        real = getattr(operations, f"_{name}")
+        real = getattr(reference, name)
 
         def spy(x_MK, how, *rest, name=name, real=real):
             if x_MK.shape in ((N, K), (K, N)):
                 seen.append(name)
             return real(x_MK, how, *rest)
 
-        monkeypatch.setattr(operations, f"_{name}", spy)
+        monkeypatch.setattr(reference, name, spy)
     return seen
 
 
@@ -166,11 +165,11 @@ def test_a_graph_that_is_captured_after_warm_up_casts_the_weight(
         for _ in range(3):
             layer(x).backward(dy)
         casts.clear()
-        monkeypatch.setattr(device, "capturing", lambda where: True)
+        monkeypatch.setattr(weights, "capturing", lambda where: True)
         y = layer(x)
         forward = len(casts)
         y.backward(dy)
-        monkeypatch.setattr(device, "capturing", lambda where: False)
+        monkeypatch.setattr(weights, "capturing", lambda where: False)
     assert forward == 1
     assert fe.inspect(layer).layers[0]["kept_bytes"] == 0
 
@@ -179,9 +178,9 @@ def test_a_graph_that_is_captured_after_warm_up_casts_the_weight(
 def test_a_replay_that_changed_the_weight_is_seen_by_eager_code(cache, as_on_a_card, monkeypatch: pytest.MonkeyPatch):
     layer = fe.Linear(K, N, bias=False, recipe=replace(fe.current(), cache_weights=cache))
     x = torch.randn(16, K)
-    monkeypatch.setattr(device, "capturing", lambda where: True)
+    monkeypatch.setattr(weights, "capturing", lambda where: True)
     layer(x).sum().backward()
-    monkeypatch.setattr(device, "capturing", lambda where: False)
+    monkeypatch.setattr(weights, "capturing", lambda where: False)
     with torch.no_grad():
         before = layer(x).clone()
         layer.weight.data.mul_(2)  # what a replay of forward, backward and optimizer does: no counter moves

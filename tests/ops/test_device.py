@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from fp8engine.ops import device, matmul
+from fp8engine.ops import device, matmul, reference
+from fp8engine.ops.reference.matmul import SMALL
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 # Capability, has_fp8, dtype of an emulated product, backend of a matmul without and with scales along K.
@@ -35,9 +36,11 @@ def forget():
     """What has been asked of the real machine is asked again, and of the fake one forgotten."""
     device.capability.cache_clear()
     device.cpu_multiplies.cache_clear()
+    device.product_dtype.cache_clear()
     yield
     device.capability.cache_clear()
     device.cpu_multiplies.cache_clear()
+    device.product_dtype.cache_clear()
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -49,7 +52,7 @@ def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
     assert device.has_fp8(CUDA) is has_fp8
     assert device.product_dtype(CUDA) == product
     # A card's set-up costs the same for any size: only a CPU holds small operands in FP32.
-    assert device.holding_dtype(CUDA, 1) == device.holding_dtype(CUDA, 1 << 20) == product
+    assert reference.emulation_dtype(CUDA, 1) == reference.emulation_dtype(CUDA, 1 << 20) == product
     assert matmul.choose(CUDA, by_block=False) == backend
     assert matmul.choose(CUDA, by_block=True) == by_block
     assert matmul.emulated(CUDA, "cublas") is not has_fp8
@@ -65,8 +68,8 @@ def test_cpus(cpu: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
     product = torch.bfloat16 if bf16 else torch.float32
     assert device.product_dtype(CPU) == product
-    assert device.holding_dtype(CPU, device.SMALL) == product
-    assert device.holding_dtype(CPU, device.SMALL - 1) == torch.float32
+    assert reference.emulation_dtype(CPU, SMALL) == product
+    assert reference.emulation_dtype(CPU, SMALL - 1) == torch.float32
     assert device.has_fp8(CPU) is False
     assert device.capability(CPU) == (0, 0)
     assert matmul.choose(CPU, by_block=False) == backend
@@ -86,7 +89,7 @@ def test_a_torch_that_lists_no_instructions(avx512: bool, amx: bool, bf16: bool,
 
 @pytest.mark.parametrize("where", [META, torch.device("mps")], ids=str)
 def test_any_other_device_emulates_in_fp32(where: torch.device):
-    assert device.product_dtype(where) == device.holding_dtype(where, 1 << 20) == torch.float32
+    assert device.product_dtype(where) == reference.emulation_dtype(where, 1 << 20) == torch.float32
     assert not device.has_fp8(where)
     assert matmul.choose(where, by_block=False) == "reference"
     assert device.name(where) == where.type

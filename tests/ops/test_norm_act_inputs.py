@@ -127,8 +127,8 @@ def codes(*results) -> list[torch.Tensor]:
 GROUPS = How(E4M3, 1, 128)
 WAYS = {  # cast -> way of: plain, transposed, gated backward of 2 x 200 columns
     None: ("kernel", None, "kernel"),
-    How(E4M3, -1, -1): ("kernel", "turned", "kernel"),
-    How(E4M3, -1, -1, delayed=True): ("kernel", "turned", "kernel"),
+    How(E4M3, -1, -1): ("kernel", "transposed", "kernel"),
+    How(E4M3, -1, -1, delayed=True): ("kernel", "transposed", "kernel"),
     How(E4M3, 1, -1): ("kernel", "fp32", "kernel"),
     GROUPS: ("kernel", "fp32", "fp32"),
     How(E4M3, 128, 128): ("fp32", "fp32", "fp32"),

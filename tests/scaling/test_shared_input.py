@@ -142,7 +142,7 @@ def test_nothing_outlives_a_forward_that_fails():
 
 def test_operands_are_freed_with_their_tensor():
     shared = shared_input.SharedInput()
-    shared.begin()
+    shared.active, shared.entry = True, None
     x = torch.randn(6, WIDTH)
     kept = shared.operands(x, 0, "attn")
     kept["cast"] = MADE
@@ -155,10 +155,10 @@ def test_another_thread_shares_nothing():
     shared, x, found = shared_input.SharedInput(), torch.randn(6, WIDTH), []
 
     def serve() -> None:
-        shared.begin()
+        shared.active, shared.entry = True, None
         found.append(shared.operands(x, 1, "attn"))
 
-    shared.begin()
+    shared.active, shared.entry = True, None
     mine = shared.operands(x, 0, "attn")
     mine["cast"] = MADE
     worker = threading.Thread(target=serve)
@@ -171,12 +171,12 @@ def test_another_thread_shares_nothing():
 @pytest.mark.parametrize("change", ["parent", "version", "capture"])
 def test_what_a_sibling_does_not_read(change: str, monkeypatch: pytest.MonkeyPatch):
     shared, x = shared_input.SharedInput(), torch.randn(6, WIDTH)
-    shared.begin()
+    shared.active, shared.entry = True, None
     shared.operands(x, 0, "attn")["cast"] = MADE
     if change == "version":
         x.add_(0)
     if change == "capture":
-        monkeypatch.setattr(shared_input.device, "capturing", lambda where: True)
+        monkeypatch.setattr(shared_input, "capturing", lambda where: True)
     assert shared.operands(x, 1, "mlp" if change == "parent" else "attn") == {}
 
 

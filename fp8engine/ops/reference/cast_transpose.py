@@ -13,12 +13,9 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
+from fp8engine.ops.reference.matmul import column_sums
 from fp8engine.ops.reference.operand import How, Operand, Slot
 from fp8engine.ops.reference.quantize import quantize
-
-# Elements of 16 bits that a CPU sums at a time: torch makes an FP32 copy, and one of 8192 x 1024 costs 34 ms in page
-# faults where pieces of it take 3.
-PIECE = 1 << 19
 
 
 class Store(NamedTuple):
@@ -64,18 +61,6 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
     """
     both = _both(x_MK, how, slot)
     return (*both, column_sums(x_MK)) if sums else both
-
-
-def column_sums(x_MK: torch.Tensor) -> torch.Tensor:
-    """The sums of x's columns, FP32 [K]; 0 where there are no rows.
-
-    >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
-    tensor([4., 6.])
-    """
-    if x_MK.device.type != "cpu" or x_MK.dtype == torch.float32 or x_MK.numel() <= PIECE:
-        return x_MK.sum(0, dtype=torch.float32)
-    rows = max(PIECE // x_MK.shape[1], 1)
-    return torch.stack([part.sum(0, dtype=torch.float32) for part in x_MK.split(rows)]).sum(0)
 
 
 def _both(x_MK: torch.Tensor, how: How, slot: Slot | None) -> tuple[Operand, Operand]:

@@ -20,6 +20,10 @@ from fp8engine.ops.reference.rounding import decode
 from fp8engine.ops.reference.scale import FP32_MAX
 
 AMX_K = 32  # BF16 values that an AMX tile holds of a row
+SMALL = 1 << 14  # values below which a BF16 matmul's set-up on a CPU costs more than it saves: benchmarks/cpu.py
+# Elements of 16 bits that a CPU sums at a time: torch makes an FP32 copy, and one of 8192 x 1024 costs 34 ms in page
+# faults where pieces of it take 3.
+PIECE = 1 << 19
 LARGE = 2.0**64  # a sum of 2^39 products of E5M2 by E4M3 times this is still below 2^128
 
 
@@ -45,7 +49,7 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
     tensor([[20.]])
     """
     exact = out == torch.float32 if exact is None else exact and out == torch.float32
-    if a.scaled_along_k or b.scaled_along_k:
+    if (a.cols != -1 and a.scaled_along_k) or (b.cols != -1 and b.scaled_along_k):
         return matmul_block(a, b, bias_N, out, exact)
     where = a.data.device
     dtype = torch.float32 if exact and where.type == "cpu" else _common_dtype(a.data, b.data)
@@ -68,12 +72,31 @@ def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact:
     return apply_scales(y_MN, one, one, bias_N, out)
 
 
+def column_sums(x_MK: torch.Tensor) -> torch.Tensor:
+    """The sums of x's columns, FP32 [K]; 0 where there are no rows.
+
+    >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
+    tensor([4., 6.])
+    """
+    if x_MK.device.type != "cpu" or x_MK.dtype == torch.float32 or x_MK.numel() <= PIECE:
+        return x_MK.sum(0, dtype=torch.float32)
+    rows = max(PIECE // x_MK.shape[1], 1)
+    return torch.stack([part.sum(0, dtype=torch.float32) for part in x_MK.split(rows)]).sum(0)
+
+
+def emulation_dtype(where: torch.device, size: int) -> torch.dtype:
+    """In which dtype `size` values on the FP8 grid wait for an emulated matmul on this device."""
+    if where.type == "cpu" and size < SMALL:
+        return torch.float32
+    return device.product_dtype(where)
+
+
 def _folding_dtype(a: Operand, b: Operand, exact: bool) -> torch.dtype:
     """In which dtype real values q * scale are multiplied: BF16 where that is exact (powers of two), else FP32."""
     where = a.data.device
     if not (a.power_of_2 and b.power_of_2) or (exact and where.type == "cpu"):
         return torch.float32
-    dtype = device.holding_dtype(where, max(a.data.numel(), b.data.numel()))
+    dtype = emulation_dtype(where, max(a.data.numel(), b.data.numel()))
     return torch.float32 if dtype == torch.float16 else dtype  # FP16's range holds FP8 values but not every scale
 
 
@@ -99,7 +122,7 @@ def _mm(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 def _common_dtype(a_MK, b_NK) -> torch.dtype:
     """By sizes alone: training saves codes and inference holds values, and both must round their sums alike."""
-    return device.holding_dtype(a_MK.device, max(a_MK.numel(), b_NK.numel()))
+    return emulation_dtype(a_MK.device, max(a_MK.numel(), b_NK.numel()))
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

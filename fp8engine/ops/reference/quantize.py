@@ -11,16 +11,17 @@ tensor is finite and lets the second pass skip every check.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 
 import numpy
 import torch
 
-from fp8engine.numerics.formats import Format
+from fp8engine.numerics.formats import BY_DTYPE, Format
 from fp8engine.ops.reference.operand import How, Slot, as_groups
 from fp8engine.ops.reference.rounding import FEW, scale_and_round
-from fp8engine.ops.reference.scale import scale_factor, scale_factor_of_float
+from fp8engine.ops.reference.scale import FP32_MAX, scale_factor
 
 # |x * s| over MAX by less than the rounding of s itself is not saturation: s = RN(MAX / a) may land a * s one ulp up.
 SATURATES = 1 + 2.0**-22
@@ -40,7 +41,7 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[to
     if x_MK.numel() == 0:
         one = x_MK.new_ones(how.scale_shape(*x_MK.shape), dtype=torch.float32)
         return x_MK.to(how.held or how.dtype), one
-    if how.per_tensor and x_MK.device.type == "cpu":
+    if how.rows == how.cols == -1 and x_MK.device.type == "cpu":
         return _quantize_on_host(x_MK, how, slot)
     return _quantize_groups(x_MK, how, slot)
 
@@ -59,7 +60,7 @@ def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.T
 
 def _quantize_on_host(x_MK, how: How, slot: Slot | None):
     """Per tensor on a CPU: the scale is a Python float, so nothing is broadcast and finite tensors take no checks."""
-    format = Format.of(how.dtype)
+    format = BY_DTYPE[how.dtype]
     low, high = torch.aminmax(x_MK)
     amax = max(-low.item(), high.item())
     bad = 0
@@ -67,7 +68,7 @@ def _quantize_on_host(x_MK, how: How, slot: Slot | None):
         mask = torch.isfinite(x_MK)
         bad = x_MK.numel() - int(mask.sum())
         amax = torch.where(mask, x_MK, 0).abs().max().item()
-    s = float(slot.on_host[0][1, slot.index]) if slot is not None and how.delayed else 0.0
+    s = float((slot.host or slot.on_host)[0][1, slot.index]) if slot is not None and how.delayed else 0.0
     saturated = 0
     if s == 0.0:
         s = scale_factor_of_float(amax, format.max, how.power_of_2)
@@ -80,6 +81,21 @@ def _quantize_on_host(x_MK, how: How, slot: Slot | None):
     if slot is not None and slot.record and not bad:
         _record_on_host(slot, amax, None if how.delayed else s)
     return q_MK, torch.scalar_tensor(1.0 / s, dtype=torch.float32)
+
+
+def scale_factor_of_float(amax: float, maximum: float, power_of_2: bool = False) -> float:
+    """`scale_factor` for one number on the host, bit for bit.
+
+    A quotient of two FP32 numbers rounded to FP64 and then to FP32 is the correctly rounded FP32 quotient, because
+    53 >= 2 * 24 + 2 bits (Figueroa 1995, "When is double rounding innocuous?").
+
+    >>> scale_factor_of_float(3.0, 448.0) == scale_factor(torch.tensor(3.0), 448.0).item()
+    True
+    """
+    if not amax > 0:
+        return 1.0
+    s = min(ctypes.c_float(maximum / amax).value, FP32_MAX)
+    return math.ldexp(1.0, math.frexp(s)[1] - 1) if power_of_2 else s
 
 
 def _quantize_groups(x_MK, how: How, slot: Slot | None):
@@ -163,7 +179,7 @@ def _flushed(x_MK: torch.Tensor, q_MK: torch.Tensor) -> torch.Tensor:
 
 def _count_on_host(slot: Slot, x_MK, q_MK, events: tuple[int, int, bool]) -> None:
     """Add one call to the slot's counters."""
-    _, counts = slot.on_host
+    _, counts = slot.host or slot.on_host
     index, size = slot.index, x_MK.numel()
     saturated, bad, recast = events
     if counts[0, index] % SAMPLE_EVERY == 0:
@@ -178,7 +194,7 @@ def _count_on_host(slot: Slot, x_MK, q_MK, events: tuple[int, int, bool]) -> Non
 
 
 def _record_on_host(slot: Slot, amax: float, s: float | None) -> None:
-    live, _ = slot.on_host
+    live, _ = slot.host or slot.on_host
     if amax > live[0, slot.index]:
         live[0, slot.index] = amax
     if s is not None:

@@ -11,9 +11,6 @@ ulp off for 23 % of amaxes.  Source: TransformerEngine's delayed scaling recipe 
 
 from __future__ import annotations
 
-import ctypes
-import math
-
 import numpy
 import torch
 
@@ -48,21 +45,6 @@ def _scale_factor_numpy(amax: numpy.ndarray, maximum: float, power_of_2: bool) -
 def floor_power_of_2(s: torch.Tensor) -> torch.Tensor:
     """The largest power of two that is not above s (FP32, positive and normal)."""
     return s.view(torch.int32).bitwise_and(~MANTISSA_BITS).view(torch.float32)
-
-
-def scale_factor_of_float(amax: float, maximum: float, power_of_2: bool = False) -> float:
-    """`scale_factor` for one number on the host, bit for bit.
-
-    A quotient of two FP32 numbers rounded to FP64 and then to FP32 is the correctly rounded FP32 quotient, because
-    53 >= 2 * 24 + 2 bits (Figueroa 1995, "When is double rounding innocuous?").
-
-    >>> scale_factor_of_float(3.0, 448.0) == scale_factor(torch.tensor(3.0), 448.0).item()
-    True
-    """
-    if not amax > 0:
-        return 1.0
-    s = min(ctypes.c_float(maximum / amax).value, FP32_MAX)
-    return math.ldexp(1.0, math.frexp(s)[1] - 1) if power_of_2 else s
 
 
 def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ import torch
 from casts import E4M3, E5M2, assert_same, bits, fp8, plain
 
 from fp8engine.ops.reference import How, Slot, Store, cast_transpose, quantize
-from fp8engine.ops.reference.cast_transpose import column_sums, store
+from fp8engine.ops.reference.cast_transpose import store
+from fp8engine.ops.reference.matmul import column_sums
 from fp8engine.ops.reference.operand import COUNTERS, Operand
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}

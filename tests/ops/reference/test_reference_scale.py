@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8engine.ops.reference import scale_factor, scale_update
-from fp8engine.ops.reference.scale import floor_power_of_2, scale_factor_of_float
+from fp8engine.ops.reference.quantize import scale_factor_of_float
+from fp8engine.ops.reference.scale import floor_power_of_2
 
 SMALLEST = 2.0**-149
 amaxes = st.floats(0, float(FP32_MAX), width=32, allow_subnormal=True)
