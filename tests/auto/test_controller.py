@@ -301,6 +301,7 @@ def test_a_wrapped_on_step_loses_no_decision():
     model = plain()
     state = state_of(model)
     controller, wrapped = state.controller, state.on_step
+    assert wrapped is not None
     state.on_step = lambda backward: wrapped(backward)
     train(model, 2)
     assert controllers_of(model) == [controller]
