@@ -23,7 +23,7 @@ from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
-    from fp8engine.auto.history import Look, Spread
+    from fp8engine.auto.history import Sample, Spread
     from fp8engine.report.table import Report
 
 FORMATS = tuple(format.name for format in (E4M3, E5M2, FP16, BF16, FP32))
@@ -54,7 +54,7 @@ class EventWriter:
         """Add what is new in a report; `step` is where numbers without a step of their own go."""
         for controller in report.controllers:
             history = controller.history
-            for slot, looks in history.looks.items():
+            for slot, looks in history.samples.items():
                 for sample in looks.since(self.seen.get(slot, -1)):
                     self._sample(slot, sample)
                 spread = history.spreads.get(slot)
@@ -77,7 +77,7 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _sample(self, slot: str, sample: Look) -> None:
+    def _sample(self, slot: str, sample: Sample) -> None:
         numbers = {"amax": sample.amax, "sqnr": sample.sqnr_db}
         numbers |= {"flushed": sample.flushed, "saturated": sample.saturated}
         numbers["crest"] = sample.amax / sample.rms if sample.rms > 0 else math.nan

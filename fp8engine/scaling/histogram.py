@@ -31,7 +31,6 @@ import torch
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.numerics.recipe import PerTensor
-from fp8engine.ops.norm_act import FLOATS
 from fp8engine.ops.reference.operand import as_groups
 from fp8engine.scaling.prediction import GROUP_BINS, HEADER, TENSOR_BINS, Groupings, Measured, Table, extent
 

@@ -17,7 +17,6 @@ from fp8engine.ops import library
 from fp8engine.scaling.choice import groupings
 from fp8engine.scaling.histogram import length, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
-from fp8engine.scaling.table import OUTPUT, ROLES
 
 SAMPLE, DETAILED = 16384, 65536  # elements sampled beside the exact amax; for all granularities, which is rarely asked
 NONFINITE = HEADER.index("nonfinite")

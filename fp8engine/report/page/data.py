@@ -26,7 +26,7 @@ from fp8engine.numerics.formats import Format
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
-    from fp8engine.auto.history import Look
+    from fp8engine.auto.history import Sample
 
 COLUMNS = 100
 ALPHABET = string.ascii_letters + string.digits + "-_"  # none that HTML or JSON writes as more than one
@@ -34,22 +34,22 @@ WIDTH = {"amax": 3, "sqnr": 2, "crest": 2, "flushed": 2, "saturated": 2}
 NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
-def samples_of(report) -> dict[str, list[Look]]:
+def samples_of(report) -> dict[str, list[Sample]]:
     """Slot name -> samples, oldest first, from all controllers of the model; empty under fixed recipes."""
-    found: dict[str, list[Look]] = {}
+    found: dict[str, list[Sample]] = {}
     for controller in report.controllers:
-        found |= {slot: samples.evenly() for slot, samples in list(controller.history.looks.items()) if samples}
+        found |= {slot: samples.evenly() for slot, samples in list(controller.history.samples.items()) if samples}
     return found
 
 
-def blob(report, samples: Mapping[str, Sequence[Look]]) -> dict[str, Any]:
+def blob(report, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     """The value that `to_json` writes into the page.
 
     steps: the last of each column.  thinned: whether a column may be several samples.  layers: name -> role -> the rows
     above, in the report's order.  max, margin: of each cast.
     """
     steps = sorted({sample.step for each in samples.values() for sample in each})
-    spans = (each.span for controller in report.controllers for each in controller.history.looks.values())
+    spans = (each.span for controller in report.controllers for each in controller.history.samples.values())
     every = max(math.ceil(len(steps) / COLUMNS), 1)
     columns = {step: i // every for i, step in enumerate(steps)}
     casts: dict[str, int] = {}
@@ -84,8 +84,8 @@ def _names(report, slots: Iterable[str]) -> list[str]:
     return list(known | seen)
 
 
-def _rows(seen: Sequence[Look], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:
-    parts: list[list[Look]] = [[] for _ in range(width)]
+def _rows(seen: Sequence[Sample], columns: Mapping[int, int], width: int, casts: dict[str, int]) -> dict[str, Any]:
+    parts: list[list[Sample]] = [[] for _ in range(width)]
     for sample in seen:
         parts[columns[sample.step]].append(sample)
     numbers = {
@@ -113,7 +113,7 @@ def _letters(number: int, width: int) -> str:
     return "".join(ALPHABET[number >> 6 * place & 63] for place in reversed(range(width)))
 
 
-def _crest(sample: Look) -> float:
+def _crest(sample: Sample) -> float:
     return sample.amax / sample.rms if sample.rms > 0 else 0.0
 
 

@@ -12,7 +12,7 @@ from fp8engine.report.page.svg import colour
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
-    from fp8engine.auto.history import Look
+    from fp8engine.auto.history import Sample
 
 FORMATS_NOTE = "one row a layer, one column a sample"
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
@@ -34,7 +34,7 @@ def subtitle(report) -> str:
     return f"{totals['layers']} linear layers under {', '.join(recipes) or 'no recipe'}"
 
 
-def cards(report, samples: Mapping[str, Sequence[Look]], losses: Sequence[float] | None) -> str:
+def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[float] | None) -> str:
     """The cards at the top: shares, backends, losses of precision, counts of changes and warnings."""
     totals = report.totals
     share = totals["fp8_flops_share"]
