@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.linear import FLOATS, in_shape_of
+from fp8engine.autograd.linear import in_shape_of
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import E4M3, FLOATS
