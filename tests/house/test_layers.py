@@ -52,7 +52,6 @@ def test_every_import_goes_down():
     assert list(violations(ROOT)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="flow's drawing and the report's table: to be mended in this issue")
 def test_no_room_has_a_cycle():
     assert cycle(ROOT) is None
 
