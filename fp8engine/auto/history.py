@@ -157,11 +157,6 @@ class History:
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(renamed(state, RENAMED))
 
-    @property
-    def looks(self) -> dict[str, Samples]:
-        """`samples`, under the name that report and demo use."""
-        return self.samples
-
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """Add one slot's statistics and the prediction for its cast."""
         samples = self.samples.setdefault(slot, Samples())

@@ -22,7 +22,7 @@ OPERANDS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), 
 
 FINAL = 1 << 30  # changes of a choice that is never changed again
 SlotKey = tuple[int, str]  # (layer, role)
-RENAMED = {"granularity": "granularity"}  # attributes of 0.1's pickles
+RENAMED = {"grain": "granularity"}  # attributes of 0.1's pickles
 
 
 @dataclass(frozen=True)

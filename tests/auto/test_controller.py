@@ -205,7 +205,7 @@ def test_validation_between_steps_changes_no_look_and_no_decision(evaluate, reen
     losses = train(quiet, 16)
     assert train(disturbed, 16, between=lambda step: evaluate(disturbed)) == losses
     assert lines(quiet) == lines(disturbed)
-    seen = (controller(model).history.looks for model in (quiet, disturbed))
+    seen = (controller(model).history.samples for model in (quiet, disturbed))
     mine, theirs = ({slot: list(looks) for slot, looks in each.items()} for each in seen)
     assert mine == theirs
 
@@ -232,7 +232,7 @@ def test_two_forwards_before_two_backwards_are_both_seen():
     for step in range(0, 12, 2):
         first, second = model(batch(step)), model(batch(step + 1))
         (loss_of(first) + loss_of(second)).backward()
-    looked = {slot: [look.step for look in looks] for slot, looks in controller(model).history.looks.items()}
+    looked = {slot: [look.step for look in looks] for slot, looks in controller(model).history.samples.items()}
     assert {slot.rsplit(".", 1)[1] for slot in looked} == {"input", "weight", "grad_output"}
     assert [slot for slot in looked if len(looked[slot]) < 2] == []
     assert [line for line in lines(model) if "grad_output E5M2/tensor -> E4M3/tensor" in line]
@@ -258,14 +258,14 @@ def test_layers_made_by_hand_begin_their_steps_themselves():
     found: Controller = controllers_of(layer)[0]
     assert train(nn.Sequential(layer), 6)
     assert found.step == 5
-    assert [look.step for look in found.history.looks["Linear.input"]] == [0, 4]
+    assert [look.step for look in found.history.samples["Linear.input"]] == [0, 4]
     assert [change.step for change in found.log] == [1]
 
 
 def test_a_model_whose_root_is_passed_by_is_seen_from_its_first_step():
     model = converted(nn.ModuleDict({"inner": Net()}), fe.auto(interval=INTERVAL))
     train(model, 6, model["inner"])
-    assert {look.step for look in controller(model).history.looks["inner.blocks.0.up.input"]} == {0, 4}
+    assert {look.step for look in controller(model).history.samples["inner.blocks.0.up.input"]} == {0, 4}
 
 
 def test_a_layer_in_16_bits_made_by_hand_still_takes_steps_and_comes_back():
@@ -285,7 +285,7 @@ def test_fused_layers_are_seen_and_change():
     train(model, 16)
     found = lines(model)
     assert [line for line in found if "linear.input E4M3/tensor -> E5M2/tensor" in line]
-    slots = {slot for each in controllers_of(model) for slot in each.history.looks}
+    slots = {slot for each in controllers_of(model) for slot in each.history.samples}
     assert slots == {
         f"{name}.{role}" for name in ("linear", "up", "down") for role in ("input", "weight", "grad_output")
     }

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from fp8engine.auto.history import OLDER, RECENT, History, Look, Looks
+from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples
 from fp8engine.numerics.recipe import E4M3, Cast
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Prediction
@@ -28,11 +28,11 @@ def held(value: Any, seen: set[int]) -> int:
         return size + sum(held(each, seen) for pair in value.items() for each in pair)
     if isinstance(value, str | bytes | int | float):
         return size
-    inside = list(value) if not isinstance(value, Looks) and hasattr(value, "__iter__") else []
+    inside = list(value) if not isinstance(value, Samples) and hasattr(value, "__iter__") else []
     return size + sum(held(each, seen) for each in [*inside, *([vars(value)] if hasattr(value, "__dict__") else [])])
 
 
-def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Look:
+def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Sample:
     usual: dict[str, Any] = {
         "amax": 2.0,
         "rms": 1.0,
@@ -41,7 +41,7 @@ def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Look:
         "flushed": 0.0,
         "saturated": 0.0,
     }
-    return Look(step, cast, **(usual | {"nonfinite": 0} | numbers))
+    return Sample(step, cast, **(usual | {"nonfinite": 0} | numbers))
 
 
 @pytest.mark.parametrize("looks", [10, RECENT + OLDER, 5000])
@@ -59,7 +59,7 @@ def test_of_few_looks_every_one_is_kept_as_it_was():
     seen = [
         look(16 * i, "E4M3/row" if i % 3 else "BF16", amax=float(i), sqnr_db=math.inf) for i in range(RECENT + OLDER)
     ]
-    looks = Looks(seen)
+    looks = Samples(seen)
     assert list(looks) == looks.evenly() == seen
     assert looks.since(16 * 100) == seen[101:]
     assert (looks[-1], looks[3], looks[2:4]) == (seen[-1], seen[3], seen[2:4])
@@ -67,7 +67,7 @@ def test_of_few_looks_every_one_is_kept_as_it_was():
 
 def test_the_latest_looks_are_whole_and_the_older_ones_cover_the_whole_training_evenly():
     seen = [look(16 * i, amax=1.0 + i) for i in range(4000)]
-    looks = Looks(seen)
+    looks = Samples(seen)
     assert looks[-RECENT:] == seen[-RECENT:]
     assert len(looks) <= RECENT + OLDER
     steps = numpy.array([each.step for each in looks.evenly()])
@@ -82,7 +82,7 @@ def test_what_was_worst_is_still_told_by_the_look_that_stands_for_it():
     seen[1000] = look(16000, sqnr_db=9.5, flushed=0.25, nonfinite=3)
     seen[1001] = look(16016, "E4M3/row", amax=100.0, rms=10.0, kurtosis=50.0, saturated=0.125)
     seen[1002] = look(16032, amax=6.0, rms=0.25, nonfinite=4)
-    looks = Looks(seen)
+    looks = Samples(seen)
     (bad,) = [each for each in looks if each.sqnr_db < 31]
     assert bad.step // looks.span == 16000 // looks.span
     assert (bad.sqnr_db, bad.flushed, bad.saturated, bad.nonfinite, bad.kurtosis) == (9.5, 0.25, 0.125, 7, 50.0)
@@ -93,13 +93,16 @@ def test_what_was_worst_is_still_told_by_the_look_that_stands_for_it():
 
 
 def test_slots_that_are_looked_at_more_often_keep_the_same_steps():
-    often, rarely = Looks(look(step) for step in range(0, 8192, 4)), Looks(look(step) for step in range(0, 8192, 16))
+    often, rarely = (
+        Samples(look(step) for step in range(0, 8192, 4)),
+        Samples(look(step) for step in range(0, 8192, 16)),
+    )
     assert {each.step // often.span for each in often.evenly()} >= {each.step // often.span for each in rarely.evenly()}
     assert often.span % rarely.span == 0
 
 
 def test_zeros_and_what_is_not_finite_stay_what_they_are():
-    looks = Looks(look(i, amax=0.0, rms=0.0, sqnr_db=math.inf if i % 2 else -math.inf) for i in range(1000))
+    looks = Samples(look(i, amax=0.0, rms=0.0, sqnr_db=math.inf if i % 2 else -math.inf) for i in range(1000))
     assert {(each.amax, each.rms) for each in looks} == {(0.0, 0.0)}
     assert looks[0].sqnr_db == -math.inf
     assert Prediction(math.inf, 0, 0, 0).sqnr_db == looks[-1].sqnr_db

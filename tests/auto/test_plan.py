@@ -67,7 +67,7 @@ def test_a_plan_repeats_every_loss(name: str, objective: str, tmp_path):
     assert train(again, STEPS) == losses
     assert lines(again) == lines(model)
     assert len({line.split()[1] for line in lines(model)}) >= 2  # something was repeated, the first step's and more
-    assert all(not found.history.looks for found in controllers_of(again))  # and nothing measured
+    assert all(not found.history.samples for found in controllers_of(again))  # and nothing measured
     # Without it the losses are others, so that the above says something.
     torch.manual_seed(0)
     assert train(MODELS[name](fe.current()), STEPS) != losses

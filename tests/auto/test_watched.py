@@ -138,7 +138,7 @@ def test_a_step_that_is_not_finite_decides_nothing(bad: float):
             before = lines(model)
             train(model, 8, start=5)
             assert lines(model) == before
-            assert controller(model).history.looks["blocks.0.up.input"][1].nonfinite > 0
+            assert controller(model).history.samples["blocks.0.up.input"][1].nonfinite > 0
             assert all(m.numerics.recipe.is_fp8 for m in model.modules() if isinstance(m, fe.Linear))
 
 
@@ -160,7 +160,7 @@ def test_layers_that_are_frozen_skipped_or_never_run():
     model.forward = skipping
     losses = train(model, 24)
     assert all(torch.tensor(losses).isfinite())
-    looks = controller(model).history.looks
+    looks = controller(model).history.samples
     assert {"blocks.0.up.grad_output", "blocks.1.down.input", "blocks.1.gate.grad_output"} <= set(looks)
     assert 0 < len(looks["blocks.1.gate.input"]) < len(looks["blocks.0.gate.input"])
     assert model.blocks[1].up.numerics.recipe.grad_output.format == fe.E4M3  # not at step 0, whose gradient was 0
@@ -217,7 +217,7 @@ def work(rank: int, folder: str) -> None:
         model = plain()
         wrapped = DistributedDataParallel(model)
         losses = train(model, 14, lambda x: wrapped(x if rank == troubled else batch(0)))  # noqa: B023 - called here
-        found[name] = {"lines": lines(model), "losses": losses, "looks": len(controller(model).history.looks)}
+        found[name] = {"lines": lines(model), "losses": losses, "looks": len(controller(model).history.samples)}
     torch.save(found, f"{folder}/{rank}.pt")
     leave()
 

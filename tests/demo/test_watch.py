@@ -60,7 +60,7 @@ def test_elsewhere_there_are_lines(tmp_path):
 def test_of_more_layers_than_fit_those_with_the_least_sqnr_are_shown():
     report = made_up(40, 2)
     worst = report.layers[27]["name"]
-    looks = report.controllers[0].history.looks[f"{worst}.weight"]
+    looks = report.controllers[0].history.samples[f"{worst}.weight"]
     looks.append(looks[-1]._replace(sqnr_db=1.5))
     rows = rows_of(report)
     assert (rows[27]["name"], rows[27]["sqnr"][1]) == (worst, 1.5)

@@ -9,7 +9,7 @@ import torch
 from support import converted
 from torch import nn
 
-from fp8engine.auto.history import History, Look, Looks
+from fp8engine.auto.history import History, Sample, Samples
 from fp8engine.report.table import Report
 
 EVIL = """</script><script>hacked=1</script><b id=hacked>"bold"&amp;<!--'"""
@@ -44,13 +44,13 @@ def made_up(layers: int, looks: int) -> Report:
         slots = {}
         for role in ("input", "weight", "grad_output"):
             changes = sorted(rng.sample(range(1, looks), 3)) if looks > 3 else []
-            seen = history.looks.setdefault(f"{name}.{role}", Looks())
+            seen = history.samples.setdefault(f"{name}.{role}", Samples())
             for look in range(looks):
                 cast = ("E5M2/tensor", "E4M3/tensor", "E4M3/row", "BF16")[sum(look >= c for c in changes)]
                 amax = 10 ** rng.uniform(-12, 12)
                 share, other = rng.random(), rng.random() / 10
                 sqnr = rng.uniform(5, 60) if cast != "BF16" else math.inf
-                seen.append(Look(16 * look, cast, amax, amax / rng.uniform(4, 9999), 3.0, sqnr, share, other, 0))
+                seen.append(Sample(16 * look, cast, amax, amax / rng.uniform(4, 9999), 3.0, sqnr, share, other, 0))
             slots[role] = {"cast": "E4M3 per tensor", "format": "E4M3", "scale": 0.1, "amax": 1.0, "calls": 1}
             slots[role] |= {"elements": 10, "saturated": 0.123, "underflowed": 0.123, "sampled": 1.0, "nonfinite": 0}
         rows.append(

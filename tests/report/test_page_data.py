@@ -12,7 +12,7 @@ from page_engines import ENGINES, used
 
 import fp8engine as fe
 from fp8engine.auto import Alarm
-from fp8engine.auto.history import History, Look, Looks
+from fp8engine.auto.history import History, Sample, Samples
 from fp8engine.errors import ReportError
 from fp8engine.report.page import page
 from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, samples_of, to_json
@@ -20,19 +20,19 @@ from fp8engine.report.page.svg import colour, format_map, loss_curve
 from fp8engine.report.table import Report
 
 
-def report_of(looks: list[Look], slot: str = "up.input") -> Report:
+def report_of(looks: list[Sample], slot: str = "up.input") -> Report:
     """A report of one slot."""
     history = History()
-    history.looks[slot] = Looks(looks)
+    history.samples[slot] = Samples(looks)
     controller: Any = SimpleNamespace(history=history, plan=None)
     model, _ = trained("current", steps=1)
     base = fe.inspect(model)
     return Report(base.layers, base.totals, [], [controller])
 
 
-def look(step: int, cast: str = "E4M3/tensor", **numbers: float) -> Look:
+def look(step: int, cast: str = "E4M3/tensor", **numbers: float) -> Sample:
     usual = {"amax": 2.0, "rms": 1.0, "kurtosis": 3.0, "sqnr_db": 31.4, "flushed": 0.0, "saturated": 0.0}
-    return Look(step, cast, **(usual | numbers), nonfinite=0)
+    return Sample(step, cast, **(usual | numbers), nonfinite=0)
 
 
 def slot_of(report: Report) -> dict:
@@ -68,7 +68,7 @@ def test_numbers_come_back_as_they_were_seen():
     compared = 0
     for layer in told["layers"]:
         for role, rows in layer["slots"].items():
-            looks = report.controllers[0].history.looks[f"{layer['name']}.{role}"]
+            looks = report.controllers[0].history.samples[f"{layer['name']}.{role}"]
             amax, sqnr, crest, flushed = (
                 decoded(rows[key], 3 if key == "amax" else 2) for key in ("amax", "sqnr", "crest", "flushed")
             )
@@ -114,7 +114,7 @@ def test_of_many_looks_each_column_keeps_the_worst():
 
 def test_a_slot_that_was_not_seen_has_a_gap():
     report = report_of([look(0), look(32)])
-    report.controllers[0].history.looks["up.weight"] = Looks([look(0), look(16), look(32)])
+    report.controllers[0].history.samples["up.weight"] = Samples([look(0), look(16), look(32)])
     told = blob(report, samples_of(report))
     assert told["steps"] == [0, 16, 32]
     assert told["layers"][0]["slots"]["input"]["cast"] == [[0, 1], [None, 1], [0, 1]]

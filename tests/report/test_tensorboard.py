@@ -35,13 +35,13 @@ def test_every_look_of_every_slot_is_there(tmp_path):
     report = fe.inspect(model)
     report.to_tensorboard(tmp_path)
     found = read(tmp_path)
-    for slot, looks in report.controllers[0].history.looks.items():
+    for slot, looks in report.controllers[0].history.samples.items():
         tag = slot.replace("'", "_").replace('"', "_")
         for key, of in (("amax", "amax"), ("sqnr", "sqnr_db"), ("flushed", "flushed"), ("saturated", "saturated")):
             want = [(look.step, getattr(look, of)) for look in looks]
             got = series(found, next(each for each in found.Tags()["scalars"] if each.startswith(f"{key}/") and tag))
             assert [step for step, _ in got] == [step for step, _ in want]
-    looks = report.controllers[0].history.looks["up.grad_output"]
+    looks = report.controllers[0].history.samples["up.grad_output"]
     assert series(found, "sqnr/up.grad_output") == [(k.step, pytest.approx(k.sqnr_db, rel=1e-6)) for k in looks]
     formats = [FORMATS[int(index)] for _, index in series(found, "format/up.grad_output")]
     assert formats == [look.cast.partition("/")[0] for look in looks]
@@ -57,7 +57,7 @@ def test_a_second_write_adds_only_what_is_new(tmp_path):
     with Writer(tmp_path) as writer:
         writer.write(model, 4)
         writer.write(model, 5)
-        history.looks["up.input"].append(history.looks["up.input"][-1]._replace(step=9, amax=7.0, sqnr_db=math.inf))
+        history.samples["up.input"].append(history.samples["up.input"][-1]._replace(step=9, amax=7.0, sqnr_db=math.inf))
         writer.write(model, 10)
     found = read(tmp_path)
     assert [step for step, _ in series(found, "amax/up.input")] == [0, 1, 2, 9]
