@@ -16,6 +16,8 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops import effects
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
@@ -23,17 +25,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "OpOverload",  # one operation of torch, as a TorchDispatchMode is given it
     "TorchDispatchMode",  # every operation of a forward: flow, fe.amp.op_stats, the demo's FP16 matmuls
+    "forward_ad",  # its _current_level is the depth of forward-mode AD; read where a call would cost a step
     "is_functorch_wrapped_tensor",  # a tensor of vmap or grad: its values cannot be read
     "no_dispatch",  # inside a subclass's __torch_dispatch__: operations on its plain parts
     "tree_leaves",  # tensors inside a model's arguments and results, whatever holds them
     "tree_map",
 ]
 
+norm_base = torch.nn.modules.batchnorm._NormBase  # every batch norm and instance norm
+has_any_global_hook = (
+    torch.nn.modules.module._has_any_global_hook
+)  # hooks on every module; a fused call skips them
 disable_current_modes = _disable_current_modes  # a stored tensor is read without its reader's modes seeing it
 
 # Dispatch: whether an operation may be called directly, without torch's dispatcher.
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many TorchDispatchModes are active
 dispatch_mode_stack = _get_current_dispatch_mode_stack  # which: checkpointing inside compile is one of them
+CHECKPOINT_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)  # inside a graph
 function_modes = torch.overrides._get_current_function_mode_stack  # autocast with lists is one of them
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a tensor without storage that holds others
 no_torch_function = torch._C._disabled_torch_function_impl  # a tensor subclass that acts below autograd only

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
@@ -45,7 +46,7 @@ from fp8engine.errors import (
 )
 
 LEVELS = ("O1", "O2")
-NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (_torch.norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 Layers = str | type[nn.Module] | nn.Module
 

@@ -9,7 +9,6 @@ import contextlib
 import math
 
 import torch
-from torch.autograd import forward_ad
 
 from fp8engine import _torch
 from fp8engine.autograd.call import Call
@@ -70,7 +69,7 @@ def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics, transfor
     if not compiling:
         if transformed is None and _torch.transforms_active():
             raise no_transform(numerics.name, "torch.func's transforms where it is fused with others")
-        if _torch.tracing() or forward_ad._current_level >= 0:
+        if _torch.tracing() or _torch.forward_ad._current_level >= 0:
             check_caller(x, weight_NK, numerics.name)
         numerics.state.enter()
     elif numerics.standalone:

@@ -12,7 +12,6 @@ Layers in 16 bits take all of them.
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from fp8engine import _torch
 from fp8engine.errors import Fp8EngineError, GradientError, ParallelError, ScriptError, UnsupportedDtype
@@ -39,7 +38,9 @@ def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     """Raise ScriptError inside torch.jit.trace, GradientError for a dual tensor.  Not for code under torch.compile."""
     if _torch.tracing():
         raise no_script(name, "torch.jit.trace")
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)):
+    if _torch.forward_ad._current_level >= 0 and any(
+        _torch.forward_ad.unpack_dual(t).tangent is not None for t in (x, weight_NK)
+    ):
         raise no_transform(name, "forward-mode AD (forward_ad, jvp, jacfwd, hessian)")
 
 

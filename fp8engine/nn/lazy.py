@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Proxy
-from torch.nn.modules import module as torch_module
 
+from fp8engine import _torch
 from fp8engine.autograd.linear import linear
 from fp8engine.autograd.mlp import norm_mlp
 from fp8engine.autograd.norm_linear import norm_linear
@@ -65,7 +65,7 @@ class Group:
         return not self.note
 
     def _why_apart(self, x: torch.Tensor) -> str:
-        if torch_module._has_any_global_hook():
+        if _torch.has_any_global_hook():
             return "a hook on all modules looks on"
         for parent, key, module in self.places:
             if parent._modules.get(key) is not module:

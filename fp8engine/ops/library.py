@@ -31,8 +31,6 @@ LIBRARY = torch.library.Library("fp8engine", "DEF")
 OPERATORS = torch.ops.fp8engine
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 TABLES, FLAGS = "Tensor live, Tensor counts", "bool record, bool count"  # the fields of a Slot, less its index
-# In a graph, these modes stand around what torch.utils.checkpoint runs: the first time, and to find what it made.
-CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 def direct(x: torch.Tensor) -> bool:
@@ -189,7 +187,7 @@ def _define_recorded(schema: str, implementation: Callable, fake: Callable) -> N
 
     def recorded(*arguments):
         *given, live, counts, index, record, count = arguments
-        if not any(isinstance(mode, CHECKPOINTS) for mode in _torch.dispatch_mode_stack()):
+        if not any(isinstance(mode, _torch.CHECKPOINT_MODES) for mode in _torch.dispatch_mode_stack()):
             return getattr(OPERATORS, f"{name}_slot").default(*arguments, not in_backward())
         column = _saved(OPERATORS.take_column.default, live, counts, index)
         *found, live_21, counts_C1 = getattr(OPERATORS, f"{name}_column").default(*given, *column, record, count)

@@ -15,14 +15,19 @@ FILES = [path for path in sorted((ROOT / "fp8engine").rglob("*.py")) if "kernels
 
 def private_names(source: str) -> Iterator[str]:
     """Dotted names of torch with a part that begins with an underscore, imported or read as attributes."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    found = [(alias, f"{node.module}.{alias.name}") for node in imports for alias in node.names]
+    modules = {alias.asname or alias.name: name for alias, name in found if name.startswith("torch.")}
+    for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
                 yield from (f"{module}.{a.name}" for a in names if private(f"{module}.{a.name}"))
             case ast.Import(names=names):
                 yield from (a.name for a in names if a.name.startswith("torch.") and private(a.name))
             case ast.Attribute():
-                name = ast.unparse(node)
+                first, dot, rest = ast.unparse(node).partition(".")
+                name = modules.get(first, first) + dot + rest
                 if name.startswith("torch.") and name.replace(".", "").replace("_", "").isalnum() and private(name):
                     yield name
 
