@@ -22,7 +22,8 @@ import os, random, signal, sys, warnings
 import torch
 
 def ours(loadable):  # torch.load may make our own values, and nothing else that it could not make before
-    return getattr(loadable[0] if isinstance(loadable, tuple) else loadable, "__module__", "").startswith("fp8engine.")
+    value, name = loadable if isinstance(loadable, tuple) else (loadable, "fp8engine.")  # or under an old name of ours
+    return getattr(value, "__module__", "").startswith("fp8engine.") and name.startswith("fp8engine.")
 
 def snapshot():
     cpu, rng = torch.backends.cpu.get_cpu_capability(), torch.random.get_rng_state().tolist()
