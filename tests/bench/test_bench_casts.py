@@ -12,7 +12,8 @@ from fp8engine.bench.cases import Shape
 from fp8engine.bench.harness import Limits, Timer
 from fp8engine.cli import app
 from fp8engine.errors import ShapeError
-from fp8engine.ops import casts as operations
+from fp8engine.ops import reference
+from fp8engine.ops.backends import asked
 
 CPU = torch.device("cpu")
 COPY = Limits(1e12, 1e9)
@@ -55,15 +56,15 @@ def test_rates_follow_from_bytes_and_seconds():
 
 
 def test_a_cast_that_is_off_by_a_code_has_no_rate(monkeypatch: pytest.MonkeyPatch):
-    real = operations._quantize
+    real = reference.quantize
 
     def wrong(x_MK, how, slot=None):
         data, scale = real(x_MK, how, slot)
-        if how.rows == 1 and how.cols == -1 and operations.asked() != "reference":
+        if how.rows == 1 and how.cols == -1 and asked() != "reference":
             data.view(torch.uint8)[3, 5] ^= 1
         return data, scale
 
-    monkeypatch.setattr(operations, "_quantize", wrong)
+    monkeypatch.setattr(reference, "quantize", wrong)
     rows = {row["name"]: row for row in casts.compare((16, 64), CPU, Timer(Ticks(len(casts.WAYS) - 1), 3), COPY)}
     assert rows["row"]["correct"] is False
     assert "seconds" not in rows["row"]

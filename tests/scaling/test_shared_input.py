@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.ops import casts as operations
+from fp8engine.ops import reference
 from fp8engine.scaling import shared_input
 
 WIDTH = 48
@@ -53,13 +53,13 @@ class Twice(nn.Module):
 def casts(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How often a tensor of each shape was cast."""
     seen = Counter()
-    real = operations._quantize
+    real = reference.quantize
 
     def counted(x, how, slot=None):
         seen[tuple(x.shape)] += 1
         return real(x, how, slot)
 
-    monkeypatch.setattr(operations, "_quantize", counted)
+    monkeypatch.setattr(reference, "quantize", counted)
     return seen
 
 
