@@ -33,9 +33,7 @@ __all__ = [
 ]
 
 norm_base = torch.nn.modules.batchnorm._NormBase  # every batch norm and instance norm
-has_any_global_hook = (
-    torch.nn.modules.module._has_any_global_hook
-)  # hooks on every module; a fused call skips them
+has_any_global_hook = torch.nn.modules.module._has_any_global_hook  # hooks on every module; a fused call skips them
 disable_current_modes = _disable_current_modes  # a stored tensor is read without its reader's modes seeing it
 
 # Dispatch: whether an operation may be called directly, without torch's dispatcher.
@@ -111,6 +109,22 @@ HELD_AS = {
     "ActivationWrapper": "_checkpoint_wrapped_module",  # of torch's apply_activation_checkpointing
 }
 HELD = frozenset(HELD_AS.values())
+
+
+# Wrappers that stand around a model or a part of it while it trains, as an error message names them.
+WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "nn.DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "OptimizedModule": "torch.compile",
+}
+
+
+def wrapper_of(module: nn.Module) -> str | None:
+    """The name of the wrapper that a module is, such as DistributedDataParallel, or None."""
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return next((WRAPPERS[kind] for kind in WRAPPERS if kind in kinds), None)
 
 
 def plain_name(model: nn.Module, name: str) -> str:

@@ -47,7 +47,6 @@ from fp8engine.errors import (
 
 LEVELS = ("O1", "O2")
 NORMS = (_torch.norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 Layers = str | type[nn.Module] | nn.Module
 
 
@@ -213,8 +212,7 @@ def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
             raise ConversionError(f"{type(model).__name__} has no parameters: nothing to train in mixed precision")
         for name, module in model.named_modules():
             where = f"its part {name!r}" if name else f"this {type(model).__name__}"
-            kinds = {kind.__name__ for kind in type(module).__mro__}
-            if found := next((kind for kind in WRAPPERS if kind in kinds), None):
+            if found := _torch.wrapper_of(module):
                 raise ConversionError(f"{where} is under {found} already: decorate first, then wrap or compile")
             if isinstance(module, Decorated):
                 raise ConversionError(f"{where} is decorated already: decorate a model once, as a whole")

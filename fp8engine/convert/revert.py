@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from fp8engine._torch import wrapper_of
 from fp8engine.convert.bypassed import FirstForward
-from fp8engine.convert.swap import RECORD, Record, wrapper_of
+from fp8engine.convert.swap import RECORD, Record
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.linear import Float8Module

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fp8engine._torch import wrapper_of
 from fp8engine.auto import Controller, Plan, flow
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan as numerics_plan
@@ -36,13 +37,6 @@ from fp8engine.scaling.table import ScalingState
 RECORD = "_fp8engine"  # attribute of a converted root
 REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
 ADDED = "not converted: added after fe.convert (an adapter?)"
-WRAPPERS = {
-    "DistributedDataParallel": "DistributedDataParallel",
-    "DataParallel": "nn.DataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel",
-    "FSDPModule": "fully_shard",
-    "OptimizedModule": "torch.compile",
-}
 
 
 @dataclass
@@ -126,12 +120,6 @@ def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, override
     """The Decisions that `convert` would carry out; the model is left as it is.  Raises as `convert` does."""
     _check_unwrapped(model)
     return decide(model, recipe, skip, overrides)
-
-
-def wrapper_of(module: nn.Module) -> str | None:
-    """The name of the wrapper that a module is, such as DistributedDataParallel, or None."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    return next((WRAPPERS[kind] for kind in WRAPPERS if kind in kinds), None)
 
 
 def _check_unwrapped(model: nn.Module) -> None:
