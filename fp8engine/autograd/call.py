@@ -69,10 +69,8 @@ class Call:
         else:
             rows = x.numel() // max(x.shape[-1], 1)
             self.backend = numerics.ran = matmul.choose(x.device, plan.by_block, (rows, weight.shape[-2]))
-            self.asked, self.count = (
-                asked(),
-                graph_task() == -1,
-            )  # a forward inside a backward is counted no second time
+            self.asked = asked()
+            self.count = graph_task() == -1  # a forward inside a backward is counted no second time
         on_codes = self.backend in ON_CODES
         self.transposes_input = self.needs_w and on_codes and plan.input_serves_both
         self.transposes_weight = on_codes and plan.weight_serves_both
