@@ -109,7 +109,7 @@ def test_sums_come_third_and_change_nothing_else(group):
 @pytest.mark.parametrize("piece", [1 << 19, 1, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_columns(dtype, piece, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("fp8engine.ops.reference.cast_transpose"), "PIECE", piece)
+    monkeypatch.setattr(importlib.import_module("fp8engine.ops.reference.matmul"), "PIECE", piece)
     for m, k in [*SHAPES, (0, 5), (5, 0)]:
         x_MK = sample(m, k).to(dtype)
         for view in (x_MK, x_MK.t(), x_MK[::2, 1:]):
@@ -124,7 +124,7 @@ def test_sums_of_columns(dtype, piece, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_keep_what_is_not_finite(dtype, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("fp8engine.ops.reference.cast_transpose"), "PIECE", 8)
+    monkeypatch.setattr(importlib.import_module("fp8engine.ops.reference.matmul"), "PIECE", 8)
     x_MK = torch.ones(9, 4, dtype=dtype)
     x_MK[2, 0], x_MK[3, 1], x_MK[4, 2], x_MK[8, 2] = INF, float("nan"), INF, -INF
     *_, sums_K = cast_transpose(x_MK, How(E4M3, 1, -1), sums=True)
