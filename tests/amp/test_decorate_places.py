@@ -189,7 +189,8 @@ def rank(number: int, folder: str, level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_under_distributed_data_parallel(tmp_path: Path, level: str):
-    code = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import test_decorate_places as t; t.rank"
+    paths = [str(Path(__file__).parent), str(ROOT / "examples")]
+    code = f"import sys; sys.path[:0] = {paths!r}; import test_decorate_places as t; t.rank"
     ranks = [
         subprocess.Popen([sys.executable, "-c", f"{code}({n}, {str(tmp_path)!r}, {level!r})"], stderr=subprocess.PIPE)
         for n in (0, 1)
