@@ -2,12 +2,12 @@
 
 import itertools
 
+import faithful
 import pytest
 import torch
 from casts import E4M3, E5M2, every_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import faithful
 from triton.runtime import interpreter
 
 from fp8engine.kernels import launch

@@ -3,6 +3,7 @@
 The twin is given a fresh slot (a CPU counts flushed elements on the first call of sixteen, the kernels on every one).
 """
 
+import faithful
 import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import torch
 from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, clamped_cast, every_value, factor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted import faithful
 
 from fp8engine.kernels import quantize as kernel
 from fp8engine.kernels import quantize_groups as groups

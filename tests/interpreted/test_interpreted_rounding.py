@@ -4,6 +4,7 @@ In the interpreter no card answers, so that `saturating_cast` brings values onto
 by the instruction too, which the patched interpreter plays.
 """
 
+import faithful
 import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ import triton.language as tl
 from casts import E4M3, E5M2, FP8, MAX, NUMPY, assert_same, bits, clamped_cast, every_code, every_value, values
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreted import faithful
 from triton.runtime import interpreter
 
 from fp8engine.kernels import rounding
