@@ -308,17 +308,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: benchmarks/results/<machine>/")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     options = parser.parse_args(arguments)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print(f"error: --device {options.device}: there is no CUDA device here", file=sys.stderr)
+        return 2
     try:
         result = amp(torch.device(options.device), options.quick, note=lambda text: print(text, file=sys.stderr))
-    except Fp8EngineError as error:
+    except (Fp8EngineError, RuntimeError) as error:  # RuntimeError: torch's, of a device that it does not know
         print(f"error: {error}", file=sys.stderr)
         return 2
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    print(text if options.json else "\n".join([result["what"], *result["head"], *map(line, result["rows"])]))
     if options.out is not None:
         options.out.write_text(text)
     elif not options.quick:
         print(f"written to {save('amp', result)}", file=sys.stderr)
-    print(text if options.json else "\n".join([result["what"], *result["head"], *map(line, result["rows"])]))
     return 0
 
 

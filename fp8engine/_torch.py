@@ -8,9 +8,11 @@ Where the engine's own tests replace a function of torch (`torch._scaled_mm`), i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.overrides
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -58,6 +60,8 @@ outside_of_graphs = torch._disable_dynamo  # torch.compiler.disable that does no
 # Operations without a public name.
 unsafe_view = torch.ops.aten._unsafe_view.default  # a reshape that autograd does not know as a view
 to_copy = torch.ops.aten._to_copy.default  # what x.to(...) dispatches to
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # what SDPA runs on a CPU
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 foreach_norm = torch._foreach_norm  # norms of many tensors in one launch
 foreach_copy_ = torch._foreach_copy_
 assert_async = torch._assert_async  # an assertion on a card that the host does not wait for
@@ -85,6 +89,11 @@ def cpu_multiplies_bf16() -> bool:
 def active_ddp() -> nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running."""
     return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def joins_uneven_inputs(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the wrapper's `join()` is active: ranks may end at different steps."""
+    return wrapper._join_config.enable
 
 
 def scaled_mm(*operands, **options) -> torch.Tensor:
@@ -142,3 +151,13 @@ def plain_name(model: nn.Module, name: str) -> str:
         child = here._modules.get(part)
         here = here if child is None else child  # a compiled module may refuse to be asked for its truth
     return ".".join(kept)
+
+
+def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """(ranks, this rank) of the group that a collective runs in, from its arguments by name, as a mode sees them."""
+    group = arguments.get("process_group")
+    if group is None:
+        group = dist.distributed_c10d._resolve_process_group(arguments["group_name"])
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    return group.size(), group.rank()

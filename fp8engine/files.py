@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterable
@@ -27,10 +28,10 @@ def write(path: str | os.PathLike, content: bytes | str) -> None:
     (b'whole', ['b.txt'])
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # unique: several threads may write one path
+    beside = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"  # unique: several threads may write one path
     try:
         with open(beside, "xb") as file:
-            file.write(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
@@ -42,8 +43,8 @@ def write(path: str | os.PathLike, content: bytes | str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Force the new name to the disk too, where the system can (Windows cannot open a folder)."""
-    if os.name == "posix":
+    """Force the new name to the disk too, where the system can: the file itself is in place already."""
+    with contextlib.suppress(OSError):  # Windows opens no folders; others need the right to read it, or cannot sync it
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -215,7 +215,7 @@ def _casts(value: object, device_type: str) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.device.type == device_type
-        and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and value.dtype in (torch.float32, *SIXTEEN_BIT)
     )
 
 

@@ -64,9 +64,13 @@ class Difference:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal-to-quantisation-noise ratio in dB: Inf where nothing differs, NaN where an element is not finite."""
+        """Signal-to-quantisation-noise ratio in dB.
+
+        Inf where nothing differs, -Inf where the reference is 0 and the other is not, NaN where an element is not
+        finite or a sum of squares overflows FP64.
+        """
         if self.nonfinite_low or self.nonfinite_high or not math.isfinite(self.signal + self.noise):
-            return math.nan  # the sums of huge FP64 values overflow
+            return math.nan
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf

@@ -29,6 +29,7 @@ from fp8engine.amp.pair import Pair, Pairs
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
+from fp8engine.numerics.formats import word
 
 MASTERS = "masters"  # key in the state_dict, beside torch's own two
 
@@ -64,7 +65,7 @@ class MasterWeights(Wrapped):
             raise OptimizerError(f"this {type(optimizer).__name__} is wrapped already: wrap an optimizer once")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(p.dtype in SIXTEEN_BIT for p in parameters):
-            found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "no parameters"
+            found = ", ".join(sorted({word(p.dtype) for p in parameters})) or "no parameters"
             raise OptimizerError(
                 f"none of the {type(optimizer).__name__}'s {len(parameters)} parameters is FP16 or BF16 ({found}):"
                 " cast the model first, or use the optimizer as it is"

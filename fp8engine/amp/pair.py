@@ -105,8 +105,9 @@ class Pairs(dict[nn.Parameter, Pair]):
     def gather_unversioned(self, fused: bool) -> None:
         """Gather gradients written through `.data` after the masters' were shown, which no version tells.
 
-        Waits for the device only if they were shown before the step: to a scaler, which has waited too.  fused: the
-        optimizer unscales in its own step, so the masters' are as they were copied, and are copied again instead.
+        Waits for the device only if something read the masters' gradients before the step; a GradScaler that unscales
+        them has waited already.  fused: the optimizer unscales in its own step, so the masters' gradients are as they
+        were copied, and are copied again instead.
         """
         shown = self._shown()
         if fused:

@@ -6,12 +6,12 @@ import io
 
 import torch
 
-from fp8engine.numerics.formats import BY_DTYPE
+from fp8engine.numerics.formats import BY_DTYPE, word
 
 
 def precision(dtype: torch.dtype) -> str:
     """A dtype as reports print it: "FP16", or torch's own name for what no format of ours is."""
-    return BY_DTYPE[dtype].name if dtype in BY_DTYPE else str(dtype).removeprefix("torch.")
+    return BY_DTYPE[dtype].name if dtype in BY_DTYPE else word(dtype)
 
 
 def as_text(table, lines: list[str], width: int) -> str:

@@ -17,7 +17,7 @@ class PendingSample:
     """The statistics of one training step, being copied to the host.
 
     copy: of the tables `samples`, `counts` and `rules`.  detailed_layers: those sampled at every granularity.
-    several_ranks: whether several ranks decide on these statistics.
+    several_ranks: whether several ranks decide on these statistics, and their copies arrive at different times.
     """
 
     step: int
@@ -52,9 +52,10 @@ class PendingSample:
 def start_copy(step: int, state: ScalingState) -> PendingSample:
     """Start the copy of what a step has left in the tables; on several ranks, of what the first rank's step has."""
     if state.samples is None:
-        raise StateError("nothing was watched, so nothing can be sent")
+        raise StateError("no step was sampled, so there is nothing to copy")
     counts_CS = state.counts_CS.clone()
-    several_ranks = ranks.agree(state.samples, state.ranks)
+    agreed = ranks.agree(state.samples, state.ranks)
     ranks.agree(counts_CS, state.ranks)
     copy = HostCopy([state.samples, counts_CS, state.rules_3S])
+    several_ranks = agreed and state.samples.is_cuda  # on a CPU the copy is there at once, on every rank
     return PendingSample(step, copy, state.detailed_layers, several_ranks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from fp8engine._moved import renamed
 from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, Recipe
@@ -88,8 +89,7 @@ class Numerics:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict) -> None:
-        # 0.1 wrote `alone`.
-        self.__dict__.update({"standalone" if key == "alone" else key: value for key, value in state.items()})
+        self.__dict__.update(renamed(state, {"alone": "standalone"}))  # its name in pickles of 0.1
         self.__post_init__()
 
     def slot(self, role: str, record: bool, count: bool = True) -> Slot:

@@ -15,9 +15,9 @@ import torch
 
 from fp8engine import _torch
 from fp8engine.errors import Fp8EngineError, GradientError, ParallelError, ScriptError, UnsupportedDtype
+from fp8engine.ops.library import PLAIN
 from fp8engine.ops.tensor import Float8Tensor
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 INPUTS = (*PLAIN, Float8Tensor)
 
 

@@ -202,7 +202,7 @@ def compare(shape: Shape, where: torch.device, ways: Mapping[str, Variant], time
         return {"tflops": rate, "peer": peer, "over_peer": over(peer), "over_16_bits": over(BASE)}
 
     checks = {name: lambda row, way=way: check(row, way) for name, way in ways.items()}
-    return harness.compare({"shape": list(shape)}, checks, derive, timer)
+    return harness.compare({"shape": list(shape)}, checks, derive, timer, truths.clear)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -51,8 +51,13 @@ class Timer(NamedTuple):
         return Timer(timing.clock(where) if clock is None else clock, turns)
 
 
-def compare(common: Row, checks: Mapping[str, Check], derive: Derive, timer: Timer) -> list[Row]:
-    """One case's rows, in the order of `checks`; common: what all of them say."""
+def compare(
+    common: Row, checks: Mapping[str, Check], derive: Derive, timer: Timer, forget: Callable[[], None] | None = None
+) -> list[Row]:
+    """One case's rows, in the order of `checks`.
+
+    common: what all of them say.  forget: drops what the checks compared with before the timing; it may be gigabytes.
+    """
     rows: dict[str, Row] = {}
     calls: dict[str, Call] = {}
     for name, check in checks.items():
@@ -66,7 +71,9 @@ def compare(common: Row, checks: Mapping[str, Check], derive: Derive, timer: Tim
             calls[name] = call
         else:
             row.setdefault("why", WRONG)
-    gc.collect()  # what the checks compared with: gigabytes
+    if forget is not None:
+        forget()
+    gc.collect()
     times = timing.measure(calls, timer.clock, timer.turns) if calls else {}
     for name, found in times.items():
         over = lambda peer, own=found.median: times[peer].median / own if peer in times else None  # noqa: E731

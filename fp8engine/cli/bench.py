@@ -166,7 +166,7 @@ def _give(result: dict, line: Callable[[dict], str], out: Path | None, as_json: 
 
 def _save(path: Path, result: dict) -> None:
     try:
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        files.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise BackendError(f"cannot write {path}: {error.strerror}") from None
 

@@ -15,6 +15,7 @@ import typer
 
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
 from fp8engine.nn import Linear
+from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
 from fp8engine.ops import device, matmul, triton_backend
 
@@ -102,7 +103,7 @@ def _device(where: torch.device) -> dict:
         "device": str(where),
         "name": device.name(where),
         "fp8": device.has_fp8(where),
-        "emulates_in": str(device.product_dtype(where)).removeprefix("torch."),
+        "emulates_in": word(device.product_dtype(where)),
         "recipes": [_try(resolve(name), where) for name in RECIPES if resolve(name).is_fp8],
     }
     if where.type == "cuda":

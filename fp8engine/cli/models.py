@@ -169,7 +169,9 @@ def _transformers_refuses(what: str) -> Iterator[None]:
     except ConversionError:
         raise
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = " ".join(
+            str(error).split()
+        )  # transformers' texts may begin with an empty line, or name the cause last
         raise ConversionError(f"transformers {what}: {type(error).__name__}: {reason}") from error
 
 

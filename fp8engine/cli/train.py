@@ -86,4 +86,4 @@ def _decided(screen: Console, result: Result, most: int = 5) -> None:
         say(screen, f"{result.recipe} changed {len(result.decisions)} formats; the last:")
     for each in result.decisions[-most:]:
         text = f"  step {each['step']} {each['slot']} {each['before']} -> {each['after']}: {each['why']}"
-        screen.print(text, markup=False, highlight=False)
+        say(screen, text)

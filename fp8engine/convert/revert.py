@@ -9,15 +9,15 @@ from __future__ import annotations
 from torch import nn
 
 from fp8engine._torch import wrapper_of
-from fp8engine.convert.bypassed import FirstForward
-from fp8engine.convert.swap import RECORD, Record
+from fp8engine.convert.bypassed import READ, FirstForward, Watched
+from fp8engine.convert.swap import RECORD, Record, compiled_in_place
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, change_class
+from fp8engine.nn.experts import Float8Experts
+from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served
 from fp8engine.scaling.table import ScalingState
-
-ATTACHED = ("numerics", "parts", "fused", "not_fused_because", "group")  # attributes that a conversion sets
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -39,13 +39,14 @@ def revert(model: nn.Module) -> nn.Module:
     for root, record in roots:
         states = {id(state) for state in record.states}
         for module in list(root.modules()):
-            kind = _plain_class(module, states)
-            if kind is None:
-                continue
+            kind, swapped = type(module), True
             if isinstance(module, Float8Module):
+                swapped = id(module.numerics.state) in states  # else made by hand: its class stays
                 module.forget_copies()
-            change_class(module, kind)
-            for name in ATTACHED:
+            plain = _plain_class(kind, swapped)
+            if plain is not kind:
+                change_class(module, plain)
+            for name in _attached(kind, swapped):
                 vars(module).pop(name, None)
         for hooks in (root._forward_pre_hooks, root._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -62,7 +63,7 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
         raise ConversionError(f"revert takes an nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         where = f"its part {name!r}" if name else "the model"
-        if found := wrapper_of(module):
+        if found := wrapper_of(module) or compiled_in_place(module):
             raise ConversionError(f"revert: {where} is under {found}: revert what it wraps, and wrap that again")
         if isinstance(module, Served):
             raise ConversionError(f"revert: {where} was loaded in FP8: its 16-bit weights are not there")
@@ -74,11 +75,18 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
     return roots
 
 
-def _plain_class(module: nn.Module, states: set[int]) -> type[nn.Module] | None:
-    """The class that fe.convert has replaced; None: it has not changed this module.  states: ids of the root's."""
-    kind = type(module)
-    if isinstance(module, Float8Module) and id(module.numerics.state) not in states:
-        return None
-    if issubclass(kind, Mixin):
-        return kind.plain
-    return kind.__bases__[-1] if issubclass(kind, Float8Module) else None  # of fe.Linear, nn.Linear
+def _plain_class(kind: type[nn.Module], swapped: bool) -> type[nn.Module]:
+    """The class under those of ours; of a layer made by hand (not swapped), its own without the first forward's."""
+    while issubclass(kind, Watched) or (swapped and issubclass(kind, Mixin | Float8Module)):
+        kind = kind.plain if issubclass(kind, Mixin) else kind.__bases__[-1]  # of fe.Linear, nn.Linear
+    return kind
+
+
+def _attached(kind: type[nn.Module], swapped: bool) -> tuple[str, ...]:
+    """Attributes that a conversion has set on a module of this class; others are the user's."""
+    if issubclass(kind, FusedNorm | FusedActivation):
+        return ("group",)
+    if not issubclass(kind, Float8Module):
+        return ()
+    own = ("parts" if issubclass(kind, Float8Experts) else "numerics",) if swapped else ()
+    return (READ, "fused", "not_fused_because", *own)

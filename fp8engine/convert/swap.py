@@ -122,6 +122,11 @@ def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, override
     return decide(model, recipe, skip, overrides)
 
 
+def compiled_in_place(module: nn.Module) -> str | None:
+    """ "torch.compile" for a module on which `compile()` was called; its class is as it was.  None for others."""
+    return "torch.compile" if getattr(module, "_compiled_call_impl", None) is not None else None
+
+
 def _check_unwrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"convert takes an nn.Module, not {type(model).__name__}")
@@ -129,8 +134,8 @@ def _check_unwrapped(model: nn.Module) -> None:
         where = f"its part {name!r}" if name else "the model"
         if found := wrapper_of(module):
             raise ConversionError(f"{where} is under {found} already: convert first, then wrap")
-        if hasattr(module, "_compiled_call_impl") and module._compiled_call_impl is not None:
-            raise ConversionError(f"{where} is under torch.compile already: convert first, then compile")
+        if found := compiled_in_place(module):
+            raise ConversionError(f"{where} is under {found} already: convert first, then compile")
         if hasattr(module, RECORD):
             raise ConversionError(f"{where} is converted already: convert the whole model once, with overrides")
 

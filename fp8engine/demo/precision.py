@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine._torch import TorchDispatchMode, tree_map
 from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning, UnknownName
@@ -39,8 +40,8 @@ PRODUCTS = {
     aten.mm.default: None,
     aten.addmm.default: None,
     aten.bmm.default: None,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: None,
+    _torch.cpu_attention: (0,),
+    _torch.cpu_attention_backward: None,
 }
 
 

@@ -89,3 +89,12 @@ FP32 = Format("FP32", torch.float32, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**
 FORMATS = {format.name: format for format in (E4M3, E5M2, FP16, BF16, FP32)}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that FP8 casts take
 BY_DTYPE = {format.dtype: format for format in FORMATS.values()}
+
+
+def word(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, without its module.
+
+    >>> word(torch.float8_e4m3fn)
+    'float8_e4m3fn'
+    """
+    return str(dtype).removeprefix("torch.")

@@ -74,7 +74,7 @@ def _of_data_parallel() -> dist.ProcessGroup | None:
     wrapper = _torch.active_ddp()
     if wrapper is None:
         return None
-    if wrapper._join_config.enable:
+    if _torch.joins_uneven_inputs(wrapper):
         warnings.warn(
             "inside join() ranks end at different steps: amaxes are not joined, each rank predicts its own scales",
             stacklevel=2,

@@ -19,6 +19,7 @@ from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.report.state import controllers_of, require_module
@@ -148,7 +149,7 @@ def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
     """The slot of the layer's result: its format, its consumers, and why it is not stored in FP8."""
     state, layer = numerics.state, numerics.layer
     consumers = [" ".join(filter(None, consumer)) for consumer in numerics.consumers]
-    plain = {"format": str(dtype).removeprefix("torch."), "cast": "none", "consumers": consumers}
+    plain = {"format": word(dtype), "cast": "none", "consumers": consumers}
     if layer not in state.outputs.places:
         return plain | {"reason": _why_not_stored(numerics)}
     found = tables.numbers(layer, OUTPUT) | {"consumers": consumers}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import os
 import textwrap
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fp8engine import files
 from fp8engine.auto import Alarm, Controller, merge
 from fp8engine.errors import StateError
 from fp8engine.report.page import write
@@ -76,13 +78,14 @@ class Report:
     def to_csv(self, path: str | os.PathLike) -> None:
         """One line a layer, the slots' numbers flattened into columns such as `input.amax`."""
         slots = [f"{role}.{key}" for role in ROLES for key in SLOT_COLUMNS]
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow([*COLUMNS, *slots])
-            for layer in self.layers:
-                numbers = [layer[role].get(key, "") for role in ROLES for key in SLOT_COLUMNS]
-                shape = "x".join(map(str, layer["shape"]))
-                writer.writerow([shape if key == "shape" else layer[key] for key in COLUMNS] + numbers)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow([*COLUMNS, *slots])
+        for layer in self.layers:
+            numbers = [layer[role].get(key, "") for role in ROLES for key in SLOT_COLUMNS]
+            shape = "x".join(map(str, layer["shape"]))
+            writer.writerow([shape if key == "shape" else layer[key] for key in COLUMNS] + numbers)
+        files.write(path, text.getvalue())
 
     def table(self, width: int = 160) -> str:
         """The layers and the sums as text, `width` columns wide."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine._moved import renamed
 from fp8engine._torch import graph_task
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
@@ -32,12 +33,8 @@ from fp8engine.ops.scale_update import scale_update
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.shared_input import SharedInput, siblings
 
-RENAMED = {
-    "clock": "on_step",
-    "closely": "detailed_layers",
-    "others": "sample_all",
-    "_slots": "slots",
-}  # attributes of 0.1's pickles
+# Attributes of 0.1's pickles.
+RENAMED = {"clock": "on_step", "closely": "detailed_layers", "others": "sample_all", "_slots": "slots"}
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
 
 
@@ -132,9 +129,8 @@ class ScalingState:
         self.live_2S = torch.zeros(2, len(casts), dtype=torch.float32, device=device)
         self.live_2S[0] = -1.0
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
-        self.saved_1 = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # whether a save decides the next join: ranks.py
+        # Whether a save decides the next join: ranks.py.
+        self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.outputs.begin(device)
         self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
@@ -178,7 +174,7 @@ class ScalingState:
 
     def __setstate__(self, state: dict) -> None:
         if "clock" in state:  # pickled by 0.1
-            state = {RENAMED.get(key, key): value for key, value in state.items()}
+            state = renamed(state, RENAMED)
             state["controller"] = getattr(state["on_step"], "__self__", None)
         self.__dict__.update(state)
         self._see_on_host()

@@ -347,3 +347,16 @@ def test_a_guess_that_was_wrong_leaves_no_blame():
     assert (found.layer, found.op, found.exact, found.step) == ("root", "SqrtBackward0", True, 0)
     assert {layer.name: layer.guilty for layer in watch.report().layers if layer.guilty} == {"root": 4}
     assert watch.pin(1) == ["root"]
+
+
+def test_a_layer_whose_weight_gradient_overflows_is_told_from_the_layer_before_it():
+    """FP16: dw of the second layer is 2 x 1000 x 100; its dx is small, and overflows only in the first layer's dx."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).half()
+    nn.init.constant_(model[0].weight, 2e4)
+    nn.init.constant_(model[1].weight, 1e-3)
+    x = torch.full((2, 8), 0.00625, dtype=torch.half, requires_grad=True)
+    with find_overflow(model) as watch:
+        (model(x) * 100).sum().backward()
+    found = watch.first()
+    assert found is not None
+    assert (found.layer, found.operand, found.parameter, found.exact) == ("1", "grad_weight", "1.weight", False)

@@ -96,12 +96,14 @@ def test_parts_that_were_converted_by_themselves_and_layers_made_by_hand():
 
 @pytest.mark.usefixtures("group")
 def test_refusals():
-    model = converted(Net(16))
+    model, compiled = converted(Net(16)), converted(Net(16))
+    compiled.compile()
     cases: Any = (
         (Net(16), "revert: Net is not converted: give the model that fe.convert was given"),
         (model.blocks, "revert: ModuleList is not converted"),
         (DistributedDataParallel(model), "revert: the model is under DistributedDataParallel: revert what it wraps"),
         (torch.compile(model), "revert: the model is under torch.compile"),
+        (compiled, "revert: the model is under torch.compile"),
         (3, "revert takes an nn.Module, not int"),
     )
     for wrong, why in cases:
@@ -115,3 +117,39 @@ def test_a_model_loaded_in_fp8_has_nothing_to_go_back_to(tmp_path):
     fe.hf.export(tiny.llama().eval(), tmp_path / "out", "rowwise")
     with pytest.raises(fe.errors.ConversionError, match=r"revert: its part .* was loaded in FP8"):
         fe.revert(fe.hf.load(tmp_path / "out"))
+
+
+class Named(nn.TransformerEncoderLayer):
+    """A user's layer with attributes of its own, under names that conversions use elsewhere."""
+
+    def __init__(self):
+        super().__init__(32, 2, 64, dropout=0.0, batch_first=True)
+        self.parts, self.group, self.fused = ["mine"], "mine", "mine"
+
+
+def test_attributes_of_the_user_stay():
+    model = fe.revert(converted(nn.TransformerEncoder(Named(), 1, enable_nested_tensor=False)))
+    layer: Any = model.layers[0]
+    assert type(layer) is Named
+    assert (layer.parts, layer.group, layer.fused) == (["mine"], "mine", "mine")
+
+
+def test_after_a_first_forward_that_was_interrupted():
+    """Ctrl-C runs no forward hook: the layers are still watched."""
+
+    class Interrupted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.made = nn.Linear(16, 16), fe.Linear(16, 16, recipe="current")
+
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    model = converted(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(2, 16))
+    assert type(model.layer) is not fe.Linear, "watched"
+    fe.revert(model)
+    assert (type(model.layer), type(model.made)) == (nn.Linear, fe.Linear)
+    assert sorted(vars(model.layer)) == sorted(vars(nn.Linear(1, 1)))
+    assert model.made(torch.randn(2, 16)).shape == (2, 16)

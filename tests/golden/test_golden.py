@@ -4,6 +4,7 @@ For changes that are meant to change no number: a move of files, another name.  
 """
 
 import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ recorded_here = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or record.versions() != GOLDEN["versions"],
     reason=f"recorded on x86-64 with {GOLDEN['versions']}; here {platform.machine()} with {record.versions()}",
 )
+
+
+def test_the_versions_recorded_with_are_those_that_ci_installs():
+    """Else the comparison below would be skipped everywhere, and CI would stay green."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (record.ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    assert {name: pins[name] for name in GOLDEN["versions"]} == GOLDEN["versions"]
 
 
 @pytest.mark.slow

@@ -204,6 +204,8 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
     report = fe.inspect(model)
     with pytest.raises(ReportError, match=r"cannot write .*nowhere/page.html: No such file"):
         report.to_html(tmp_path / "nowhere" / "page.html")
+    with pytest.raises(ReportError, match="cannot write"):
+        report.to_html("")
     report.to_html(tmp_path / "page.html", losses=losses)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert (tmp_path / "page.html").read_text().endswith("</html>\n")

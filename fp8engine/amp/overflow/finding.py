@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8engine.numerics.formats import word
+
 GRADIENTS = ("grad_input", "grad_weight", "grad_output")
 
 
@@ -49,7 +51,7 @@ class Finding:
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
         numbers = {"input_amax": number(self.input_amax), "output_amax": number(self.output_amax)}
-        return vars(self) | numbers | {"dtype": str(self.dtype).removeprefix("torch.") if self.dtype else None}
+        return vars(self) | numbers | {"dtype": word(self.dtype) if self.dtype else None}
 
     def __str__(self) -> str:
         where = "outside the model" if self.layer is None else repr(self.layer) if self.layer else "the model itself"

@@ -129,19 +129,32 @@ class Locator:
     def _backward(self, batch: Batch) -> Finding | None:
         self._stale -= batch.without_gradient
         found = last_good = None
+        good: dict[
+            str, int
+        ] = {}  # modules whose grad_output was finite before the first bad gradient, in order of time
+        weights: list[tuple[str, Event]] = []  # (owner, gradient) of weights whose gradient became bad
         for event in batch.events:
             if event.kind in ("grad_weight", "grad_before"):
                 stale = event.kind == "grad_before" or event.name in self._stale
                 (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
-                if not stale and found is None and not event.reading.finite:
-                    found = self._weight_gradient(event)
+                if not stale and not event.reading.finite:
+                    weights.append((self._owner(event.name), event))
             elif found is None and event.creation is not None and event.creation.backward:
                 found = _node(event, event.creation)
             elif found is None and event.kind in ("grad_output", "grad_input"):
                 if not event.reading.finite:
                     found = _gradient(event, last_good)
+                elif event.kind == "grad_output":
+                    good.setdefault(event.name, len(good))
                 last_good = event
-        return found
+        if found is not None and found.exact:
+            return found
+        # Gradients of weights are read when the whole backward has ended, so time does not order them: a layer that was
+        # given a finite gradient made its own weight's.
+        made = [(good[owner], event) for owner, event in weights if owner in good and owner in self._leaves]
+        if made:
+            return self._weight_gradient(min(made, key=lambda one: one[0])[1])
+        return self._weight_gradient(weights[0][1]) if found is None and weights else found
 
     def _weight_gradient(self, event: Event) -> Finding:
         layer = self._owner(event.name)

@@ -9,7 +9,9 @@ import torch
 
 from fp8engine.amp.overflow.finding import Finding, number
 from fp8engine.amp.overflow.trace import Event
+from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.text import as_text
+from fp8engine.numerics.formats import word
 
 SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
 
@@ -45,7 +47,7 @@ class LayerStats:
     @property
     def low(self) -> bool:
         """Whether it returned FP16 or BF16."""
-        return self.dtype in (torch.float16, torch.bfloat16)
+        return self.dtype in SIXTEEN_BIT
 
     def add(self, event: Event) -> None:
         """Count an event of this layer, its reading in numbers."""
@@ -69,7 +71,7 @@ class LayerStats:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        dtype = str(self.dtype).removeprefix("torch.") if self.dtype else None
+        dtype = word(self.dtype) if self.dtype else None
         numbers = {"made": number(self.made), "grad_made": number(self.grad_made)}
         return vars(self) | {"dtype": dtype, "share": self.share} | numbers
 

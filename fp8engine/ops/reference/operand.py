@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fp8engine.numerics.formats import word
+
 COUNTERS = ("calls", "elements", "sampled", "saturated", "underflowed", "nonfinite", "recasts")
 
 
@@ -36,8 +38,8 @@ class How(NamedTuple):
 
     def __str__(self) -> str:
         flags = ["p2"] * self.power_of_2 + ["delayed"] * self.delayed
-        flags += [f"held:{_word(self.held)}"] if self.held else []
-        return " ".join([_word(self.dtype), f"{self.rows}x{self.cols}", *flags])
+        flags += [f"held:{word(self.held)}"] if self.held else []
+        return " ".join([word(self.dtype), f"{self.rows}x{self.cols}", *flags])
 
     @property
     def per_tensor(self) -> bool:
@@ -49,10 +51,6 @@ class How(NamedTuple):
         if self.per_tensor:
             return ()
         return tuple(1 if step == -1 else -(-size // step) for size, step in ((m, self.rows), (k, self.cols)))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Operand(NamedTuple):

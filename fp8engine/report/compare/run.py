@@ -21,6 +21,7 @@ from fp8engine.amp.difference import Call, Difference, on_calls
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
+from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.compare.batches import NOTHING, Batch, pooled, real_rows
@@ -59,7 +60,7 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     finally:
         for module, mode in modes:
             module.training = mode
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
+    dtypes = sorted({word(p.dtype) for p in model.parameters() if p.is_floating_point()})
     return Comparison(
         type(model).__name__,
         "+".join(dtypes),
@@ -274,7 +275,11 @@ class _Layers:
 
 def _first(output: Any, *, with_grad: bool = False) -> torch.Tensor:
     tensors = (value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
-    return next(tensor for tensor in tensors if tensor.requires_grad or not with_grad)
+    found = next((tensor for tensor in tensors if tensor.requires_grad or not with_grad), None)
+    if found is None:
+        wanted = "tensor that has a gradient" if with_grad else "tensor"
+        raise ConversionError(f"the model returns no {wanted}: the comparison needs one in its output")
+    return found
 
 
 def _answer(output: Any) -> torch.Tensor:

@@ -33,7 +33,7 @@ def write(report, path: str | os.PathLike, losses: Sequence[float] | None = None
     """Put the page at `path`, whole or not at all.  Raises ReportError where it cannot be written."""
     text = page(report, losses, flow)
     try:
-        files.write(path, text)
+        files.write(path, text.encode(errors="replace"))  # losses and names may hold what UTF-8 does not
     except OSError as error:
         raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
