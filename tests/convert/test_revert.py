@@ -128,8 +128,8 @@ class Named(nn.TransformerEncoderLayer):
 
 
 def test_attributes_of_the_user_stay():
-    model = fe.revert(converted(nn.TransformerEncoder(Named(), 1, enable_nested_tensor=False)))
-    layer: Any = model.layers[0]
+    model: Any = fe.revert(converted(nn.TransformerEncoder(Named(), 1, enable_nested_tensor=False)))
+    layer = model.layers[0]
     assert type(layer) is Named
     assert (layer.parts, layer.group, layer.fused) == (["mine"], "mine", "mine")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from processes import run
 
+from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
 
 RANKS = 3
@@ -19,6 +19,7 @@ def work(rank: int, ranks: int) -> dict:
     splits = [[1, 2, 9], [4, 4, 4], [0, 0, 12]]
     received = [row[rank] for row in splits]
     rows = torch.ones(SIZE, 5, dtype=torch.uint8)
+    assert group is not None
     calls = {
         "all-gather": lambda: dist.all_gather_into_tensor(whole, x),
         "all-gather list": lambda: dist.all_gather([torch.empty(SIZE) for _ in range(ranks)], x),

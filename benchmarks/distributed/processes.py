@@ -1,6 +1,6 @@
-"""Several real processes of a test, joined by gloo: `run(work, 2, ...)` returns what `work` returned on each rank.
+"""Several real processes joined by gloo: `run(work, 2, ...)` returns what `work` returned on each rank.
 
-`work` is a function of a test module, called as work(rank, ranks, *arguments) with a process group initialised; what it
+For tests too.  `work` is a function of a module, called as work(rank, ranks, *arguments) with a process group initialised; what it
 returns is saved by torch.save, so tensors are plain ones on the CPU.  Starting processes costs seconds on a slow
 machine: one `run` in a module's fixture serves all of the module's tests.  A collective that waits for a rank that
 never comes is an error after WAIT.
@@ -8,12 +8,13 @@ never comes is an error after WAIT.
 
 import datetime
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
-from amp_common import leave
 
 WAIT = datetime.timedelta(seconds=240)
+SETTLE = 0.3  # seconds; a gloo thread that drops a collective while Python exits aborts it (pytorch pull 179291)
 
 
 def run(work, ranks: int, *arguments) -> list:
@@ -28,4 +29,5 @@ def _rank(rank: int, ranks: int, folder: str, work, arguments: tuple) -> None:
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=WAIT)
     torch.save(work(rank, ranks, *arguments), f"{folder}/{rank}.pt")
-    leave()
+    time.sleep(SETTLE)
+    dist.destroy_process_group()
