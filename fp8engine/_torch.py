@@ -153,6 +153,11 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def local_tensor(x: Any) -> torch.Tensor:
+    """A DTensor's part on this rank, one object as long as it lives; `to_local` makes a view at every call."""
+    return x._local_tensor
+
+
 def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
     """(ranks, this rank) of the group that a collective runs in, from its arguments by name, as a mode sees them."""
     group = arguments.get("process_group")

@@ -1,5 +1,27 @@
-"""Amaxes of several processes, joined in one all-reduce a step."""
+"""Several processes: amaxes joined in one all-reduce a step, layers divided over ranks.
+
+What needs DTensor is imported when it is first asked for: that takes torch a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
 
-__all__ = ["reduce_amax"]
+if TYPE_CHECKING:
+    from fp8engine.distributed.styles import Colwise, Rowwise
+    from fp8engine.distributed.tensor_parallel import tensor_parallel
+
+__all__ = ["Colwise", "Rowwise", "reduce_amax", "tensor_parallel"]
+
+LATER = {"Colwise": "styles", "Rowwise": "styles", "tensor_parallel": "tensor_parallel"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
+    globals()[name] = found  # the function tensor_parallel stands before the module of that name
+    return found
