@@ -109,6 +109,12 @@ class Sharding:
             return None
         return norm._replace(weight_K=self._summed(norm.weight_K), bias_K=self._summed(norm.bias_K))
 
+    def of_part(self, norm: NormOf) -> NormOf:
+        """A norm of a residual: of this rank's tokens where they are divided, else of all."""
+        if isinstance(self.inputs, Shard):
+            return cast(NormOf, self.own(norm))
+        return norm._replace(weight_K=local(norm.weight_K), bias_K=local(norm.bias_K))
+
     def _summed(self, parameter: Any) -> torch.Tensor | None:
         return None if parameter is None else Copy.apply(local(parameter), self.mesh.get_group())
 

@@ -22,6 +22,10 @@ from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.numerics.recipe import ROLES
 
 
+# Layers of Hugging Face's families and of fe.LayerNormMLP that hold several matrices, stacked along N.
+STACKED = ("gate_up", "gate_up_proj", "qkv_proj", "Wqkv")
+
+
 class _Style(ParallelStyle):
     """What Colwise and Rowwise share: checks, parameters as DTensors, and the layer's sharding."""
 
@@ -55,6 +59,11 @@ class _Style(ParallelStyle):
             return (
                 f"{name}: {style} divides fe.Linear, and it is a {type(module).__name__}, whose weight is stored "
                 "otherwise: leave it out of the plan"
+            )
+        if self.by == COLUMNS and name.rpartition(".")[2] in STACKED:
+            return (
+                f"{name}: its rows are several matrices stacked, [gate | up] or [q | k | v], and equal parts of them would "
+                "be other layers: use a model whose gate and up (q, k, v) are layers of their own, as fe.TransformerLayer's"
             )
         for what, layout in (("input_layouts", self.inputs), ("output_layouts", self.outputs)):
             if not (isinstance(layout, (Shard, Replicate))):
