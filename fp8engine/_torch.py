@@ -158,6 +158,16 @@ def local_tensor(x: Any) -> torch.Tensor:
     return x._local_tensor
 
 
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's all-gather of one tensor, under the name that it has had since 2.13, or before."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=group)
+
+
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's reduce-scatter of one tensor, under the name that it has had since 2.13, or before."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
+
+
 def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
     """(ranks, this rank) of the group that a collective runs in, from its arguments by name, as a mode sees them."""
     group = arguments.get("process_group")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fp8engine import _torch
 from fp8engine.autograd.linear import matrix
 from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.ready import GatheredTensor
@@ -63,7 +64,7 @@ class Tokens(NamedTuple):
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' parts of a tensor of any dtype that the collectives take."""
         whole = x.new_empty(self.ranks * x.numel())
-        dist.all_gather_into_tensor(whole, x.contiguous().view(-1), group=self.group)
+        _torch.all_gather(whole, x.contiguous().view(-1), self.group)
         parts = whole.view(self.ranks, *x.shape).movedim(0, self.dim)
         return parts.reshape(*x.shape[: self.dim], self.ranks * x.shape[self.dim], *x.shape[self.dim + 1 :])
 
@@ -71,7 +72,7 @@ class Tokens(NamedTuple):
         """This rank's tokens of the sum of all ranks' tensors."""
         parts = y.unflatten(self.dim, (self.ranks, -1)).movedim(self.dim, 0).contiguous()
         mine = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=self.group)
+        _torch.reduce_scatter(mine.view(-1), parts.view(-1), self.group)
         return mine
 
     def gather_codes(self, x: torch.Tensor, how: How, numerics: Numerics, role: str, record: bool) -> GatheredTensor:
