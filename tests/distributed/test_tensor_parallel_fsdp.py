@@ -125,5 +125,5 @@ def test_losses_are_those_of_one_process(recipe: str, shape: str, found: list[di
 def test_parameters_are_divided_both_ways(found: list[dict]):
     placements = found[0]["rowwise", "2 x 2"]["placements"]
     assert set(placements) == {name for name, _ in made("rowwise").named_parameters()}
-    assert "S(1)" in placements["0.down.weight"]
+    assert placements["0.down.weight"] == "(Shard(dim=0), Shard(dim=1))"
     assert found[0]["rowwise", "1 x 4"]["placements"]["0.down.weight"] == "(Shard(dim=1),)"
