@@ -1,9 +1,9 @@
 """Several real processes joined by gloo: `run(work, 2, ...)` returns what `work` returned on each rank.
 
-For tests too.  `work` is a function of a module, called as work(rank, ranks, *arguments) with a process group initialised; what it
-returns is saved by torch.save, so tensors are plain ones on the CPU.  Starting processes costs seconds on a slow
-machine: one `run` in a module's fixture serves all of the module's tests.  A collective that waits for a rank that
-never comes is an error after WAIT.
+For tests too.  `work` is a function of a module, called as work(rank, ranks, *arguments) with a process group
+initialised; what it returns is saved by torch.save, so tensors are plain ones on the CPU.  Starting processes costs
+seconds on a slow machine: one `run` in a module's fixture serves all of the module's tests.  A collective that waits
+for a rank that never comes is an error after WAIT.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Several processes: amaxes joined in one all-reduce a step, layers divided over ranks.
+"""Training on several processes: amaxes joined over ranks, weights gathered in FP8, layers divided over ranks.
 
 What needs DTensor is imported when it is first asked for: that takes torch a second.
 """
@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
+from fp8engine.distributed.fsdp import fsdp
 
 if TYPE_CHECKING:
     from fp8engine.distributed.styles import Colwise, Rowwise
     from fp8engine.distributed.tensor_parallel import tensor_parallel
 
-__all__ = ["Colwise", "Rowwise", "reduce_amax", "tensor_parallel"]
+__all__ = ["Colwise", "Rowwise", "fsdp", "reduce_amax", "tensor_parallel"]
 
 LATER = {"Colwise": "styles", "Rowwise": "styles", "tensor_parallel": "tensor_parallel"}
 

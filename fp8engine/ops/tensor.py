@@ -293,6 +293,8 @@ def _transpose(func, args, kwargs):
 def _reshape(func, args, kwargs):
     """A view keeps FP8 where no group is cut: per tensor always, per row as long as the last dimension stays."""
     x, shape = args[0], args[1]
+    if tuple(shape) == tuple(x.shape):
+        return _same(aten.detach.default, (x,), {})
     if isinstance(x.granularity, PerTensor):
         return _view(func, args, kwargs)
     by_row = x.granularity == PerRow(-1) or (isinstance(x.granularity, PerBlock) and x.granularity.rows == 1)
@@ -302,6 +304,13 @@ def _reshape(func, args, kwargs):
             scale = x._scale.reshape(*data.shape[:-1], x._scale.shape[-1])
             return x._viewed(data, scale, x.granularity)
     return None
+
+
+def _strided(func, args, kwargs):
+    """The same memory in the same shape, as fully_shard asks for it."""
+    x, size, stride, *offset = args
+    same = (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride()) and x.storage_offset() in (None, *offset, 0)
+    return _same(func=aten.detach.default, args=(x,), kwargs={}) if same else None
 
 
 def _copy(func, args, kwargs):
@@ -329,6 +338,7 @@ KEEPING = {
     _torch.unsafe_view: _reshape,
     aten.reshape.default: _reshape,
     aten.copy_.default: _copy,
+    aten.as_strided.default: _strided,
     **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default), _view),
     **dict.fromkeys((aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default), _view),
 }
