@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
+from fp8engine.distributed.traffic import Traffic
 from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, WIDTH, WIDE, STEPS = 4, 4, 8, 60, 88, 3
@@ -67,26 +68,37 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 PLAN = {"*.up": Colwise(input_layouts=Shard(1)), "*.down": Rowwise(output_layouts=Shard(1))}
 
 
-def trained(recipe: str, shape: tuple[int, int], rank: int) -> dict:
-    """Losses of the whole batch and the whole weight afterwards.  shape: ranks of fully_shard, of tensor parallel."""
+def trained(recipe: str, shape: tuple[int, int], codes: bool = False) -> dict:
+    """Losses of the whole batch, the whole weights afterwards and what was sent.
+
+    shape: ranks of fully_shard, of tensor parallel.  codes: sharded by fe.distributed.fsdp.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model = made(recipe)
     fe.distributed.tensor_parallel(model, mesh, PLAN, dim="tp")
     dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
-    if shape[0] > 1:
+    if codes:
+        fe.distributed.fsdp(model, mesh=mesh["dp"], blocks=list(model))
+    elif shape[0] > 1:
         fe.distributed.reduce_amax(model, mesh["dp"].get_group())
         for block in model:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        for module in model.modules():
-            if hasattr(module, "set_force_sum_reduction_for_comms"):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     x, target = (t.chunk(shape[0])[dp].chunk(shape[1], 1)[tp].contiguous() for t in data())
-    losses = torch.tensor(train(model, [(x, target)], shape[1]))
+    with Traffic() as traffic:
+        losses = torch.tensor(train(model, [(x, target)], shape[1]))
     torch.distributed.all_reduce(losses)
     weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
     placements = {name: str(p.placements) for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    return {"losses": (losses / shape[0]).tolist(), "weights": weights, "placements": placements}
+    return {
+        "losses": (losses / shape[0]).tolist(),
+        "weights": weights,
+        "placements": placements,
+        "traffic": traffic.to_dict(),
+    }
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -94,8 +106,9 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def work(rank: int, ranks: int) -> dict:
-    found = {(recipe, "2 x 2"): trained(recipe, (2, 2), rank) for recipe in RECIPES}
-    return found | {(recipe, "1 x 4"): trained(recipe, (1, 4), rank) for recipe in RECIPES}
+    found = {(recipe, "2 x 2"): trained(recipe, (2, 2)) for recipe in RECIPES}
+    found |= {(recipe, "codes"): trained(recipe, (2, 2), True) for recipe in RECIPES}
+    return found | {(recipe, "1 x 4"): trained(recipe, (1, 4)) for recipe in ("rowwise", "current")}
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +119,10 @@ def found() -> list[dict]:
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("shape", ["2 x 2", "1 x 4"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [*((recipe, "2 x 2") for recipe in RECIPES), ("rowwise", "1 x 4"), ("current", "1 x 4")],
+)
 def test_losses_are_those_of_one_process(recipe: str, shape: str, found: list[dict]):
     model, replicas = made(recipe), int(shape[0])
     losses = train(model, list(zip(*(t.chunk(replicas) for t in data()), strict=True)))
@@ -127,3 +142,24 @@ def test_parameters_are_divided_both_ways(found: list[dict]):
     assert set(placements) == {name for name, _ in made("rowwise").named_parameters()}
     assert placements["0.down.weight"] == "(Shard(dim=0), Shard(dim=1))"
     assert found[0]["rowwise", "1 x 4"]["placements"]["0.down.weight"] == "(Shard(dim=1),)"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_gathered_as_codes_train_as_those_in_high_precision(recipe: str, found: list[dict]):
+    for rank in found:
+        plain, codes = rank[recipe, "2 x 2"], rank[recipe, "codes"]
+        if recipe in ("current", "delayed", "auto"):  # the same codes, cast before or after
+            assert plain["losses"] == codes["losses"]
+            assert all(torch.equal(codes["weights"][name], w) for name, w in plain["weights"].items())
+        else:  # dgrad's columns from the codes of the rows: now and then a number is rounded twice
+            assert codes["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+
+
+def test_weights_and_tokens_cross_as_codes(found: list[dict]):
+    sent = {how: found[0]["rowwise", how]["traffic"] for how in ("2 x 2", "codes")}
+    plain = sent["2 x 2"]
+    tokens = plain["all-gather uint8"]["bytes"]
+    weights = {key: sum(t[kind]["bytes"] for kind in t if "all-gather" in kind) - tokens for key, t in sent.items()}
+    # A byte of four, and biases in FP32: 88 / 2 + 60 numbers beside 88 / 2 * 60 * 2 of the weights of a block's rank.
+    biases = (WIDE / 2 + WIDTH) / (WIDE * WIDTH)
+    assert weights["codes"] == pytest.approx((0.25 + biases) / (1 + biases) * weights["2 x 2"], rel=0.01)
