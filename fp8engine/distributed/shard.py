@@ -25,9 +25,10 @@ from fp8engine.autograd.norm import norm as norm_in_16_bits
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.parts import Layer, Memory, NormOf
-from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, wire_cast
+from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, granularity_of, wire_cast
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
+from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 from fp8engine.ops.tensor import Float8Tensor
 
 COLUMNS, ROWS = "columns", "rows"
@@ -81,6 +82,11 @@ class Sharding:
     ) -> torch.Tensor:
         """`autograd.norm_mlp` of first layers divided by columns and a second divided by rows.  how: kind, memory."""
         every = [layer.numerics for layer in (*firsts, second)]
+        if len(firsts) == 1 and ACTIVATIONS[how[0]].gated:
+            raise ParallelError(
+                f"{every[0].name}: its rows are [gate | up], of which equal parts would be other layers: use layers of their "
+                "own for gate and up, as fe.TransformerLayer has them"
+            )
         _check_together(every, [COLUMNS] * len(firsts) + [ROWS])
         _begin(every)
         whole, norm_left = every[0].shard._normed(x, norm, firsts, how[1])
@@ -102,6 +108,16 @@ class Sharding:
             return self.enters(x, every, needs_w), self.own(norm)
         n = norm_in_16_bits(part, cast(NormOf, self.own(norm)), memory)
         return self.enters(DTensor.from_local(n, self.mesh, [placement], run_check=False), every, needs_w), None
+
+    def told(self, numerics: Numerics) -> str:
+        """How the layer is divided and in what its tokens cross, for a report."""
+        plan, columns = numerics.plan, self.by == COLUMNS
+        layout = self.inputs if columns else self.outputs
+        if not isinstance(layout, Shard):
+            return f"{self}; no tokens are gathered"
+        how = wire_cast(*((plan.forward[0], plan.wgrad[1]) if columns else (plan.dgrad[0], plan.wgrad[0])), True)
+        crosses = "in 16 bits, which its wgrad reads" if how is None else f"as FP8 codes, {granularity_of(how)}"
+        return f"{self}; its {'input' if columns else 'gradient'} is gathered {crosses}"
 
     def own(self, norm: NormOf | None) -> NormOf | None:
         """A norm of this rank's part of a tensor: its parameters' gradients are summed over ranks."""
