@@ -55,7 +55,10 @@ def start_copy(step: int, state: ScalingState) -> PendingSample:
         raise StateError("no step was sampled, so there is nothing to copy")
     counts_CS = state.counts_CS.clone()
     groups = [state.ranks, *([state.divided] if state.divided else [])]  # ranks that divide layers, and their replicas
-    agreed = any([ranks.agree(table, group) for group in groups for table in (state.samples, counts_CS)])
+    agreed = False
+    for group in groups:  # each of them, whatever the one before has said
+        agreed |= ranks.agree(state.samples, group)
+        ranks.agree(counts_CS, group)
     copy = HostCopy([state.samples, counts_CS, state.rules_3S])
     several_ranks = agreed and state.samples.is_cuda  # on a CPU the copy is there at once, on every rank
     return PendingSample(step, copy, state.detailed_layers, several_ranks)

@@ -66,7 +66,9 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
         if found := wrapper_of(module) or compiled_in_place(module):
             raise ConversionError(f"revert: {where} is under {found}: revert what it wraps, and wrap that again")
         if isinstance(module, Float8Module) and (divided := divided_parameter(module)):
-            raise ConversionError(f"revert: {where} has a {divided} that is divided over ranks: revert before dividing it")
+            raise ConversionError(
+                f"revert: {where} has a {divided} that is divided over ranks: revert before dividing it"
+            )
         if isinstance(module, Served):
             raise ConversionError(f"revert: {where} was loaded in FP8: its 16-bit weights are not there")
     roots = [(module, vars(module)[RECORD]) for module in model.modules() if RECORD in vars(module)]

@@ -1,4 +1,4 @@
-"""A layer that is divided over ranks: what stands in for `linear`, `norm_linear` and `norm_mlp` where weights are DTensors.
+"""A layer divided over ranks: what stands in for `linear`, `norm_linear` and `norm_mlp` where weights are DTensors.
 
     columns   each rank has N/w rows of the weight:  y[.., N/w] = gather(x) @ w^T + b
     rows      each rank has K/w columns of it:       y = scatter(x[.., K/w] @ w^T) + b
@@ -84,8 +84,8 @@ class Sharding:
         every = [layer.numerics for layer in (*firsts, second)]
         if len(firsts) == 1 and ACTIVATIONS[how[0]].gated:
             raise ParallelError(
-                f"{every[0].name}: its rows are [gate | up], of which equal parts would be other layers: use layers of their "
-                "own for gate and up, as fe.TransformerLayer has them"
+                f"{every[0].name}: its rows are [gate | up], of which equal parts would be other layers: use layers "
+                "of their own for gate and up, as fe.TransformerLayer has them"
             )
         _check_together(every, [COLUMNS] * len(firsts) + [ROWS])
         _begin(every)
@@ -188,8 +188,8 @@ class Sharding:
         last = x.dim() - 1
         if isinstance(x, DTensor) and x.device_mesh != self.mesh:
             raise ParallelError(
-                f"{name}: its input is a DTensor on {x.device_mesh}, and the layer is divided over {self.mesh}: give it "
-                "a plain tensor, or one on that mesh"
+                f"{name}: its input is a DTensor on {x.device_mesh}, and the layer is divided over {self.mesh}: give "
+                "it a plain tensor, or one on that mesh"
             )
         if self.by == ROWS:
             if not isinstance(x, DTensor):
@@ -206,8 +206,8 @@ class Sharding:
             x, placement = x.redistribute(placements=[Replicate()]), Replicate()
         elif x.shape[placement.dim] % self.mesh.size():
             raise ParallelError(
-                f"{name}: its input is a DTensor whose {x.shape[placement.dim]} tokens {self.mesh.size()} ranks do not divide "
-                "equally: pad them"
+                f"{name}: its input is a DTensor whose {x.shape[placement.dim]} tokens {self.mesh.size()} ranks do not "
+                "divide equally: pad them"
             )
         return placement, x.to_local(grad_placements=[placement])
 
@@ -241,10 +241,11 @@ def _check_together(layers: Sequence[Numerics], by: Sequence[str]) -> None:
     """Raise ParallelError where layers that run as one are not divided alike."""
     for numerics, wanted in zip(layers, by, strict=True):
         shard = numerics.shard
-        if shard is None or shard.by != wanted or shard.inputs != (layers[0].shard.inputs if wanted == COLUMNS else shard.inputs):
+        alike = shard is not None and shard.by == wanted and (wanted == ROWS or shard.inputs == layers[0].shard.inputs)
+        if not alike:
             style = "Colwise" if wanted == COLUMNS else "Rowwise"
             names = ", ".join(each.name for each in layers)
             raise ParallelError(
-                f"{numerics.name}: it runs as one with {names}, and is {shard or 'not divided'}: name all of them in the "
-                f"plan, {numerics.name} as fe.distributed.{style}, with the same input_layouts"
+                f"{numerics.name}: it runs as one with {names}, and is {shard or 'not divided'}: name all of them in "
+                f"the plan, {numerics.name} as fe.distributed.{style}, with the same input_layouts"
             )

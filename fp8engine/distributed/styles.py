@@ -21,7 +21,6 @@ from fp8engine.errors import ParallelError
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.numerics.recipe import ROLES
 
-
 # Layers of Hugging Face's families and of fe.LayerNormMLP that hold several matrices, stacked along N.
 STACKED = ("gate_up", "gate_up_proj", "qkv_proj", "Wqkv")
 
@@ -48,12 +47,14 @@ class _Style(ParallelStyle):
         style = type(self).__name__
         name = name or (module.numerics.name if isinstance(module, Float8Module) else type(module).__name__)
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
-            return f"{name}: its weight is divided already, {module.weight.placements}: name each layer in one plan, once"
+            return (
+                f"{name}: its weight is divided already, {module.weight.placements}: name each layer in one plan, once"
+            )
         if not isinstance(module, Float8Module):
             torchs = "ColwiseParallel" if self.by == COLUMNS else "RowwiseParallel"
             return (
-                f"{name}: {style} divides layers that fe.convert has converted, and it is a {type(module).__name__}: call "
-                f"fe.convert before, or use torch's {torchs} for a layer that is to stay as it is"
+                f"{name}: {style} divides layers that fe.convert has converted, and it is a {type(module).__name__}: "
+                f"call fe.convert before, or use torch's {torchs} for a layer that is to stay as it is"
             )
         if not isinstance(module, Linear):
             return (
@@ -62,8 +63,8 @@ class _Style(ParallelStyle):
             )
         if self.by == COLUMNS and name.rpartition(".")[2] in STACKED:
             return (
-                f"{name}: its rows are several matrices stacked, [gate | up] or [q | k | v], and equal parts of them would "
-                "be other layers: use a model whose gate and up (q, k, v) are layers of their own, as fe.TransformerLayer's"
+                f"{name}: its rows are several matrices stacked, [gate | up] or [q | k | v], and equal parts of them "
+                "would be other layers: use a model that has a layer for each, as fe.TransformerLayer"
             )
         for what, layout in (("input_layouts", self.inputs), ("output_layouts", self.outputs)):
             if not (isinstance(layout, (Shard, Replicate))):
@@ -71,8 +72,8 @@ class _Style(ParallelStyle):
         features = "out_features" if self.by == COLUMNS else "in_features"
         if getattr(module, features) % ranks:
             return (
-                f"{name}: {features}={getattr(module, features)} is not divisible by {ranks} ranks: {style} gives every "
-                "rank an equal part; use fewer ranks, or leave the layer out of the plan"
+                f"{name}: {features}={getattr(module, features)} is not divisible by {ranks} ranks: {style} gives "
+                "every rank an equal part; use fewer ranks, or leave the layer out of the plan"
             )
         if self.by == ROWS and module.numerics.recipe.stored is not None:
             return (
@@ -84,8 +85,8 @@ class _Style(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
             raise ParallelError(
-                f"{type(self).__name__}: a mesh of {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass one "
-                "of them, such as mesh['tp']"
+                f"{type(self).__name__}: a mesh of {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}: pass "
+                "one of them, such as mesh['tp']"
             )
         if found := self.problem(module, device_mesh.size()):
             raise ParallelError(found)

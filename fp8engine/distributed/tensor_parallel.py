@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from fp8engine.autograd import Numerics
+from fp8engine.distributed.agree import check_alike
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
 from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
-from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.linear import Float8Module, float8_modules
 
 TORCHS = {ColwiseParallel: "Colwise", RowwiseParallel: "Rowwise"}
 
@@ -38,8 +38,9 @@ def tensor_parallel(
     >>> model = tensor_parallel(model, init_device_mesh("cuda", (8,)), plan)  # doctest: +SKIP
     """
     mesh = _one_dimension(mesh, dim)
-    problems = list(_problems(model, plan, mesh.size()))
-    _same_on_all(mesh, problems, _described(model, plan))
+    group = mesh.get_group()
+    _raise_on_all(list(_problems(model, plan, mesh.size())), group)
+    check_alike("tensor_parallel", _described(model, plan), group)
     return parallelize_module(model, mesh, dict(plan))
 
 
@@ -54,8 +55,8 @@ def _one_dimension(mesh: DeviceMesh, dim: str | None) -> DeviceMesh:
         mesh = mesh[dim]
     if mesh.ndim != 1:
         raise ParallelError(
-            f"tensor_parallel: a mesh of {mesh.ndim} dimensions {names or ''}: pass one of them, mesh['tp'], or its name "
-            "as dim='tp'"
+            f"tensor_parallel: a mesh of {mesh.ndim} dimensions {names or ''}: pass one of them, mesh['tp'], or its "
+            "name as dim='tp'"
         )
     return mesh
 
@@ -112,30 +113,25 @@ def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> I
             yield f"{name}: {heads[0]} heads, {heads[1]} of keys, are not divisible by {ranks} ranks: use fewer"
 
 
-def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[str]:
-    """The plan and the converted layers, as ranks compare them."""
-    layers = [
-        f"layer {name}: {tuple(module.weight.shape)}, {module.numerics.recipe}"  # pyright: ignore - every one has both
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "numerics", None), Numerics) and hasattr(module, "weight")
-    ]
-    return [*layers, *(f"plan {name}: {style}" for name, style in plan.items())]
+def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, object]:
+    """The converted layers and the plan, as ranks compare them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = {
+        f"layer {names[id(layer)]}": (
+            [tuple(p.shape) for p in layer.parameters(recurse=False)],
+            str(layer.numerics.recipe),
+        )
+        for layer in float8_modules(model)
+    }
+    return {**layers, **{f"the plan's {pattern!r}": str(style) for pattern, style in plan.items()}}
 
 
-def _same_on_all(mesh: DeviceMesh, problems: list[str], described: list[str]) -> None:
-    """Raise ParallelError on every rank, with what each rank found wrong, or where they differ."""
-    found: list = [None] * mesh.size()
-    dist.all_gather_object(found, (problems, described), group=mesh.get_group())
-    wrong = {rank: each for rank, (each, _) in enumerate(found) if each}
+def _raise_on_all(problems: list[str], group: dist.ProcessGroup) -> None:
+    """Raise ParallelError on every rank of the group where any of them has found something wrong."""
+    found: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(found, problems, group)
+    wrong = {rank: each for rank, each in enumerate(found) if each}
     if wrong:
         first = next(iter(wrong.values()))
         ranks = "" if len(wrong) == len(found) else f" (on ranks {sorted(wrong)})"
         raise ParallelError(f"tensor_parallel{ranks}: {'; '.join(first[:8])}; nothing was divided")
-    for rank, (_, theirs) in enumerate(found):
-        if theirs != found[0][1]:
-            ours = found[0][1]
-            one, other = next(pair for pair in zip([*ours, ""], [*theirs, ""], strict=False) if pair[0] != pair[1])
-            raise ParallelError(
-                f"tensor_parallel: rank 0 has {one or 'nothing more'!r} and rank {rank} has {other or 'nothing more'!r}: "
-                "convert the same model by the same recipe and give the same plan on every rank; nothing was divided"
-            )

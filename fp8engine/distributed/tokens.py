@@ -110,8 +110,9 @@ def wire_cast(first: Casting, second: Casting, second_reads: bool) -> How | None
     other = second.how.get(None)
     if how.per_tensor:
         return how if other == how else None
-    powers = other is not None and how.power_of_2 and other.power_of_2 and how.dtype == other.dtype
-    return how if how.rows == 1 and powers and not other.per_tensor else None
+    if other is None or other.per_tensor or how.rows != 1 or how.dtype != other.dtype:
+        return None
+    return how if how.power_of_2 and other.power_of_2 else None
 
 
 def granularity_of(how: How) -> Granularity:

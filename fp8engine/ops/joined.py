@@ -36,7 +36,9 @@ def cast(run: Callable, x_MK: torch.Tensor, how: How, slot: Slot) -> Any:
     over = (amax * s > limit) & (s > 0)
     s = torch.where(over | (s == 0), measured, s)
     # The cast finds s where it would find a predicted one, in a table of its own, and counts in a copy of its column.
-    own = Slot(torch.stack([-torch.ones_like(s), s])[:, None], counts[:, slot.index, None].clone(), 0, False, slot.count)
+    own = Slot(
+        torch.stack([-torch.ones_like(s), s])[:, None], counts[:, slot.index, None].clone(), 0, False, slot.count
+    )
     found = run(x_MK, how._replace(delayed=True), own)
     if slot.count:
         counts[:, slot.index] = own.counts_CS[:, 0]

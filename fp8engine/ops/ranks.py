@@ -62,6 +62,7 @@ def agree(table: torch.Tensor, name: str) -> bool:
 
 
 def named(name: str) -> dist.ProcessGroup:
+    """The process group of that name.  Raises ParallelError where it is gone."""
     try:
         # What torch's functional collectives call.
         return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))

@@ -7,6 +7,7 @@ to FP32's order of summation.  y and dx are sums over ranks of numbers rounded t
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
+from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, K, F = 2, 3, 34, 129, 666  # each rank: 17 tokens of a sequence, 333 of the features
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "auto")
@@ -38,7 +40,7 @@ class GatedMLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def plan_of(tokens, column=fe.distributed.Colwise, row=fe.distributed.Rowwise) -> dict:
+def plan_of(tokens, column: Any = fe.distributed.Colwise, row: Any = fe.distributed.Rowwise) -> dict:
     """The MLP's plan; tokens: their layout before and after it."""
     return {
         "gate": column(input_layouts=tokens),
@@ -90,7 +92,7 @@ def divided(rank: int, ranks: int, recipe, layout, dtype=torch.bfloat16, steps: 
 
 def exact(recipe: str) -> fe.Recipe:
     """The recipe with sums in FP32: this CPU's own BF16 products round them."""
-    return dataclasses.replace(fe.numerics.recipe.resolve(recipe), output=fe.FP32)
+    return dataclasses.replace(resolve(recipe), output=fe.FP32)
 
 
 def own_rows() -> fe.Recipe:
@@ -177,7 +179,9 @@ def test_errors_are_those_of_fp8_and_not_of_the_division(recipe: str, found: lis
     divided_bf16, alone_bf16 = found[0][None, "S(1)"][0], step(made(None), *data())
     ours, alone = found[0][recipe, "S(1)"][0], step(made(recipe), *data())
     for name in ours:
-        assert error(ours[name], divided_bf16[name]) == pytest.approx(error(alone[name], alone_bf16[name]), rel=0.02), name
+        assert error(ours[name], divided_bf16[name]) == pytest.approx(error(alone[name], alone_bf16[name]), rel=0.02), (
+            name
+        )
 
 
 def test_a_second_step_is_the_first(found: list[dict]):

@@ -7,6 +7,7 @@ itself, which is 2^-3 / sqrt(1920) = 3e-3 of the gradient, and a third of that o
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ Colwise, Rowwise = fe.distributed.Colwise, fe.distributed.Rowwise
 
 
 class MLP(nn.Module):
+    """Two layers beside a residual."""
+
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
@@ -35,7 +38,7 @@ class MLP(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def made(recipe: str) -> nn.Module:
+def made(recipe: str) -> Any:
     torch.manual_seed(0)
     return converted(nn.Sequential(*(MLP() for _ in range(2))), dataclasses.replace(resolve(recipe), output=fe.FP32))
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ Colwise, Rowwise = fe.distributed.Colwise, fe.distributed.Rowwise
 divide = fe.distributed.tensor_parallel
 
 
-def net(recipe="current", n: int = N) -> nn.Module:
+def net(recipe: Any = "current", n: int = N) -> nn.Module:
     return converted(nn.Sequential(nn.Linear(K, n), nn.GELU(), nn.Linear(n, K)), recipe)
 
 
@@ -75,9 +76,12 @@ def converted_after(mesh):
 
 
 def stored(mesh):
-    recipe = fe.Recipe(input=fe.Cast(fe.E4M3), weight=fe.Cast(fe.E4M3), grad_output=fe.Cast(fe.E5M2), stored=fe.Cast(
-        fe.E4M3, scaling="delayed"
-    ))
+    recipe = fe.Recipe(
+        input=fe.Cast(fe.E4M3),
+        weight=fe.Cast(fe.E4M3),
+        grad_output=fe.Cast(fe.E5M2),
+        stored=fe.Cast(fe.E4M3, scaling="delayed"),
+    )
     divide(net(recipe), mesh, plan())
 
 
@@ -140,9 +144,9 @@ SAID = {
     "torch's style": r"0: torch's ColwiseParallel divides no FP8 layer: use fe\.distributed\.Colwise",
     "torch's style by itself": r"0: its input is a DTensor.*fe\.distributed\.Colwise or Rowwise",
     "one rank's plan": r"on ranks \[0\]\): unknown part in the plan '9'",
-    "plans differ": "rank 0 has .*use_local_output=False.* and rank 1 has .*use_local_output=True.*same plan",
-    "recipes differ": "rank 0 has .*current.* and rank 1 has .*rowwise.*same recipe",
-    "layers differ": r"rank 0 has .*\(32, 16\).* and rank 1 has .*\(64, 16\)",
+    "plans differ": r"the plan's '0' is .*=False\) on rank 0 .* and .*=True\) on rank 1.*same model and options",
+    "recipes differ": r"layer 0 is .*current: .*on rank 0 .* and .*rowwise: .*on rank 1",
+    "layers differ": r"layer 0 is .*\(32, 16\).*on rank 0 .* and .*\(64, 16\).*on rank 1",
     "unequal tokens": r"0: ranks hold different numbers of tokens.*\[6, .*\[5, .*equal part of dimension 0",
     "uneven result": r"2: dimension 0 of its output \[5, 16\] is not divisible by 2 ranks.*Replicate\(\)",
     "uneven DTensor": r"0: its input is a DTensor whose 5 tokens 2 ranks do not divide.*pad",
@@ -182,7 +186,10 @@ pytestmark = pytest.mark.slow
 def test_it_is_an_error_on_every_rank(name: str, said: list[dict]):
     for rank, messages in enumerate(said):
         kind, message = messages[name] or ("nothing", "")
-        assert kind == ("ConversionError" if name in ("converted after", "reverted") else "ParallelError"), (rank, message)
+        assert kind == ("ConversionError" if name in ("converted after", "reverted") else "ParallelError"), (
+            rank,
+            message,
+        )
         assert re.search(SAID[name], message), (rank, message)
 
 
