@@ -1,6 +1,7 @@
 """Training on several processes: amaxes joined over ranks; weights sharded by fully_shard and gathered in FP8."""
 
 from fp8engine.distributed.amax import reduce_amax
+from fp8engine.distributed.checkpoint import load, save
 from fp8engine.distributed.fsdp import fsdp
 
-__all__ = ["fsdp", "reduce_amax"]
+__all__ = ["fsdp", "load", "reduce_amax", "save"]
