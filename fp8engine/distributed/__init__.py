@@ -1,7 +1,29 @@
-"""Training on several processes: amaxes joined over ranks; weights sharded by fully_shard and gathered in FP8."""
+"""Training on several processes: amaxes joined over ranks, weights gathered in FP8, layers divided over ranks.
+
+What needs DTensor is imported when it is first asked for: that takes torch a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
 from fp8engine.distributed.checkpoint import load, save
 from fp8engine.distributed.fsdp import fsdp
 
-__all__ = ["fsdp", "load", "reduce_amax", "save"]
+if TYPE_CHECKING:
+    from fp8engine.distributed.styles import Colwise, Rowwise
+    from fp8engine.distributed.tensor_parallel import tensor_parallel
+
+__all__ = ["Colwise", "Rowwise", "fsdp", "load", "reduce_amax", "save", "tensor_parallel"]
+
+LATER = {"Colwise": "styles", "Rowwise": "styles", "tensor_parallel": "tensor_parallel"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
+    globals()[name] = found  # the function tensor_parallel stands before the module of that name
+    return found
