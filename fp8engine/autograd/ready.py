@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.autograd.call import Call, operand
+from fp8engine.autograd.call import Call, Either
 from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.ops.reference import Operand, Slot
@@ -44,8 +44,10 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     if isinstance(x, StoredTensor) and x.written:
         return WRITTEN
     q = x.operand()
-    if (q.rows, q.cols) not in ((-1, -1), (1, -1)) or _extent(first) != (q.rows, q.cols):
+    if (q.rows, q.cols) not in ((-1, -1), (1, -1), (1, 128)) or _extent(first) != (q.rows, q.cols):
         return f"it casts {first.cast.granularity}, not {x.granularity}"
+    if q.scaled_along_k and not q.power_of_2:
+        return "its scales within a row are not known to be powers of two"
     dtype = q.data.dtype
     if (dtype, weight.cast.format.dtype) == (E5M2, E5M2) or (
         _reads_codes(saved, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
@@ -54,7 +56,7 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     return TAKEN
 
 
-def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
+def take(call: Call, x: Float8Tensor) -> tuple[Operand, Either | None]:
     """(X for forward, what wgrad will read) of an input that `suited` let pass."""
     numerics, q = call.numerics, x.operand()
     call.transposes_input = False  # wgrad reads the codes that are there, transposed when it does
@@ -69,7 +71,7 @@ def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor |
     if _reads_codes(saved, q):
         return q, q
     values = x.values().view(q.data.shape) if values is None else values
-    return q, operand(values, saved, {}, numerics.slot("input", False, count=False))
+    return q, call.cast_again(values, {})
 
 
 def _reads_codes(saved: Casting, q: Operand) -> bool:
