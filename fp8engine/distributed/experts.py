@@ -8,7 +8,8 @@
 By default a transfer is in FP8 where it costs nothing: it is cast as the layer that reads it would, and that is all the
 rounding there is.  By recipe:
 
-    rowwise, blockwise    x, dy    scales are powers of two within a row: cast twice, a row has the same values
+    rowwise, blockwise    x, dy    scales are powers of two within a row: cast twice, a row has the same values;
+                                   not dy where the last layer has a bias, whose gradient sums dy uncast
     current               x        one scale for the rows of all ranks, from one MAX all-reduce of a number
     rowwise_gw_hp         none     its wgrad reads x and dy in 16 bits
     delayed               none     ranks predict scales from what each has seen
@@ -33,6 +34,7 @@ from fp8engine.distributed.routes import Route, ToExperts, ToTokens
 from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
 from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.numerics.recipe import MATMULS
 from fp8engine.ops.reference import How
 
 BY_ROW = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
@@ -80,8 +82,12 @@ class ExpertParallel(ParallelStyle):
             )
         layers = _layers(module)
         problem = _problem(module, layers, device_mesh.size())
-        described = {layer.numerics.name: (layer.numerics.recipe, layer.shape) for layer in layers if layer.numerics}
-        said = {**described, "what it refuses": problem, "fp8": self.fp8 and sorted(self.fp8)}
+        said: dict[str, object] = {"what it refuses": problem, "fp8": None if self.fp8 is None else sorted(self.fp8)}
+        for i, layer in enumerate(layers):
+            recipe = None if layer.numerics is None else layer.numerics.recipe
+            said[f"layer {i}'s recipe"] = recipe and recipe.name
+            said[f"layer {i}'s casts"] = recipe and [tuple(map(str, recipe.operands(matmul))) for matmul in MATMULS]
+            said[f"layer {i}'s [experts, out_features, in_features]"] = layer.shape
         check_alike("ExpertParallel", said, device_mesh.get_group())
         if problem:
             raise ParallelError(f"ExpertParallel: {problem}")
@@ -99,6 +105,10 @@ class _Layer:
         self.module, self.parameters, self.numerics = module, parameters, numerics
         e, a, b = getattr(module, parameters[0]).shape
         self.shape = (e, b, a) if turned else (e, a, b)
+
+    @property
+    def has_bias(self) -> bool:
+        return len(self.parameters) > 1
 
     def divide(self, mesh: DeviceMesh, source: int | None) -> None:
         """Keep this rank's experts; source: the rank whose values all take, None: each its own."""
@@ -123,17 +133,18 @@ class _Exchange:
         """How each transfer is cast now, None for its own dtype; recipes may change from step to step."""
         found = {}
         for name in TRANSFERS:
-            numerics = self.layers[0 if name in ("input", "grad_input") else -1].numerics
-            how = None if numerics is None else _own_cast(name, numerics.plan)
+            layer = self.layers[0 if name in ("input", "grad_input") else -1]
+            numerics = layer.numerics
+            how = None if numerics is None else _own_cast(name, numerics.plan, layer.has_bias)
             chosen = how is not None if self.fp8 is None else name in self.fp8
             found[name] = (how or BY_ROW) if chosen and numerics is not None and numerics.plan.fp8 else None
         return found
 
 
-def _own_cast(name: str, plan: CastPlan) -> How | None:
+def _own_cast(name: str, plan: CastPlan, has_bias: bool) -> How | None:
     """The layer's own cast of what is sent, where it can be made before and nothing is rounded a second time."""
-    if name not in ("input", "grad_output"):
-        return None
+    if name not in ("input", "grad_output") or (name == "grad_output" and has_bias):
+        return None  # a bias's gradient sums dy as it was before any cast
     read, again = (plan.forward[0], plan.wgrad[1]) if name == "input" else (plan.dgrad[0], plan.wgrad[0])
     if not (read.fp8 and again.fp8):
         return None  # a recipe that keeps x or dy in 16 bits for wgrad

@@ -28,8 +28,8 @@ from fp8engine.ops.reference.scale import scale_factor
 from fp8engine.ops.tensor import Float8Tensor
 
 E8M0 = torch.float8_e8m0fnu
-REFUSED, COLUMNS, KIND = range(3)  # what a message says behind the numbers of rows
-LENGTH = 3
+REFUSED, KIND = -2, -1  # what a message says behind the numbers of rows
+LENGTH = 2
 
 
 class Route:
@@ -39,7 +39,7 @@ class Route:
     shape: (experts on all ranks, columns of x).  kind: what all ranks have to agree on, in words.
     sizes of the result: how many rows each expert of this rank has.
     Raises ShapeError, UnsupportedDtype for what this rank was given; ParallelError on all other ranks then, and on
-    every rank where their columns, dtypes or kinds differ.
+    every rank where their kinds differ.
     """
 
     def __init__(
@@ -53,13 +53,12 @@ class Route:
             counts_E, refused = _counted(x_TK, sizes, experts, columns, name)
         except Fp8EngineError as error:
             problem, refused = error, refused + 1
-        same = torch.tensor([x_TK.shape[-1] if x_TK.dim() else 0, zlib.crc32(kind.encode())], device=where)
-        said = torch.cat([refused.view(1), same]).expand(ranks, LENGTH)
+        said = torch.stack([refused, refused.new_tensor(zlib.crc32(kind.encode()))]).expand(ranks, LENGTH)
         sent = torch.cat([counts_E.view(ranks, -1), said], 1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         own, others = torch.stack([sent, received]).tolist()  # the one wait for a card: numbers of rows are sizes here
-        _check(own[0][-LENGTH:], [row[-LENGTH:] for row in others], problem, f"{name}: {kind}")
+        _check(own[0], others, problem, name, kind)
         self.sent = [sum(row[:-LENGTH]) for row in own]
         self.received = [sum(row[:-LENGTH]) for row in others]
         self.sizes = [sum(column) for column in zip(*(row[:-LENGTH] for row in others), strict=True)]
@@ -167,25 +166,25 @@ def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.
     return counts_E.clamp(min=0), wrong.long()
 
 
-def _check(own: Sequence[int], others: Sequence[Sequence[int]], problem: Fp8EngineError | None, what: str) -> None:
-    """Raise on every rank alike where one of them refused its input, or differs."""
+def _check(
+    own: Sequence[int], others: Sequence[Sequence[int]], problem: Fp8EngineError | None, name: str, kind: str
+) -> None:
+    """Raise on every rank where one of them refused its input, or differs.  own, others: messages."""
     if problem is not None:
         raise problem
     if own[REFUSED]:
         raise ShapeError(
-            f"{what}: sizes of experts are negative, or do not sum to the number of rows: an index of an expert that "
+            f"{name}: sizes of experts are negative, or do not sum to the number of rows: an index of an expert that "
             "is not there?"
         )
     refused = [rank for rank, said in enumerate(others) if said[REFUSED]]
     if refused:
         raise ParallelError(
-            f"{what}: rank {refused[0]} of the group refused its input, and says there why; no row was sent anywhere"
+            f"{name}: rank {refused[0]} of the group refused its input, and its own error says why; no row was sent"
         )
     for rank, said in enumerate(others):
-        if said[COLUMNS] != own[COLUMNS]:
-            raise ParallelError(f"{what}: rows have {own[COLUMNS]} columns here, {said[COLUMNS]} on rank {rank}")
         if said[KIND] != own[KIND]:
             raise ParallelError(
-                f"{what} on this rank, and otherwise on rank {rank} of the group: run the same dtype, recipes and "
-                "options everywhere (under auto: in DistributedDataParallel, or with reduce_amax, all decide alike)"
+                f"{name}: {kind} on this rank, and otherwise on rank {rank} of the group: run the same dtype, recipes "
+                "and options everywhere (under auto: in DistributedDataParallel, or with reduce_amax, all decide alike)"
             )
