@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from divided_experts import CASES, EVERYTHING, E, Experts, H, K, alone, divided, given, step
 from support import converted, sqnr
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,66 +18,6 @@ import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
 from fp8engine.ops import casts
-
-E, K, H = 8, 129, 333
-EVERYTHING = ("input", "output", "grad_output", "grad_input")
-# What a rank has for each expert, by name of the case; ranks take rows in turn.  Expert 1 never has a row.
-CASES = {
-    "uneven": [[5, 0, 30, 9, 1, 0, 17, 2], [0, 0, 3, 40, 0, 11, 0, 6]],
-    "a rank without rows": [[5, 0, 30, 9, 1, 0, 17, 2], [0] * E],
-    "all rows to rank 0": [[5, 0, 0, 0, 0, 0, 0, 0], [12, 0, 0, 0, 0, 0, 0, 0]],
-    "no rows": [[0] * E, [0] * E],
-}
-
-
-class Experts(nn.Module):
-    """A mixture's experts as a user of fe.GroupedLinear writes them."""
-
-    def __init__(self, recipe: str, dtype: torch.dtype = torch.float32, seed: int = 0, experts: int = E):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.up = fe.GroupedLinear(experts, K, H, recipe=recipe, dtype=dtype)
-        self.down = fe.GroupedLinear(experts, H, K, bias=False, recipe=recipe, dtype=dtype)
-        with torch.no_grad():
-            for layer in (self.up, self.down):
-                layer.weight[:, 0, 0] = 0.5  # alike for every expert: part of them has the scale of all
-
-    def forward(self, x: torch.Tensor, sizes) -> torch.Tensor:
-        return self.down(nn.functional.silu(self.up(x, sizes)), sizes)
-
-
-def given(rank: int, case: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(x, dy, sizes) of a rank."""
-    sizes = CASES[case][rank % 2]
-    x, dy = torch.randn(2, sum(sizes), K, generator=torch.Generator().manual_seed(rank + 1)).to(dtype)
-    return x, dy, sizes
-
-
-def step(model: Any, x: torch.Tensor, dy: torch.Tensor, sizes) -> dict[str, torch.Tensor]:
-    """y, dx and the gradients of a step."""
-    x = x.clone().requires_grad_()
-    y = model(x, sizes)
-    y.backward(dy)
-    found = {"y": y.detach(), "dx": x.grad}
-    for name, parameter in model.named_parameters():
-        g: Any = parameter.grad
-        found[name] = g.full_tensor() if hasattr(g, "full_tensor") else g
-    return found  # pyright: ignore[reportReturnType]
-
-
-def alone(recipe: str, ranks: int, case: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    """What one process computes from all ranks' rows, expert by expert in the order of ranks; y and dx by rank."""
-    parts = [given(rank, case, dtype) for rank in range(ranks)]
-    by_expert = [[t.split(sizes) for t in (x, dy)] for x, dy, sizes in parts]
-    x, dy = (torch.cat([p[i][e] for e in range(E) for p in by_expert]) for i in (0, 1))
-    found = step(Experts(recipe, dtype), x, dy, [sum(p[2][e] for p in parts) for e in range(E)])
-    lengths = [p[2][e] for e in range(E) for p in parts]
-    pieces = {name: found[name].split(lengths) for name in ("y", "dx")}
-    return [found | {name: torch.cat(pieces[name][rank::ranks]) for name in pieces} for rank in range(ranks)]
-
-
-def divided(mesh, model: nn.Module, fp8=None) -> Any:
-    return parallelize_module(model, mesh, fe.distributed.ExpertParallel(fp8=fp8))
 
 
 def steps(rank: int, ranks: int, mesh) -> dict:
@@ -168,7 +109,8 @@ def transformers_experts(rank: int, ranks: int, mesh) -> dict:
             nn.init.normal_(parameter, std=0.2)
         model = converted(model, "rowwise")
         local = copy.deepcopy(model)[0]
-        experts = parallelize_module(model, mesh, {"0": fe.distributed.ExpertParallel()})[0]
+        parallelize_module(model, mesh, {"0": fe.distributed.ExpertParallel()})
+        experts = model[0]
         x, dy = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(rank))
         generator = torch.Generator().manual_seed(rank + 50)
         chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:2] for _ in x])  # the last expert has no row
@@ -221,16 +163,41 @@ def refusals(rank: int, ranks: int, mesh) -> dict:
     return found | {"after": torch.isfinite(y).all().item()}
 
 
-def with_fsdp(rank: int, ranks: int) -> dict | None:
-    """Two groups of two ranks that divide experts, FSDP2 between the groups: (found, wanted)."""
-    if ranks < 4:
-        return None
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    model = divided(mesh["ep"], Experts("rowwise"))
-    fully_shard(model, mesh=mesh["dp"])
-    found = step(model, *given(rank, "uneven"))
+class Scaled(nn.Module):
+    """Experts behind a parameter that every rank has whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.experts = nn.Parameter(torch.ones(K)), Experts("rowwise")
+
+    def forward(self, x: torch.Tensor, sizes) -> torch.Tensor:
+        return self.experts(x * self.gamma, sizes)
+
+
+def with_fsdp(rank: int, ranks: int, mesh) -> dict:
+    """FSDP2 around divided experts: (found, wanted).
+
+    On 4 ranks two groups of two divide the experts, and the groups share gradients; on 2 ranks the same ranks do both.
+    """
+    model, groups = Scaled(), 1
+    if ranks == 4:
+        both, groups = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), 2
+        divided(both["ep"], model.experts)
+        fully_shard(model, mesh=both["dp"])
+    else:
+        divided(mesh, model.experts)
+        fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+    x, dy, sizes = given(rank, "uneven")
+    found = {name.removeprefix("experts."): value for name, value in step(model, x, dy, sizes).items()}
     wanted = alone("rowwise", ranks, "uneven", torch.float32)[rank]
-    return {"found": found, "wanted": {n: x if n in ("y", "dx") else x / 2 for n, x in wanted.items()}}
+    dgamma = (wanted["dx"] * x).sum(0)
+    if ranks == 4:  # the groups are ranks {0, 2} and {1, 3}: each averages over its own
+        dist.all_reduce(dgamma, group=both["dp"].get_group())
+        dgamma /= 2
+    else:
+        dgamma = sum_of(dgamma) / 2
+    wanted = {name: value if name in ("y", "dx") else value / groups for name, value in wanted.items()}
+    return {"found": found, "wanted": wanted | {"gamma": dgamma}}
 
 
 def work(rank: int, ranks: int) -> dict:
@@ -242,7 +209,7 @@ def work(rank: int, ranks: int) -> dict:
         "others": others(rank, ranks, mesh),
         "transformers": transformers_experts(rank, ranks, mesh) if ranks == 2 else None,
         "refusals": refusals(rank, ranks, mesh),
-        "fsdp": with_fsdp(rank, ranks),
+        "fsdp": with_fsdp(rank, ranks, mesh),
     }
 
 
@@ -365,8 +332,6 @@ def test_experts_of_transformers(kind: str, found: list[dict]):
 
 @pytest.mark.slow
 def test_fully_shard_around_it(found: list[dict]):
-    if len(found) < 4:
-        pytest.skip("two groups of two ranks are four")
     for mine in found:
         # Each group's product leaves in BF16, of which the mean is taken: 2^-9 of a value at most, 54 dB.
         products = {name: 50.0 for name in mine["fsdp"]["wanted"] if name.endswith("weight")}

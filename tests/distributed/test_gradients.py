@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import dequantised, sqnr
+from support import converted, dequantised, sqnr
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -105,6 +105,10 @@ def fsdp(rank: int, ranks: int) -> dict:
             model.set_force_sum_reduction_for_comms(True)
         backward(model, rank)
         found["a fifth", fp8] = whole(model)
+        model = converted(net(), "rowwise")
+        fe.distributed.fsdp(model, blocks=[model[0], model[2]])
+        backward(fe.distributed.fp8_gradients(model) if fp8 else model, rank)
+        found["fp8 gather", fp8] = whole(model)
         if ranks == 4:
             model = sharded(fp8, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
             backward(model, rank)
@@ -217,7 +221,7 @@ def test_the_sum_is_that_of_one_cast_bit_for_bit(size: int, dtype: torch.dtype, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "bf16", "fp16", "accumulated", "a fifth", "hsdp"])
+@pytest.mark.parametrize("name", ["plain", "bf16", "fp16", "accumulated", "a fifth", "fp8 gather", "hsdp"])
 def test_fsdp_reduces_as_torch_does_to_33_db(name: str, found: list[dict]):
     if name == "hsdp" and len(found) == 2:
         pytest.skip("two replicas of two shards are four ranks")
