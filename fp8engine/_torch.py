@@ -197,4 +197,6 @@ def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
     state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
     groups = getattr(state, "_fsdp_param_groups", None)  # 2.11 has one at most
     groups = [state._fsdp_param_group] if groups is None else groups
-    return [group._reduce_scatter_process_group for group in groups if group is not None]
+    # A group of `replicate` has no shards, and reduces by an all-reduce.
+    sharded = [group for group in groups if hasattr(getattr(group, "mesh_info", None), "shard_process_group")]
+    return [group._reduce_scatter_process_group for group in sharded]

@@ -63,12 +63,12 @@ def independent(rank: int, ranks: int) -> float:
     return decibels(wanted, found)
 
 
-def losses(rank: int, ranks: int, seeds: tuple[int, ...], steps: int) -> dict:
+def losses(rank: int, ranks: int, seeds: tuple[int, ...], steps: int, kinds: tuple[str, ...]) -> dict:
     """This rank's training losses by (kind, seed), one for each step."""
     config = Config(size="tiny", steps=steps)
     text, found = read(None, config.shape.context), {}
     for seed in seeds:
-        for kind in ("ddp", "ddp fp8", "fsdp fp8"):
+        for kind in ("ddp", *kinds):
             model, curve = model_of(kind, seed), []
             optimizer = torch.optim.AdamW(model.parameters(), lr=config.peak, betas=(0.9, 0.95), weight_decay=0.1)
             for step in range(steps):
@@ -122,8 +122,9 @@ def rows() -> list[dict]:
             table.append(
                 _row(ranks, kind, found[kind][1] / bf16[way], f"{error:.1f} dB", "one gradient of the demo's GPT")
             )
-    found = run(losses, 2, SEEDS, STEPS)
-    for kind in ("fsdp fp8", "ddp fp8"):
+    kinds = ("fsdp fp8", "ddp fp8")
+    found = run(losses, 2, SEEDS, STEPS, kinds)
+    for kind in kinds:
         mean, error, count = difference(found, kind, SEEDS, STEPS)
         text = f"loss {100 * mean:+.3f} % ± {100 * error:.3f} %"
         table.append(_row(2, kind, None, text, f"{STEPS} steps, {len(SEEDS)} seeds, {count} windows of {WINDOW} steps"))

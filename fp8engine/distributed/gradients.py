@@ -1,6 +1,6 @@
 """Gradients reduced over ranks in FP8: half of BF16's bytes on the wire, under FSDP2 and DistributedDataParallel.
 
-    sent        E4M3 codes of what each other rank will sum, and a power of two for every 128 numbers, one byte (E8M0)
+    sent        E4M3 codes of what each other rank will sum, and a power of two for every 128 numbers (packed.py)
     sum         own + sum over the other ranks of codes * scale        in FP32, in the order of the ranks
 
 What a rank keeps for itself is not rounded.  NaN and Inf arrive as NaN.  Bytes of a rank, against BF16's:
@@ -29,15 +29,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8engine import _torch
+from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError
-from fp8engine.numerics.cast import PerBlock
-from fp8engine.ops import casts
 from fp8engine.ops.reference import How
-from fp8engine.ops.tensor import Float8Tensor
 
 GROUP = 128  # numbers that share a scale
 HOW = How(torch.float8_e4m3fn, 1, GROUP, power_of_2=True)
-E8M0 = torch.float8_e8m0fnu  # 2^-127 to 2^127: every scale that a cast with power_of_2 gives
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -47,8 +44,8 @@ def fp8_gradients(model: Model) -> Model:
     model: after `fully_shard` (every module of it that was given to fully_shard), or a DistributedDataParallel, before
     its first backward.  Gradient accumulation, mixed precision policies, HSDP (whose all-reduce between replicas is
     left as it is), `no_sync` and loss scalers work as before.
-    Raises ParallelError, on every rank, where the model is neither, where nothing is initialised, or where a group that
-    reduces gradients spans several nodes.
+    Raises ParallelError, on every rank, where the model is neither, or where a group that reduces gradients spans
+    several nodes.
 
     >>> fp8_gradients(nn.Linear(2, 2))
     Traceback (most recent call last):
@@ -60,12 +57,12 @@ def fp8_gradients(model: Model) -> Model:
         model.register_comm_hook(group, fp8_gradient_hook)
         return model
     sharded = [module for module in model.modules() if _torch.wrapper_of(module) == "fully_shard"]
-    if not sharded:
+    groups = {group.group_name: group for module in sharded for group in _torch.reduce_scatter_groups(module)}
+    if not groups:
         raise ParallelError(
             f"fp8_gradients: {type(model).__name__} reduces no gradients; call fully_shard on it, or wrap it in "
             "DistributedDataParallel, first (FullyShardedDataParallel, FSDP1, has no such hook)"
         )
-    groups = {group.group_name: group for module in sharded for group in _torch.reduce_scatter_groups(module)}
     for group in groups.values():
         on_one_node(group)
     for module in sharded:
@@ -94,7 +91,7 @@ def fp8_gradient_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
     x_RN = nn.functional.pad(bucket_N, (0, ranks * part - len(bucket_N))).view(ranks, part)
     work, received_RB = _exchange(x_RN, group, wait=False)
 
-    def gather(_=None) -> torch.Tensor:
+    def sum_and_gather(_=None) -> torch.Tensor:
         # Of the bucket, not of x_RN: on a card this runs on another stream, and only the bucket's memory outlives it.
         own_N = bucket_N[rank * part : (rank + 1) * part]
         mean_N = _sum(received_RB, nn.functional.pad(own_N, (0, part - len(own_N))), rank).div_(ranks)
@@ -104,10 +101,10 @@ def fp8_gradient_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
         return bucket_N.copy_(whole[: len(bucket_N)])
 
     if bucket_N.device.type != "cpu":
-        return work.get_future().then(gather)  # at once, on a stream of its own: the host does not wait
-    # Gloo's threads would run `gather` in any order, and each rank's collectives must come in the same one.
+        return work.get_future().then(sum_and_gather)  # at once, on a stream of its own: the host does not wait
+    # Gloo's threads would run it in any order, and each rank's collectives must come in the same one.
     work.wait()
-    done.set_result(gather())
+    done.set_result(sum_and_gather())
     return done
 
 
@@ -161,12 +158,7 @@ def _exchange(x_RN: torch.Tensor, group: dist.ProcessGroup, wait: bool) -> tuple
 
     wait: the result may be read at once on the current stream; else after the work.
     """
-    ranks, n = x_RN.shape
-    # Rows of one group each fill a kernel's tile; w rows would leave most of it empty.
-    rows = x_RN.reshape(-1, GROUP) if n % GROUP == 0 else x_RN
-    q = casts.quantize(rows, HOW)
-    bytes_of = (q.data.view(ranks, n).view(torch.uint8), q.scale.to(E8M0).view(ranks, -1).view(torch.uint8))
-    sent_RB = torch.cat(bytes_of, 1)
+    sent_RB = pack(x_RN, HOW)
     received_RB = torch.empty_like(sent_RB)
     work = dist.all_to_all_single(received_RB.view(-1), sent_RB.view(-1), group=group, async_op=not wait)
     return work, received_RB
@@ -177,9 +169,5 @@ def _sum(received_RB: torch.Tensor, own_N: torch.Tensor, rank: int) -> torch.Ten
     n = len(own_N)
     total_N = torch.zeros(n, dtype=torch.float32, device=own_N.device)
     for other, bytes_B in enumerate(received_RB):
-        if other == rank:
-            total_N += own_N
-            continue
-        codes_N, scale_G = bytes_B[:n].view(HOW.dtype), bytes_B[n:].view(E8M0).float()
-        total_N += Float8Tensor(codes_N[None], scale_G[None], PerBlock(1, GROUP), torch.float32).values()[0]
+        total_N += own_N if other == rank else unpack(bytes_B[None], n, HOW, torch.float32).values()[0]
     return total_N

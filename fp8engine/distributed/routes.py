@@ -5,8 +5,8 @@
     a message   numbers of rows by expert, before any row moves, so that ranks know what to expect; and what has to be
                 the same on all of them, so that a rank with bad input is an error everywhere and a wait nowhere
 
-A row in FP8 is K codes and its scales, powers of two, one byte each (E8M0): (K + 1) / 2K of BF16's bytes with a scale
-for the row.  Under one scale for all ranks' rows it is K codes.
+A row in FP8 (packed.py) with a scale of its own is (K + 1) / 2K of BF16's bytes; under one scale for all ranks' rows it
+is half.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from fp8engine.autograd.groups import Groups
+from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import Fp8EngineError, ParallelError, ShapeError
-from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
+from fp8engine.numerics.cast import PerTensor
 from fp8engine.numerics.formats import Format
 from fp8engine.ops import casts
 from fp8engine.ops.reference import How
 from fp8engine.ops.reference.scale import scale_factor
 from fp8engine.ops.tensor import Float8Tensor
 
-E8M0 = torch.float8_e8m0fnu
 REFUSED, KIND = -2, -1  # what a message says behind the numbers of rows
 LENGTH = 2
 
@@ -75,14 +75,15 @@ class Route:
             return self._move(x_TK, self.sent, self.received)[self.order_R]
         if how.per_tensor:
             return self._under_one_scale(x_TK, how)
-        return unpack(self._move(pack(x_TK, how), self.sent, self.received), self.order_R, how, x_TK)
+        arrived = self._move(pack(x_TK, how), self.sent, self.received)
+        return unpack(arrived, x_TK.shape[1], how, x_TK.dtype, self.order_R)
 
     def to_tokens(self, y_RN: torch.Tensor, how: How | None) -> torch.Tensor:
         """The results of this rank's rows [T, N], in the order in which `to_experts` was given them."""
         if how is None:
             return self._move(y_RN[self.back_R], self.received, self.sent)
         arrived = self._move(pack(y_RN, how)[self.back_R], self.received, self.sent)
-        return unpack(arrived, None, how, y_RN).values()
+        return unpack(arrived, y_RN.shape[1], how, y_RN.dtype).values()
 
     def _under_one_scale(self, x_TK: torch.Tensor, how: How) -> Float8Tensor:
         """The same under the scale of all ranks' rows together."""
@@ -98,29 +99,6 @@ class Route:
         out = x.new_empty(sum(received), x.shape[1])
         dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
         return out
-
-
-def pack(x_TK: torch.Tensor, how: How) -> torch.Tensor:
-    """Rows as bytes [T, K + scales of a row]: codes, then scales.
-
-    >>> pack(torch.tensor([[1.0, -448.0]]), How(torch.float8_e4m3fn, 1, -1, power_of_2=True)).tolist()
-    [[56, 254, 127]]
-    """
-    q = casts.quantize(x_TK.detach(), how)
-    return torch.cat([q.data.view(torch.uint8), q.scale.to(E8M0).view(torch.uint8)], 1)
-
-
-def unpack(bytes_TB: torch.Tensor, order: torch.Tensor | None, how: How, like: torch.Tensor) -> Float8Tensor:
-    """The rows that `pack` made, in another order; they dequantise to the dtype of `like`, and have its columns."""
-    k = like.shape[1]
-    codes, scales = bytes_TB[:, :k], bytes_TB[:, k:]
-    if order is not None:
-        codes, scales = codes[order], scales[order]
-    scale = scales.contiguous().view(E8M0).float()
-    granularity = PerRow(-1) if how.cols == -1 else PerBlock(1, how.cols)
-    found = Float8Tensor(codes.contiguous().view(how.dtype), scale, granularity, like.dtype)
-    found.power_of_2 = True
-    return found
 
 
 class ToExperts(torch.autograd.Function):
