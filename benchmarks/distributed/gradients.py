@@ -20,7 +20,7 @@ from fp8engine.distributed.gradients import Fp8ReduceScatter
 from fp8engine.distributed.traffic import Traffic
 
 RANKS = (2, 4)
-SEEDS, STEPS, WINDOW = (0, 1, 2), 80, 20
+SEEDS, STEPS, WINDOW = (0, 1, 2), 60, 10
 GRADIENTS = ("reduce-scatter", "all-to-all", "all-reduce")  # collectives that carry nothing else under FSDP2
 
 
