@@ -206,3 +206,13 @@ def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     return group.size(), group.rank()
+
+
+def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups over which a module that fully_shard was given reduces its gradients; one, as a rule."""
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
+    groups = getattr(state, "_fsdp_param_groups", None)  # 2.11 has one at most
+    groups = [state._fsdp_param_group] if groups is None else groups
+    # A group of `replicate` has no shards, and reduces by an all-reduce.
+    sharded = [group for group in groups if hasattr(getattr(group, "mesh_info", None), "shard_process_group")]
+    return [group._reduce_scatter_process_group for group in sharded]

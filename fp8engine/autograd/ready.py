@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.autograd.call import Call, Gradient, operand
+from fp8engine.autograd.call import Call, Either, Gradient, operand
 from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.ops.reference import Operand, Slot
@@ -60,9 +60,10 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     if isinstance(x, StoredTensor) and x.written:
         return WRITTEN
     q = x.operand()
-    by_row = q.rows == 1 and (q.cols == -1 or isinstance(x, GatheredTensor))
-    if not (by_row or q.rows == q.cols == -1) or _extent(first) != (q.rows, q.cols):
+    if not (q.rows == 1 or q.rows == q.cols == -1) or _extent(first) != (q.rows, q.cols):
         return f"it casts {first.cast.granularity}, not {x.granularity}"
+    if q.scaled_along_k and not q.power_of_2:
+        return "its scales within a row are not known to be powers of two"
     dtype = q.data.dtype
     if (dtype, weight.cast.format.dtype) == (E5M2, E5M2) or (
         _reads_codes(saved, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
@@ -71,7 +72,7 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     return TAKEN
 
 
-def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
+def take(call: Call, x: Float8Tensor) -> tuple[Operand, Either | None]:
     """(X for forward, what wgrad will read) of an input that `suited` let pass."""
     numerics, q = call.numerics, x.operand()
     call.transposes_input = False  # wgrad reads the codes that are there, transposed when it does
@@ -91,7 +92,7 @@ def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor |
     if (found := made.get(saved.how.get(None))) is not None:
         return q, found[0]
     values = x.values().view(q.data.shape) if values is None else values
-    return q, operand(values, saved, made, numerics.slot("input", False, count=False))
+    return q, call.cast_again(values, made)
 
 
 def take_gradient(call: Call, dy_MN: torch.Tensor) -> torch.Tensor | Gradient:

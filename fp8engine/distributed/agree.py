@@ -22,6 +22,7 @@ def check_alike(caller: str, described: Mapping[str, object], group: dist.Proces
         if different:
             key = different[0]
             raise ParallelError(
-                f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 of the "
-                f"group and {other.get(key, 'missing')} on rank {rank}: call it with the same model and options everywhere"
+                f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 "
+                f"of the group and {other.get(key, 'missing')} on rank {rank}: call it with the same model and options "
+                "on every rank"
             )
