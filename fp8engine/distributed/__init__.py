@@ -16,7 +16,7 @@ from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 if TYPE_CHECKING:
     from fp8engine.distributed.experts import ExpertParallel
     from fp8engine.distributed.styles import Colwise, Rowwise
-    from fp8engine.distributed.tensor_parallel import tensor_parallel
+    from fp8engine.distributed.parallelize import tensor_parallel
 
 __all__ = [
     "Colwise",
@@ -35,7 +35,7 @@ LATER = {
     "Colwise": "styles",
     "ExpertParallel": "experts",
     "Rowwise": "styles",
-    "tensor_parallel": "tensor_parallel",
+    "tensor_parallel": "parallelize",
 }
 
 
@@ -43,5 +43,5 @@ def __getattr__(name: str) -> Any:
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
-    globals()[name] = found  # the function tensor_parallel stands before the module of that name
+    globals()[name] = found
     return found
