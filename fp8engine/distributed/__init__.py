@@ -15,8 +15,8 @@ from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
 if TYPE_CHECKING:
     from fp8engine.distributed.experts import ExpertParallel
-    from fp8engine.distributed.styles import Colwise, Rowwise
     from fp8engine.distributed.parallelize import tensor_parallel
+    from fp8engine.distributed.styles import Colwise, Rowwise
 
 __all__ = [
     "Colwise",
