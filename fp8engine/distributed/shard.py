@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8engine import _torch
-from fp8engine.autograd.linear import linear
+from fp8engine.autograd.linear import check, linear
 from fp8engine.autograd.mlp import norm_mlp
 from fp8engine.autograd.norm import norm as norm_in_16_bits
 from fp8engine.autograd.norm_linear import norm_linear
@@ -54,11 +54,14 @@ class Sharding:
     @_torch.outside_of_graphs
     def linear(self, x: Any, weight_NK: Any, bias_N: Any, numerics: Numerics) -> torch.Tensor:
         """`autograd.linear` of a layer whose parameters are DTensors."""
-        _begin([numerics])
         needs_w = weight_NK.requires_grad
         if self.by == COLUMNS:
+            own = local(weight_NK), local(bias_N)
+            check(x, *own, numerics.name)  # before anything is sent
+            _begin([numerics])
             whole = self.enters(x, [numerics], needs_w)
-            return self.leaves(linear(whole, local(weight_NK), local(bias_N), numerics, True), None, numerics, needs_w)
+            return self.leaves(linear(whole, *own, numerics, True), None, numerics, needs_w)
+        _begin([numerics])
         _, part = self.arriving(x, numerics.name)
         return self.leaves(linear(part, local(weight_NK), None, numerics, True), bias_N, numerics, needs_w)
 
@@ -149,7 +152,8 @@ class Sharding:
         tokens = self.tokens(placement, plain, first.name)
         how, record = None, torch.is_grad_enabled() or in_backward()
         if tokens is not None:
-            casts = {wire_cast(n.plan.forward[0], n.plan.wgrad[1], needs_w) for n in layers}
+            wgrad = needs_w and torch.is_grad_enabled()
+            casts = {wire_cast(n.plan.forward[0], n.plan.wgrad[1], wgrad) for n in layers}
             how = casts.pop() if len(casts) == 1 else None
         kept = self._kept(x, first)
         key: Any = (placement, how, torch.is_grad_enabled())

@@ -156,12 +156,15 @@ def siblings(mesh, rank: int) -> dict:
         model(x).sum().backward()
     with Traffic() as evaluation, torch.no_grad():
         model(x)
-    model.requires_grad_(False)
+    reading_16_bits = fe.distributed.tensor_parallel(converted(Siblings(), "rowwise_gw_hp"), mesh, plan)
+    with Traffic() as without_gradients, torch.no_grad():
+        reading_16_bits(x)
     frozen = converted(Siblings(), "rowwise_gw_hp").requires_grad_(False)
     fe.distributed.tensor_parallel(frozen, mesh, plan)
     with Traffic() as without_wgrad:
         frozen(x.requires_grad_()).sum().backward()
-    return {key: dict(t.calls) for key, t in (("step", step), ("no grad", evaluation), ("frozen", without_wgrad))}
+    traffics = {"step": step, "no grad": evaluation, "gw_hp": without_gradients, "frozen": without_wgrad}
+    return {key: dict(t.calls) for key, t in traffics.items()}
 
 
 def predicted(mesh=None, rank: int = 0) -> list[dict]:
@@ -266,7 +269,7 @@ def test_siblings_gather_once(found: list[dict]):
         step, evaluation, frozen = (rank["siblings"][key] for key in ("step", "no grad", "frozen"))
         assert step["all-gather", "uint8"] == 2  # n for q, k and v; dy for o
         assert step["reduce-scatter", "float32"] == 2  # o's result; the sum of dx of q, k and v
-        assert evaluation["all-gather", "uint8"] == 1
+        assert evaluation["all-gather", "uint8"] == rank["siblings"]["gw_hp"]["all-gather", "uint8"] == 1
         # No wgrad reads 16 bits of a frozen layer's x or dy.
         assert frozen["all-gather", "uint8"] == 2
         assert ("all-gather", "float32") not in frozen

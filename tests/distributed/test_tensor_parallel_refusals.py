@@ -120,6 +120,9 @@ def cases(rank: int) -> dict:
         "converted after": lambda: converted_after(mesh),
         "stored": lambda: stored(mesh),
         "reverted": lambda: fe.revert(divide(net(), mesh, plan())),
+        "wrong width": lambda: divide(net(), mesh, plan())(torch.randn(4, K + 1)),
+        "no dimensions": lambda: divide(net(), mesh, plan(input_layouts=Shard(0)))(torch.tensor(1.0)),
+        "float64": lambda: divide(net(), mesh, plan(input_layouts=Shard(0)))(torch.randn(4, K).double()),
         "another mesh": lambda: divide(net(), mesh, plan())(
             distribute_tensor(torch.randn(4, K), square["dp"], [Shard(0)])
         ),
@@ -158,7 +161,19 @@ SAID = {
     "converted after": r"its part '0' has a weight that is divided over ranks already.*convert first",
     "stored": r"2: its recipe stores the result in FP8.*stored=None",
     "reverted": r"revert: its part '0' has a weight that is divided.*before",
+    "wrong width": r"0: mat1 and mat2 shapes cannot be multiplied \(4x17 and 16x16\): in_features is 16",
+    "no dimensions": r"0: mat1 and mat2 shapes cannot be multiplied",
+    "float64": r"0: input is torch\.float64.*convert it first",
     "another mesh": r"0: its input is a DTensor on .* divided over .*that mesh",
+}
+
+
+KINDS = {
+    "converted after": "ConversionError",
+    "reverted": "ConversionError",
+    "wrong width": "ShapeError",
+    "no dimensions": "ShapeError",
+    "float64": "UnsupportedDtype",
 }
 
 
@@ -186,10 +201,7 @@ pytestmark = pytest.mark.slow
 def test_it_is_an_error_on_every_rank(name: str, said: list[dict]):
     for rank, messages in enumerate(said):
         kind, message = messages[name] or ("nothing", "")
-        assert kind == ("ConversionError" if name in ("converted after", "reverted") else "ParallelError"), (
-            rank,
-            message,
-        )
+        assert kind == KINDS.get(name, "ParallelError"), (rank, message)
         assert re.search(SAID[name], message), (rank, message)
 
 
