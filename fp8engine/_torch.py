@@ -153,6 +153,22 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def divided_parameter(module: nn.Module) -> str | None:
+    """The name of a parameter of the module itself that is a DTensor; found by the class's name, without an import."""
+    own = module._parameters.items()
+    return next((name for name, p in own if any(kind.__name__ == "DTensor" for kind in type(p).__mro__)), None)
+
+
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's all-gather of one tensor, under the name that it has had since 2.13, or before."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=group)
+
+
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's reduce-scatter of one tensor, under the name that it has had since 2.13, or before."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
+
+
 def sharded_parameters(module: nn.Module) -> list[Any]:
     """The FSDPParams, fully_shard's record of each parameter, of a module that it was called on."""
     state = module._get_fsdp_state()

@@ -1,4 +1,4 @@
-"""Training on several processes: amaxes joined over ranks; weights, experts' rows and gradients sent in FP8.
+"""Training on several processes: weights, rows of experts and gradients sent in FP8; layers divided over ranks.
 
 What needs DTensor is imported when it is first asked for: that takes torch a second.
 """
@@ -9,20 +9,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
+from fp8engine.distributed.checkpoint import load, save
 from fp8engine.distributed.fsdp import fsdp
 from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
 if TYPE_CHECKING:
     from fp8engine.distributed.experts import ExpertParallel
+    from fp8engine.distributed.styles import Colwise, Rowwise
+    from fp8engine.distributed.tensor_parallel import tensor_parallel
 
-__all__ = ["ExpertParallel", "fp8_gradient_hook", "fp8_gradients", "fsdp", "reduce_amax"]
+__all__ = [
+    "Colwise",
+    "ExpertParallel",
+    "Rowwise",
+    "fp8_gradient_hook",
+    "fp8_gradients",
+    "fsdp",
+    "load",
+    "reduce_amax",
+    "save",
+    "tensor_parallel",
+]
 
-LATER = {"ExpertParallel": "experts"}
+LATER = {
+    "Colwise": "styles",
+    "ExpertParallel": "experts",
+    "Rowwise": "styles",
+    "tensor_parallel": "tensor_parallel",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
-    globals()[name] = found
+    globals()[name] = found  # the function tensor_parallel stands before the module of that name
     return found

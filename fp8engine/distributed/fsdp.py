@@ -52,7 +52,7 @@ def fsdp(
     _check(model, layers, fully_shard_options)
     if mesh is None:
         mesh = dist.init_device_mesh(_device_type(layers), (dist.get_world_size(),))
-    names: Sequence[str] = mesh.mesh_dim_names or ()
+    names = list(mesh.mesh_dim_names or ())
     if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
         raise ParallelError(
             f"fe.distributed.fsdp: the mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}: give one "

@@ -116,6 +116,7 @@ def _row(name: str, module: nn.Module, shape: tuple[int, ...]) -> dict:
         "kept_bytes": 0,
         "kept_why": "",
         "gather": "",
+        "divided": "",
         **{role: dict(nothing) for role in (*ROLES, OUTPUT)},
     }
 
@@ -144,6 +145,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         "kept_why": numerics.weight.why,
+        "divided": "" if numerics.shard is None else numerics.shard.told(numerics),
         **slots,
         "output": _output(numerics, dtype, tables),
     }

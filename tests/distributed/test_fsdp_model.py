@@ -121,7 +121,7 @@ def reports(rank: int) -> dict:
     for block in theirs.blocks:
         fully_shard(block)
     fully_shard(theirs)
-    tied = Net(*SIZE)
+    tied: Any = Net(*SIZE)
     tied.blocks[1].up.weight = tied.blocks[0].up.weight
     fe.convert(tied, "current", overrides={"last": "bf16"}, skip=lambda name, module: False)
     fe.distributed.fsdp(tied, blocks=[tied.blocks[2]])
