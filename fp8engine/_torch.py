@@ -153,6 +153,35 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def sharded_parameters(module: nn.Module) -> list[Any]:
+    """The FSDPParams, fully_shard's record of each parameter, of a module that it was called on."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or None
+    groups = [state._fsdp_param_group] if groups is None else groups
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def local_tensor(x: Any) -> torch.Tensor:
+    """The local tensor that a DTensor holds, itself: `to_local` makes a view of it where gradients are recorded."""
+    return x._local_tensor
+
+
+def gather_again_as(parameter: Any) -> None:
+    """Forget the unsharded form of an FSDPParam: its next all-gather may have another dtype."""
+    parameter.all_gather_outputs = []
+    vars(parameter).pop("_unsharded_param", None)
+
+
+def call_first(module: nn.Module, hook: Callable) -> bool:
+    """Move a forward pre-hook that a module has before its others; False where it has none such."""
+    hooks = module._forward_pre_hooks
+    for key, found in hooks.items():
+        if found == hook:
+            hooks.move_to_end(key, last=False)
+            return True
+    return False
+
+
 def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
     """(ranks, this rank) of the group that a collective runs in, from its arguments by name, as a mode sees them."""
     group = arguments.get("process_group")

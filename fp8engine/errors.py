@@ -93,6 +93,10 @@ class FusionWarning(UserWarning):
     """Warning, once per model: fuse=True found no block that it knows, so every layer runs by itself."""
 
 
+class ParallelWarning(UserWarning):
+    """Warning, once per model: a way of sharding it costs more memory or traffic than the one that was asked for."""
+
+
 class BypassWarning(UserWarning):
     """Warning, once per model after its first forward: the model reads a layer's weight without calling the layer."""
 

@@ -146,7 +146,7 @@ def _cast_kernel(
 
 @triton.jit
 def _given_kernel(
-    x, scale,
+    x, factor,
     q,
     M, K, stride_m, stride_k, stride_down, stride_across,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -157,14 +157,14 @@ def _given_kernel(
     rows, columns = row + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_K)[None, :]
     x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
     if ROWS == -1 and COLS == -1:
-        s = scale_of(tl.load(scale))
+        s = tl.load(factor)
     elif COLS == -1:
-        s = scale_of(tl.load(scale + rows // ROWS * stride_down, mask=rows < M, other=1.0))
+        s = tl.load(factor + rows // ROWS * stride_down, mask=rows < M, other=1.0)
     elif ROWS == -1:
-        s = scale_of(tl.load(scale + columns // COLS * stride_across, mask=columns < K, other=1.0))
+        s = tl.load(factor + columns // COLS * stride_across, mask=columns < K, other=1.0)
     else:
         at = rows // ROWS * stride_down + columns // COLS * stride_across
-        s = scale_of(tl.load(scale + at, mask=(rows < M) & (columns < K), other=1.0))
+        s = tl.load(factor + at, mask=(rows < M) & (columns < K), other=1.0)
     codes_MK, _, _ = scale_and_round(x_MK, s, DTYPE, False)
     store_tile(q, codes_MK, row, column, M, K, False)
 
@@ -224,21 +224,21 @@ def quantize_tensor(
     return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
-def quantize_given(x_MK: torch.Tensor, how, scale: torch.Tensor) -> torch.Tensor:
-    """FP8 codes of x under a given scale (x ≈ q * scale, of shape `how.scale_shape`); beyond its range q saturates."""
+def quantize_given(x_MK: torch.Tensor, how, s: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x under given factors (q ≈ x * s, s of shape `how.scale_shape`); beyond its range q saturates."""
     m, k = x_MK.shape
     q_MK = torch.empty(m, k, dtype=how.dtype, device=x_MK.device)
     if x_MK.numel() == 0:
         return q_MK
-    scale = scale.expand(how.scale_shape(m, k))
+    s = s.expand(how.scale_shape(m, k))
     (block_m, block_k, warps), strides = STRIDED, x_MK.stride()
     if how.per_tensor and x_MK.is_contiguous():
         m, k, strides = 1, m * k, (m * k, 1)
         block_m, block_k, warps = FLAT
     _given_kernel[(math.ceil(m / block_m) * math.ceil(k / block_k),)](
-        x_MK, scale,  # inputs
+        x_MK, s,  # inputs
         q_MK,  # output
-        m, k, *strides, *(scale.stride() or (0, 0)),  # sizes
+        m, k, *strides, *(s.stride() or (0, 0)),  # sizes
         DTYPE=triton_dtype(how.dtype), ROWS=how.rows, COLS=how.cols,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip

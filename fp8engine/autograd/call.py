@@ -22,6 +22,7 @@ import torch
 
 from fp8engine._torch import graph_task
 from fp8engine.autograd import stored
+from fp8engine.autograd.gathered import GatheredWeight
 from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
@@ -239,7 +240,7 @@ class Call:
         if not torch.compiler.is_compiling():
             # Taken out: a loss that the user keeps alive keeps this call alive, and with it these operands.
             weights, self.weights = self.weights, weights
-        if self.transposes_weight:
+        if self.transposes_weight and type(weight_NK) is not GatheredWeight:
             return transpose(weight_NK, forward, weights, slot)
         return _transposed(operand(weight_NK, self.plan.dgrad[1], weights, slot, self._emulation(weight_NK)))
 
@@ -270,6 +271,8 @@ def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, emulat
     """
     if not casting.fp8:
         return x_MK if x_MK.dtype.itemsize == 2 else x_MK.to(casting.cast.format.dtype)
+    if type(x_MK) is GatheredWeight:
+        return x_MK.cast(casting, slot)
     how = casting.how[emulation]
     made = kept.get(how)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.

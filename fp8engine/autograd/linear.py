@@ -12,6 +12,7 @@ import torch
 
 from fp8engine import _torch
 from fp8engine.autograd.call import Call
+from fp8engine.autograd.gathered import GatheredWeight
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import suited, take
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
@@ -41,6 +42,8 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     transformed = not compiling and _torch.transforms_active()
     record = enter(x, weight_NK, numerics, transformed)
     if transformed:
+        if type(weight_NK) is GatheredWeight:
+            raise no_transform(numerics.name, "torch.func's transforms where fe.distributed.fsdp gathers its weight")
         y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
     return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)

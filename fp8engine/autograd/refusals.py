@@ -14,18 +14,20 @@ from __future__ import annotations
 import torch
 
 from fp8engine import _torch
+from fp8engine.autograd.gathered import GatheredWeight
 from fp8engine.errors import Fp8EngineError, GradientError, ParallelError, ScriptError, UnsupportedDtype
 from fp8engine.ops.library import PLAIN
 from fp8engine.ops.tensor import Float8Tensor
 
 INPUTS = (*PLAIN, Float8Tensor)
+WEIGHTS = (*PLAIN, GatheredWeight)
 
 
 def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
     """Raise ParallelError for a DTensor, UnsupportedDtype for a weight that wraps other tensors."""
     if type(x) not in INPUTS and _is_dtensor(x):
         raise _sharded(name, "input")
-    if type(weight_NK) not in PLAIN and hasattr(weight_NK, "__tensor_flatten__"):
+    if type(weight_NK) not in WEIGHTS and hasattr(weight_NK, "__tensor_flatten__"):
         if _is_dtensor(weight_NK):
             raise _sharded(name, "weight")
         raise UnsupportedDtype(

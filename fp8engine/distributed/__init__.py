@@ -1,5 +1,6 @@
-"""Amaxes of several processes, joined in one all-reduce a step."""
+"""Training on several processes: amaxes joined over ranks; weights sharded by fully_shard and gathered in FP8."""
 
 from fp8engine.distributed.amax import reduce_amax
+from fp8engine.distributed.fsdp import fsdp
 
-__all__ = ["reduce_amax"]
+__all__ = ["fsdp", "reduce_amax"]

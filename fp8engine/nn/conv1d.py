@@ -19,6 +19,8 @@ from fp8engine.numerics.recipe import Recipe
 class Float8Conv1D(Float8Module, Conv1D):
     """A transformers Conv1D in FP8, made by `fe.convert`: y [..., nf] = x [..., nx] @ weight [nx, nf] + bias."""
 
+    transposed = True
+
     def __repr__(self) -> str:
         return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"
 

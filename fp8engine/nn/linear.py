@@ -18,9 +18,11 @@ class Float8Module(nn.Module):
     """Base of every module with a recipe: its `numerics`, and how they follow torch's moves, loads and copies.
 
     fused: after fe.convert(fuse=True), the group that it runs in; not_fused_because: why it is in none.
+    transposed: whether the layer multiplies by its weight's transpose, the weight being [K, N].
     """
 
     numerics: Numerics
+    transposed = False
     fused: Group | None = None
     not_fused_because: str = ""
 

@@ -104,8 +104,19 @@ def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> Operand
     if scale.dim() and tuple(scale.shape) != how.scale_shape(*x_MK.shape):
         want = list(how.scale_shape(*x_MK.shape))
         raise ShapeError(f"quantize: scale is {list(scale.shape)}; {how} of {list(x_MK.shape)} has {want}")
-    data = OPERATORS.quantize_given(x_MK, str(how), scale)
+    data = encode(x_MK, how, torch.ones_like(scale) / scale)
     return Operand(data, scale, how.rows, how.cols)  # the caller's scale is not known to be a power of two
+
+
+def encode(x_MK: torch.Tensor, how: How, s: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x * s; s: FP32, the factor of each group (1 / scale), of shape `how.scale_shape`, or one number.
+
+    What does not fit saturates.  Casting with s and not with its inverse keeps the last bit that the inverse loses.
+
+    >>> encode(torch.tensor([[1.0, -2.0]]), How(torch.float8_e4m3fn, -1, -1), torch.tensor(128.0)).tolist()
+    [[128.0, -256.0]]
+    """
+    return OPERATORS.quantize_given(x_MK, str(how), s)
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -143,9 +154,9 @@ def _cast_transpose(x_MK, how, sums=False, slot=None):
     return *first[:2], second[0], nothing if how.per_tensor else second[1], rest[0] if sums else first[1].new_empty(0)
 
 
-@operation("quantize_given(Tensor x, str how, Tensor scale) -> Tensor", lambda x, text, scale: _codes(x, text))
-def _quantize_given(x_MK, how, scale):
-    return _twin(x_MK, how).quantize_given(x_MK, how, scale)
+@operation("quantize_given(Tensor x, str how, Tensor s) -> Tensor", lambda x, text, s: _codes(x, text))
+def _quantize_given(x_MK, how, s):
+    return _twin(x_MK, how).quantize_given(x_MK, how, s)
 
 
 def _codes(x, text):

@@ -304,6 +304,13 @@ def _reshape(func, args, kwargs):
     return None
 
 
+def _strided(func, args, kwargs):
+    """The same memory in the same shape, as fully_shard asks for it."""
+    x, size, stride, *offset = args
+    same = (tuple(size), tuple(stride)) == (tuple(x.shape), x.stride()) and x.storage_offset() in (None, *offset, 0)
+    return _same(func=aten.detach.default, args=(x,), kwargs={}) if same else None
+
+
 def _copy(func, args, kwargs):
     target, source = args[:2]
     if not isinstance(target, Float8Tensor):
@@ -329,6 +336,7 @@ KEEPING = {
     _torch.unsafe_view: _reshape,
     aten.reshape.default: _reshape,
     aten.copy_.default: _copy,
+    aten.as_strided.default: _strided,
     **dict.fromkeys((aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default), _view),
     **dict.fromkeys((aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default), _view),
 }

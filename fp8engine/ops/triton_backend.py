@@ -133,10 +133,10 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[to
         return _kernel("quantize")(_addressable(x_MK), how, slot)
 
 
-def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
+def quantize_given(x_MK: torch.Tensor, how: How, s: torch.Tensor) -> torch.Tensor:
     """The twin of reference.quantize_given."""
     with _on(x_MK.device):
-        return _kernel("quantize", "quantize_given")(_addressable(x_MK), how, scale)
+        return _kernel("quantize", "quantize_given")(_addressable(x_MK), how, s)
 
 
 def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False):

@@ -24,7 +24,7 @@ def real(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | None = 
             factor = torch.tensor(1.0) / scale
         if scale is not None or margin:
             factor = factor * 2.0**margin
-            q = quantize_given(x, how, factor)
+            q = quantize_given(x, how, torch.tensor(1.0) / factor)
         wide = factor
         if factor.dim() == 2:  # one number per group, written out
             for dim, (groups, size) in enumerate(zip(factor.shape, x.shape, strict=True)):

@@ -232,16 +232,16 @@ def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
 
 
 @pytest.mark.parametrize("rows_cols", GROUPS, ids=str)
-def test_a_given_scale(rows_cols):
+def test_a_given_factor(rows_cols):
     x = some(130, 140, torch.bfloat16)
     x[3, 5], x[3, 6] = INF, NAN
     how = How(FP8[rows_cols[0] == 1], *rows_cols)
-    scale = (torch.rand(how.scale_shape(130, 140)) + 0.001) / MAX[how.dtype]  # so that much of it saturates
-    for view, given_scale in ((x, scale), (x.t().contiguous().t(), torch.tensor(0.01))):
-        q = quantize_given(view, how, given_scale)
+    factor = MAX[how.dtype] / (torch.rand(how.scale_shape(130, 140)) + 0.001)  # so that much of it saturates
+    for view, s in ((x, factor), (x.t().contiguous().t(), torch.tensor(100.0))):
+        q = quantize_given(view, how, s)
         assert q.is_contiguous()
-        assert_same(q.float(), twin_given(view, how, given_scale).float(), str(how))
+        assert_same(q.float(), twin_given(view, how, s).float(), str(how))
 
 
-def test_a_given_scale_of_nothing():
+def test_a_given_factor_of_nothing():
     assert quantize_given(torch.zeros(0, 5), How(E4M3, 1, -1), torch.ones(0, 1)).shape == (0, 5)

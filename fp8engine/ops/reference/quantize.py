@@ -46,15 +46,15 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[to
     return _quantize_groups(x_MK, how, slot)
 
 
-def quantize_given(x_MK: torch.Tensor, how: How, scale: torch.Tensor) -> torch.Tensor:
-    """FP8 codes of x under a given scale (x ≈ q * scale, of shape `how.scale_shape`); beyond its range q saturates.
+def quantize_given(x_MK: torch.Tensor, how: How, s: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x under given factors (q ≈ x * s, s of shape `how.scale_shape`); beyond its range q saturates.
 
-    >>> quantize_given(torch.tensor([[900.0]]), How(torch.float8_e4m3fn, -1, -1), torch.tensor(0.5)).float().item()
+    >>> quantize_given(torch.tensor([[900.0]]), How(torch.float8_e4m3fn, -1, -1), torch.tensor(2.0)).float().item()
     448.0
     """
     if x_MK.numel() == 0:
         return x_MK.to(how.held or how.dtype)
-    s = (torch.ones_like(scale) / scale).expand(how.scale_shape(*x_MK.shape))
+    s = s.expand(how.scale_shape(*x_MK.shape))
     return scale_and_round(x_MK, s if s.dim() == 2 else s.reshape(1, 1), how, finite=False)
 
 

@@ -293,18 +293,18 @@ def test_the_card_route_equals_the_host_route(s, bad):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_given_scales(group):
-    # The scale is given, so its reciprocal multiplies: the s that made it only where both are powers of two.
+def test_given_factors(group):
     how = How(E4M3, *GROUPS[group], power_of_2=True)
     x_MK = sample(530, 261, torch.bfloat16)
     q_MK, scale = quantize(x_MK, how)
-    assert_same(bits(quantize_given(x_MK, how, scale)), bits(q_MK), "its own scales")
-    small = quantize_given(x_MK, how, scale * 0.003)
-    s = np.float32(1) / (scale * 0.003).numpy().reshape(-1)[0]
+    factor = 1 / scale  # exact: a power of two
+    assert_same(bits(quantize_given(x_MK, how, factor)), bits(q_MK), "its own scales")
+    small = quantize_given(x_MK, how, factor * 333)
+    s = (factor * 333).numpy().reshape(-1)[0]
     assert_same(bits(small)[0, 0], clamped_cast(x_MK[0, 0].float().numpy(), s, E4M3))
     assert np.abs(values(small)).max() == 448.0, "what does not fit saturates"
     x_MK[1, 2] = float("inf")
-    assert np.argwhere(np.isnan(values(quantize_given(x_MK, how, scale)))).tolist() == [[1, 2]]
+    assert np.argwhere(np.isnan(values(quantize_given(x_MK, how, factor)))).tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize("dtype", FP8)

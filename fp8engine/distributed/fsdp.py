@@ -1,0 +1,209 @@
+"""fe.distributed.fsdp: torch's fully_shard on every block and the root, with weights gathered as FP8 codes.
+
+    forward of the root   a step begins (recipes may change), amaxes of all weights are joined, in this order
+    gather of a block     each rank casts its rows under the joined scales and sends one byte an element
+    the layer             reads the codes; nothing is cast a second time
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8engine import _torch
+from fp8engine.autograd.gathered import why_not
+from fp8engine.distributed.agree import check_alike
+from fp8engine.distributed.blocks import repeated_blocks
+from fp8engine.distributed.sharded_weight import ShardedWeight
+from fp8engine.distributed.weight_scales import Shard, WeightScales
+from fp8engine.errors import ParallelError, ParallelWarning
+from fp8engine.nn.linear import Float8Module, float8_modules
+from fp8engine.ops.library import in_backward
+
+GATHER = "_fp8engine_gather"  # attribute of a root that `fsdp` was called on
+
+
+def fsdp(
+    model: nn.Module,
+    *,
+    mesh: dist.DeviceMesh | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    **fully_shard_options,
+) -> nn.Module:
+    """Shard a converted model by torch's `fully_shard`, block by block, and gather its weights as FP8 codes.
+
+    mesh: one dimension (FSDP), or two with names (HSDP: replicas, then shards); None: all processes.
+    blocks: modules that are gathered and freed by themselves; None: the repeated blocks (blocks.py).
+    fully_shard_options: reshard_after_forward (True or False), mp_policy, offload_policy, ignored_params.
+    Returns the model, changed in place.  The loss is that of `fully_shard`'s gather in high precision.  Parameters,
+    `state_dict` and checkpoints are torch's ordinary DTensors.  A weight that FP8 codes cannot stand for (its layer
+    computes in 16 bits, or other modules read it too) is gathered in high precision; fe.inspect says which, and why.
+    Amaxes of activations are joined over all processes of the mesh, as `reduce_amax` does it.
+    Raises ParallelError for a model that is not converted, or sharded already; for a mesh without names for its
+    two dimensions; for ranks whose layers, recipes or options differ (on every rank).
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    layers = float8_modules(model)
+    _check(model, layers, fully_shard_options)
+    if mesh is None:
+        mesh = dist.init_device_mesh(_device_type(layers), (dist.get_world_size(),))
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+        raise ParallelError(
+            f"fe.distributed.fsdp: the mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}: give one "
+            "dimension, such as mesh['dp'], or two with names, (replicas, shards), as fully_shard asks"
+        )
+    blocks = repeated_blocks(model) if blocks is None else list(blocks)
+    _check_alike(model, layers, blocks, mesh, fully_shard_options)
+    if not blocks:
+        warnings.warn(
+            f"fe.distributed.fsdp: {type(model).__name__} has no repeated blocks: it is gathered as one; name blocks=[...]",
+            ParallelWarning,
+            stacklevel=2,
+        )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, **fully_shard_options)
+    fully_shard(model, mesh=mesh, **fully_shard_options)
+    shards = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+    gather = Gather(model, shards)
+    setattr(model, GATHER, gather)
+    gather.watch(model, layers)
+    _join_activations(layers, mesh)
+    return model
+
+
+class Gather:
+    """All weights of a model that `fsdp` gathers, and the scales that ranks share.
+
+    weights: by layer and parameter.  scales: their table.
+    """
+
+    def __init__(self, model: nn.Module, mesh: dist.DeviceMesh):
+        from torch.distributed.fsdp import FSDPModule
+
+        self.scales = WeightScales(mesh.get_group())
+        self.weights: list[ShardedWeight] = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for parameter in _torch.sharded_parameters(module):
+                    found = _sharded(parameter, mesh, self.scales)
+                    if found is not None:
+                        found.everything = self.rows
+                        self.weights.append(found)
+
+    def rows(self) -> dict[Shard, torch.Tensor]:
+        """This rank's rows of every weight that is gathered as codes now."""
+        return {weight.shard: weight.rows for weight in self.weights if not weight.reason()}
+
+    def watch(self, model: nn.Module, layers: list[Float8Module]) -> None:
+        """Join the amaxes when a forward of the model begins, before fully_shard gathers the root's own weights."""
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        for state in {id(layer.numerics.state): layer.numerics.state for layer in layers}.values():
+            _torch.call_first(model, state.begin_forward)  # a step begins: recipes may change
+        model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: object) -> None:
+        for weight in self.weights:
+            weight.attach()
+        if not in_backward():
+            self.scales.join(self.rows())
+            self.scales.current = True
+
+    def _end(self, *_: object) -> None:
+        if not in_backward():
+            self.scales.current = False
+
+
+def _sharded(parameter: Any, mesh: dist.DeviceMesh, scales: WeightScales) -> ShardedWeight | None:
+    """A parameter of fully_shard as a weight that may be gathered as codes; None for what is no weight of a layer."""
+    owner = parameter._module_info
+    module, name = owner.module, owner.param_name
+    numerics = module.numerics_of(name) if isinstance(module, Float8Module) else None
+    if numerics is None:
+        return None
+    size = parameter._orig_size
+    fixed = ""
+    if owner.shared_modules:
+        fixed = "other modules read the same weight"
+    elif len(size) != 2:
+        fixed = "it holds the weights of several experts"
+    elif parameter.fsdp_placement.dim != 0:
+        fixed = f"it is sharded along dimension {parameter.fsdp_placement.dim}"
+    rows = parameter.padded_sharded_param_size[0] if size else 0
+    first = min(rows * mesh.get_local_rank(), size[0]) if size else 0
+    shard = Shard(numerics, (size[0], size[-1]), first, module.transposed)
+    weight = ShardedWeight(parameter, shard, scales, fixed)
+    if not fixed:
+        weight.attach()
+    return weight
+
+
+def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
+    """What one rank can see by itself."""
+    here = "fe.distributed.fsdp"
+    if not dist.is_available() or not dist.is_initialized():
+        raise ParallelError(f"{here}: torch.distributed is not initialised; call init_process_group first")
+    if not layers:
+        raise ParallelError(f"{here}: {type(model).__name__} has no converted layers; call fe.convert first")
+    for name, module in model.named_modules():
+        if found := _torch.wrapper_of(module):
+            where = f"its part {name!r}" if name else "the model"
+            raise ParallelError(f"{here}: {where} is under {found} already: convert, shard once, then wrap")
+    again = options.get("reshard_after_forward")
+    if isinstance(again, int) and not isinstance(again, bool):
+        raise ParallelError(
+            f"{here}: reshard_after_forward={again} keeps weights on {again} ranks after forward, which fully_shard does "
+            "not do for weights that are gathered in another format: give True or False"
+        )
+    if options.get("shard_placement_fn") is not None and any(
+        why_not(layer.numerics.plan) == "" for layer in layers
+    ):
+        warnings.warn(
+            f"{here}: weights that shard_placement_fn shards along another dimension than 0 are gathered in high precision",
+            ParallelWarning,
+            stacklevel=3,
+        )
+
+
+def _check_alike(model, layers: list[Float8Module], blocks, mesh: dist.DeviceMesh, options: dict) -> None:
+    """Raise ParallelError on every rank where ranks were called differently."""
+    names = {id(module): name for name, module in model.named_modules()}
+    described = {
+        **{f"layer {names[id(layer)]}": (_shapes(layer), str(layer.numerics.recipe.to_json())) for layer in layers},
+        **{f"block {names.get(id(block), '?')}": type(block).__name__ for block in blocks},
+        **{f"option {name}": str(value) for name, value in options.items() if not callable(value)},
+    }
+    check_alike("fe.distributed.fsdp", described, _group_of(mesh))
+
+
+def _shapes(layer: Float8Module) -> list[tuple]:
+    return [tuple(parameter.shape) for parameter in layer.parameters(recurse=False)]
+
+
+def _device_type(layers: list[Float8Module]) -> str:
+    where = next(parameter.device.type for layer in layers for parameter in layer.parameters(recurse=False))
+    if where != "meta":
+        return where
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _group_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _join_activations(layers: list[Float8Module], mesh: dist.DeviceMesh) -> None:
+    """Predicted scales come from the largest amaxes of all ranks, which see different tokens."""
+    group = _group_of(mesh)
+    for layer in layers:
+        layer.numerics.state.ranks = group.group_name

@@ -1,0 +1,148 @@
+"""All-gather of one weight as FP8 codes, through the hooks that fully_shard offers to a sharded tensor.
+
+    before_gather   this rank's rows, cast under scales that all ranks share, as bytes: no collective takes FP8 on gloo
+    after_gather    the codes of the whole weight as a GatheredWeight, which the layer reads without a cast
+
+The sharded parameter stays an ordinary DTensor with an ordinary local tensor, which has the hooks as attributes of the
+instance: optimizers, state_dict, clip_grad_norm_ and checkpoints see nothing of it.  Where torch puts a new local
+tensor in its place (`to_empty`, `load_state_dict(assign=True)`), `attach` is called again before the next forward.
+Source of the protocol: torch.distributed.fsdp, `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8engine import _torch
+from fp8engine.autograd.gathered import GatheredWeight, why_not
+from fp8engine.distributed.weight_scales import Shard, WeightScales
+from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
+from fp8engine.ops.library import in_backward
+from fp8engine.ops.reference import How
+
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+BYPASSED = "other code reads the weight and does not call the layer"
+SAMPLED = "this step is sampled: statistics are taken from the weight itself"
+
+
+class ShardedWeight:
+    """A weight that fully_shard has sharded, and how it is gathered now.
+
+    parameter: fully_shard's record of it.  why: why it is gathered in high precision, "" for codes.
+    """
+
+    def __init__(self, parameter: Any, shard: Shard, scales: WeightScales, fixed: str = ""):
+        self.parameter, self.shard, self.scales, self.fixed = parameter, shard, scales, fixed
+        self.everything: Callable[[], dict[Shard, torch.Tensor]] = dict
+        self.why: str | None = None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """This rank's rows as they would be gathered in high precision, on the device of the computation."""
+        rows = _torch.local_tensor(self.parameter.sharded_param).detach()
+        return self._in_dtype(rows.to(self.parameter.device, non_blocking=True))
+
+    def reason(self) -> str:
+        """Why the weight would be gathered in high precision now; "" for codes."""
+        if self.fixed:
+            return self.fixed
+        numerics = self.shard.numerics
+        if numerics.bypassed:
+            return BYPASSED
+        return why_not(numerics.plan) or (SAMPLED if numerics.state.samples is not None else "")
+
+    def attach(self) -> None:
+        """Give the local tensor the hooks, if it has none."""
+        rows = _torch.local_tensor(self.parameter.sharded_param)
+        if HOOKS[0] not in vars(rows):
+            self._attach_to(rows)
+            self.parameter._init_extensions()
+
+    def _attach_to(self, rows: torch.Tensor) -> None:
+        # A weak reference: a tensor that references itself would be freed by the garbage collector alone.
+        before = functools.partial(self.before_gather, weakref.ref(rows))
+        vars(rows).update(zip(HOOKS, (_Hook(before), _Hook(self.after_gather)), strict=True))
+        if self.parameter.offload_to_cpu:
+            vars(rows)["to"] = _Hook(functools.partial(self._moved, weakref.ref(rows)))
+
+    def _moved(self, rows: weakref.ref[torch.Tensor], *where, **options) -> torch.Tensor:
+        """`rows.to(...)` with the hooks, which fully_shard asks of what it has moved to a card."""
+        found = torch.Tensor.to(_alive(rows), *where, **options)
+        if HOOKS[0] not in vars(found):
+            self._attach_to(found)
+        return found
+
+    def before_gather(self, rows: weakref.ref[torch.Tensor], mesh, outer_size, outer_stride, module, mp_policy):
+        """((what this rank sends,), what `after_gather` is told)."""
+        if self.why is None or not in_backward():  # a backward gathers as its forward did
+            why, before = self.reason(), self.why
+            if before is not None and bool(before) != bool(why):
+                _torch.gather_again_as(self.parameter)
+            self.why = why
+        mine = self._in_dtype(_alive(rows))
+        if self.why:
+            return (self._padded(mine),), None
+        found = self.scales.of(self.shard, self.everything)
+        codes = self.shard.encode(mine, found.s).view(torch.uint8)
+        return (self._padded(codes),), (self.shard.how, found)
+
+    def after_gather(self, outputs, metadata, param_dtype, *, out=None):
+        """(the whole weight, ()), or the scales of `out` made those of the codes that it holds now."""
+        (gathered,) = outputs
+        whole = gathered[: self.shard.shape[0]]
+        if metadata is None:
+            return None if out is not None else (whole, ())
+        how, scales = metadata
+        if out is None:
+            weight = GatheredWeight(whole.view(how.dtype), scales.scale, granularity(how), param_dtype)
+            weight.power_of_2, weight.layer = how.power_of_2, self.shard.numerics.name
+        else:
+            weight = out._local_tensor if hasattr(out, "_local_tensor") else out
+            weight._scale, weight.granularity = scales.scale, granularity(how)
+        weight.amax, weight.s = scales.amax, scales.smallest
+        return (weight, ()) if out is None else None
+
+    def _in_dtype(self, rows: torch.Tensor) -> torch.Tensor:
+        dtype = self.parameter.mp_policy.param_dtype
+        return rows if dtype is None else rows.to(dtype)
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of an uneven shard, padded with zeros to those of the first rank: all ranks send equally many."""
+        short = self.parameter.padded_sharded_param_size[0] - len(rows)
+        return torch.nn.functional.pad(rows, (0, 0, 0, short)) if short else rows.contiguous()
+
+
+class _Hook:
+    """A function that is the attribute of a tensor, and does not go with it where that is copied or pickled."""
+
+    def __init__(self, function: Callable):
+        self.__wrapped__ = function  # what inspect.signature reads
+
+    def __call__(self, *arguments, **options):
+        return self.__wrapped__(*arguments, **options)
+
+    def __deepcopy__(self, memo) -> None:
+        return None
+
+    def __reduce__(self):
+        return str, ()
+
+
+def granularity(how: How) -> PerTensor | PerRow | PerBlock:
+    """What one scale covers, as a Float8Tensor says it."""
+    if how.per_tensor:
+        return PerTensor()
+    if -1 in (how.rows, how.cols):
+        return PerRow(-1 if how.cols == -1 else 0)
+    return PerBlock(how.rows, how.cols)
+
+
+def _alive(rows: weakref.ref[torch.Tensor]) -> torch.Tensor:
+    found = rows()
+    assert found is not None, "its hooks are called on the tensor itself"
+    return found

@@ -1,0 +1,189 @@
+"""Scales of weights that are sharded over ranks: one table of amaxes, joined in one all-reduce.
+
+    amax[g] = max over ranks of max |w| over the elements of group g that a rank holds
+    s[g]    = MAX / amax[g], or a predicted s[g] under which amax[g] fits      as ops/reference/quantize.py has it
+
+A rank holds whole rows of a weight.  A group of rows that lies on two ranks, such as a 128 x 128 block, is joined as
+every other.  With the same s on every rank, the codes that ranks cast of their shards are those of the whole weight.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fp8engine.autograd.numerics import CastPlan, Numerics
+from fp8engine.errors import ParallelError
+from fp8engine.numerics.formats import Format
+from fp8engine.ops import casts
+from fp8engine.ops.library import in_backward
+from fp8engine.ops.reference import How
+from fp8engine.ops.reference.quantize import SATURATES, largest
+from fp8engine.ops.reference.scale import FP32_MAX, floor_power_of_2
+from fp8engine.scaling.table import ROLES
+
+
+@dataclass(eq=False)
+class Shard:
+    """This rank's rows of one weight.
+
+    shape: of the whole parameter.  first: index of this rank's first row.  transposed: the layer multiplies by the
+    parameter's transpose (Conv1D).
+    """
+
+    numerics: Numerics
+    shape: tuple[int, int]
+    first: int
+    transposed: bool = False
+
+    @property
+    def how(self) -> How:
+        """The forward's cast of the weight, in the parameter's own coordinates."""
+        how = self.numerics.plan.forward[1].how[None]
+        return how._replace(rows=how.cols, cols=how.rows) if self.transposed else how
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """(down, across): the groups of the whole weight that have a scale each."""
+        down, across = self.how.scale_shape(*self.shape) or (1, 1)
+        return down, across
+
+    @property
+    def first_group(self) -> int:
+        """Index of the group, counted down the weight, that this rank's first row is in."""
+        return 0 if self.how.rows == -1 else self.first // self.how.rows
+
+    def amax(self, rows: torch.Tensor) -> torch.Tensor:
+        """max |w| of every group that these rows [R, K] have a part of, FP32 [groups down, groups across]."""
+        padded = self._from_whole_group(rows)
+        found = largest(padded, self.how)
+        if type(rows) is torch.Tensor and rows.device.type == "cpu" and bool(torch.isfinite(found).all()):
+            return found  # elsewhere the host would wait for the answer
+        return largest(torch.nan_to_num(padded, 0.0, 0.0, 0.0), self.how)
+
+    def encode(self, rows: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """FP8 codes of these rows; s: of all groups of the weight, in `how.scale_shape`."""
+        how = self.how
+        if how.rows == -1:
+            return casts.encode(rows, how, s)
+        padded = self._from_whole_group(rows)
+        mine = s[self.first_group : self.first_group + math.ceil(len(padded) / how.rows)]
+        return casts.encode(padded, how, mine)[len(padded) - len(rows) :]
+
+    def _from_whole_group(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows with zeros above them up to the first row of their group."""
+        above = self.first % self.how.rows if self.how.rows != -1 else 0
+        return torch.nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
+
+
+@dataclass(eq=False)
+class Scales:
+    """One weight's part of the table: amax of the whole weight, factor and scale of each group."""
+
+    plan: CastPlan
+    amax: torch.Tensor
+    smallest: torch.Tensor
+    s: torch.Tensor
+    scale: torch.Tensor
+
+
+class WeightScales:
+    """Scales of all sharded weights of a model.
+
+    group: the ranks that share a weight.  joins: how often amaxes were joined.
+    current: whether a forward of the root, which has joined, is under way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.joins = 0
+        self.current = False
+        self.found: dict[Shard, Scales] = {}
+        self._rules: tuple[tuple, _Rules] | None = None
+
+    def of(self, shard: Shard, everything: Callable[[], dict[Shard, torch.Tensor]]) -> Scales:
+        """A weight's scales; joined anew where no forward of the root has done it under the layer's recipe of now.
+
+        everything: gives the rows of each weight that is gathered as codes, for a gather outside of the root's forward
+        (a block that is called by itself, `unshard()`): weights may have changed since, which no counter tells.
+        """
+        found = self.found.get(shard)
+        known = found is not None and found.plan is shard.numerics.plan
+        if not known or not (self.current or in_backward()):
+            self.join(everything())
+        return self.found[shard]
+
+    @torch.no_grad()
+    def join(self, everything: dict[Shard, torch.Tensor]) -> None:
+        """Measure the rows of every weight, in the dtype that they are gathered from, and join the amaxes."""
+        self.found = {}
+        if not everything:
+            return
+        shards = list(everything)
+        rules = self._rules_of(shards, next(iter(everything.values())).device)
+        table = torch.zeros(sum(rules.sizes), dtype=torch.float32, device=rules.most.device)
+        parts = table.split(rules.sizes)
+        for (shard, rows), part in zip(everything.items(), parts, strict=True):
+            if rows.numel():
+                mine, start = shard.amax(rows), shard.first_group
+                part.view(shard.groups)[start : start + len(mine)] = mine
+        self._reduce(table)
+        s, least = rules.factors(table)
+        scale = torch.ones_like(s) / s
+        for shard, *mine in zip(shards, parts, s.split(rules.sizes), scale.split(rules.sizes), least, strict=True):
+            amax, factor, inverse, smallest = mine
+            shape = shard.how.scale_shape(*shard.shape)
+            plan = shard.numerics.plan
+            self.found[shard] = Scales(plan, amax.max(), smallest, factor.view(shape), inverse.view(shape))
+
+    def _rules_of(self, shards: list[Shard], device: torch.device) -> _Rules:
+        """Made once for the recipes of now: nothing is copied to a card in later steps."""
+        key = (*shards, *(shard.numerics.plan for shard in shards), device)
+        if self._rules is None or self._rules[0] != key:
+            self._rules = key, _Rules(shards, device)
+        return self._rules[1]
+
+    def _reduce(self, table: torch.Tensor) -> None:
+        """Replace this rank's amaxes by the largest of all ranks'.  Raises ParallelError where a rank does not come."""
+        self.joins += 1
+        try:
+            dist.all_reduce(table, dist.ReduceOp.MAX, self.group)
+        except RuntimeError as error:
+            raise ParallelError(
+                "fe.distributed.fsdp: amaxes of weights are joined in every forward of the model, which all ranks of "
+                "the group have to call; a rank did not come within the time limit (the timeout of "
+                f"init_process_group), or has died: {error}"
+            ) from error
+
+
+class _Rules:
+    """How amaxes become factors: sizes of the weights' parts of the table; for each group MAX and power of two."""
+
+    def __init__(self, shards: list[Shard], device: torch.device):
+        self.sizes = [math.prod(shard.groups) for shard in shards]
+        numbers = [(Format.of(shard.how.dtype).max, float(shard.how.power_of_2)) for shard in shards]
+        wide = [pair for pair, size in zip(numbers, self.sizes, strict=True) for _ in range(size)]
+        self.most, power_of_2 = torch.tensor(wide, device=device).unbind(1)
+        self.power_of_2 = power_of_2 > 0
+        starts = itertools.accumulate(self.sizes, initial=0)
+        self.delayed = [
+            (i, start, shard) for i, (start, shard) in enumerate(zip(starts, shards, strict=False)) if shard.how.delayed
+        ]
+
+    def factors(self, amax: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(s of every group, the smallest s of each weight or NaN where the layer's slot predicts it)."""
+        s = torch.where(amax > 0, self.most / amax, 1.0).clamp_(max=FP32_MAX)
+        s = torch.where(self.power_of_2, floor_power_of_2(s), s)
+        smallest = [part.min() for part in s.split(self.sizes)]
+        for i, at, shard in self.delayed:
+            state, column = shard.numerics.state, len(ROLES) * shard.numerics.layer + ROLES.index("weight")
+            predicted = state.live_2S[1, column]
+            fits = (predicted > 0) & (amax[at] * predicted <= self.most[at] * SATURATES)
+            s[at] = torch.where(fits, predicted, s[at])
+            smallest[i] = torch.full_like(predicted, float("nan"))
+        return s, smallest
