@@ -2,5 +2,6 @@
 
 from fp8engine.distributed.amax import reduce_amax
 from fp8engine.distributed.fsdp import fsdp
+from fp8engine.distributed.plan import Plan, plan
 
-__all__ = ["fsdp", "reduce_amax"]
+__all__ = ["Plan", "fsdp", "plan", "reduce_amax"]
