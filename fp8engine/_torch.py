@@ -155,6 +155,22 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
+def divided_parameter(module: nn.Module) -> str | None:
+    """The name of a parameter of the module itself that is a DTensor; found by the class's name, without an import."""
+    own = module._parameters.items()
+    return next((name for name, p in own if any(kind.__name__ == "DTensor" for kind in type(p).__mro__)), None)
+
+
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's all-gather of one tensor, under the name that it has had since 2.13, or before."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, part, group=group)
+
+
+def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch.distributed's reduce-scatter of one tensor, under the name that it has had since 2.13, or before."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
+
+
 def sharded_parameters(module: nn.Module) -> list[Any]:
     """The FSDPParams, fully_shard's record of each parameter, of a module that it was called on."""
     state = module._get_fsdp_state()
@@ -192,6 +208,16 @@ def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     return group.size(), group.rank()
+
+
+def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups over which a module that fully_shard was given reduces its gradients; one, as a rule."""
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
+    groups = getattr(state, "_fsdp_param_groups", None)  # 2.11 has one at most
+    groups = [state._fsdp_param_group] if groups is None else groups
+    # A group of `replicate` has no shards, and reduces by an all-reduce.
+    sharded = [group for group in groups if hasattr(getattr(group, "mesh_info", None), "shard_process_group")]
+    return [group._reduce_scatter_process_group for group in sharded]
 
 
 def begin_fake_ranks(ranks: int) -> None:

@@ -54,8 +54,11 @@ def start_copy(step: int, state: ScalingState) -> PendingSample:
     if state.samples is None:
         raise StateError("no step was sampled, so there is nothing to copy")
     counts_CS = state.counts_CS.clone()
-    agreed = ranks.agree(state.samples, state.ranks)
-    ranks.agree(counts_CS, state.ranks)
+    groups = [state.ranks, *([state.divided] if state.divided else [])]  # ranks that divide layers, and their replicas
+    agreed = False
+    for group in groups:  # each of them, whatever the one before has said
+        agreed |= ranks.agree(state.samples, group)
+        ranks.agree(counts_CS, group)
     copy = HostCopy([state.samples, counts_CS, state.rules_3S])
     several_ranks = agreed and state.samples.is_cuda  # on a CPU the copy is there at once, on every rank
     return PendingSample(step, copy, state.detailed_layers, several_ranks)

@@ -115,6 +115,8 @@ class Call:
             return None
         transposed = self.transposes_input or (self.needs_w and plan.wgrad[1] is not plan.forward[0])
         slot = self._slot(INPUT, self.record and not again, self.count and not again)
+        if slot.group and plan.forward[0].per_tensor:
+            return None
         return Store(plan.forward[0].how[None], transposed, slot)
 
     def stored(self, q: Operand, q_t: Operand | None) -> tuple[Operand, Operand | None]:
@@ -172,7 +174,7 @@ class Call:
     def store_grad(self) -> Store | None:
         """How an activation's backward stores this layer's dy; None: in 16 bits, to be cast."""
         first, second = self.plan.dgrad[0], self.plan.wgrad[0]
-        if not first.fp8:
+        if not first.fp8 or (first.per_tensor and self._slot(GRAD_OUTPUT, True).group):
             return None
         if self.needs_x and self.needs_w:
             serves, transposed = self.plan.grad_serves_both, self.transposes_grad or second is not first

@@ -10,6 +10,8 @@ is a power of two times 4 bits of significand stays representable.  So no other 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from fp8engine.autograd.numerics import Casting, CastPlan
@@ -31,8 +33,7 @@ class GatheredWeight(Float8Tensor):
     layer: str
 
     def _viewed(self, data, scale, granularity) -> GatheredWeight:
-        found = super()._viewed(data, scale, granularity)
-        assert isinstance(found, GatheredWeight)
+        found = cast(GatheredWeight, super()._viewed(data, scale, granularity))
         found.amax, found.s, found.layer = self.amax, self.s, self.layer
         return found
 
@@ -61,8 +62,8 @@ class GatheredWeight(Float8Tensor):
             return q
         if not (q.power_of_2 and how.power_of_2):
             raise ParallelError(
-                f"{self.layer}: its weight was gathered as {self.format} codes {self.granularity}, and its recipe now casts "
-                f"{casting.cast}: change recipes between steps, before the forward of the model"
+                f"{self.layer}: its weight was gathered as {self.format} codes {self.granularity}, and its recipe now "
+                f"casts {casting.cast}: change recipes between steps, before the forward of the model"
             )
         return casts.quantize(self._values(q), how, slot._replace(record=False, count=False))
 
@@ -95,4 +96,3 @@ def _note(weight: GatheredWeight, slot: Slot) -> None:
     if slot.record:
         live[0, slot.index] = torch.maximum(live[0, slot.index], weight.amax)
         live[1, slot.index] = torch.where(weight.s.isnan(), live[1, slot.index], weight.s)
-

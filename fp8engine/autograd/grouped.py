@@ -37,13 +37,14 @@ from fp8engine.autograd.groups import (
 )
 from fp8engine.autograd.linear import check, dtype_of_result, enter
 from fp8engine.autograd.numerics import Casting, Numerics
-from fp8engine.autograd.ready import suited
+from fp8engine.autograd.ready import suited, take
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
 from fp8engine.ops import casts
 from fp8engine.ops.backends import asked
 from fp8engine.ops.reference import How, Operand, Slot, column_sums, emulation_dtype
+from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.shared_input import Kept
 
 
@@ -106,7 +107,9 @@ def _grouped_linear(x_TK, weight_ENK, bias_EN, sizes, numerics: Numerics) -> tor
             f"{name}: input is {list(x_TK.shape)}; want [T, {k}], the rows of each expert together: flatten and sort it"
         )
     check(x_TK, weight_ENK[0], bias_EN, name)
-    x_TK = suited(x_TK, numerics, why="its rows go to several experts")
+    if isinstance(x_TK, Float8Tensor):
+        numerics.state.enter()  # a step that begins here may change this layer's recipe
+        x_TK = suited(x_TK, numerics)
     groups = Groups(sizes, x_TK, experts, name)
     out = dtype_of_result(x_TK, weight_ENK, name)
     # The result's dtype is decided; autocast would now promote codes where they are concatenated.
@@ -129,7 +132,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3] if asked_for.record else (False, False, False)
         call = _Experts(numerics, x_TK, weight_ENK, bias_EN, needs, asked_for.record)
         call.groups_of_rows = asked_for.groups
-        a, saved = call.cast_rows(x_TK)
+        a, saved = take(call, x_TK) if isinstance(x_TK, Float8Tensor) else call.cast_rows(x_TK)
         y_TN = call.experts_forward(a, weight_ENK, bias_EN, asked_for.out)
         ctx.save_for_backward(*call.to_save(saved), weight_ENK)
         ctx.call, ctx.dtype = call, x_TK.dtype
@@ -158,6 +161,10 @@ class _Experts(Call):
         if serves or not self.needs_w:
             return a, a if serves else None
         return a, self._rows(x_TK, to_save, {}, numerics.slot("input", False, count=False), None)
+
+    def cast_again(self, x_MK: torch.Tensor, kept: Kept) -> Either:
+        """What wgrad reads, of rows that forward read as codes."""
+        return self._rows(x_MK, self.plan.wgrad[1], kept, self.numerics.slot("input", False, count=False), None)
 
     def experts_forward(self, a: Either, weight_ENK, bias_EN, out: torch.dtype) -> torch.Tensor:
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""

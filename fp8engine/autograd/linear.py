@@ -14,7 +14,7 @@ from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.gathered import GatheredWeight
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.ready import suited, take
+from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
 from fp8engine.autograd.transforms import linear_transformed
 from fp8engine.errors import ShapeError, UnsupportedDtype
@@ -29,6 +29,8 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
     refusals.py lists; all name the layer.
     """
+    if numerics.shard is not None and hasattr(weight_NK, "to_local"):
+        return numerics.shard.linear(x, weight_NK, bias_N, numerics)
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
     compiling = torch.compiler.is_compiling()
@@ -127,6 +129,8 @@ class _Linear(torch.autograd.Function):
         data, scale, *weight = ctx.saved_tensors
         dy_MN, (shape, dtype) = matrix(dy), ctx.x_like
         with ctx.call.as_asked():
+            if isinstance(dy_MN, Float8Tensor):
+                dy_MN = take_gradient(ctx.call, dy_MN)
             dx_MK, dw_NK, db_N = ctx.call.backward(dy_MN, (data, scale), tuple(weight), dtype)
         return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, None, None, None
 

@@ -43,7 +43,7 @@ from fp8engine.autograd.parts import (
     sample_made,
     tensors_of,
 )
-from fp8engine.autograd.ready import suited
+from fp8engine.autograd.ready import suited, take_gradient
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops import norm_act
 from fp8engine.ops.reference.act_quantize import ACTIVATIONS
@@ -77,6 +77,8 @@ def norm_mlp(
     """
     check_memory(memory)
     firsts = (first,) if isinstance(first, Layer) else first
+    if (shard := second.numerics.shard) is not None and hasattr(second.weight_NK, "to_local"):
+        return shard.norm_mlp(x, norm, firsts, second, (kind, memory))
     layers = (*firsts, second)
     out = _check(x, layers, kind)
     if not all(layer.numerics.plan.fp8 for layer in layers):
@@ -154,7 +156,8 @@ class _NormMLP(torch.autograd.Function):
             if ctx.recompute and second.needs_w:
                 [again] = recomputed([second], lambda to: norm_act.act_quantize(y_MN, ctx.kind, to))
                 x2 = tensors_of(again)
-            da_MF, *own = second.backward(matrix(dz), tuple(x2), weights[-3:], ctx.dtype)
+            dz_MN = take_gradient(second, matrix(dz))
+            da_MF, *own = second.backward(dz_MN, tuple(x2), weights[-3:], ctx.dtype)
             if da_MF is None:
                 return (None,) * (4 + 2 * len(firsts)) + tuple(own)
             gradients = _through_activation(firsts, da_MF, y_MN, ctx.kind)

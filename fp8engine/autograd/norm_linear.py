@@ -52,6 +52,8 @@ def norm_linear(
     (tensor([[ 1., -1.,  1., -1.]]), torch.Size([1, 4]))
     """
     check_memory(memory)
+    if layers and (shard := layers[0].numerics.shard) is not None and hasattr(layers[0].weight_NK, "to_local"):
+        return shard.norm_linear(x, norm, layers, memory)
     out = x.dtype
     for weight_NK, bias_N, numerics in layers:
         check(x, weight_NK, bias_N, numerics.name)

@@ -7,14 +7,16 @@ those of an input that sibling layers read (q, k, v; gate, up), so that it is qu
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
 from fp8engine._moved import renamed
 from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.formats import FLOATS
-from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, Recipe
+from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, PerTensor, Recipe
 from fp8engine.ops import casts
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
@@ -30,6 +32,7 @@ class Casting:
 
     def __init__(self, cast: Cast):
         self.cast, self.fp8 = cast, cast.is_fp8
+        self.per_tensor = cast.is_fp8 and isinstance(cast.granularity, PerTensor)
         self.how: dict[torch.dtype | None, How] = (
             {dtype: casts.how(cast, dtype) for dtype in EMULATIONS} if cast.is_fp8 else {}
         )
@@ -68,6 +71,8 @@ class Numerics:
     candidate: whether all of them could read FP8, so that the result is sampled.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
+    shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
+    for the functions of those names (distributed/shard.py).
     """
 
     name: str
@@ -80,10 +85,19 @@ class Numerics:
     candidate: bool = False
     ready: dict[str, int] = field(default_factory=dict)
     bypassed: bool = False
+    shard: Any = None
 
     def __post_init__(self):
         self.plan = plan(self.recipe)
-        self.weight = KeptWeight(self.recipe.cache_weights)
+        # One amax for all ranks: they cast together, whatever each knows of its own part.
+        joined = self.shard is not None and any(cast.per_tensor for _, cast in (self.plan.forward, self.plan.dgrad))
+        self.weight = KeptWeight(self.recipe.cache_weights, joined)
+
+    def divide(self, shard: Any, group: str, roles: Sequence[str]) -> None:
+        """Follow `shard` from the next call on.  roles: operands that are divided over the process group."""
+        self.shard = shard
+        self.state.divide(self.layer, roles, group)
+        self.__post_init__()
 
     def __getstate__(self) -> dict:
         return {field.name: getattr(self, field.name) for field in fields(self)}

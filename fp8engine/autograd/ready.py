@@ -1,23 +1,39 @@
-"""Inputs that are in FP8 already: read as they are where the layer's plan allows it, else dequantised.
+"""Inputs and gradients that are in FP8 already: read as they are where the layer's plan allows it, else dequantised.
 
 What is read is saved for backward too: the codes that the layer before wrote, one byte an element, held once by both.
 The input's slot counts them and takes amax and scale over from the slot of the result: no pass over memory.
+
+Codes that were gathered from several ranks were counted by the layer's own slots when they were cast.  Where a matmul
+reads the other direction under scales of its own, it is cast from the codes: under powers of two nothing but what the
+first cast flushed or rounded is lost.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fp8engine.autograd.call import Call, operand
+from fp8engine.autograd.call import Call, Either, Gradient, operand
 from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
+from fp8engine.scaling.shared_input import Kept
 from fp8engine.scaling.table import ScalingState
 
 TAKEN = ""  # in place of a reason
 WRITTEN = "other code wrote into it, or took its memory (.data, .numpy())"
 E5M2 = torch.float8_e5m2
+
+
+class GatheredTensor(Float8Tensor):
+    """The codes of all ranks' parts of a tensor, for the layers that read it; nothing writes into it.
+
+    made: what wgrad reads, made by the first of them.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.made: Kept = {}
 
 
 def suited(x: torch.Tensor, *consumers: Numerics, why: str = TAKEN) -> torch.Tensor:
@@ -44,8 +60,10 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     if isinstance(x, StoredTensor) and x.written:
         return WRITTEN
     q = x.operand()
-    if (q.rows, q.cols) not in ((-1, -1), (1, -1)) or _extent(first) != (q.rows, q.cols):
+    if not (q.rows == 1 or q.rows == q.cols == -1) or _extent(first) != (q.rows, q.cols):
         return f"it casts {first.cast.granularity}, not {x.granularity}"
+    if q.scaled_along_k and not q.power_of_2:
+        return "its scales within a row are not known to be powers of two"
     dtype = q.data.dtype
     if (dtype, weight.cast.format.dtype) == (E5M2, E5M2) or (
         _reads_codes(saved, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
@@ -54,13 +72,15 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     return TAKEN
 
 
-def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor | None]:
+def take(call: Call, x: Float8Tensor) -> tuple[Operand, Either | None]:
     """(X for forward, what wgrad will read) of an input that `suited` let pass."""
     numerics, q = call.numerics, x.operand()
     call.transposes_input = False  # wgrad reads the codes that are there, transposed when it does
-    _count(numerics.state, x.source, numerics.slot("input", call.record), x.numel())
+    gathered, slot = isinstance(x, GatheredTensor), numerics.slot("input", call.record)
+    if not (gathered and _counted_by(x.source, slot)):
+        _count(numerics.state, x.source, slot, x.numel())
     values = None
-    if call.record and numerics.state.samples is not None:
+    if call.record and numerics.state.samples is not None and not gathered:
         values = x.values().view(q.data.shape)
         call.observe("input", values)
     if not call.needs_w:
@@ -68,8 +88,30 @@ def take(call: Call, x: Float8Tensor) -> tuple[Operand, Operand | torch.Tensor |
     saved: Casting = call.plan.wgrad[1]
     if _reads_codes(saved, q):
         return q, q
+    made = x.made if isinstance(x, GatheredTensor) else {}
+    if (found := made.get(saved.how.get(None))) is not None:
+        return q, found[0]
     values = x.values().view(q.data.shape) if values is None else values
-    return q, operand(values, saved, {}, numerics.slot("input", False, count=False))
+    return q, call.cast_again(values, made)
+
+
+def take_gradient(call: Call, dy_MN: torch.Tensor) -> torch.Tensor | Gradient:
+    """dy as `Call.backward` takes it: as it is, or the codes that were gathered as the layer's plan casts dy for dgrad.
+
+    A bias's gradient is not among what they give: a layer whose dy is gathered adds its bias elsewhere.
+    """
+    if not isinstance(dy_MN, Float8Tensor):
+        return dy_MN
+    q, second = dy_MN.operand(), call.plan.wgrad[0]
+    if not call.needs_w or _reads_codes(second, q):
+        return Gradient(q, q.t())
+    made = operand(dy_MN.values(), second, {}, call.numerics.slot("grad_output", False, count=False))
+    return Gradient(q, made.t())
+
+
+def _counted_by(source: Slot | None, slot: Slot) -> bool:
+    """Whether `slot` is the one that counted the tensor when it was cast."""
+    return source is not None and source.live_2S is slot.live_2S and source.index == slot.index
 
 
 def _reads_codes(saved: Casting, q: Operand) -> bool:

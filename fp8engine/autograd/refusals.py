@@ -61,9 +61,10 @@ def no_script(name: str, what: str) -> ScriptError:
 
 def _sharded(name: str, what: str) -> Fp8EngineError:
     return ParallelError(
-        f"{name}: its {what} is a DTensor; an FP8 layer takes no tensor parallelism (parallelize_module), and a weight "
-        "sharded by fully_shard only after that has gathered it, in a call of the module that fully_shard was given: "
-        f"{_in_16_bits(name)}"
+        f"{name}: its {what} is a DTensor; torch's ColwiseParallel and RowwiseParallel divide no FP8 layer: name "
+        "fe.distributed.Colwise or Rowwise in the plan of parallelize_module or of fe.distributed.tensor_parallel. A "
+        "weight sharded by fully_shard is taken only after that has gathered it, in a call of the module that "
+        f"fully_shard was given. Or {_in_16_bits(name)}"
     )
 
 

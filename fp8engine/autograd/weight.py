@@ -76,10 +76,13 @@ class Version:
 
 
 class KeptWeight:
-    """The copies of one layer's weight.  cache: the recipe's `cache_weights`."""
+    """The copies of one layer's weight.  cache: the recipe's `cache_weights`.
 
-    def __init__(self, cache: bool | str = "auto"):
-        self.cache = cache
+    joined: ranks cast their parts of it together.  None may find a copy that others do not, so none is looked for.
+    """
+
+    def __init__(self, cache: bool | str = "auto", joined: bool = False):
+        self.cache, self.joined = cache, joined
         self.version = Version()
         self.again = False  # the latest version was read by more than one step's worth of calls
         self.moves = False  # its counter has moved between calls
@@ -104,6 +107,8 @@ class KeptWeight:
             return {}
         if self.cache is False:
             return Copies(held=False)
+        if self.joined:
+            return Copies(held=weight._version > 0)  # of a counter at 0: below
         if self.captured or capturing(weight.device):
             self.captured, self.version = True, Version()
             return Copies()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8engine._torch import wrapper_of
+from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.convert.bypassed import READ, FirstForward, Watched
 from fp8engine.convert.swap import RECORD, Record, compiled_in_place
 from fp8engine.errors import ConversionError
@@ -65,6 +65,10 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
         where = f"its part {name!r}" if name else "the model"
         if found := wrapper_of(module) or compiled_in_place(module):
             raise ConversionError(f"revert: {where} is under {found}: revert what it wraps, and wrap that again")
+        if isinstance(module, Float8Module) and (divided := divided_parameter(module)):
+            raise ConversionError(
+                f"revert: {where} has a {divided} that is divided over ranks: revert before dividing it"
+            )
         if isinstance(module, Served):
             raise ConversionError(f"revert: {where} was loaded in FP8: its 16-bit weights are not there")
     roots = [(module, vars(module)[RECORD]) for module in model.modules() if RECORD in vars(module)]

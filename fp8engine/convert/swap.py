@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from fp8engine._torch import wrapper_of
+from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan, flow
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan as numerics_plan
@@ -136,6 +136,11 @@ def _check_unwrapped(model: nn.Module) -> None:
             raise ConversionError(f"{where} is under {found} already: convert first, then wrap")
         if found := compiled_in_place(module):
             raise ConversionError(f"{where} is under {found} already: convert first, then compile")
+        if divided := divided_parameter(module):
+            raise ConversionError(
+                f"{where} has a {divided} that is divided over ranks already (parallelize_module, distribute_tensor): "
+                "convert first, then divide"
+            )
         if hasattr(module, RECORD):
             raise ConversionError(f"{where} is converted already: convert the whole model once, with overrides")
 

@@ -1,7 +1,52 @@
-"""Training on several processes: amaxes joined over ranks; weights sharded by fully_shard and gathered in FP8."""
+"""Training on several processes: weights, rows of experts and gradients sent in FP8; layers divided over ranks.
+
+What needs DTensor is imported when it is first asked for: that takes torch a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
+from fp8engine.distributed.checkpoint import load, save
 from fp8engine.distributed.fsdp import fsdp
-from fp8engine.distributed.plan import Plan, plan
+from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
-__all__ = ["Plan", "fsdp", "plan", "reduce_amax"]
+if TYPE_CHECKING:
+    from fp8engine.distributed.experts import ExpertParallel
+    from fp8engine.distributed.planner import Plan, plan
+    from fp8engine.distributed.styles import Colwise, Rowwise
+    from fp8engine.distributed.tensor_parallel import tensor_parallel
+
+__all__ = [
+    "Colwise",
+    "ExpertParallel",
+    "Plan",
+    "Rowwise",
+    "fp8_gradient_hook",
+    "fp8_gradients",
+    "fsdp",
+    "load",
+    "plan",
+    "reduce_amax",
+    "save",
+    "tensor_parallel",
+]
+
+LATER = {
+    "Colwise": "styles",
+    "ExpertParallel": "experts",
+    "Plan": "planner",
+    "Rowwise": "styles",
+    "plan": "planner",
+    "tensor_parallel": "tensor_parallel",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
+    globals()[name] = found  # the function tensor_parallel stands before the module of that name
+    return found

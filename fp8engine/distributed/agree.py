@@ -15,7 +15,7 @@ def check_alike(caller: str, described: Mapping[str, object], group: dist.Proces
     described: by name, anything that pickles and compares.  All ranks of the group have to call it.
     In a group of torch's "fake" backend nothing is checked.
     """
-    if dist.get_backend(group) == "fake":  # one process stands for all ranks (plan.py): nobody else to ask
+    if dist.get_backend(group) == "fake":  # one process stands for all ranks (planner.py): nobody else to ask
         return
     everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(described), group)
@@ -25,6 +25,7 @@ def check_alike(caller: str, described: Mapping[str, object], group: dist.Proces
         if different:
             key = different[0]
             raise ParallelError(
-                f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 of the "
-                f"group and {other.get(key, 'missing')} on rank {rank}: call it with the same model and options everywhere"
+                f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 "
+                f"of the group and {other.get(key, 'missing')} on rank {rank}: call it with the same model and options "
+                "on every rank"
             )

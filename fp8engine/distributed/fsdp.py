@@ -1,15 +1,15 @@
 """fe.distributed.fsdp: torch's fully_shard on every block and the root, with weights gathered as FP8 codes.
 
-    forward of the root   a step begins (recipes may change), amaxes of all weights are joined, in this order
-    gather of a block     each rank casts its rows under the joined scales and sends one byte an element
-    the layer             reads the codes; nothing is cast a second time
+forward of the root   a step begins (recipes may change), amaxes of all weights are joined, in this order
+gather of a block     each rank casts its rows under the joined scales and sends one byte an element
+the layer             reads the codes; nothing is cast a second time
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,12 @@ from fp8engine import _torch
 from fp8engine.autograd.gathered import why_not
 from fp8engine.distributed.agree import check_alike
 from fp8engine.distributed.blocks import repeated_blocks
+from fp8engine.distributed.gathers import GATHER
 from fp8engine.distributed.sharded_weight import ShardedWeight
 from fp8engine.distributed.weight_scales import Shard, WeightScales
 from fp8engine.errors import ParallelError, ParallelWarning
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.ops.library import in_backward
-
-GATHER = "_fp8engine_gather"  # attribute of a root that `fsdp` was called on
 
 
 def fsdp(
@@ -53,7 +52,8 @@ def fsdp(
     _check(model, layers, fully_shard_options)
     if mesh is None:
         mesh = dist.init_device_mesh(_device_type(layers), (dist.get_world_size(),))
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+    names = list(mesh.mesh_dim_names or ())
+    if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
         raise ParallelError(
             f"fe.distributed.fsdp: the mesh has {mesh.ndim} dimensions, named {mesh.mesh_dim_names}: give one "
             "dimension, such as mesh['dp'], or two with names, (replicas, shards), as fully_shard asks"
@@ -62,14 +62,15 @@ def fsdp(
     _check_alike(model, layers, blocks, mesh, fully_shard_options)
     if not blocks:
         warnings.warn(
-            f"fe.distributed.fsdp: {type(model).__name__} has no repeated blocks: it is gathered as one; name blocks=[...]",
+            f"fe.distributed.fsdp: {type(model).__name__} has no repeated blocks: "
+            "it is gathered as one; name blocks=[...]",
             ParallelWarning,
             stacklevel=2,
         )
     for block in blocks:
         fully_shard(block, mesh=mesh, **fully_shard_options)
     fully_shard(model, mesh=mesh, **fully_shard_options)
-    shards = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+    shards = mesh if mesh.ndim == 1 else mesh[names[-1]]
     gather = Gather(model, shards)
     setattr(model, GATHER, gather)
     gather.watch(model, layers)
@@ -157,14 +158,13 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
     again = options.get("reshard_after_forward")
     if isinstance(again, int) and not isinstance(again, bool):
         raise ParallelError(
-            f"{here}: reshard_after_forward={again} keeps weights on {again} ranks after forward, which fully_shard does "
-            "not do for weights that are gathered in another format: give True or False"
+            f"{here}: reshard_after_forward={again} keeps weights on {again} ranks after forward, which fully_shard "
+            "does not do for weights that are gathered in another format: give True or False"
         )
-    if options.get("shard_placement_fn") is not None and any(
-        why_not(layer.numerics.plan) == "" for layer in layers
-    ):
+    if options.get("shard_placement_fn") is not None and any(why_not(layer.numerics.plan) == "" for layer in layers):
         warnings.warn(
-            f"{here}: weights that shard_placement_fn shards along another dimension than 0 are gathered in high precision",
+            f"{here}: weights that shard_placement_fn shards along another dimension than 0 are "
+            "gathered in high precision",
             ParallelWarning,
             stacklevel=3,
         )
@@ -197,9 +197,10 @@ def _group_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = mesh.mesh.flatten().tolist()
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+    everyone = dist.group.WORLD
+    if everyone is not None and len(ranks) == everyone.size():
+        return everyone
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 
 
 def _join_activations(layers: list[Float8Module], mesh: dist.DeviceMesh) -> None:

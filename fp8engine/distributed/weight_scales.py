@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fp8engine.autograd.numerics import CastPlan, Numerics
 from fp8engine.errors import ParallelError
 from fp8engine.numerics.formats import Format
-from fp8engine.ops import casts
+from fp8engine.ops import casts, ranks
 from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import How
 from fp8engine.ops.reference.quantize import SATURATES, largest
@@ -133,6 +133,8 @@ class WeightScales:
                 mine, start = shard.amax(rows), shard.first_group
                 part.view(shard.groups)[start : start + len(mine)] = mine
         self._reduce(table)
+        for group, at in rules.divided.items():
+            table[at] = self._reduce(table[at], ranks.named(group))
         s, least = rules.factors(table)
         scale = torch.ones_like(s) / s
         for shard, *mine in zip(shards, parts, s.split(rules.sizes), scale.split(rules.sizes), least, strict=True):
@@ -148,17 +150,18 @@ class WeightScales:
             self._rules = key, _Rules(shards, device)
         return self._rules[1]
 
-    def _reduce(self, table: torch.Tensor) -> None:
-        """Replace this rank's amaxes by the largest of all ranks'.  Raises ParallelError where a rank does not come."""
-        self.joins += 1
+    def _reduce(self, table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The table, with the largest of all ranks' amaxes.  Raises ParallelError where a rank does not come."""
+        self.joins += group is None
         try:
-            dist.all_reduce(table, dist.ReduceOp.MAX, self.group)
+            dist.all_reduce(table, dist.ReduceOp.MAX, group or self.group)
         except RuntimeError as error:
             raise ParallelError(
                 "fe.distributed.fsdp: amaxes of weights are joined in every forward of the model, which all ranks of "
                 "the group have to call; a rank did not come within the time limit (the timeout of "
                 f"init_process_group), or has died: {error}"
             ) from error
+        return table
 
 
 class _Rules:
@@ -170,10 +173,16 @@ class _Rules:
         wide = [pair for pair, size in zip(numbers, self.sizes, strict=True) for _ in range(size)]
         self.most, power_of_2 = torch.tensor(wide, device=device).unbind(1)
         self.power_of_2 = power_of_2 > 0
-        starts = itertools.accumulate(self.sizes, initial=0)
+        starts = list(itertools.accumulate(self.sizes, initial=0))
         self.delayed = [
             (i, start, shard) for i, (start, shard) in enumerate(zip(starts, shards, strict=False)) if shard.how.delayed
         ]
+        # Weights with one scale that tensor parallelism divides over a group of its own: their places in the table.
+        places: dict[str, list[int]] = {}
+        for start, shard in zip(starts, shards, strict=False):
+            if shard.numerics.shard is not None and shard.how.per_tensor:
+                places.setdefault(shard.numerics.state.divided, []).append(start)
+        self.divided = {group: torch.tensor(at, device=device) for group, at in places.items()}
 
     def factors(self, amax: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(s of every group, the smallest s of each weight or NaN where the layer's slot predicts it)."""

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, attention, rotated
+from fp8engine.autograd.norm import norm as norm_of_input
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import Memory, NormOf
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, share_state
+from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, norm_of, share_state
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.recipe import Recipe, resolve
 
@@ -119,7 +120,7 @@ class Attention(nn.Module):
             raise ShapeError(f"Attention: input of {projected[0].dim()} dimensions; want [batch, T, hidden_size]")
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in projected)
         if heads.qk_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._of_heads(q, self.q_norm), self._of_heads(k, self.k_norm)
         if heads.theta is not None:
             if positions is None:
                 start = 0 if cache is None else len(cache)
@@ -130,3 +131,8 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         scores = Scores(heads.causal, heads.dropout if self.training else 0.0, heads.window)
         return attention(q, k, v, mask, scores).transpose(1, 2).flatten(-2)
+
+    def _of_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
+        """The norm of each head; where ranks divide the heads, its weight's gradient is summed over them."""
+        shard = self.q_proj.numerics.shard
+        return norm(x) if shard is None else norm_of_input(x, shard.own(norm_of(norm)))

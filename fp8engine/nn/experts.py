@@ -22,6 +22,7 @@ from fp8engine.autograd.grouped import grouped_linear, grouped_plain
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import ParallelError
 from fp8engine.nn.class_swap import Mixin, mix
+from fp8engine.nn.grouped import own_experts
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import FLOATS
 
@@ -60,11 +61,13 @@ class Float8Experts(Mixin, Float8Module):
     """Experts of a transformers model in FP8, made by `fe.convert`: forward(x [T, K], chosen [T, k], weights [T, k]).
 
     parts: parameter -> its numerics; a parameter without computes in its own precision.
+    divided: whether fe.distributed.ExpertParallel has given this rank some of the experts alone.
     Raises ParallelError where expert parallelism came after fe.convert, and what `grouped_linear` raises.
     """
 
     prefix = "Float8"
     parts: dict[str, Numerics]
+    divided: bool = False
 
     @property
     def numerics(self) -> Numerics:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,7 +81,6 @@ class Float8Experts(Mixin, Float8Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         own: Any = self
-        first, second = matrices(own)
         if own._is_expert_parallel:
             raise ParallelError(
                 f"{self.numerics.name}: expert parallelism came after fe.convert; "
@@ -89,21 +91,27 @@ class Float8Experts(Mixin, Float8Module):
         # Where each expert's pairs end; counted without waiting for a card.
         experts = torch.arange(own.num_experts, device=ids.device)
         sizes = torch.diff(torch.searchsorted(ids, experts, right=True), prepend=ids.new_zeros(1))
-        y = self._multiply(first, hidden_states[order // chosen], sizes)
-        y = own._apply_gate(y) if own.has_gate else own.act_fn(y)
-        y = self._multiply(second, y, sizes)
+        y = self.of_rows(hidden_states[order // chosen], sizes)
         if own.has_post_expert_norm:
             y = own.post_expert_norm(y)
         weighted = y * top_k_weights.flatten()[order, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return weighted[back].unflatten(0, (tokens, chosen)).sum(1).to(hidden_states.dtype)
 
+    def of_rows(self, x_RK: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """y [R, K]: both matmuls and the activation between them, of rows that lie together by expert."""
+        own: Any = self
+        first, second = matrices(own)
+        y = self._multiply(first, x_RK, sizes)
+        y = own._apply_gate(y) if own.has_gate else own.act_fn(y)
+        return self._multiply(second, y, sizes)
+
     def _multiply(self, key: str, x_TK: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         own: Any = self
-        weight_ENK = getattr(self, key)
+        weight_ENK = own_experts(getattr(self, key), self.divided)
         if own.is_transposed:
             weight_ENK = weight_ENK.mT
-        bias_EN = getattr(self, f"{key}_bias") if own.has_bias else None
+        bias_EN = own_experts(getattr(self, f"{key}_bias"), self.divided) if own.has_bias else None
         numerics = self.parts.get(key)
         if numerics is None:
             return grouped_plain(x_TK, weight_ENK, bias_EN, sizes, key)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class GroupedLinear(Float8Module):
     weight [E, N, K], bias [E, N] or None; each expert is initialised as an nn.Linear is.  Made by hand it keeps its own
     scaling state, on the device that `with torch.device(...)` names.  Input [T, K] in FP32, BF16 or FP16, the rows of
     each expert together; output [T, N] in the input's dtype, or autocast's.
+    divided: whether fe.distributed.ExpertParallel has given this rank some of the experts alone.
     Raises UnknownName for a recipe's name, ShapeError for no experts.
 
     >>> experts = GroupedLinear(3, 32, 16, recipe="rowwise")
@@ -43,6 +45,7 @@ class GroupedLinear(Float8Module):
     """
 
     bias: nn.Parameter | None
+    divided: bool = False
 
     def __init__(
         self,
@@ -111,5 +114,14 @@ class GroupedLinear(Float8Module):
         a card is waited for only where torch has no grouped matmul for the recipe (autograd/grouped.py).
         Raises ShapeError, UnsupportedDtype and BackendError (several devices), naming the layer.
         """
-        weight = self.weight.mT if self.turned else self.weight
-        return grouped_linear(input, weight, self.bias, sizes, self.numerics)
+        weight, bias = own_experts(self.weight, self.divided), own_experts(self.bias, self.divided)
+        return grouped_linear(input, weight.mT if self.turned else weight, bias, sizes, self.numerics)
+
+
+def own_experts(parameter: Any, divided: bool) -> Any:
+    """What a rank computes with: all of a parameter of experts, or its part of a DTensor that is divided by expert.
+
+    >>> own_experts(torch.ones(1), divided=False)
+    tensor([1.])
+    """
+    return parameter.to_local() if divided and parameter is not None else parameter

@@ -192,6 +192,8 @@ class TransformerLayer(nn.Module):
 
     def _norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
         """A norm after a residual, which the next residual reads too: in 16 bits."""
+        if (shard := self.mlp.up_proj.numerics.shard) is not None:
+            norm = shard.of_part(norm)
         return norm_of_input(x, norm, self.memory if self.mlp.up_proj.numerics.plan.fp8 else KEEP)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.recipe import Cast, PerBlock, PerRow
-from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops import device, joined, reference, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.library import OPERATORS, call, direct, operation
 from fp8engine.ops.reference import How, Operand, Slot
@@ -61,6 +61,8 @@ def _twin(x_MK: torch.Tensor, how: How):
 
 def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
     """x as an FP8 operand, its amax and counters written to the slot."""
+    if slot is not None and slot.group and how.per_tensor:
+        return joined.cast(quantize, x_MK, how, slot)
     data, scale = _quantize(x_MK, how, slot) if direct(x_MK) else call("quantize", slot, x_MK, str(how))
     return Operand(data, scale, how.rows, how.cols, how.power_of_2)
 
@@ -83,6 +85,8 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
     Both contiguous, from one read of x.  Groups of 1 x 128 of x are joined by groups of 1 x 128 of its transpose.
     sums: a third result, the sums of x's columns, FP32 [K], which the same read gives.
     """
+    if slot is not None and slot.group and how.per_tensor:
+        return joined.cast(lambda *given: cast_transpose(*given, sums), x_MK, how, slot)
     if direct(x_MK):
         found = _cast_transpose(x_MK, how, sums, slot)
     else:

@@ -35,7 +35,7 @@ def join(amax_S: torch.Tensor, name: str, saved_1: torch.Tensor) -> None:
                 f"amaxes are joined over process group {name!r}, which was destroyed: join over another"
             )
         return
-    group = _named(name) if name else _of_data_parallel()
+    group = named(name) if name else _of_data_parallel()
     if group is None or dist.get_world_size(group) == 1:
         return
     # Above the 32 bits of each number stands the priority of its rank, 0 where nothing was saved.  The bits of floats
@@ -54,14 +54,15 @@ def agree(table: torch.Tensor, name: str) -> bool:
     """
     if not dist.is_available() or not dist.is_initialized():
         return False
-    group = _named(name) if name else _of_data_parallel()
+    group = named(name) if name else _of_data_parallel()
     if group is not None and dist.get_world_size(group) > 1:
         dist.broadcast(table, group=group, group_src=0)
         return True
     return False
 
 
-def _named(name: str) -> dist.ProcessGroup:
+def named(name: str) -> dist.ProcessGroup:
+    """The process group of that name.  Raises ParallelError where it is gone."""
     try:
         # What torch's functional collectives call.
         return dist.distributed_c10d._resolve_process_group(dist.distributed_c10d.GroupName(name))

@@ -18,6 +18,7 @@ from fp8engine.autograd import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
+from fp8engine.distributed.gathers import gathers, totals
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
@@ -51,7 +52,7 @@ def inspect(model: nn.Module) -> Report:
     """
     require_module(model, "inspect")
     records, run = _records(model), experts_run(model)
-    layers, tables = [], {}
+    layers, tables, sharded = [], {}, gathers(model)
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
         key = parameter_of(name, module)
@@ -64,10 +65,12 @@ def inspect(model: nn.Module) -> Report:
                 slots = tables[id(numerics.state)] = _Slots(numerics.state)
             layer |= _ran(module, numerics, weight_of(module, key).dtype, slots)
             layer["rows"] = layer["input"]["elements"] // max(shape[-1], 1)
+            if gathered := sharded.get((id(module), key)):
+                layer["gather"] = f"high precision: {gathered.why}" if gathered.why else "FP8 codes"
         if key != "weight" and len(shape) == 3:
             layer["experts"] = [run.get(id(module), shape[0]), shape[0]]
         layers.append(layer)
-    totals = _totals(layers)
+    sums = _totals(layers) | {"gather": totals(sharded)}
     for layer in layers:
         if layer["experts"]:
             used, of = layer["experts"]
@@ -77,7 +80,7 @@ def inspect(model: nn.Module) -> Report:
     changes = sorted((c for controller in controllers for c in controller.log), key=lambda change: change.step)
     decisions = [line for change in changes for line in change.decisions()]
     alarms = sorted((a for controller in controllers for a in controller.history.alarms), key=lambda alarm: alarm.step)
-    return Report(layers, totals, decisions, controllers, [alarm._asdict() for alarm in alarms])
+    return Report(layers, sums, decisions, controllers, [alarm._asdict() for alarm in alarms])
 
 
 def _records(model: nn.Module) -> list[tuple[str, Record]]:
@@ -112,6 +115,8 @@ def _row(name: str, module: nn.Module, shape: tuple[int, ...]) -> dict:
         "experts": None,
         "kept_bytes": 0,
         "kept_why": "",
+        "gather": "",
+        "divided": "",
         **{role: dict(nothing) for role in (*ROLES, OUTPUT)},
     }
 
@@ -140,6 +145,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
         "kept_why": numerics.weight.why,
+        "divided": "" if numerics.shard is None else numerics.shard.told(numerics),
         **slots,
         "output": _output(numerics, dtype, tables),
     }

@@ -106,6 +106,23 @@ class Report:
             ])  # fmt: skip
         return "\n".join(["FP8 engine: what ran, and why", *_columns(rows, width), *self._summary(), ""])
 
+    def _gather(self) -> list[str]:
+        """What fully_shard's gathers of weights send, and what they would send as codes."""
+        sums = self.totals["gather"]
+        if sums is None:
+            return []
+        sent, plain, codes = (
+            f"{sums[key] / 1e6:.2f} MB" for key in ("sent_bytes", "high_precision_bytes", "as_codes_bytes")
+        )
+        if sums["as_codes"] == 0 and sums["as_codes_bytes"] < sums["sent_bytes"]:
+            return [
+                f"fully_shard gathers weights in high precision: a rank sends {sent} to gather all; "
+                f"fe.distributed.fsdp would send {codes}"
+            ]
+        line = f"{sums['as_codes']} of {sums['weights']} sharded weights are gathered as FP8 codes: a rank sends {sent}"
+        why = sorted({layer["gather"] for layer in self.layers if layer["gather"].startswith("high")})
+        return [f"{line} to gather all, {plain} in high precision", *(f"gathered in {each}" for each in why)]
+
     def _summary(self) -> list[str]:
         totals = self.totals
         lines = [
@@ -124,7 +141,7 @@ class Report:
             why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
             size = totals["kept_weight_bytes"] / 2**20
             lines.append(f"quantised weights kept between calls take {size:.1f} MiB ({why})")
-        return lines
+        return lines + self._gather()
 
     def __str__(self) -> str:
         return self.table()

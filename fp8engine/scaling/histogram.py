@@ -162,7 +162,8 @@ def measure_on_host(x: torch.Tensor, sample: int, amax: float) -> torch.Tensor:
     True
     """
     x_MK = _as_matrix(x.detach())
-    x_RK = _some_rows(x_MK, sample).float().numpy()
+    # In memory of its own: fully_shard cannot resize a storage that NumPy has seen.
+    x_RK = _some_rows(x_MK, sample).to(torch.float32, copy=True).numpy()
     v_RK, bad = numpy.abs(x_RK), ~numpy.isfinite(x_RK)
     v_RK[bad] = 0.0
     top_R = v_RK.max(1)

@@ -103,7 +103,9 @@ class ScalingState:
     def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
         self.layers = list(layers)
         self.delayed = sum(recipe.delayed for _, recipe in self.layers)  # how many layers have a predicted scale
-        self.shared = SharedInput()
+        self.shared, self.gathered = SharedInput(), SharedInput()  # the second: of what tensor parallelism gathers
+        self.groups: dict[int, str] = {}  # by column, the process group over which that operand is divided
+        self.divided = ""  # name of the process group over which layers are divided: its ranks decide alike
         self.parents = siblings(name for name, _ in self.layers)
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
@@ -208,19 +210,27 @@ class ScalingState:
         if torch.compiler.is_compiling():
             return Slot(self.live_2S, self.counts_CS, *key)
         if (made := self.slots.get(key)) is None:
-            made = self.slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host)
+            group = self.groups.get(index, "")
+            made = self.slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host, group)
         return made
+
+    def divide(self, layer: int, roles: Iterable[str], group: str) -> None:
+        """These operands of a layer are divided over a process group: casts per tensor take the amax of all ranks."""
+        self.groups |= {len(ROLES) * layer + ROLES.index(role): group for role in roles}
+        self.divided, self.slots = group, {}
 
     def begin_forward(self, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         self.begin_step()
         if not torch.compiler.is_compiling():
-            self.shared.active, self.shared.entry = True, None
+            for shared in (self.shared, self.gathered):
+                shared.active, shared.entry = True, None
 
     def end_forward(self, *_: object) -> None:
         """The root's forward has ended, or failed: nothing that was made of its inputs outlives it."""
         if not torch.compiler.is_compiling():
-            self.shared.active, self.shared.entry = False, None
+            for shared in (self.shared, self.gathered):
+                shared.active, shared.entry = False, None
 
     def watch(self, root: nn.Module) -> None:
         """Follow the forwards of the model that the layers are part of."""

@@ -56,7 +56,15 @@ def made_up(layers: int, looks: int) -> Report:
         rows.append(
             {"name": name, "kind": "Linear", "shape": [4096, 14336], "recipe": "auto", "backend": "reference"}
             | {"emulated": True, "reason": "", "ran": True, "rows": 10, "fp8_share": 1.0, "experts": None}
-            | {"kept_bytes": 0, "kept_why": "", "flops_share": 1 / layers, "output": {"cast": "none"}, **slots}
+            | {"gather": ""}
+            | {
+                "kept_bytes": 0,
+                "kept_why": "",
+                "gather": "",
+                "flops_share": 1 / layers,
+                "output": {"cast": "none"},
+                **slots,
+            }
         )
     decisions = [
         {"step": 16, "layer": row["name"], "slot": f"{row['name']}.{role}", "before": "E5M2/tensor", "sqnr_db": 31.5}
@@ -71,6 +79,6 @@ def made_up(layers: int, looks: int) -> Report:
     ]
     totals = {"layers": layers, "converted": layers, "left_alone": 0, "never_ran": 0, "emulated": layers}
     totals |= {"fp8_flops_share": 1.0, "saturated": 0.1, "underflowed": 0.1, "sampled": 1.0, "nonfinite": 3}
-    totals |= {"recasts": 0, "kept_weight_bytes": 0}
+    totals |= {"recasts": 0, "kept_weight_bytes": 0, "gather": None}
     deciding: Any = SimpleNamespace(history=history, plan=None)
     return Report(rows, totals, decisions, [deciding])

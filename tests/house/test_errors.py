@@ -28,7 +28,7 @@ BUILTIN = {
     errors.LossScaleError: ValueError,
     errors.ReportError: ValueError,
 }
-WARNINGS = {errors.EmulationWarning, errors.FusionWarning, errors.BypassWarning}
+WARNINGS = {errors.EmulationWarning, errors.FusionWarning, errors.BypassWarning, errors.ParallelWarning}
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
 PROTOCOL = {"KeyError", "AttributeError"}
 

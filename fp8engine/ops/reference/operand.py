@@ -83,6 +83,8 @@ class Slot(NamedTuple):
     counts_CS: INT64, a row for each of COUNTERS.  record: whether this call's amax enters the history.
     count: whether it enters the counters; neither, for a tensor cast a second time under the same scale.
     host: both tables as NumPy arrays, where the caller has them at hand.
+    group: name of the process group over which the tensor is divided: one scale for all of it takes the amax of all
+    ranks (ops/joined.py).
     """
 
     live_2S: torch.Tensor
@@ -91,6 +93,7 @@ class Slot(NamedTuple):
     record: bool = True
     count: bool = True
     host: tuple | None = None
+    group: str = ""
 
     @property
     def on_host(self) -> tuple:

@@ -1,0 +1,199 @@
+"""fe.distributed.ExpertParallel: experts divided over ranks, rows sent to them in FP8, for torch's parallelize_module.
+
+    forward     x  to the experts   codes and scales, which the first grouped matmul reads without a cast
+                y  to the tokens    in its own dtype
+    backward    dy to the experts   codes and scales; cast again by the last layer, to the same values
+                dx to the tokens    in its own dtype
+
+By default a transfer is in FP8 where it costs nothing: it is cast as the layer that reads it would, and that is all the
+rounding there is.  By recipe:
+
+    rowwise, blockwise    x, dy    scales are powers of two within a row: cast twice, a row has the same values;
+                                   not dy where the last layer has a bias, whose gradient sums dy uncast
+    current               x        one scale for the rows of all ranks, from one MAX all-reduce of a number
+    rowwise_gw_hp         none     its wgrad reads x and dy in 16 bits
+    delayed               none     ranks predict scales from what each has seen
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fp8engine import _torch
+from fp8engine.autograd.numerics import CastPlan, Numerics
+from fp8engine.distributed.agree import check_alike
+from fp8engine.distributed.routes import Route, ToExperts, ToTokens
+from fp8engine.errors import ParallelError, UnknownName
+from fp8engine.nn.experts import Float8Experts, matrices
+from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.numerics.recipe import MATMULS
+from fp8engine.ops.reference import How
+
+BY_ROW = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
+TRANSFERS = ("input", "output", "grad_output", "grad_input")  # x, y, dy and dx of the experts
+
+
+class ExpertParallel(ParallelStyle):
+    """Give each rank of a mesh an equal part of the experts, and send rows to where their experts are.
+
+    For `parallelize_module(model, mesh, {"layers.*.mlp.experts": fe.distributed.ExpertParallel()})`, after fe.convert.
+    The module is called as before, with this rank's tokens, and gives their results:
+
+        a GroupedLinear, or a module that holds some and is called with (x [T, K], sizes [E])
+        experts of a transformers model that fe.convert has converted (forward(x [T, K], chosen [T, k], weights [T, k]))
+
+    Parameters become DTensors divided by expert; names, shapes and checkpoints stay as they are.  Every rank has to
+    call the module, with no rows too.  The gradient of an expert is the sum over all ranks' rows: where each rank's
+    loss is the mean of its own tokens, divide it by the number of ranks (FSDP2: set_gradient_divide_factor).
+    fp8: which of "input", "output", "grad_output", "grad_input" (x, y, dy, dx) are sent in FP8; None: those that lose
+    nothing under the recipe (table above).  Others are rounded once more, to E4M3 by row.  A layer in 16 bits sends
+    what it is given.
+    Raises UnknownName for another word; ParallelError, on every rank, for a module without experts in FP8, one that is
+    divided already, a number of experts that the ranks do not divide, and ranks that differ; a call raises what
+    `GroupedLinear` does on the rank with bad input, ParallelError on the others.
+
+    >>> ExpertParallel(fp8=["input"])
+    ExpertParallel(fp8=['input'])
+    """
+
+    def __init__(self, *, fp8: Collection[str] | None = None):
+        super().__init__()
+        for name in fp8 or ():
+            if name not in TRANSFERS:
+                raise UnknownName("transfer", name, TRANSFERS)
+        self.fp8 = fp8
+
+    def __repr__(self) -> str:
+        return f"ExpertParallel(fp8={self.fp8})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ParallelError(
+                f"ExpertParallel: the mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}; pass one of "
+                "them, such as mesh['ep']"
+            )
+        layers = _layers(module)
+        problem = _problem(module, layers, device_mesh.size())
+        said: dict[str, object] = {"what it refuses": problem, "fp8": None if self.fp8 is None else sorted(self.fp8)}
+        for i, layer in enumerate(layers):
+            recipe = None if layer.numerics is None else layer.numerics.recipe
+            said[f"layer {i}'s recipe"] = recipe and recipe.name
+            said[f"layer {i}'s casts"] = recipe and [tuple(map(str, recipe.operands(matmul))) for matmul in MATMULS]
+            said[f"layer {i}'s [experts, out_features, in_features]"] = layer.shape
+        check_alike("ExpertParallel", said, device_mesh.get_group())
+        if problem:
+            raise ParallelError(f"ExpertParallel: {problem}")
+        for layer in layers:
+            layer.divide(device_mesh, self.src_data_rank)
+        method = "of_rows" if isinstance(module, Float8Experts) else "forward"
+        setattr(module, method, functools.partial(_Exchange(layers, device_mesh, self.fp8), getattr(module, method)))
+        return module
+
+
+class _Layer:
+    """One matrix of experts of a module, and its bias.  numerics: None where it computes in 16 bits."""
+
+    def __init__(self, module: Any, parameters: tuple[str, ...], numerics: Numerics | None, turned: bool):
+        self.module, self.parameters, self.numerics = module, parameters, numerics
+        e, a, b = getattr(module, parameters[0]).shape
+        self.shape = (e, b, a) if turned else (e, a, b)
+
+    @property
+    def has_bias(self) -> bool:
+        return len(self.parameters) > 1
+
+    def divide(self, mesh: DeviceMesh, source: int | None) -> None:
+        """Keep this rank's experts; source: the rank whose values all take, None: each its own."""
+        for name in self.parameters:
+            parameter = getattr(self.module, name)
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=source)
+            self.module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        self.module.forget_copies()
+        self.module.divided = True
+
+
+class _Exchange:
+    """What a divided module is called through: rows to the experts, the local module, results back."""
+
+    def __init__(self, layers: list[_Layer], mesh: DeviceMesh, fp8: Collection[str] | None):
+        self.layers, self.mesh, self.fp8 = layers, mesh, fp8
+
+    def __call__(self, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
+        return _exchanged(self, local, x_TK, sizes)
+
+    def casts(self) -> dict[str, How | None]:
+        """How each transfer is cast now, None for its own dtype; recipes may change from step to step."""
+        found = {}
+        for name in TRANSFERS:
+            layer = self.layers[0 if name in ("input", "grad_input") else -1]
+            numerics = layer.numerics
+            how = None if numerics is None else _own_cast(name, numerics.plan, layer.has_bias)
+            chosen = how is not None if self.fp8 is None else name in self.fp8
+            found[name] = (how or BY_ROW) if chosen and numerics is not None and numerics.plan.fp8 else None
+        return found
+
+
+def _own_cast(name: str, plan: CastPlan, has_bias: bool) -> How | None:
+    """The layer's own cast of what is sent, where it can be made before and nothing is rounded a second time."""
+    if name not in ("input", "grad_output") or (name == "grad_output" and has_bias):
+        return None  # a bias's gradient sums dy as it was before any cast
+    read, again = (plan.forward[0], plan.wgrad[1]) if name == "input" else (plan.dgrad[0], plan.wgrad[0])
+    if not (read.fp8 and again.fp8):
+        return None  # a recipe that keeps x or dy in 16 bits for wgrad
+    how = read.how[None]
+    if how.rows == 1 and how.power_of_2:
+        return how
+    # One scale for all ranks' rows: x is read as codes, by wgrad too; dy arrives as values, which meet another scale.
+    return how if name == "input" and how.per_tensor and not how.delayed else None
+
+
+def _run(exchange: _Exchange, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
+    first, casts = exchange.layers[0], exchange.casts()
+    name = first.numerics.name if first.numerics else "experts"
+    kind = f"rows of {x_TK.dtype}, sent as " + ", ".join(f"{key} {how or 'it is'}" for key, how in casts.items())
+    route = Route(x_TK, sizes, (first.shape[0], first.shape[2]), exchange.mesh.get_group(), kind, name)
+    rows = ToExperts.apply(x_TK, route, casts["input"], casts["grad_input"])
+    y_RN = local(rows, route.sizes)
+    return ToTokens.apply(y_RN, route, casts["output"], casts["grad_output"])  # pyright: ignore[reportReturnType]
+
+
+_exchanged = _torch.outside_of_graphs(_run)  # sizes of rows are numbers on the host
+
+
+def _layers(module: nn.Module) -> list[_Layer]:
+    """The matrices of experts of a module, in order."""
+    if isinstance(module, Float8Experts):
+        own: Any = module
+        biases = [(f"{key}_bias",) if own.has_bias else () for key in matrices(own)]
+        return [
+            _Layer(own, (key, *bias), own.numerics_of(key), own.is_transposed)
+            for key, bias in zip(matrices(own), biases, strict=True)
+        ]
+    found = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)]
+    return [_Layer(x, ("weight",) if x.bias is None else ("weight", "bias"), x.numerics, x.turned) for x in found]
+
+
+def _problem(module: nn.Module, layers: list[_Layer], ranks: int) -> str | None:
+    """Why a module cannot be divided, with the remedy; None where it can."""
+    kind = type(module).__name__
+    if not layers:
+        return (
+            f"{kind} holds no experts that fe.convert has converted, and no fe.GroupedLinear: name the module of "
+            "experts in the plan, and call fe.convert before"
+        )
+    if any(isinstance(getattr(layer.module, name), DTensor) for layer in layers for name in layer.parameters):
+        return f"{kind}: its experts are DTensors, divided already: divide them once, and before fully_shard"
+    numbers = sorted({layer.shape[0] for layer in layers})
+    if len(numbers) > 1:
+        return f"{kind} holds layers of {numbers} experts: name modules of one number of experts each"
+    if numbers[0] % ranks:
+        return f"{kind}: its {numbers[0]} experts are not divisible by {ranks} ranks: each rank holds as many"
+    return None

@@ -1,0 +1,75 @@
+"""What fully_shard's all-gathers of converted weights send, for reports: in which form, why, and how many bytes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8engine import _torch
+from fp8engine.autograd.gathered import why_not
+from fp8engine.nn.linear import Float8Module
+
+GATHER = "_fp8engine_gather"  # attribute of a root that `fsdp` was called on
+ASKED = "fully_shard was called, not fe.distributed.fsdp"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How one weight is gathered.
+
+    why: why in high precision, "" for FP8 codes.  sent: bytes that a rank sends in one gather.  plain: those of a
+    gather in high precision.  codes: those of a gather as codes; `plain` where codes cannot stand for the weight.
+    """
+
+    why: str
+    sent: int
+    plain: int
+    codes: int
+
+
+def gathers(model: nn.Module) -> dict[tuple[int, str], Gathered]:
+    """By (id of the layer, name of its parameter), the weights of converted layers that fully_shard has sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where nobody has imported it
+    if fsdp is None:
+        return {}
+    weights = [
+        weight for module in model.modules() if GATHER in vars(module) for weight in vars(module)[GATHER].weights
+    ]
+    reasons = {id(weight.parameter): weight.reason() for weight in weights}
+    found = {}
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for parameter in _torch.sharded_parameters(module):
+                owner = parameter._module_info
+                layer, name = owner.module, owner.param_name
+                numerics = layer.numerics_of(name) if isinstance(layer, Float8Module) else None
+                if numerics is not None:
+                    fixed = bool(owner.shared_modules) or len(parameter._orig_size) != 2
+                    possible = not (fixed or why_not(numerics.plan))
+                    found[id(layer), name] = _bytes(parameter, reasons.get(id(parameter), ASKED), possible)
+    return found
+
+
+def _bytes(parameter, why: str, possible: bool) -> Gathered:
+    dtype: torch.dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+    elements = math.prod(parameter.padded_sharded_param_size) * (parameter.shard_mesh_from_root.size() - 1)
+    plain = elements * dtype.itemsize
+    return Gathered(why, plain if why else elements, plain, elements if possible else plain)
+
+
+def totals(found: dict[tuple[int, str], Gathered]) -> dict | None:
+    """Sums for a report, of one gather of every weight and rank; None where nothing is sharded."""
+    if not found:
+        return None
+    each = list(found.values())
+    return {
+        "weights": len(each),
+        "as_codes": sum(not gathered.why for gathered in each),
+        "sent_bytes": sum(gathered.sent for gathered in each),
+        "high_precision_bytes": sum(gathered.plain for gathered in each),
+        "as_codes_bytes": sum(gathered.codes for gathered in each),
+    }

@@ -1,0 +1,168 @@
+"""Rows of tokens on their way to the ranks that hold their experts, and back, in FP8 or as they are.
+
+    sent        x [T, K], sorted by expert: the first rows go to rank 0, which holds the first experts, then to rank 1
+    arrived     [R, K]: the rows of rank 0, then of rank 1, ..., each sorted by expert; then all sorted by expert
+    a message   numbers of rows by expert, before any row moves, so that ranks know what to expect; and what has to be
+                the same on all of them, so that a rank with bad input is an error everywhere and a wait nowhere
+
+A row in FP8 (packed.py) with a scale of its own is (K + 1) / 2K of BF16's bytes; under one scale for all ranks' rows it
+is half.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8engine.autograd.groups import Groups
+from fp8engine.distributed.packed import pack, unpack
+from fp8engine.errors import Fp8EngineError, ParallelError, ShapeError
+from fp8engine.numerics.cast import PerTensor
+from fp8engine.numerics.formats import Format
+from fp8engine.ops import casts
+from fp8engine.ops.reference import How
+from fp8engine.ops.reference.scale import scale_factor
+from fp8engine.ops.tensor import Float8Tensor
+
+REFUSED, KIND = -2, -1  # what a message says behind the numbers of rows
+LENGTH = 2
+
+
+class Route:
+    """Where the rows of one call go.  Making one is a collective: every rank of the group makes its own.
+
+    x_TK, sizes: this rank's rows, sorted by expert, and how many each of all experts has (as `GroupedLinear` takes).
+    shape: (experts on all ranks, columns of x).  kind: what all ranks have to agree on, in words.
+    sizes of the result: how many rows each expert of this rank has.
+    Raises ShapeError, UnsupportedDtype for what this rank was given; ParallelError on all other ranks then, and on
+    every rank where their kinds differ.
+    """
+
+    def __init__(
+        self, x_TK: torch.Tensor, sizes: Any, shape: tuple[int, int], group: dist.ProcessGroup, kind: str, name: str
+    ):
+        self.group, ranks, where = group, group.size(), x_TK.device
+        experts, columns = shape
+        counts_E, problem = torch.zeros(experts, dtype=torch.int64, device=where), None
+        refused = counts_E.new_zeros(())
+        try:
+            counts_E, refused = _counted(x_TK, sizes, experts, columns, name)
+        except Fp8EngineError as error:
+            problem, refused = error, refused + 1
+        said = torch.stack([refused, refused.new_tensor(zlib.crc32(kind.encode()))]).expand(ranks, LENGTH)
+        sent = torch.cat([counts_E.view(ranks, -1), said], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        own, others = torch.stack([sent, received]).tolist()  # the one wait for a card: numbers of rows are sizes here
+        _check(own[0], others, problem, name, kind)
+        self.sent = [sum(row[:-LENGTH]) for row in own]
+        self.received = [sum(row[:-LENGTH]) for row in others]
+        self.sizes = [sum(column) for column in zip(*(row[:-LENGTH] for row in others), strict=True)]
+        # The expert of each row as it arrives, and so the order that brings the rows of each together.
+        of_here = torch.arange(len(self.sizes), device=where).repeat(ranks)
+        counts = received[:, :-LENGTH].flatten()
+        experts_R = of_here.repeat_interleave(counts, output_size=sum(self.received))
+        self.order_R = experts_R.argsort(stable=True)
+        self.back_R = self.order_R.argsort()
+
+    def to_experts(self, x_TK: torch.Tensor, how: How | None) -> torch.Tensor:
+        """The rows that this rank's experts have [R, K], sorted by expert; a Float8Tensor where `how` is a cast."""
+        if how is None:
+            return self._move(x_TK, self.sent, self.received)[self.order_R]
+        if how.per_tensor:
+            return self._under_one_scale(x_TK, how)
+        arrived = self._move(pack(x_TK, how), self.sent, self.received)
+        return unpack(arrived, x_TK.shape[1], how, x_TK.dtype, self.order_R)
+
+    def to_tokens(self, y_RN: torch.Tensor, how: How | None) -> torch.Tensor:
+        """The results of this rank's rows [T, N], in the order in which `to_experts` was given them."""
+        if how is None:
+            return self._move(y_RN[self.back_R], self.received, self.sent)
+        arrived = self._move(pack(y_RN, how)[self.back_R], self.received, self.sent)
+        return unpack(arrived, y_RN.shape[1], how, y_RN.dtype).values()
+
+    def _under_one_scale(self, x_TK: torch.Tensor, how: How) -> Float8Tensor:
+        """The same under the scale of all ranks' rows together."""
+        finite = torch.where(torch.isfinite(x_TK), x_TK, 0)
+        amax = finite.abs().amax().float() if finite.numel() else finite.new_zeros((), dtype=torch.float32)
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        s = scale_factor(amax.view(1, 1), Format.of(how.dtype).max, how.power_of_2).view(())
+        codes = casts.encode(x_TK.detach(), how, s).view(torch.uint8)
+        codes = self._move(codes, self.sent, self.received)[self.order_R].view(how.dtype)
+        return Float8Tensor(codes, torch.ones_like(s) / s, PerTensor(), x_TK.dtype)
+
+    def _move(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        out = x.new_empty(sum(received), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
+        return out
+
+
+class ToExperts(torch.autograd.Function):
+    """`Route.to_experts`; the gradient goes back as `to_tokens`."""
+
+    @staticmethod
+    def forward(ctx, x_TK, route: Route, how: How | None, how_back: How | None):
+        ctx.route, ctx.how_back = route, how_back
+        return route.to_experts(x_TK, how)
+
+    @staticmethod
+    def backward(ctx, dx_RK):
+        return ctx.route.to_tokens(_plain(dx_RK), ctx.how_back), None, None, None
+
+
+class ToTokens(torch.autograd.Function):
+    """`Route.to_tokens`; the gradient goes to the experts as `to_experts`."""
+
+    @staticmethod
+    def forward(ctx, y_RN, route: Route, how: How | None, how_back: How | None):
+        ctx.route, ctx.how_back = route, how_back
+        return route.to_tokens(y_RN, how)
+
+    @staticmethod
+    def backward(ctx, dy_TN):
+        return _plain(ctx.route.to_experts(dy_TN, ctx.how_back)), None, None, None
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.values() if isinstance(x, Float8Tensor) else x
+
+
+def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers of rows, int64 [E] beside x; 1 where they are wrong and only a card knows it, else 0)."""
+    if x_TK.dim() != 2 or x_TK.shape[1] != columns:
+        raise ShapeError(f"{name}: input is {list(x_TK.shape)}; want [T, {columns}], the rows of each expert together")
+    groups = Groups(sizes, x_TK, experts, name)
+    if groups.counts is None:
+        counts_E = torch.tensor(groups.sizes, device=x_TK.device)
+        return counts_E, counts_E.new_zeros(())
+    counts_E = groups.counts.long()
+    wrong = (counts_E < 0).any() | (counts_E.sum() != len(x_TK))
+    return counts_E.clamp(min=0), wrong.long()
+
+
+def _check(
+    own: Sequence[int], others: Sequence[Sequence[int]], problem: Fp8EngineError | None, name: str, kind: str
+) -> None:
+    """Raise on every rank where one of them refused its input, or differs.  own, others: messages."""
+    if problem is not None:
+        raise problem
+    if own[REFUSED]:
+        raise ShapeError(
+            f"{name}: sizes of experts are negative, or do not sum to the number of rows: an index of an expert that "
+            "is not there?"
+        )
+    refused = [rank for rank, said in enumerate(others) if said[REFUSED]]
+    if refused:
+        raise ParallelError(
+            f"{name}: rank {refused[0]} of the group refused its input, and its own error says why; no row was sent"
+        )
+    for rank, said in enumerate(others):
+        if said[KIND] != own[KIND]:
+            raise ParallelError(
+                f"{name}: {kind} on this rank, and otherwise on rank {rank} of the group: run the same dtype, recipes "
+                "and options everywhere (under auto: in DistributedDataParallel, or with reduce_amax, all decide alike)"
+            )

@@ -1,0 +1,137 @@
+"""fe.distributed.tensor_parallel, which divides a converted model by a plan, or raises on every rank."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from fp8engine.distributed.agree import check_alike
+from fp8engine.distributed.shard import COLUMNS
+from fp8engine.distributed.styles import _Style
+from fp8engine.errors import ParallelError, UnknownName
+from fp8engine.nn.attention import Attention
+from fp8engine.nn.linear import Float8Module, float8_modules
+
+TORCHS = {ColwiseParallel: "Colwise", RowwiseParallel: "Rowwise"}
+
+
+def tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, dim: str | None = None
+) -> nn.Module:
+    """Divide the layers of a converted model over the ranks of `mesh`, in place; returns the model.
+
+    plan: {"layers.*.mlp.up_proj": Colwise(...)}, names or globs of parts to styles: Colwise and Rowwise for converted
+    layers, torch's own (SequenceParallel, PrepareModuleInput, ...) for others.  mesh: of one dimension; of a mesh with
+    several, `dim` names one.  Every rank of the mesh calls it, with the same model and plan.
+
+    Nothing is divided unless everything fits.  Raises ParallelError on every rank for a mesh that has no such
+    dimension, or several of which none is named; a name in the plan that no part has; a layer that is not converted,
+    is divided already, or does not divide equally; ranks whose plans, recipes or layers differ.
+
+    >>> from torch.distributed.tensor import Shard
+    >>> plan = {"layers.*.up": Colwise(input_layouts=Shard(1)), "layers.*.down": Rowwise(output_layouts=Shard(1))}
+    >>> model = tensor_parallel(model, init_device_mesh("cuda", (8,)), plan)  # doctest: +SKIP
+    """
+    mesh = _one_dimension(mesh, dim)
+    group = mesh.get_group()
+    _raise_on_all(list(_problems(model, plan, mesh.size())), group)
+    check_alike("tensor_parallel", _described(model, plan), group)
+    return parallelize_module(model, mesh, dict(plan))
+
+
+def _one_dimension(mesh: DeviceMesh, dim: str | None) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    if dim is not None:
+        if dim not in (names or ()):
+            raise ParallelError(
+                f"tensor_parallel: the mesh has no dimension {dim!r}, only {names or 'dimensions without names'}: name "
+                "it in init_device_mesh(..., mesh_dim_names=...)"
+            )
+        mesh = mesh[dim]
+    if mesh.ndim != 1:
+        raise ParallelError(
+            f"tensor_parallel: a mesh of {mesh.ndim} dimensions {names or ''}: pass one of them, mesh['tp'], or its "
+            "name as dim='tp'"
+        )
+    return mesh
+
+
+def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """The parts that parallelize_module applies a plan's entry to: one glob for each level of names."""
+    wanted = pattern.split(".")
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if len(parts) == len(wanted) and all(map(fnmatch.fnmatch, parts, wanted)):
+            yield name, module
+
+
+def _problems(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> Iterator[str]:
+    """What is wrong with the plan on this rank; each a sentence for an error."""
+    if not plan:
+        yield "the plan names no layer: {'layers.*.up_proj': fe.distributed.Colwise(), ...}"
+    if not any(isinstance(module, Float8Module) for module in model.modules()):
+        yield f"{type(model).__name__} has no converted layers: call fe.convert first"
+        return
+    divided: dict[str, str] = {}
+    for pattern, style in plan.items():
+        found = list(_matches(model, pattern))
+        if not found:
+            names = [name for name, module in model.named_modules() if isinstance(module, Float8Module)]
+            yield str(UnknownName("part in the plan", pattern, names))
+        for name, module in found:
+            if isinstance(style, _Style):
+                if problem := style.problem(module, ranks, name):
+                    yield problem
+                if name in divided:
+                    yield f"{name}: {divided[name]!r} and {pattern!r} of the plan both divide it: name it once"
+                divided[name] = pattern
+            elif type(style) in TORCHS and isinstance(module, Float8Module) and module.numerics.recipe.is_fp8:
+                ours = TORCHS[type(style)]
+                yield f"{name}: torch's {type(style).__name__} divides no FP8 layer: use fe.distributed.{ours}"
+    yield from _heads(model, plan, ranks)
+
+
+def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> Iterator[str]:
+    """Attentions of ours whose heads the ranks do not divide."""
+    by_columns = {
+        name
+        for pattern, style in plan.items()
+        if isinstance(style, _Style) and style.by == COLUMNS
+        for name, _ in _matches(model, pattern)
+    }
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if not isinstance(module, Attention) or not {f"{prefix}q_proj", f"{prefix}k_proj"} & by_columns:
+            continue
+        heads = (module.heads.count, module.heads.of_keys or module.heads.count)
+        if any(count % ranks for count in heads):
+            yield f"{name}: {heads[0]} heads, {heads[1]} of keys, are not divisible by {ranks} ranks: use fewer"
+
+
+def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, object]:
+    """The converted layers and the plan, as ranks compare them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = {
+        f"layer {names[id(layer)]}": (
+            [tuple(p.shape) for p in layer.parameters(recurse=False)],
+            str(layer.numerics.recipe),
+        )
+        for layer in float8_modules(model)
+    }
+    return {**layers, **{f"the plan's {pattern!r}": str(style) for pattern, style in plan.items()}}
+
+
+def _raise_on_all(problems: list[str], group: dist.ProcessGroup) -> None:
+    """Raise ParallelError on every rank of the group where any of them has found something wrong."""
+    found: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(found, problems, group)
+    wrong = {rank: each for rank, each in enumerate(found) if each}
+    if wrong:
+        first = next(iter(wrong.values()))
+        ranks = "" if len(wrong) == len(found) else f" (on ranks {sorted(wrong)})"
+        raise ParallelError(f"tensor_parallel{ranks}: {'; '.join(first[:8])}; nothing was divided")

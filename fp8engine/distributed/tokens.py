@@ -1,0 +1,208 @@
+"""Autograd Functions that move tokens between the ranks of a layer that is divided: what is gathered crosses as FP8.
+
+    gather       [.., T/w, ..] to [.., T, ..]             backward: sums over ranks, each rank keeps its tokens
+    scatter      sums over ranks, each keeps its tokens   backward: gathers dy
+    copy         as it is                                 backward: sums over ranks
+    total        sums over ranks                          backward: as it is
+
+A tensor that is gathered is cast first, as the layer that reads it would cast it: a byte an element crosses instead of
+two.  A scale per tensor is joined beforehand (ops/joined.py); scales per row or block travel behind their row's codes,
+a byte each where they are powers of two (E8M0, OCP Microscaling specification 1.0).  Sums cross in their own dtype.
+Source of the four: Megatron-LM's mappings, arXiv 2205.05198, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fp8engine import _torch
+from fp8engine.autograd.linear import matrix
+from fp8engine.autograd.numerics import Casting, Numerics
+from fp8engine.autograd.ready import GatheredTensor
+from fp8engine.errors import ParallelError
+from fp8engine.numerics.cast import Granularity, PerBlock, PerRow, PerTensor
+from fp8engine.ops import casts
+from fp8engine.ops.reference import How, column_sums
+
+
+class Tokens(NamedTuple):
+    """Which ranks divide the tokens, and along which dimension of a tensor.  name: of the layer, for errors."""
+
+    group: dist.ProcessGroup
+    dim: int
+    name: str
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks."""
+        return self.group.size()
+
+    def check_gather(self, x: torch.Tensor) -> None:
+        """Raise ParallelError on every rank where ranks hold different shapes.  A card is not waited for: no check."""
+        if x.device.type != "cpu":
+            return
+        sizes = torch.tensor([[size, -size] for size in (x.dim(), *x.shape[:3])], dtype=torch.int32)
+        sizes = torch.nn.functional.pad(sizes, (0, 0, 0, 4 - len(sizes)))  # the same for any number of dimensions
+        dist.all_reduce(sizes, dist.ReduceOp.MAX, self.group)
+        if not torch.equal(sizes[:, 0], -sizes[:, 1]):
+            raise ParallelError(
+                f"{self.name}: ranks hold different numbers of tokens, or other tensors, up to {sizes[1:, 0].tolist()} "
+                f"and from {(-sizes[1:, 1]).tolist()} on: give every rank an equal part of dimension {self.dim}, padded"
+            )
+
+    def check_scatter(self, y: torch.Tensor) -> None:
+        """Raise ParallelError for tokens that the ranks do not divide."""
+        if y.shape[self.dim] % self.ranks:
+            raise ParallelError(
+                f"{self.name}: dimension {self.dim} of its output {list(y.shape)} is not divisible by {self.ranks} "
+                "ranks, and output_layouts divides it: pad the tokens, or take output_layouts=Replicate()"
+            )
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts of a tensor of any dtype that the collectives take."""
+        whole = x.new_empty(self.ranks * x.numel())
+        _torch.all_gather(whole, x.contiguous().view(-1), self.group)
+        parts = whole.view(self.ranks, *x.shape).movedim(0, self.dim)
+        return parts.reshape(*x.shape[: self.dim], self.ranks * x.shape[self.dim], *x.shape[self.dim + 1 :])
+
+    def scatter(self, y: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of the sum of all ranks' tensors."""
+        parts = y.unflatten(self.dim, (self.ranks, -1)).movedim(self.dim, 0).contiguous()
+        mine = torch.empty_like(parts[0])
+        _torch.reduce_scatter(mine.view(-1), parts.view(-1), self.group)
+        return mine
+
+    def gather_codes(self, x: torch.Tensor, how: How, numerics: Numerics, role: str, record: bool) -> GatheredTensor:
+        """All ranks' parts of a tensor as FP8 codes, counted in the layer's slot of `role` by what this rank casts."""
+        slot = numerics.slot(role, record)._replace(group=self.group.group_name)
+        if record:
+            numerics.observe(role, matrix(x))
+        q = casts.quantize(matrix(x), how, slot)
+        message, width = q.data.view(torch.uint8).view(x.shape), x.shape[-1]
+        if not how.per_tensor:
+            scale = q.scale.to(torch.float8_e8m0fnu) if how.power_of_2 else q.scale.contiguous()
+            message = torch.cat([message, scale.view(torch.uint8).view(*x.shape[:-1], -1)], -1)
+        message = self.gather(message)
+        codes, scale = message[..., :width].contiguous().view(how.dtype), q.scale
+        if not how.per_tensor:
+            scale = message[..., width:].contiguous()
+            scale = scale.view(torch.float8_e8m0fnu).float() if how.power_of_2 else scale.view(torch.float32)
+        found = GatheredTensor(codes, scale, granularity_of(how), x.dtype)
+        found.source, found.power_of_2 = slot, how.power_of_2
+        return found
+
+
+def wire_cast(first: Casting, second: Casting, second_reads: bool) -> How | None:
+    """The cast under which a tensor crosses, which `first` and, transposed, `second` read; None: in 16 bits.
+
+    Codes serve `second` where it reads the same ones, or where both scale by powers of two: then casting them again
+    the other way rounds a number a second time only where its scale there is too large for it.
+    second_reads: whether it reads the tensor at all (a frozen weight has no wgrad).
+    """
+    if not first.fp8:
+        return None
+    how = first.how[None]
+    if not second_reads:
+        return how if how.per_tensor or how.rows == 1 else None
+    other = second.how.get(None)
+    if how.per_tensor:
+        return how if other == how else None
+    if other is None or other.per_tensor or how.rows != 1 or how.dtype != other.dtype:
+        return None
+    return how if how.power_of_2 and other.power_of_2 else None
+
+
+def granularity_of(how: How) -> Granularity:
+    """What one scale covers, of a whole tensor, of rows, or of pieces of rows.
+
+    >>> print(granularity_of(How(torch.float8_e4m3fn, 1, 128)))
+    per 1x128 block
+    """
+    if how.per_tensor:
+        return PerTensor()
+    return PerRow() if how.cols == -1 else PerBlock(how.rows, how.cols)
+
+
+class Gather(torch.autograd.Function):
+    """apply(x, tokens, numerics, how, record): how of `wire_cast`."""
+
+    @staticmethod
+    def forward(ctx, x, tokens: Tokens, numerics: Numerics, how: How | None, record: bool):
+        ctx.tokens = tokens
+        tokens.check_gather(x)
+        if how is None:
+            return tokens.gather(x)
+        return tokens.gather_codes(x, how, numerics, "input", record)
+
+    @staticmethod
+    def backward(ctx, dx) -> Any:
+        return ctx.tokens.scatter(dx), None, None, None, None
+
+
+class Scatter(torch.autograd.Function):
+    """apply(y, tokens, numerics, needs_w): needs_w: whether the layer that made y has a wgrad."""
+
+    @staticmethod
+    def forward(ctx, y, tokens: Tokens, numerics: Numerics, needs_w: bool):
+        tokens.check_scatter(y)
+        ctx.tokens, ctx.numerics = tokens, numerics
+        ctx.how = wire_cast(numerics.plan.dgrad[0], numerics.plan.wgrad[0], needs_w)  # as it is now: Call keeps its own
+        return tokens.scatter(y)
+
+    @staticmethod
+    def backward(ctx, dy) -> Any:
+        tokens: Tokens = ctx.tokens
+        if ctx.how is None:
+            return tokens.gather(dy), None, None, None
+        return tokens.gather_codes(dy, ctx.how, ctx.numerics, "grad_output", True), None, None, None
+
+
+class Copy(torch.autograd.Function):
+    """apply(x, group)."""
+
+    @staticmethod
+    def forward(ctx, x, group: dist.ProcessGroup):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx) -> Any:
+        dx = dx.clone(memory_format=torch.contiguous_format)  # autograd's own may be read elsewhere
+        dist.all_reduce(dx, group=ctx.group)
+        return dx, None
+
+
+class Total(torch.autograd.Function):
+    """apply(y, group)."""
+
+    @staticmethod
+    def forward(ctx, y, group: dist.ProcessGroup):
+        y = y.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy) -> Any:
+        return dy, None
+
+
+class AddBias(torch.autograd.Function):
+    """apply(y, bias [N], group): y + bias, after the sum over ranks.  group: whose ranks hold other tokens, or None."""
+
+    @staticmethod
+    def forward(ctx, y, bias_N, group: dist.ProcessGroup | None):
+        ctx.group, ctx.dtype = group, bias_N.dtype
+        return y + bias_N.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, dy) -> Any:
+        db_N = None
+        if ctx.needs_input_grad[1]:
+            db_N = column_sums(matrix(dy))  # in FP32
+            if ctx.group is not None:
+                dist.all_reduce(db_N, group=ctx.group)
+            db_N = db_N.to(ctx.dtype)
+        return dy, db_N, None

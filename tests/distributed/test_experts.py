@@ -1,0 +1,361 @@
+"""Experts divided over 2 and 4 real processes, against one process that holds all experts and all ranks' rows."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from divided_experts import CASES, EVERYTHING, E, Experts, H, K, alone, divided, given, step
+from support import converted, sqnr
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import fp8engine as fe
+from benchmarks.distributed.processes import run
+from fp8engine.distributed.traffic import Traffic
+from fp8engine.ops import casts
+
+
+def steps(rank: int, ranks: int, mesh) -> dict:
+    """{(recipe, dtype, case, fp8): (found, wanted)} and the bytes of rows."""
+    runs: list[tuple] = [("rowwise", torch.float32, case, None) for case in CASES]
+    runs += [("rowwise", dtype, "uneven", None) for dtype in (torch.bfloat16, torch.float16)]
+    runs += [
+        (recipe, torch.float32, "uneven", None)
+        for recipe in ("blockwise", "current", "delayed", "rowwise_gw_hp", "bf16")
+    ]
+    runs += [("rowwise", torch.float32, "uneven", fp8) for fp8 in ((), ("input",), ("output",), EVERYTHING)]
+    found = {}
+    for recipe, dtype, case, fp8 in runs:
+        model = divided(mesh, Experts(recipe, dtype, seed=rank), fp8)  # all take the values of rank 0
+        x, dy, sizes = given(rank, case, dtype)
+        with Traffic() as traffic:
+            mine = step(model, x, dy, torch.tensor(sizes) if dtype == torch.bfloat16 else sizes)
+        wanted = alone(recipe, ranks, case, dtype)[rank]
+        found[recipe, dtype, case, fp8] = mine, wanted, traffic.to_dict(), dict(model.up.numerics.ready)
+    return found
+
+
+def one_layer(rank: int, ranks: int, mesh) -> dict:
+    """A GroupedLinear by itself under current scaling: (found, wanted) rows of this rank, and bytes."""
+    parts = [given(r, "uneven") for r in range(ranks)]
+    order = [p[0].split(p[2]) for p in parts]
+    with torch.no_grad(), Traffic() as traffic:
+        found = divided(mesh, Experts("current").up)(parts[rank][0], parts[rank][2])
+        x = torch.cat([rows[e] for e in range(E) for rows in order])
+        y = Experts("current").up(x, [sum(p[2][e] for p in parts) for e in range(E)])
+    lengths = [p[2][e] for e in range(E) for p in parts]
+    return {"found": found, "wanted": torch.cat(y.split(lengths)[rank::ranks]), "bytes": traffic.to_dict()}
+
+
+def casts_of_rows(rank: int, ranks: int, mesh) -> list[tuple[int, ...]]:
+    """Shapes that a forward without gradients casts, weights left out."""
+    model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
+    seen, real = [], casts.quantize
+    casts.quantize = lambda x_MK, *rest: seen.append(tuple(x_MK.shape)) or real(x_MK, *rest)
+    try:
+        with torch.no_grad():
+            model(x, sizes)
+    finally:
+        casts.quantize = real
+    return [shape for shape in seen if shape not in ((E // ranks * H, K), (E // ranks * K, H))]
+
+
+def others(rank: int, ranks: int, mesh) -> dict:
+    """Checkpointing, an overflow, the state_dict and the report."""
+    x, dy, sizes = given(rank, "uneven")
+    model = divided(mesh, Experts("rowwise"))
+    again = copy.copy(model)
+    plain = step(model, x, dy, sizes)
+    model.zero_grad()
+    forward = model.forward
+    again.forward = lambda x, sizes: checkpoint(forward, x, sizes, use_reentrant=False)
+    recomputed = step(again, x, dy, sizes)
+    if rank == 0:
+        x[4, 7] = torch.inf
+    bad = (~torch.isfinite(model(x, sizes).detach())).any(1).nonzero().flatten().tolist()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    state = model.state_dict()
+    report = fe.inspect(model)
+    return {
+        "checkpointed": all(torch.equal(plain[name], recomputed[name]) for name in plain),
+        "bad": bad,
+        "state": {name: tuple(value.shape) for name, value in state.items()},
+        "local": {name: tuple(value.to_local().shape) for name, value in state.items()},
+        "ready": [layer["input"]["ready"] for layer in report.layers],
+    }
+
+
+def transformers_experts(rank: int, ranks: int, mesh) -> dict:
+    """Experts of two families, rows chosen by index: (found, wanted) on this rank's tokens."""
+    import transformers
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": E}
+    kinds: Any = {"mixtral": (MixtralExperts, transformers.MixtralConfig(**size))}
+    kinds["gpt_oss"] = (GptOssExperts, transformers.GptOssConfig(**size))
+    found = {}
+    for kind, (made, config) in kinds.items():
+        config._experts_implementation = "eager"
+        torch.manual_seed(0)
+        model = nn.Sequential(made(config))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        model = converted(model, "rowwise")
+        local = copy.deepcopy(model)[0]
+        parallelize_module(model, mesh, {"0": fe.distributed.ExpertParallel()})
+        experts = model[0]
+        x, dy = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(rank))
+        generator = torch.Generator().manual_seed(rank + 50)
+        chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:2] for _ in x])  # the last expert has no row
+        weights = torch.rand(20, 2, generator=generator)
+        results = []
+        for module in (experts, local):
+            x_, weights_ = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            y = module(x_, chosen, weights_)
+            y.backward(dy)
+            gradients = {name: p.grad for name, p in module.named_parameters()}
+            whole = {n: g.full_tensor() if module is experts else sum_of(g) for n, g in gradients.items()}
+            results.append({"y": y.detach(), "dx": x_.grad, "dweights": weights_.grad, **whole})
+        chosen[3, 1] = E if rank == 1 else 0
+        found[kind] = *results, said(lambda: experts(x, chosen, weights))  # noqa: B023 - called at once
+    return found
+
+
+def sum_of(x: Any) -> torch.Tensor:
+    """Over ranks."""
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+def said(call) -> str:
+    with pytest.raises(Exception) as refused:  # noqa: PT011 - which one it is, the test checks
+        call()
+    return f"{type(refused.value).__name__}: {refused.value}"
+
+
+def refusals(rank: int, ranks: int, mesh) -> dict:
+    """What each rank is told, and that the next call works."""
+    model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
+    wrong = [*sizes[:-1], sizes[-1] + (rank == 0)]
+    flat = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+    found = {
+        "indivisible": said(lambda: divided(mesh, Experts("rowwise", experts=ranks + 1))),
+        "recipes": said(lambda: divided(mesh, Experts("rowwise" if rank else "current"))),
+        "options": said(lambda: divided(mesh, Experts("rowwise"), ("input",) if rank else None)),
+        "twice": said(lambda: divided(mesh, model)),
+        "none": said(lambda: divided(mesh, nn.Linear(2, 2))),
+        "mesh": said(lambda: divided(flat, Experts("rowwise"))),
+        "sum": said(lambda: model(x, wrong)),
+        "tensor": said(lambda: model(x, torch.tensor(wrong))),
+        "columns": said(lambda: model(x[:, : K - (rank == 0)], sizes)),
+        "dtype": said(lambda: model(x.bfloat16() if rank == 0 else x, sizes)),
+        "word": said(lambda: fe.distributed.ExpertParallel(fp8=["inputs"])),
+    }
+    y = model(x, sizes)
+    return found | {"after": torch.isfinite(y).all().item()}
+
+
+class Scaled(nn.Module):
+    """Experts behind a parameter that every rank has whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.experts = nn.Parameter(torch.ones(K)), Experts("rowwise")
+
+    def forward(self, x: torch.Tensor, sizes) -> torch.Tensor:
+        return self.experts(x * self.gamma, sizes)
+
+
+def with_fsdp(rank: int, ranks: int, mesh) -> dict:
+    """FSDP2 around divided experts: (found, wanted).
+
+    On 4 ranks two groups of two divide the experts, and the groups share gradients; on 2 ranks the same ranks do both.
+    """
+    model, groups = Scaled(), 1
+    if ranks == 4:
+        both, groups = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), 2
+        divided(both["ep"], model.experts)
+        fully_shard(model, mesh=both["dp"])
+    else:
+        divided(mesh, model.experts)
+        fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+    x, dy, sizes = given(rank, "uneven")
+    found = {name.removeprefix("experts."): value for name, value in step(model, x, dy, sizes).items()}
+    wanted = alone("rowwise", ranks, "uneven", torch.float32)[rank]
+    dgamma = (wanted["dx"] * x).sum(0)
+    if ranks == 4:  # the groups are ranks {0, 2} and {1, 3}: each averages over its own
+        dist.all_reduce(dgamma, group=both["dp"].get_group())
+        dgamma /= 2
+    else:
+        dgamma = sum_of(dgamma) / 2
+    wanted = {name: value if name in ("y", "dx") else value / groups for name, value in wanted.items()}
+    return {"found": found, "wanted": wanted | {"gamma": dgamma}}
+
+
+def work(rank: int, ranks: int) -> dict:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    return {
+        "steps": steps(rank, ranks, mesh),
+        "one layer": one_layer(rank, ranks, mesh),
+        "casts": casts_of_rows(rank, ranks, mesh),
+        "others": others(rank, ranks, mesh),
+        "transformers": transformers_experts(rank, ranks, mesh) if ranks == 2 else None,
+        "refusals": refusals(rank, ranks, mesh),
+        "fsdp": with_fsdp(rank, ranks, mesh),
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict]:
+    """What each rank found."""
+    return run(work, request.param)
+
+
+def all_alike(found: dict, wanted: dict, least: dict[str, float] | None = None) -> None:
+    """All results within `least` dB; by default 100: sums in another order have 120 in FP32, one cast to FP8 has 32."""
+    assert set(found) == set(wanted)
+    for name in wanted:
+        assert found[name].shape == wanted[name].shape, name
+        assert sqnr(wanted[name], found[name]) > (least or {}).get(name, 100), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_rowwise_is_what_one_process_computes(case: str, found: list[dict]):
+    for mine in found:
+        y, wanted, sent, ready = mine["steps"]["rowwise", torch.float32, case, None]
+        all_alike(y, wanted)
+        assert ready == {"": 1}, "the first layer read codes"
+        assert sent["all-to-all uint8"]["calls"] == 2, "x and dy"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_too(dtype: torch.dtype, found: list[dict]):
+    for mine in found:
+        y, wanted, *_ = mine["steps"]["rowwise", dtype, "uneven", None]
+        assert y["dx"].dtype == y["y"].dtype == dtype
+        # A sum in another order may round to the neighbour: 2^-9 of a value in few of them; every one would be 50 dB.
+        all_alike(y, wanted, dict.fromkeys(wanted, 60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise_gw_hp", "bf16"])
+def test_other_recipes_lose_nothing_either(recipe: str, found: list[dict]):
+    for mine in found:
+        y, wanted, sent, ready = mine["steps"][recipe, torch.float32, "uneven", None]
+        all_alike(y, wanted)
+        assert ("all-to-all uint8" in sent) == (recipe == "blockwise")
+        assert ready == ({"": 1} if recipe == "blockwise" else {})
+
+
+@pytest.mark.slow
+def test_current_has_one_scale_for_the_rows_of_all_ranks(found: list[dict]):
+    for mine in found:
+        layer = mine["one layer"]
+        all_alike({"y": layer["found"]}, {"y": layer["wanted"]})
+        assert layer["bytes"]["all-reduce float32"]["calls"] == 1
+        # Later casts, h and dy, have scales of each rank's own: two casts of the same tensor, 28.5 dB apart at worst.
+        y, wanted, _, ready = mine["steps"]["current", torch.float32, "uneven", None]
+        assert sqnr(wanted["y"], y["y"]) > 28
+        assert ready == {"": 1}
+
+
+@pytest.mark.slow
+def test_a_transfer_that_is_asked_for_is_one_cast_more(found: list[dict]):
+    """E4M3 by row has 31.6 dB; where nothing is rounded, nothing changes."""
+    for mine in found:
+        for fp8, rounded in {(): (), ("input",): (), ("output",): ("y",), EVERYTHING: ("y", "dx")}.items():
+            y, wanted, sent, _ = mine["steps"]["rowwise", torch.float32, "uneven", fp8]
+            all_alike(y, wanted, dict.fromkeys(rounded, 31))
+            assert all(sqnr(wanted[name], y[name]) < 33 for name in rounded if len(wanted[name]))
+            assert sent.get("all-to-all uint8", {"calls": 0})["calls"] == len(fp8)
+            assert sent.get("all-to-all float32", {"calls": 0})["calls"] == 4 - len(fp8)
+
+
+@pytest.mark.slow
+def test_dispatch_sends_a_byte_and_a_scale_for_a_row(found: list[dict]):
+    for rank, mine in enumerate(found):
+        sizes = CASES["uneven"][rank % 2]
+        here = E // len(found)
+        leaves = sum(sizes) - sum(sizes[rank * here : (rank + 1) * here])
+        *_, sent, _ = mine["steps"]["rowwise", torch.float32, "uneven", ("input",)]
+        assert sent["all-to-all uint8"] == {"bytes": leaves * (K + 1), "calls": 1}
+        assert (K + 1) / (2 * K) < 0.51
+        assert sent["all-to-all int64"] == {"bytes": 8 * (len(found) - 1) * (here + 2), "calls": 1}
+
+
+@pytest.mark.slow
+def test_codes_that_arrive_are_not_cast(found: list[dict]):
+    for rank, mine in enumerate(found):
+        here = range(rank * E // len(found), (rank + 1) * E // len(found))
+        arrived = sum(CASES["uneven"][other % 2][e] for other in range(len(found)) for e in here)
+        # x where it is sent, and the activation's result where the experts are: no cast of what arrived.
+        assert mine["casts"] == [(sum(CASES["uneven"][rank % 2]), K), (arrived, H)]
+
+
+@pytest.mark.slow
+def test_checkpointing_an_overflow_the_state_dict_and_the_report(found: list[dict]):
+    for rank, mine in enumerate(found):
+        other = mine["others"]
+        assert other["checkpointed"], "bit for bit"
+        assert other["bad"] == ([4] if rank == 0 else []), "Inf is not hidden, and stays in its row"
+        shapes = {"up.weight": (E, H, K), "up.bias": (E, H), "down.weight": (E, K, H)}
+        assert other["state"] == shapes, "names and shapes as before"
+        assert other["local"] == {name: (E // len(found), *shape[1:]) for name, shape in shapes.items()}
+        assert other["ready"][0] > 0
+        assert other["ready"][1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_experts_of_transformers(kind: str, found: list[dict]):
+    if len(found) > 2:
+        pytest.skip("run on 2 ranks: importing transformers costs seconds")
+    for rank, mine in enumerate(found):
+        y, wanted, refused = mine["transformers"][kind]
+        all_alike(y, wanted)
+        if rank == 1:
+            assert "ShapeError: 0.gate_up_proj: sizes" in refused
+            assert "sum to 39, and the input has 40 rows" in refused
+        else:
+            assert "ParallelError: 0.gate_up_proj: rank 1 of the group refused its input" in refused
+
+
+@pytest.mark.slow
+def test_fully_shard_around_it(found: list[dict]):
+    for mine in found:
+        # Each group's product leaves in BF16, of which the mean is taken: 2^-9 of a value at most, 54 dB.
+        products = {name: 50.0 for name in mine["fsdp"]["wanted"] if name.endswith("weight")}
+        all_alike(**mine["fsdp"], least=products)
+
+
+@pytest.mark.slow
+def test_what_is_refused_is_refused_on_every_rank(found: list[dict]):
+    ranks = len(found)
+    for rank, mine in enumerate(found):
+        told = mine["refusals"]
+        assert f"its {ranks + 1} experts are not divisible by {ranks} ranks" in told["indivisible"]
+        assert "layer 0's recipe is current on rank 0 of the group and rowwise on rank 1" in told["recipes"]
+        assert "fp8 is None on rank 0 of the group and ['input'] on rank 1" in told["options"]
+        assert "divided already" in told["twice"]
+        assert "Linear holds no experts that fe.convert has converted" in told["none"]
+        assert "pass one of them, such as mesh['ep']" in told["mesh"]
+        assert "unknown transfer 'inputs'; did you mean 'input'" in told["word"]
+        for key in ("indivisible", "recipes", "options", "twice", "none", "mesh"):
+            assert told[key].startswith("ParallelError: ExpertParallel: "), key
+        for key, own in {"sum": "sum to 65, and the input has 64 rows", "columns": "want [T, 129]"}.items():
+            expected = f"ShapeError: GroupedLinear: .*{own}" if rank == 0 else "rank 0 of the group refused its input"
+            assert told[key].startswith("ShapeError" if rank == 0 else "ParallelError")
+            assert expected.split(".*")[-1] in told[key]
+        assert told["tensor"] == told["sum"]
+        assert told["dtype"].startswith("ParallelError: GroupedLinear: rows of torch.")
+        assert told["after"], "and the next call works"

@@ -1,0 +1,190 @@
+"""Linear layers divided over 2 ranks compute what one process computes, and what they gather crosses as FP8.
+
+The reference of each case is the same converted model in this process.  Casts are the same bit for bit (scales per
+tensor are joined; rows and blocks of x and dy are whole on a rank), so dW, whose sums no rank divides, is the same up
+to FP32's order of summation.  y and dx are sums over ranks of numbers rounded to 16 bits first: two roundings of
+2^-9 relative, and one of the sum, where one process rounds once.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support import converted
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fp8engine as fe
+from benchmarks.distributed.processes import run
+from fp8engine.distributed.traffic import Traffic
+from fp8engine.numerics.recipe import resolve
+
+RANKS, BATCH, T, K, F = 2, 3, 34, 129, 666  # each rank: 17 tokens of a sequence, 333 of the features
+RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "auto")
+SUMS = 3 * 2.0**-9  # BF16: three roundings of half an ulp each, of numbers as large as the sum
+OWN_ROWS = fe.Cast(fe.E4M3, fe.PerRow())  # scales that are no powers of two: nothing may be cast twice
+
+
+class GatedMLP(nn.Module):
+    """Two layers that read one tensor, and one that reads their product."""
+
+    def __init__(self, bias: bool = True):
+        super().__init__()
+        self.gate, self.up = nn.Linear(K, F, bias), nn.Linear(K, F, bias)
+        self.down = nn.Linear(F, K, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def plan_of(tokens, column: Any = fe.distributed.Colwise, row: Any = fe.distributed.Rowwise) -> dict:
+    """The MLP's plan; tokens: their layout before and after it."""
+    return {
+        "gate": column(input_layouts=tokens),
+        "up": column(input_layouts=tokens),
+        "down": row(output_layouts=tokens),
+    }
+
+
+def data(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(BATCH, T, K).to(dtype), torch.randn(BATCH, T, K).to(dtype)
+
+
+def made(recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    model = GatedMLP().to(dtype)
+    return model if recipe is None else converted(model, recipe)
+
+
+def mine(x: torch.Tensor, layout, rank: int, ranks: int) -> torch.Tensor:
+    return x.chunk(ranks, layout.dim)[rank].contiguous() if isinstance(layout, Shard) else x.clone()
+
+
+def step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict:
+    """y, dx and gradients of one step."""
+    x = x.requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def divided(rank: int, ranks: int, recipe, layout, dtype=torch.bfloat16, steps: int = 1) -> tuple[dict, dict]:
+    """(what `step` gives with all tokens, bytes and calls of its collectives)."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = made(recipe, dtype)
+    if recipe is None:
+        parallelize_module(model, mesh, plan_of(layout, ColwiseParallel, RowwiseParallel))
+    else:
+        fe.distributed.tensor_parallel(model, mesh, plan_of(layout))
+    x, dy = (mine(t, layout, rank, ranks) for t in data(dtype))
+    for _ in range(steps):
+        model.zero_grad()
+        with Traffic() as traffic:
+            found = step(model, x.detach(), dy)
+    for name in ("y", "dx"):
+        found[name] = DTensor.from_local(found[name], mesh, [layout], run_check=False)
+    return {name: value.full_tensor() for name, value in found.items()}, traffic.to_dict()
+
+
+def exact(recipe: str) -> fe.Recipe:
+    """The recipe with sums in FP32: this CPU's own BF16 products round them."""
+    return dataclasses.replace(resolve(recipe), output=fe.FP32)
+
+
+def own_rows() -> fe.Recipe:
+    return fe.Recipe(input=OWN_ROWS, weight=OWN_ROWS, grad_output=OWN_ROWS)
+
+
+def work(rank: int, ranks: int) -> dict:
+    found = {}
+    for recipe in (*RECIPES, None):
+        for layout in (Shard(1), Replicate()):
+            found[recipe, str(layout)] = divided(rank, ranks, recipe, layout)
+    for recipe in ("current", "rowwise"):
+        for dtype in (torch.float32, torch.float16):
+            found[recipe, dtype] = divided(rank, ranks, exact(recipe), Shard(1), dtype)
+        found[recipe, "batch"] = divided(rank, ranks, recipe, Shard(1), steps=2)
+    found["own rows"] = divided(rank, ranks, own_rows(), Shard(1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict]:
+    """What each rank found."""
+    return run(work, RANKS)
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def check(ours: dict, reference: dict, of_sums: float = SUMS) -> None:
+    for name, value in reference.items():
+        most = of_sums if name in ("y", "dx") else 1e-5
+        assert error(ours[name], value) <= most, name
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("layout", ["S(1)", "R"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_of_one_process(recipe: str, layout: str, found: list[dict]):
+    reference = step(made(recipe), *data())
+    for rank in found:
+        check(rank[recipe, layout][0], reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_other_dtypes(recipe: str, dtype: torch.dtype, found: list[dict]):
+    # FP16 rounds by 2^-12; FP32's order of summation moves a sum of 666 numbers by a few 2^-24.
+    most = {torch.float16: 3 * 2.0**-12, torch.float32: 1e-6}[dtype]
+    check(found[0][recipe, dtype][0], step(made(exact(recipe), dtype), *data(dtype)), most)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_gathered_crosses_as_codes(recipe: str, found: list[dict]):
+    ours, torchs = found[0][recipe, "S(1)"][1], found[0][None, "S(1)"][1]
+    bf16 = (RANKS - 1) * BATCH * T // RANKS * K * 2  # of one gather: x, or dy
+    assert torchs["all-gather bfloat16"] == {"bytes": 3 * bf16, "calls": 3}  # torch gathers x for gate and for up
+    if recipe == "rowwise_gw_hp":
+        assert ours["all-gather bfloat16"] == {"bytes": 2 * bf16, "calls": 2}
+        assert "all-gather uint8" not in ours
+    else:
+        scales = {"rowwise": 1, "blockwise": 2}.get(recipe, 0)  # bytes a row: 129 columns are two blocks
+        assert ours["all-gather uint8"] == {"bytes": 2 * (RANKS - 1) * BATCH * T // RANKS * (K + scales), "calls": 2}
+        assert not any(kind.startswith("all-gather") and kind != "all-gather uint8" for kind in ours)
+    # y and the sum of both layers' dx: one of each.
+    assert ours["reduce-scatter bfloat16"] == {"bytes": 2 * bf16, "calls": 2}
+    assert "all-reduce bfloat16" not in ours
+
+
+def test_scales_that_are_no_powers_of_two_keep_the_gather_in_16_bits(found: list[dict]):
+    ours, traffic = found[0]["own rows"]
+    assert "all-gather uint8" not in traffic
+    assert traffic["all-gather bfloat16"]["calls"] == 2
+    reference = step(made(own_rows()), *data())
+    # A row of h that two ranks have halves of has two scales: its sums with w are rounded otherwise, as well.
+    check(ours, {name: value for name, value in reference.items() if name not in ("y", "dx")})
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_errors_are_those_of_fp8_and_not_of_the_division(recipe: str, found: list[dict]):
+    """Against torch's own tensor parallelism in BF16: as far as one process under FP8 is from one in BF16."""
+    divided_bf16, alone_bf16 = found[0][None, "S(1)"][0], step(made(None), *data())
+    ours, alone = found[0][recipe, "S(1)"][0], step(made(recipe), *data())
+    for name in ours:
+        assert error(ours[name], divided_bf16[name]) == pytest.approx(error(alone[name], alone_bf16[name]), rel=0.02), (
+            name
+        )
+
+
+def test_a_second_step_is_the_first(found: list[dict]):
+    for recipe in ("current", "rowwise"):
+        first, again = found[0][recipe, "S(1)"][0], found[0][recipe, "batch"][0]
+        assert all(torch.equal(first[name], again[name]) for name in first)
