@@ -221,7 +221,7 @@ def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def begin_fake_ranks(ranks: int) -> None:
-    """Initialise torch.distributed with its "fake" backend: this process is rank 0 of `ranks`, of which no other exists.
+    """Initialise torch.distributed with its "fake" backend: this process is rank 0 of `ranks`; no other exists.
 
     Its collectives return at once, with whatever their outputs held.
     """

@@ -19,7 +19,7 @@ import fnmatch
 import functools
 import io
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan
 from fp8engine.convert.select import HEADS, ROUTER, ROUTERS
 from fp8engine.convert.unite import unite
+from fp8engine.distributed.fsdp import Gather
+from fp8engine.distributed.gathers import GATHER
 from fp8engine.errors import ConversionError, EmulationWarning, ParallelError, StrictError, UnknownName
 from fp8engine.nn.linear import Float8Module, Linear, float8_modules
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
@@ -88,12 +90,14 @@ class Float8Converter(QuantizationConverter):
         filter_fqns: layers whose name contains one of these are left alone; output heads and routers are anyway.
         overrides: glob over names -> recipe; the last match wins, and it wins over what is left alone.
         strict: raise where FP8 would be emulated, or a layer of torchtitan cannot be converted.
+        fp8_gather: FSDP gathers the layers' weights as FP8 codes (fe.distributed.fsdp); `with_fp8` sees to it.
         """
 
         recipe: str | Recipe = "rowwise"
         filter_fqns: list[str] = field(default_factory=list)
         overrides: dict[str, str | Recipe] = field(default_factory=dict)
         strict: bool = False
+        fp8_gather: bool = False
 
     def __init__(self, config: Config):
         self.config = config
@@ -187,7 +191,7 @@ class ScalingStates(Stateful):
     def state_dict(self) -> dict[str, bytes]:
         """Collective over the ranks that share a scaling state."""
         for state in self._states():
-            if state.ranks:
+            if state.ranks and state.delayed:
                 ranks.join(state.live_2S[0], state.ranks, state.saved_1)
         return {name: _packed(scaling_state_dict(part)) for name, part in self.parts.items()}
 
@@ -216,12 +220,38 @@ def with_fp8(config: Trainer.Config, converter: Float8Converter.Config) -> Train
             f"with_fp8: {type(manager).__qualname__} is not torchtitan's CheckpointManager.Config; convert with "
             "model_registry(converters=[...]) and let your manager save ScalingStates"
         )
-    model = converter.build().convert(config.model_spec.model)
+    spec = replace(config.model_spec, model=converter.build().convert(config.model_spec.model))
+    if converter.fp8_gather:
+        spec.parallelize_fn = GatherInFP8(spec.parallelize_fn)
     return replace(
         config,
-        model_spec=replace(config.model_spec, model=model),
+        model_spec=spec,
         checkpoint=Float8CheckpointManager.Config(**_values(manager)),
     )
+
+
+@dataclass(frozen=True)
+class GatherInFP8:
+    """torchtitan's way to parallelise a model, after which FSDP gathers FP8 codes of the weights that allow it.
+
+    parallelize: the parallelize_fn of a ModelSpec, which calls fully_shard.
+    """
+
+    parallelize: Callable[..., nn.Module]
+
+    def __call__(self, model: nn.Module, **options) -> nn.Module:
+        model = self.parallelize(model, **options)
+        layers = float8_modules(model)
+        mesh = next((w.device_mesh for layer in layers if isinstance(w := layer.weight, DTensor)), None)
+        if mesh is None or mesh.ndim > 2:
+            raise ParallelError(
+                f"fp8_gather: FSDP over a mesh of one dimension, or two with replicas, gathers FP8; here it is {mesh}"
+            )
+        shards = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        gather = Gather(model, shards)
+        setattr(model, GATHER, gather)
+        gather.watch(model, layers)
+        return model
 
 
 class FirstForward:
