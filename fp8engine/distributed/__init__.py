@@ -15,17 +15,20 @@ from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
 if TYPE_CHECKING:
     from fp8engine.distributed.experts import ExpertParallel
+    from fp8engine.distributed.planner import Plan, plan
     from fp8engine.distributed.styles import Colwise, Rowwise
     from fp8engine.distributed.tensor_parallel import tensor_parallel
 
 __all__ = [
     "Colwise",
     "ExpertParallel",
+    "Plan",
     "Rowwise",
     "fp8_gradient_hook",
     "fp8_gradients",
     "fsdp",
     "load",
+    "plan",
     "reduce_amax",
     "save",
     "tensor_parallel",
@@ -34,7 +37,9 @@ __all__ = [
 LATER = {
     "Colwise": "styles",
     "ExpertParallel": "experts",
+    "Plan": "planner",
     "Rowwise": "styles",
+    "plan": "planner",
     "tensor_parallel": "tensor_parallel",
 }
 
