@@ -54,6 +54,9 @@ gpu:  ## on a CUDA card, nothing installed but torch and Triton: check everythin
 bench: $(VENV)/dev.stamp  ## measure this CPU, side by side with torch and torchao
 	$(PY) benchmarks/cpu.py
 
+distributed: $(VENV)/dev.stamp  ## 2 and 4 processes: bytes, equality and errors of every way to divide a model
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.distributed
+
 docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/house/test_readme.py
 
