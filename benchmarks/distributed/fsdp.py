@@ -82,6 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no reshard": {"sharding": {"reshard_after_forward": False}},
     "HSDP": {"replicas": 2},
     "compiled": {"compiled": True},
+    "compiled, checkpointed": {"compiled": True, "prepare": functools.partial(checkpoint_wrapper)},
 }
 
 

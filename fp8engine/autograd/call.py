@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine._torch import graph_task
-from fp8engine.autograd import stored
-from fp8engine.autograd.gathered import GatheredWeight
+from fp8engine.autograd import gathered, stored
 from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
@@ -143,7 +142,9 @@ class Call:
         copies = weights if isinstance(weights, Copies) else None  # None: nothing outlives the call
         holds = self.needs_x and (self.compiling or (copies is not None and copies.held))
         transposed = NOTHING
-        if self.transposes_weight and holds:
+        if type(weight_NK) is gathered.GatheredWeight:
+            b = gathered.for_forward(weight_NK, second, slot)
+        elif self.transposes_weight and holds:
             b, b_t = both(weight_NK, second, weights, slot)
             transposed = b_t[:2] if self.compiling else transposed
         else:
@@ -242,7 +243,9 @@ class Call:
         if not torch.compiler.is_compiling():
             # Taken out: a loss that the user keeps alive keeps this call alive, and with it these operands.
             weights, self.weights = self.weights, weights
-        if self.transposes_weight and type(weight_NK) is not GatheredWeight:
+        if type(weight_NK) is gathered.GatheredWeight:
+            return _transposed(gathered.for_dgrad(weight_NK, forward, self.plan.dgrad[1], slot))
+        if self.transposes_weight:
             return transpose(weight_NK, forward, weights, slot)
         return _transposed(operand(weight_NK, self.plan.dgrad[1], weights, slot, self._emulation(weight_NK)))
 
@@ -273,8 +276,6 @@ def operand(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, emulat
     """
     if not casting.fp8:
         return x_MK if x_MK.dtype.itemsize == 2 else x_MK.to(casting.cast.format.dtype)
-    if type(x_MK) is GatheredWeight:
-        return x_MK.cast(casting, slot)
     how = casting.how[emulation]
     made = kept.get(how)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.

@@ -17,6 +17,7 @@ import torch
 from fp8engine.autograd.numerics import Casting, CastPlan
 from fp8engine.errors import ParallelError
 from fp8engine.ops import casts
+from fp8engine.ops.library import FLAGS, OPERATORS, TABLES, in_backward, operation
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
 
@@ -53,23 +54,50 @@ class GatheredWeight(Float8Tensor):
         found.power_of_2, found.layer, found.amax, found.s = power_of_2, layer, inner["amax"], inner["s"]
         return found
 
-    def cast(self, casting: Casting, slot: Slot) -> Operand:
-        """The weight under a layer's cast, amax, scale and counts written to the slot."""
-        how, q = casting.how[None], self.operand()
-        if slot.count or slot.record:
-            _note(self, slot)
-        if (q.rows, q.cols, q.data.dtype) == (how.rows, how.cols, how.dtype):
-            return q
-        if not (q.power_of_2 and how.power_of_2):
-            raise ParallelError(
-                f"{self.layer}: its weight was gathered as {self.format} codes {self.granularity}, and its recipe now "
-                f"casts {casting.cast}: change recipes between steps, before the forward of the model"
-            )
-        return casts.quantize(self._values(q), how, slot._replace(record=False, count=False))
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is OPERATORS.codes_of.default:
+            weight = args[0]
+            return weight._data, weight._scale, weight.amax, weight.s
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _values(self, q: Operand) -> torch.Tensor:
-        """The values of the codes [N, K], in BF16: 4 bits of significand times a power of two fit exactly."""
-        return Float8Tensor(q.data, self._scale, self.granularity, torch.bfloat16).values()
+
+def for_forward(weight_NK: GatheredWeight, casting: Casting, slot: Slot) -> Operand:
+    """The weight under its layer's cast for forward; amax, scale and counts are written to the slot.
+
+    Raises ParallelError where the recipe has changed since the weight was gathered.
+    """
+    how = casting.how[None]
+    codes, scale, amax, s = _parts(weight_NK)
+    if slot.count or slot.record:
+        note = OPERATORS.note_weight.default if torch.compiler.is_compiling() else _note_weight
+        note(amax, s, codes.numel(), *slot[:5])
+    if not torch.compiler.is_compiling():
+        q = weight_NK.operand()
+        if (q.rows, q.cols, q.data.dtype) != (how.rows, how.cols, how.dtype):
+            raise ParallelError(
+                f"{weight_NK.layer}: its weight was gathered as {weight_NK.format} codes {weight_NK.granularity}, and "
+                f"its recipe now casts {casting.cast}: change recipes between steps, before the forward of the model"
+            )
+    return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
+
+
+def for_dgrad(weight_NK: GatheredWeight, forward: Casting, casting: Casting, slot: Slot) -> Operand:
+    """The weight under its layer's cast for dgrad.  forward: the cast that it was gathered under."""
+    first, how = forward.how[None], casting.how[None]
+    codes, scale, *_ = _parts(weight_NK)
+    if (first.rows, first.cols) == (how.rows, how.cols):
+        return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
+    # In BF16, where 4 bits of significand times a power of two fit exactly.
+    values = casts.decode(codes, torch.float32) * scale
+    return casts.quantize(values.bfloat16(), how, slot)
+
+
+def _parts(weight_NK: GatheredWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, scale, amax, s); a graph asks an operator, for which the subclass answers while it is traced."""
+    if torch.compiler.is_compiling():
+        return OPERATORS.codes_of.default(weight_NK)
+    return weight_NK._data, weight_NK._scale, weight_NK.amax, weight_NK.s
 
 
 def why_not(plan: CastPlan) -> str:
@@ -87,12 +115,24 @@ def why_not(plan: CastPlan) -> str:
     return f"its dgrad casts the weight {dgrad.cast}, which its codes {forward.cast} do not give exactly"
 
 
-def _note(weight: GatheredWeight, slot: Slot) -> None:
-    """Enter a call into the slot: the codes were cast on several ranks, none of which saw the whole weight."""
-    live, counts = slot.live_2S, slot.counts_CS
-    if slot.count:
-        counts[0, slot.index] += 1
-        counts[1, slot.index] += weight.numel()
-    if slot.record:
-        live[0, slot.index] = torch.maximum(live[0, slot.index], weight.amax)
-        live[1, slot.index] = torch.where(weight.s.isnan(), live[1, slot.index], weight.s)
+def _plain(weight: torch.Tensor):
+    raise ParallelError(f"fp8engine::codes_of takes a weight that fe.distributed.fsdp gathered, not {type(weight)}")
+
+
+@operation("codes_of(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)", _plain)
+def _codes_of(weight):
+    return _plain(weight)
+
+
+@operation(
+    f"note_weight(Tensor amax, Tensor s, int size, {TABLES}, int index, {FLAGS}) -> ()", lambda *_: None, effect=True
+)
+def _note_weight(amax, s, size: int, *slot) -> None:
+    """Enter a call into a slot: the codes were cast on several ranks, none of which saw the whole weight."""
+    live, counts, index, record, count = slot
+    if count and not in_backward():
+        counts[0, index] += 1
+        counts[1, index] += size
+    if record:
+        live[0, index] = torch.maximum(live[0, index], amax)
+        live[1, index] = torch.where(s.isnan(), live[1, index], s)

@@ -23,13 +23,16 @@ from fp8engine.ops import device, matmul
 from fp8engine.ops.tensor import Float8Tensor
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics, part: bool = False
+) -> torch.Tensor:
     """x [..., K] times a weight [N, K] plus a bias [N]; [..., N] in x's dtype, or autocast's where that is on.
 
+    part: of a layer that ranks divide, weight and bias are this rank's part, and x is what it reads.
     Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
     refusals.py lists; all name the layer.
     """
-    if numerics.shard is not None and hasattr(weight_NK, "to_local"):
+    if numerics.shard is not None and not part:
         return numerics.shard.linear(x, weight_NK, bias_N, numerics)
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)

@@ -34,6 +34,7 @@ from fp8engine.autograd.parts import (
     Layer,
     Memory,
     NormOf,
+    Part,
     Spec,
     check_memory,
     keep,
@@ -77,13 +78,17 @@ def norm_mlp(
     """
     check_memory(memory)
     firsts = (first,) if isinstance(first, Layer) else first
-    if (shard := second.numerics.shard) is not None and hasattr(second.weight_NK, "to_local"):
+    if (shard := second.numerics.shard) is not None and not isinstance(second, Part):
         return shard.norm_mlp(x, norm, firsts, second, (kind, memory))
     layers = (*firsts, second)
     out = _check(x, layers, kind)
     if not all(layer.numerics.plan.fp8 for layer in layers):
-        made = norm_linear(x, norm, firsts, memory) if norm else [linear(x, *layer) for layer in firsts]
-        return linear(_activation(made, kind), *second)
+        made = (
+            norm_linear(x, norm, firsts, memory)
+            if norm
+            else [linear(x, *layer, part=isinstance(layer, Part)) for layer in firsts]
+        )
+        return linear(_activation(made, kind), *second, part=isinstance(second, Part))
     record = [enter(x, layer.weight_NK, layer.numerics) for layer in layers]
     x = suited(x, *(layer.numerics for layer in firsts), why="a norm reads it" if norm else "")
     which, *of_norm = (None, None, None) if norm is None else norm

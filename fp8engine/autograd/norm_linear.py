@@ -28,7 +28,7 @@ import torch
 from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
 from fp8engine.autograd.norm import norm_in_16_bits
-from fp8engine.autograd.parts import KEEP, Layer, Memory, NormOf, Spec, check_memory
+from fp8engine.autograd.parts import KEEP, Layer, Memory, NormOf, Part, Spec, check_memory
 from fp8engine.autograd.ready import suited
 
 
@@ -52,7 +52,7 @@ def norm_linear(
     (tensor([[ 1., -1.,  1., -1.]]), torch.Size([1, 4]))
     """
     check_memory(memory)
-    if layers and (shard := layers[0].numerics.shard) is not None and hasattr(layers[0].weight_NK, "to_local"):
+    if layers and (shard := layers[0].numerics.shard) is not None and not isinstance(layers[0], Part):
         return shard.norm_linear(x, norm, layers, memory)
     out = x.dtype
     for weight_NK, bias_N, numerics in layers:
@@ -63,7 +63,7 @@ def norm_linear(
     x = suited(x, layers[0].numerics, why="a norm reads it")
     if not all(layer.numerics.plan.fp8 for layer in layers):
         n = norm_in_16_bits(x, norm)
-        return tuple(linear(n, *layer) for layer in layers)
+        return tuple(linear(n, *layer, part=isinstance(layer, Part)) for layer in layers)
     record = [enter(x, layer.weight_NK, layer.numerics) for layer in layers]
     spec = Spec(tuple(layer.numerics for layer in layers), norm.norm, memory, out, any(record))
     parameters = [parameter for layer in layers for parameter in layer[:2]]

@@ -34,6 +34,10 @@ class Layer(NamedTuple):
     numerics: Numerics
 
 
+class Part(Layer):
+    """This rank's part of a layer that ranks divide."""
+
+
 class NormOf(NamedTuple):
     """A norm and its parameters: gamma [K] (None: ones; zero-centred where `norm` says so), beta [K] (None: zeros)."""
 

@@ -24,7 +24,7 @@ from fp8engine.autograd.mlp import norm_mlp
 from fp8engine.autograd.norm import norm as norm_in_16_bits
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.parts import Layer, Memory, NormOf
+from fp8engine.autograd.parts import Layer, Memory, NormOf, Part
 from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, granularity_of, wire_cast
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
@@ -58,9 +58,9 @@ class Sharding:
         needs_w = weight_NK.requires_grad
         if self.by == COLUMNS:
             whole = self.enters(x, [numerics], needs_w)
-            return self.leaves(linear(whole, local(weight_NK), local(bias_N), numerics), None, numerics, needs_w)
+            return self.leaves(linear(whole, local(weight_NK), local(bias_N), numerics, True), None, numerics, needs_w)
         _, part = self.arriving(x, numerics.name)
-        return self.leaves(linear(part, local(weight_NK), None, numerics), bias_N, numerics, needs_w)
+        return self.leaves(linear(part, local(weight_NK), None, numerics, True), bias_N, numerics, needs_w)
 
     @_torch.outside_of_graphs
     def norm_linear(self, x: Any, norm: NormOf, layers: Sequence[Layer], memory: Memory) -> tuple[torch.Tensor, ...]:
@@ -71,7 +71,7 @@ class Sharding:
         whole, norm_left = self._normed(x, norm, layers, memory)
         parts = _own_parts(layers)
         if norm_left is None:
-            made = [linear(whole, *layer) for layer in parts]
+            made = [linear(whole, *layer, part=True) for layer in parts]
         else:
             made = norm_linear(whole, norm_left, parts, memory)
         return tuple(n.shard.leaves(y, None, n, True) for y, n in zip(made, every, strict=True))
@@ -93,7 +93,7 @@ class Sharding:
         weight_NK, bias_N, numerics = second
         parts = _own_parts(firsts)
         first = parts[0] if len(parts) == 1 else (parts[0], parts[1])
-        z = norm_mlp(whole, norm_left, first, Layer(local(weight_NK), None, numerics), *how)
+        z = norm_mlp(whole, norm_left, first, Part(local(weight_NK), None, numerics), *how)
         return self.leaves(z, bias_N, numerics, weight_NK.requires_grad)
 
     def _normed(
@@ -227,8 +227,8 @@ def local(parameter: Any) -> Any:
     return parameter.to_local(grad_placements=parameter.placements)
 
 
-def _own_parts(layers: Sequence[Layer]) -> list[Layer]:
-    return [Layer(local(weight), local(bias), numerics) for weight, bias, numerics in layers]
+def _own_parts(layers: Sequence[Layer]) -> list[Part]:
+    return [Part(local(weight), local(bias), numerics) for weight, bias, numerics in layers]
 
 
 def _begin(layers: Sequence[Numerics]) -> None:
