@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -279,7 +279,7 @@ def _cut(model: nn.Module, stack: str | None, count: int) -> nn.Module:
     """A copy of the model on the meta device, its stack cut to `count` blocks."""
     made = copy.deepcopy(model).to("meta")
     if stack is not None:
-        del made.get_submodule(stack)[count:]
+        del cast(nn.ModuleList, made.get_submodule(stack))[count:]
     return made
 
 

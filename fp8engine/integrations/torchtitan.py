@@ -240,6 +240,9 @@ class GatherInFP8:
     parallelize: Callable[..., nn.Module]
 
     def __call__(self, model: nn.Module, **options) -> nn.Module:
+        compiling = options.get("compile_config")
+        if compiling is not None and compiling.enable and "model" in compiling.components:
+            raise ParallelError("fp8_gather: torch.compile does not trace layers whose weights arrive as FP8 codes")
         model = self.parallelize(model, **options)
         layers = float8_modules(model)
         mesh = next((w.device_mesh for layer in layers if isinstance(w := layer.weight, DTensor)), None)

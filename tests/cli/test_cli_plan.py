@@ -2,10 +2,10 @@
 
 import json
 
-import planned
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.distributed import plan as planned
 from fp8engine.cli import app
 from fp8engine.distributed import plan
 
@@ -17,10 +17,10 @@ def call(*arguments: object):
 
 @pytest.mark.slow
 def test_the_screen_and_json_tell_what_plan_found():
-    asked = ("planned:Model", "--ranks", 64, "--tokens", 48, "--sequence", 24, "-r", "blockwise")
+    asked = ("benchmarks.distributed.plan:Model", "--ranks", 64, "--tokens", 48, "--sequence", 24, "-r", "blockwise")
     told = json.loads(call(*asked, "--json").stdout)
     expected = plan(planned.Model(), 64, 48, "blockwise", sequence=24).to_dict()
-    assert told == {"model": "planned:Model", **expected}
+    assert told == {"model": "benchmarks.distributed.plan:Model", **expected}
     shown = call(*asked, "--tp", 2)
     assert shown.exit_code == 0, shown.output
     for text in ("64 ranks, 48 tokens a rank, blockwise", "predicted seconds", "dgx-h100", "by formula, not run"):
@@ -31,8 +31,8 @@ def test_the_screen_and_json_tell_what_plan_found():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("planned:Model", "--ranks", 6, "--tp", 4), "ranks=6 is not a multiple of tp=4"),
-        (("planned:Model", "--ranks", 4, "-r", "rowise"), "did you mean 'rowwise'"),
+        (("benchmarks.distributed.plan:Model", "--ranks", 6, "--tp", 4), "ranks=6 is not a multiple of tp=4"),
+        (("benchmarks.distributed.plan:Model", "--ranks", 4, "-r", "rowise"), "did you mean 'rowwise'"),
         (("llama-3-7b", "--ranks", 4), "llama-3-7b"),
     ],
 )

@@ -1,17 +1,17 @@
 """fe.distributed.plan: bytes against those of real ranks, equal blocks multiplied, predicted times."""
 
-import planned
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.distributed import plan as planned
 from benchmarks.distributed.processes import run
 from fp8engine.distributed import plan, planner
 from fp8engine.distributed.clusters import CLUSTERS, RATE
 from fp8engine.errors import ConversionError, ParallelError
 
-RANKS, BATCH, SEQUENCE = 4, 2, 24
-RECIPES = ["rowwise", "current", "blockwise", "delayed"]
+RANKS, RECIPES = planned.RANKS, planned.RECIPES
+BATCH, SEQUENCE = planned.IDS
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ BASELINE = "none"
 
 
 def work(rank: int, ranks: int, folder: Path) -> dict:
-    """Losses and what is left of each run: the baseline, rowwise, delayed, and delayed resumed after step 2."""
+    """Losses and what is left of each run: the baseline, recipes, FP8 gather, and delayed resumed after step 2."""
     warnings.simplefilter("ignore")
     cpu_titan.prepare(rank, ranks)
     os.chdir(folder)
@@ -25,16 +25,16 @@ def work(rank: int, ranks: int, folder: Path) -> dict:
 
     from fp8engine.integrations.torchtitan import Float8Converter, with_fp8
 
-    def config(recipe):
-        made = llama3_debugmodel()
-        return made if recipe == BASELINE else with_fp8(made, Float8Converter.Config(recipe=recipe))
-
-    def trained(recipe, options="", name=None):
+    def trained(recipe, options="", name=None, **converter):
+        config = llama3_debugmodel()
+        if recipe != BASELINE:
+            config = with_fp8(config, Float8Converter.Config(recipe=recipe, **converter))
         options = f"--training.steps {cpu_titan.STEPS} {options}"
-        return cpu_titan.train(config(recipe), options, folder / (name or recipe), seen)
+        return cpu_titan.train(config, options, folder / (name or recipe), seen)
 
     save = "--checkpoint.enable --checkpoint.interval 2"
     found = {recipe: trained(recipe) for recipe in (BASELINE, "rowwise")}
+    found["gathered"] = trained("delayed", name="gathered", fp8_gather=True)
     found["delayed"] = trained("delayed", save)
     if rank == 0:
         step = "checkpoint/step-2"
@@ -87,6 +87,19 @@ def test_layers_have_torchtitans_names_and_one_scaling_state(runs):
     assert set(layers) - converted == {"lm_head"}
     assert layers["lm_head"]["reason"].startswith("output head")
     assert all(layers[name]["ran"] and layers[name]["grad_output"]["calls"] == 4 for name in converted)
+
+
+def test_fp8_gather_changes_no_bit(runs):
+    """Per tensor: one code of a weight serves forward and dgrad.  Rowwise casts dgrad's columns from the row codes."""
+    for rank in runs:
+        plain, gathered = rank["delayed"], rank["gathered"]
+        assert gathered["losses"] == plain["losses"]
+        for name, shard in plain["seen"]["shards"].items():
+            assert torch.equal(shard, gathered["seen"]["shards"][name]), name
+        told = {layer["gather"] for layer in gathered["seen"]["report"]["layers"] if layer["recipe"] == "delayed"}
+        assert told == {"FP8 codes"}
+        sums = gathered["seen"]["report"]["totals"]["gather"]
+        assert sums["as_codes"] == 30
 
 
 def test_ranks_predict_the_same_scales(runs):
@@ -201,6 +214,17 @@ def test_dtensors_are_refused_by_name(debug_model):
         model = debug_model().build()
     with pytest.raises(ParallelError, match=r"^layers\.\d\..*spmd_backend partial_dtensor.*take spmd_types"):
         model.parallelize(types.SimpleNamespace(spmd_backend="partial_dtensor", tp_enabled=True))
+
+
+def test_fp8_gather_under_torch_compile_is_refused():
+    import types
+
+    from fp8engine.errors import ParallelError
+    from fp8engine.integrations.torchtitan import GatherInFP8
+
+    compiling = types.SimpleNamespace(enable=True, components=["model", "loss"])
+    with pytest.raises(ParallelError, match=r"fp8_gather: torch\.compile"):
+        GatherInFP8(lambda model, **_: model)(torch.nn.Linear(2, 2), compile_config=compiling)
 
 
 def test_another_checkpoint_manager_is_refused():

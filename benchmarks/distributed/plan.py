@@ -1,10 +1,15 @@
-"""A small language model whose sizes divide by nothing, and its step on real ranks."""
+"""Planned bytes against those of real ranks, for a small language model whose sizes divide by nothing."""
 
 import warnings
 
 import torch
 from torch import nn
 
+from benchmarks.distributed.processes import run
+from fp8engine.distributed import plan
+
+RANKS, IDS = 4, (2, 24)
+RECIPES = ("rowwise", "current", "blockwise", "delayed")
 WIDTH, HIDDEN, WORDS, BLOCKS = 129, 333, 211, 5
 
 
@@ -72,3 +77,35 @@ def real_step(rank: int, ranks: int, recipes: list[str | None], ids: tuple[int, 
             "saved activations": activations,
         }
     return found
+
+
+def gathered(traffic: dict) -> int:
+    """Bytes of the all-gathers."""
+    return sum(sent["bytes"] for kind, sent in traffic.items() if kind.startswith("all-gather"))
+
+
+def rows() -> list[dict]:
+    """One row a recipe: planned and real bytes of four ranks, equal or not."""
+    real = run(real_step, RANKS, [None, *RECIPES], IDS)[0]
+    found = []
+    for recipe in RECIPES:
+        traffic = plan(Model(), RANKS, IDS[0] * IDS[1], recipe, sequence=IDS[1]).to_dict()["traffic"]
+        kinds = {kind: (sent["bytes"], sent["calls"]) for kind, sent in traffic["FP8 gather"].items()}
+        sent = {kind: (each["bytes"], each["calls"]) for kind, each in real[recipe]["traffic"].items()}
+        share = gathered(traffic["FP8 gather"]) / gathered(traffic["16 bits"])
+        found.append(_row(recipe, RANKS, kinds == sent, "bytes and calls of real ranks", share))
+    return found
+
+
+def _row(recipe: str, ranks: int, equal: bool | None, against: str, share: float) -> dict:
+    return {
+        "part": "plan",
+        "recipe": recipe,
+        "ranks": ranks,
+        "option": "",
+        "equal": equal,
+        "against": against,
+        "bytes_share": share,
+        "error": "",
+        "note": "all-gathers, embedding and head included",
+    }
