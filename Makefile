@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan test-oldest check static types codegen gpu bench docs clean browser
+.PHONY: help demo test titan test-oldest check static types codegen gpu bench distributed docs clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
 help:  ## this list

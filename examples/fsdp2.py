@@ -40,7 +40,8 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
     """On one rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **SIZE)).to(device)
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, **SIZE))
+    model.to(device)
     fe.convert(model, given.recipe)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fe.distributed.fsdp(model, mp_policy=policy)  # after this line, as with fully_shard: optimizer, loop, checkpoints

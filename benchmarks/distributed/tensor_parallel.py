@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,9 +112,11 @@ def _step(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict:
     return {"y": y.detach(), **{f"d{name}": p.grad for name, p in model.named_parameters()}}
 
 
-def _divide(model: nn.Module, mesh, tokens, fp8: bool) -> nn.Module:
+def _divide(model: nn.Module, mesh, tokens, fp8: bool) -> Any:
     column, row = (fe.distributed.Colwise, fe.distributed.Rowwise) if fp8 else (ColwiseParallel, RowwiseParallel)
-    plan = {name: column(input_layouts=tokens) for name in ("gate", "up")} | {"down": row(output_layouts=tokens)}
+    plan: dict[str, Any] = {name: column(input_layouts=tokens) for name in ("gate", "up")} | {
+        "down": row(output_layouts=tokens)
+    }
     return fe.distributed.tensor_parallel(model, mesh, plan) if fp8 else parallelize_module(model, mesh, plan)
 
 

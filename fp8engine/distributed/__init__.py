@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
 from fp8engine.distributed.checkpoint import load, save
-from fp8engine.distributed.fsdp import fsdp
+from fp8engine.distributed.fsdp import fsdp, gather_fp8
 from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
 if TYPE_CHECKING:
     from fp8engine.distributed.experts import ExpertParallel
+    from fp8engine.distributed.parallelize import tensor_parallel
     from fp8engine.distributed.planner import Plan, plan
     from fp8engine.distributed.styles import Colwise, Rowwise
-    from fp8engine.distributed.tensor_parallel import tensor_parallel
 
 __all__ = [
     "Colwise",
@@ -27,6 +27,7 @@ __all__ = [
     "fp8_gradient_hook",
     "fp8_gradients",
     "fsdp",
+    "gather_fp8",
     "load",
     "plan",
     "reduce_amax",
@@ -40,7 +41,7 @@ LATER = {
     "Plan": "planner",
     "Rowwise": "styles",
     "plan": "planner",
-    "tensor_parallel": "tensor_parallel",
+    "tensor_parallel": "parallelize",
 }
 
 
@@ -48,5 +49,5 @@ def __getattr__(name: str) -> Any:
     if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)
-    globals()[name] = found  # the function tensor_parallel stands before the module of that name
+    globals()[name] = found
     return found

@@ -37,8 +37,7 @@ from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan
 from fp8engine.convert.select import HEADS, ROUTER, ROUTERS
 from fp8engine.convert.unite import unite
-from fp8engine.distributed.fsdp import Gather
-from fp8engine.distributed.gathers import GATHER
+from fp8engine.distributed.fsdp import gather_fp8
 from fp8engine.errors import ConversionError, EmulationWarning, ParallelError, StrictError, UnknownName
 from fp8engine.nn.linear import Float8Module, Linear, float8_modules
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
@@ -243,18 +242,7 @@ class GatherInFP8:
         compiling = options.get("compile_config")
         if compiling is not None and compiling.enable and "model" in compiling.components:
             raise ParallelError("fp8_gather: torch.compile does not trace layers whose weights arrive as FP8 codes")
-        model = self.parallelize(model, **options)
-        layers = float8_modules(model)
-        mesh = next((w.device_mesh for layer in layers if isinstance(w := layer.weight, DTensor)), None)
-        if mesh is None or mesh.ndim > 2:
-            raise ParallelError(
-                f"fp8_gather: FSDP over a mesh of one dimension, or two with replicas, gathers FP8; here it is {mesh}"
-            )
-        shards = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-        gather = Gather(model, shards)
-        setattr(model, GATHER, gather)
-        gather.watch(model, layers)
-        return model
+        return gather_fp8(self.parallelize(model, **options))
 
 
 class FirstForward:

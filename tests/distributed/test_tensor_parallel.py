@@ -7,7 +7,7 @@ to FP32's order of summation.  y and dx are sums over ranks of numbers rounded t
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,6 +57,10 @@ def data(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tenso
 def made(recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
     model = GatedMLP().to(dtype)
+    if recipe == "one in 16 bits":  # as auto decides between two steps
+        converted(model, "rowwise")
+        cast(fe.Linear, model.up).numerics.adopt(fe.high_precision(fe.BF16))
+        return model
     return model if recipe is None else converted(model, recipe)
 
 
@@ -108,6 +112,7 @@ def work(rank: int, ranks: int) -> dict:
         for dtype in (torch.float32, torch.float16):
             found[recipe, dtype] = divided(rank, ranks, exact(recipe), Shard(1), dtype)
         found[recipe, "batch"] = divided(rank, ranks, recipe, Shard(1), steps=2)
+    found["one in 16 bits"] = divided(rank, ranks, "one in 16 bits", Shard(1))
     found["own rows"] = divided(rank, ranks, own_rows(), Shard(1))
     return found
 
@@ -171,6 +176,14 @@ def test_scales_that_are_no_powers_of_two_keep_the_gather_in_16_bits(found: list
     reference = step(made(own_rows()), *data())
     # A row of h that two ranks have halves of has two scales: its sums with w are rounded otherwise, as well.
     check(ours, {name: value for name, value in reference.items() if name not in ("y", "dx")})
+
+
+def test_a_layer_in_16_bits_gathers_16_bits(found: list[dict]):
+    ours, traffic = found[0]["one in 16 bits"]
+    bf16 = BATCH * T // RANKS * K * 2
+    assert traffic["all-gather bfloat16"] == {"bytes": bf16, "calls": 1}  # x for up
+    assert traffic["all-gather uint8"]["calls"] == 2  # x for gate, dy for down
+    check(ours, step(made("one in 16 bits"), *data()))
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])

@@ -195,6 +195,22 @@ def predicted(mesh=None, rank: int = 0) -> list[dict]:
     return steps
 
 
+def decided(mesh, rank: int) -> list[str]:
+    """What auto decided in six steps; only the last rank's tokens have outliers, which call for other casts."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
+    model = converted(layers, fe.auto(interval=1, min_sqnr_db=28.0))
+    tokens = Shard(0)
+    fe.distributed.tensor_parallel(
+        model, mesh, {"0": Colwise(input_layouts=tokens), "2": Rowwise(output_layouts=tokens)}
+    )
+    torch.manual_seed(rank)
+    for _ in range(6):
+        x = torch.randn(T, WIDTH) * (torch.logspace(0, 4, WIDTH) if rank else 1.0)
+        model(x).square().sum().backward()
+    return fe.inspect(model).decisions
+
+
 def work(rank: int, ranks: int) -> dict:
     mesh = init_device_mesh("cpu", (ranks,))
     found = {}
@@ -206,6 +222,7 @@ def work(rank: int, ranks: int) -> dict:
     found["loss"] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
     found["siblings"] = siblings(mesh, rank)
     found["delayed"] = predicted(mesh, rank)
+    found["decided"] = decided(mesh, rank)
     return found
 
 
@@ -263,3 +280,9 @@ def test_predicted_scales_are_those_of_one_process(found: list[dict]):
             assert error(theirs["dw"], alone["dw"]) < FLIPS
             assert theirs["recasts"] == alone["recasts"] == (step >= 2)
         assert sum(theirs["saturated"] for theirs in ranks) == alone["saturated"], step
+
+
+def test_ranks_decide_alike(found: list[dict]):
+    first, *others = (rank["decided"] for rank in found)
+    assert first, "the case is one where auto decides something"
+    assert all(other == first for other in others)

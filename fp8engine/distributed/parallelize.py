@@ -34,6 +34,7 @@ def tensor_parallel(
     is divided already, or does not divide equally; ranks whose plans, recipes or layers differ.
 
     >>> from torch.distributed.tensor import Shard
+    >>> from fp8engine.distributed.styles import Colwise, Rowwise
     >>> plan = {"layers.*.up": Colwise(input_layouts=Shard(1)), "layers.*.down": Rowwise(output_layouts=Shard(1))}
     >>> model = tensor_parallel(model, init_device_mesh("cuda", (8,)), plan)  # doctest: +SKIP
     """
