@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from fp8engine.autograd.groups import Groups
 from fp8engine.distributed.packed import pack, unpack
-from fp8engine.errors import Fp8EngineError, ParallelError, ShapeError
+from fp8engine.errors import ParallelError, ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import PerTensor
-from fp8engine.numerics.formats import Format
+from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.ops import casts
 from fp8engine.ops.reference import How, Slot
 from fp8engine.ops.reference.scale import scale_factor
@@ -51,7 +51,7 @@ class Route:
         refused = counts_E.new_zeros(())
         try:
             counts_E, refused = _counted(x_TK, sizes, experts, columns, name)
-        except Fp8EngineError as error:
+        except Exception as error:  # whatever it is, the other ranks wait for the message
             problem, refused = error, refused + 1
         said = torch.stack([refused, refused.new_tensor(zlib.crc32(kind.encode()))]).expand(ranks, LENGTH)
         sent = torch.cat([counts_E.view(ranks, -1), said], 1)
@@ -139,6 +139,10 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers of rows, int64 [E] beside x; 1 where they are wrong and only a card knows it, else 0)."""
+    if x_TK.dtype not in FLOATS:
+        raise UnsupportedDtype(
+            f"{name}: input is {x_TK.dtype}; FP8 casts take float32, bfloat16 or float16: convert it"
+        )
     if x_TK.dim() != 2 or x_TK.shape[1] != columns:
         raise ShapeError(f"{name}: input is {list(x_TK.shape)}; want [T, {columns}], the rows of each expert together")
     groups = Groups(sizes, x_TK, experts, name)
@@ -151,7 +155,7 @@ def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.
 
 
 def _check(
-    own: Sequence[int], others: Sequence[Sequence[int]], problem: Fp8EngineError | None, name: str, kind: str
+    own: Sequence[int], others: Sequence[Sequence[int]], problem: Exception | None, name: str, kind: str
 ) -> None:
     """Raise on every rank where one of them refused its input, or differs.  own, others: messages."""
     if problem is not None:

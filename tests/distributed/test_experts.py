@@ -164,6 +164,8 @@ def refusals(rank: int, ranks: int, mesh) -> dict:
         "mesh": said(lambda: divided(flat, Experts("rowwise"))),
         "sum": said(lambda: model(x, wrong)),
         "tensor": said(lambda: model(x, torch.tensor(wrong))),
+        "nothing": said(lambda: model(x, None if rank == 0 else sizes)),
+        "float64": said(lambda: model(x.double() if rank == 0 else x, sizes)),
         "columns": said(lambda: model(x[:, : K - (rank == 0)], sizes)),
         "dtype": said(lambda: model(x.bfloat16() if rank == 0 else x, sizes)),
         "word": said(lambda: fe.distributed.ExpertParallel(fp8=["inputs"])),
@@ -372,5 +374,10 @@ def test_what_is_refused_is_refused_on_every_rank(found: list[dict]):
             assert told[key].startswith("ShapeError" if rank == 0 else "ParallelError")
             assert expected.split(".*")[-1] in told[key]
         assert told["tensor"] == told["sum"]
+        for key, own in {
+            "nothing": "TypeError",
+            "float64": "UnsupportedDtype: GroupedLinear: input is torch.float64",
+        }.items():
+            assert told[key].startswith(own if rank == 0 else "ParallelError")
         assert told["dtype"].startswith("ParallelError: GroupedLinear: rows of torch.")
         assert told["after"], "and the next call works"
