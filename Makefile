@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check static types codegen gpu bench docs clean browser
+.PHONY: help demo test titan test-oldest check static types codegen gpu bench distributed docs clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
 help:  ## this list
@@ -28,6 +28,10 @@ test: $(VENV)/dev.stamp browser  ## every test and doctest; then the kernels in 
 
 test-oldest:  ## before a release: the same tests on the oldest torch there may be (5 GB in .venv-oldest)
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt PYTEST_ADDOPTS='$(OLDEST)'
+
+titan:  ## torchtitan's debug Llama in FP8 on two processes, in an environment of its own
+	$(MAKE) .venv-titan/titan.stamp VENV=.venv-titan
+	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo .venv-titan/bin/python -m pytest tests/integrations
 
 check: static browser  ## before a commit: format, lint, types, fast tests
 	$(PYTEST) -n $(JOBS) -m "not slow"
@@ -50,11 +54,14 @@ gpu:  ## on a CUDA card, nothing installed but torch and Triton: check everythin
 bench: $(VENV)/dev.stamp  ## measure this CPU, side by side with torch and torchao
 	$(PY) benchmarks/cpu.py
 
+distributed: $(VENV)/dev.stamp  ## 2 and 4 processes: bytes, equality and errors of every way to divide a model
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.distributed
+
 docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/house/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
-	rm -rf $(VENV) .venv-oldest report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-titan report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that
@@ -70,6 +77,7 @@ browser:
 # A stamp is touched only after its install succeeded, and lives in .venv: an interrupted install is taken up again,
 # a removed .venv made anew, and an unchanged one costs nothing.
 $(VENV)/report.stamp: EXTRA := report
+$(VENV)/titan.stamp: EXTRA := titan
 $(VENV)/dev.stamp: EXTRA := dev
 $(VENV)/%.stamp: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'

@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops import effects
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "FakeTensorMode",  # tensors with a shape and without memory: a step is planned on them
     "OpOverload",  # one operation of torch, as a TorchDispatchMode is given it
     "TorchDispatchMode",  # every operation of a forward: flow, fe.amp.op_stats, the demo's FP16 matmuls
     "forward_ad",  # its _current_level is the depth of forward-mode AD; read where a call would cost a step
@@ -216,3 +218,13 @@ def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
     # A group of `replicate` has no shards, and reduces by an all-reduce.
     sharded = [group for group in groups if hasattr(getattr(group, "mesh_info", None), "shard_process_group")]
     return [group._reduce_scatter_process_group for group in sharded]
+
+
+def begin_fake_ranks(ranks: int) -> None:
+    """Initialise torch.distributed with its "fake" backend: this process is rank 0 of `ranks`; no other exists.
+
+    Its collectives return at once, with whatever their outputs held.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())

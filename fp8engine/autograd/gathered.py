@@ -127,8 +127,9 @@ def _codes_of(weight):
 @operation(
     f"note_weight(Tensor amax, Tensor s, int size, {TABLES}, int index, {FLAGS}) -> ()", lambda *_: None, effect=True
 )
-def _note_weight(amax, s, size: int, live, counts, index: int, record: bool, count: bool) -> None:
+def _note_weight(amax, s, size: int, *slot) -> None:
     """Enter a call into a slot: the codes were cast on several ranks, none of which saw the whole weight."""
+    live, counts, index, record, count = slot
     if count and not in_backward():
         counts[0, index] += 1
         counts[1, index] += size

@@ -1,9 +1,9 @@
-"""The command line: `fp8engine train | inspect | compare | export | doctor | bench`, a file each; `--json` everywhere.
+"""The command line: `fp8engine train | inspect | compare | export | plan | doctor | bench`, each with `--json`.
 
 Exit codes: 0 done; 1 doctor found something broken; 2 asked for something impossible; 130 stopped by Ctrl-C.
 """
 
-from fp8engine.cli import bench, compare, doctor, export, inspect, train
+from fp8engine.cli import bench, compare, doctor, export, inspect, plan, train
 from fp8engine.cli.shared import app
 
 
@@ -12,4 +12,4 @@ def main() -> None:
     app(prog_name="fp8engine")
 
 
-__all__ = ["app", "bench", "compare", "doctor", "export", "inspect", "main", "train"]
+__all__ = ["app", "bench", "compare", "doctor", "export", "inspect", "main", "plan", "train"]

@@ -21,6 +21,12 @@ from fp8engine.errors import ConversionError
 from fp8engine.report.compare import BYTES, Tokens
 
 BYTES_NAME = "bytes"
+# Llama 3 by its published sizes: (hidden size, of the MLP, layers, heads); 8 heads of keys and values.
+LLAMAS = {
+    "llama-3-8b": (4096, 14336, 32, 32),
+    "llama-3-70b": (8192, 28672, 80, 64),
+    "llama-3-405b": (16384, 53248, 126, 128),
+}
 
 
 def load_structure(target: str) -> nn.Module:
@@ -35,6 +41,25 @@ def load_structure(target: str) -> nn.Module:
         transformers, config, kind = _class_of(folder)
         with torch.device("meta"):
             return kind._from_config(config) if kind else transformers.AutoModel.from_config(config)
+
+
+def load_sizes(target: str) -> nn.Module:
+    """As `load_structure`; also a name of LLAMAS, of which no file is needed."""
+    if target not in LLAMAS:
+        return load_structure(target)
+    hidden, mlp, layers, heads = LLAMAS[target]
+    transformers = _transformers()
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
 
 
 def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Tokens, list[str]]:

@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
 from fp8engine.distributed.checkpoint import load, save
-from fp8engine.distributed.fsdp import fsdp
+from fp8engine.distributed.fsdp import fsdp, gather_fp8
 from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
 if TYPE_CHECKING:
     from fp8engine.distributed.experts import ExpertParallel
     from fp8engine.distributed.parallelize import tensor_parallel
+    from fp8engine.distributed.planner import Plan, plan
     from fp8engine.distributed.styles import Colwise, Rowwise
 
 __all__ = [
     "Colwise",
     "ExpertParallel",
+    "Plan",
     "Rowwise",
     "fp8_gradient_hook",
     "fp8_gradients",
     "fsdp",
+    "gather_fp8",
     "load",
+    "plan",
     "reduce_amax",
     "save",
     "tensor_parallel",
@@ -34,7 +38,9 @@ __all__ = [
 LATER = {
     "Colwise": "styles",
     "ExpertParallel": "experts",
+    "Plan": "planner",
     "Rowwise": "styles",
+    "plan": "planner",
     "tensor_parallel": "parallelize",
 }
 

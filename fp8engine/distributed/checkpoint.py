@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +43,8 @@ def save(
 
     others: by name; pass scaling=fe.scaling_state(model), without which predicted scales begin anew.  The first rank's
     state is written, because ranks agree on it: amaxes of activations are joined before (where `fsdp` or `reduce_amax`
-    has named a group).  Raises what torch.distributed.checkpoint raises for a folder that cannot be written.
+    has named a group).  A checkpoint that is there already stays whole until the new one is, and is then replaced.
+    Raises what torch.distributed.checkpoint raises for a folder that cannot be written.
     """
     from torch.distributed import checkpoint
 
@@ -53,7 +56,10 @@ def save(
         written = io.BytesIO()
         torch.save(other.state_dict(), written)
         parts[name] = written.getvalue()  # one value, whatever is in it: the first rank's
-    checkpoint.save(parts, checkpoint_id=path)
+    part = Path(f"{os.fspath(path)}.part")
+    _first_rank(lambda: shutil.rmtree(part, ignore_errors=True))  # of a save that was interrupted
+    checkpoint.save(parts, checkpoint_id=part)
+    _first_rank(lambda: _replace(Path(path), part))
 
 
 def load(
@@ -83,6 +89,23 @@ def load(
         other.load_state_dict(states[name])  # first: it checks before it changes anything
     optimizers = () if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=copies["model"], optim_state_dict=copies.get("optimizer", {}))
+
+
+def _first_rank(action: Callable[[], None]) -> None:
+    """The action on the first rank; the others wait until it is done."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        action()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _replace(path: Path, part: Path) -> None:
+    before = Path(f"{path}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    if path.exists():
+        path.rename(before)
+    part.rename(path)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

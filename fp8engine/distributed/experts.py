@@ -35,6 +35,7 @@ from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.numerics.recipe import MATMULS
+from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import How
 
 BY_ROW = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
@@ -156,11 +157,18 @@ def _own_cast(name: str, plan: CastPlan, has_bias: bool) -> How | None:
 
 
 def _run(exchange: _Exchange, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
-    first, casts = exchange.layers[0], exchange.casts()
-    name = first.numerics.name if first.numerics else "experts"
+    first, slot = exchange.layers[0], None
+    numerics, name = first.numerics, "experts"
+    if numerics is not None:
+        numerics.state.enter()  # a step that begins here may change recipes
+        name = numerics.name
+    casts = exchange.casts()
+    # Under its own cast the layer reads codes, which say no amax; under another it casts, and enters its own scale.
+    if numerics is not None and casts["input"] == numerics.plan.forward[0].how.get(None):
+        slot = numerics.slot("input", record=torch.is_grad_enabled() or in_backward(), count=False)
     kind = f"rows of {x_TK.dtype}, sent as " + ", ".join(f"{key} {how or 'it is'}" for key, how in casts.items())
     route = Route(x_TK, sizes, (first.shape[0], first.shape[2]), exchange.mesh.get_group(), kind, name)
-    rows = ToExperts.apply(x_TK, route, casts["input"], casts["grad_input"])
+    rows = ToExperts.apply(x_TK, route, casts["input"], casts["grad_input"], slot)
     y_RN = local(rows, route.sizes)
     return ToTokens.apply(y_RN, route, casts["output"], casts["grad_output"])  # pyright: ignore[reportReturnType]
 

@@ -70,32 +70,54 @@ def fsdp(
     for block in blocks:
         fully_shard(block, mesh=mesh, **fully_shard_options)
     fully_shard(model, mesh=mesh, **fully_shard_options)
-    shards = mesh if mesh.ndim == 1 else mesh[names[-1]]
-    gather = Gather(model, shards)
-    setattr(model, GATHER, gather)
-    gather.watch(model, layers)
+    gather_fp8(model)
     _join_activations(layers, mesh)
     return model
 
 
+def gather_fp8(model: nn.Module) -> nn.Module:
+    """Gather the weights of a converted model as FP8 codes that other code has sharded by `fully_shard`.
+
+    For Accelerate, torchtitan and scripts that call fully_shard themselves; `fsdp` calls it.  Returns the model.
+    Raises ParallelError for a model that is not converted, not sharded, or gathered so already; and where its weights
+    are sharded over several groups of ranks.  Amaxes of activations are not joined: `reduce_amax` does that.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    here = "fe.distributed.gather_fp8"
+    layers = float8_modules(model)
+    if not layers:
+        raise ParallelError(f"{here}: {type(model).__name__} has no converted layers; call fe.convert first")
+    if any(GATHER in vars(module) for module in model.modules()):
+        raise ParallelError(f"{here}: {type(model).__name__} is gathered in FP8 already: call it, or fsdp, once")
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    parameters = [parameter for module in sharded for parameter in _torch.sharded_parameters(module)]
+    if not parameters:
+        raise ParallelError(f"{here}: fully_shard was called on no part of {type(model).__name__}; call it before")
+    groups = {parameter.shard_mesh_from_root.get_group() for parameter in parameters}
+    if len(groups) > 1:
+        raise ParallelError(f"{here}: weights are sharded over {len(groups)} groups of ranks; one is supported")
+    gather = Gather(parameters)
+    setattr(model, GATHER, gather)
+    gather.watch(model, layers)
+    return model
+
+
 class Gather:
-    """All weights of a model that `fsdp` gathers, and the scales that ranks share.
+    """All weights of a model that are gathered as FP8 codes, and the scales that ranks share.
 
     weights: by layer and parameter.  scales: their table.
     """
 
-    def __init__(self, model: nn.Module, mesh: dist.DeviceMesh):
-        from torch.distributed.fsdp import FSDPModule
-
+    def __init__(self, parameters: list[Any]):
+        mesh = parameters[0].shard_mesh_from_root
         self.scales = WeightScales(mesh.get_group())
         self.weights: list[ShardedWeight] = []
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                for parameter in _torch.sharded_parameters(module):
-                    found = _sharded(parameter, mesh, self.scales)
-                    if found is not None:
-                        found.everything = self.rows
-                        self.weights.append(found)
+        for parameter in parameters:
+            found = _sharded(parameter, mesh, self.scales)
+            if found is not None:
+                found.everything = self.rows
+                self.weights.append(found)
 
     def rows(self) -> dict[Shard, torch.Tensor]:
         """This rank's rows of every weight that is gathered as codes now."""

@@ -13,14 +13,14 @@ import torch
 
 from fp8engine.numerics.cast import PerBlock, PerRow
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How
+from fp8engine.ops.reference import How, Slot
 from fp8engine.ops.tensor import Float8Tensor
 
 E8M0 = torch.float8_e8m0fnu
 
 
-def pack(x_RK: torch.Tensor, how: How) -> torch.Tensor:
-    """Rows as bytes, uint8 [R, K + G].  how: groups of 1 x n or whole rows, scales powers of two.
+def pack(x_RK: torch.Tensor, how: How, slot: Slot | None = None) -> torch.Tensor:
+    """Rows as bytes, uint8 [R, K + G].  how: groups of 1 x n or whole rows, scales powers of two.  slot: of the cast.
 
     >>> pack(torch.tensor([[1.0, -448.0]]), How(torch.float8_e4m3fn, 1, -1, power_of_2=True)).tolist()
     [[56, 254, 127]]
@@ -28,7 +28,7 @@ def pack(x_RK: torch.Tensor, how: How) -> torch.Tensor:
     rows, k = x_RK.shape
     # Long rows as many short ones: a kernel's tile has 32 rows, and there are as few long ones as ranks.
     short = how.cols > 0 and k % how.cols == 0
-    q = casts.quantize(x_RK.detach().reshape(-1, how.cols) if short and k else x_RK.detach(), how)
+    q = casts.quantize(x_RK.detach().reshape(-1, how.cols) if short and k else x_RK.detach(), how, slot)
     codes, scales = q.data.view(torch.uint8), q.scale.to(E8M0).view(torch.uint8)
     return torch.cat([codes.view(rows, k), scales.view(rows, -1) if rows else scales], 1)
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from fp8engine.autograd.groups import Groups
 from fp8engine.distributed.packed import pack, unpack
-from fp8engine.errors import Fp8EngineError, ParallelError, ShapeError
+from fp8engine.errors import ParallelError, ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import PerTensor
-from fp8engine.numerics.formats import Format
+from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How
+from fp8engine.ops.reference import How, Slot
 from fp8engine.ops.reference.scale import scale_factor
 from fp8engine.ops.tensor import Float8Tensor
 
@@ -51,7 +51,7 @@ class Route:
         refused = counts_E.new_zeros(())
         try:
             counts_E, refused = _counted(x_TK, sizes, experts, columns, name)
-        except Fp8EngineError as error:
+        except Exception as error:  # whatever it is, the other ranks wait for the message
             problem, refused = error, refused + 1
         said = torch.stack([refused, refused.new_tensor(zlib.crc32(kind.encode()))]).expand(ranks, LENGTH)
         sent = torch.cat([counts_E.view(ranks, -1), said], 1)
@@ -69,13 +69,16 @@ class Route:
         self.order_R = experts_R.argsort(stable=True)
         self.back_R = self.order_R.argsort()
 
-    def to_experts(self, x_TK: torch.Tensor, how: How | None) -> torch.Tensor:
-        """The rows that this rank's experts have [R, K], sorted by expert; a Float8Tensor where `how` is a cast."""
+    def to_experts(self, x_TK: torch.Tensor, how: How | None, slot: Slot | None = None) -> torch.Tensor:
+        """The rows that this rank's experts have [R, K], sorted by expert; a Float8Tensor where `how` is a cast.
+
+        slot: where the amax of this rank's rows x is entered.
+        """
         if how is None:
             return self._move(x_TK, self.sent, self.received)[self.order_R]
         if how.per_tensor:
-            return self._under_one_scale(x_TK, how)
-        arrived = self._move(pack(x_TK, how), self.sent, self.received)
+            return self._under_one_scale(x_TK, how, slot)
+        arrived = self._move(pack(x_TK, how, slot), self.sent, self.received)
         return unpack(arrived, x_TK.shape[1], how, x_TK.dtype, self.order_R)
 
     def to_tokens(self, y_RN: torch.Tensor, how: How | None) -> torch.Tensor:
@@ -85,12 +88,15 @@ class Route:
         arrived = self._move(pack(y_RN, how)[self.back_R], self.received, self.sent)
         return unpack(arrived, y_RN.shape[1], how, y_RN.dtype).values()
 
-    def _under_one_scale(self, x_TK: torch.Tensor, how: How) -> Float8Tensor:
-        """The same under the scale of all ranks' rows together."""
+    def _under_one_scale(self, x_TK: torch.Tensor, how: How, slot: Slot | None) -> Float8Tensor:
+        """The same under the scale of all ranks' rows together, whose amax is entered."""
         finite = torch.where(torch.isfinite(x_TK), x_TK, 0)
         amax = finite.abs().amax().float() if finite.numel() else finite.new_zeros((), dtype=torch.float32)
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         s = scale_factor(amax.view(1, 1), Format.of(how.dtype).max, how.power_of_2).view(())
+        if slot is not None and slot.record:
+            live_2 = slot.live_2S[:, slot.index]
+            live_2.copy_(torch.stack([torch.maximum(live_2[0], amax), s]))
         codes = casts.encode(x_TK.detach(), how, s).view(torch.uint8)
         codes = self._move(codes, self.sent, self.received)[self.order_R].view(how.dtype)
         return Float8Tensor(codes, torch.ones_like(s) / s, PerTensor(), x_TK.dtype)
@@ -105,13 +111,13 @@ class ToExperts(torch.autograd.Function):
     """`Route.to_experts`; the gradient goes back as `to_tokens`."""
 
     @staticmethod
-    def forward(ctx, x_TK, route: Route, how: How | None, how_back: How | None):
+    def forward(ctx, x_TK, route: Route, how: How | None, how_back: How | None, slot: Slot | None):
         ctx.route, ctx.how_back = route, how_back
-        return route.to_experts(x_TK, how)
+        return route.to_experts(x_TK, how, slot)
 
     @staticmethod
     def backward(ctx, dx_RK):
-        return ctx.route.to_tokens(_plain(dx_RK), ctx.how_back), None, None, None
+        return ctx.route.to_tokens(_plain(dx_RK), ctx.how_back), None, None, None, None
 
 
 class ToTokens(torch.autograd.Function):
@@ -133,6 +139,10 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers of rows, int64 [E] beside x; 1 where they are wrong and only a card knows it, else 0)."""
+    if x_TK.dtype not in FLOATS:
+        raise UnsupportedDtype(
+            f"{name}: input is {x_TK.dtype}; FP8 casts take float32, bfloat16 or float16: convert it"
+        )
     if x_TK.dim() != 2 or x_TK.shape[1] != columns:
         raise ShapeError(f"{name}: input is {list(x_TK.shape)}; want [T, {columns}], the rows of each expert together")
     groups = Groups(sizes, x_TK, experts, name)
@@ -145,7 +155,7 @@ def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.
 
 
 def _check(
-    own: Sequence[int], others: Sequence[Sequence[int]], problem: Fp8EngineError | None, name: str, kind: str
+    own: Sequence[int], others: Sequence[Sequence[int]], problem: Exception | None, name: str, kind: str
 ) -> None:
     """Raise on every rank where one of them refused its input, or differs.  own, others: messages."""
     if problem is not None:

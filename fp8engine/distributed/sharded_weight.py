@@ -11,7 +11,6 @@ Source of the protocol: torch.distributed.fsdp, `fsdp_pre_all_gather` and `fsdp_
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -65,26 +64,26 @@ class ShardedWeight:
 
     def _attach_to(self, rows: torch.Tensor) -> None:
         # A weak reference: a tensor that references itself would be freed by the garbage collector alone.
-        before = functools.partial(self.before_gather, weakref.ref(rows))
-        vars(rows).update(zip(HOOKS, (_Hook(before), _Hook(self.after_gather)), strict=True))
+        me = weakref.ref(rows)
+        vars(rows).update(zip(HOOKS, (_BeforeGather(self, me), _AfterGather(self, me)), strict=True))
         if self.parameter.offload_to_cpu:
-            vars(rows)["to"] = _Hook(functools.partial(self._moved, weakref.ref(rows)))
+            vars(rows)["to"] = _Moved(self, me)
 
-    def _moved(self, rows: weakref.ref[torch.Tensor], *where, **options) -> torch.Tensor:
+    def moved(self, rows: torch.Tensor, *where, **options) -> torch.Tensor:
         """`rows.to(...)` with the hooks, which fully_shard asks of what it has moved to a card."""
-        found = torch.Tensor.to(_alive(rows), *where, **options)
+        found = torch.Tensor.to(rows, *where, **options)
         if HOOKS[0] not in vars(found):
             self._attach_to(found)
         return found
 
-    def before_gather(self, rows: weakref.ref[torch.Tensor], mesh, outer_size, outer_stride, module, mp_policy):
+    def before_gather(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor], tuple | None]:
         """((what this rank sends,), what `after_gather` is told)."""
         if self.why is None or not in_backward():  # a backward gathers as its forward did
             why, before = self.reason(), self.why
             if before is not None and bool(before) != bool(why):
                 _torch.gather_again_as(self.parameter)
             self.why = why
-        mine = self._in_dtype(_alive(rows))
+        mine = self._in_dtype(rows)
         if self.why:
             return (self._padded(mine),), None
         found = self.scales.of(self.shard, self.everything)
@@ -118,19 +117,36 @@ class ShardedWeight:
 
 
 class _Hook:
-    """A function that is the attribute of a tensor, and does not go with it where that is copied or pickled."""
+    """An attribute of a tensor that is called, and does not go with the tensor where that is copied or pickled."""
 
-    def __init__(self, function: Callable):
-        self.__wrapped__ = function  # what inspect.signature reads
+    def __init__(self, weight: ShardedWeight, rows: weakref.ref[torch.Tensor]):
+        self.weight, self.reference = weight, rows
 
-    def __call__(self, *arguments, **options):
-        return self.__wrapped__(*arguments, **options)
+    @property
+    def rows(self) -> torch.Tensor:
+        """The tensor whose attribute it is."""
+        return cast(torch.Tensor, self.reference())
 
     def __deepcopy__(self, memo) -> None:
         return None
 
     def __reduce__(self):
         return str, ()
+
+
+class _BeforeGather(_Hook):
+    def __call__(self, mesh, outer_size, outer_stride, module, mp_policy):  # five parameters, which fully_shard counts
+        return self.weight.before_gather(self.rows)
+
+
+class _AfterGather(_Hook):
+    def __call__(self, outputs, metadata, param_dtype, *, out=None):
+        return self.weight.after_gather(outputs, metadata, param_dtype, out=out)
+
+
+class _Moved(_Hook):
+    def __call__(self, *where, **options):
+        return self.weight.moved(self.rows, *where, **options)
 
 
 def granularity(how: How) -> PerTensor | PerRow | PerBlock:
@@ -140,8 +156,3 @@ def granularity(how: How) -> PerTensor | PerRow | PerBlock:
     if -1 in (how.rows, how.cols):
         return PerRow(-1 if how.cols == -1 else 0)
     return PerBlock(how.rows, how.cols)
-
-
-def _alive(rows: weakref.ref[torch.Tensor]) -> torch.Tensor:
-    """The tensor whose own attribute the caller is."""
-    return cast(torch.Tensor, rows())

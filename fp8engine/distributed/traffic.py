@@ -10,7 +10,7 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communicatio
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 
@@ -30,6 +30,7 @@ class Traffic(_torch.TorchDispatchMode):
     """Counts what this rank's collectives send, inside a `with` block.
 
     bytes, calls: by kind of collective and dtype, as ("all-gather", "uint8").  Reading them waits for nothing.
+    inputs: bytes that each call was given, in order, by the same.
 
     >>> with Traffic() as traffic:
     ...     _ = torch.ones(4) + 1
@@ -41,6 +42,7 @@ class Traffic(_torch.TorchDispatchMode):
         super().__init__()
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.inputs: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -77,6 +79,7 @@ class Traffic(_torch.TorchDispatchMode):
             sent = (ranks - 1) * size // ranks
         self.bytes[key] += sent
         self.calls[key] += 1
+        self.inputs[key].append(size)
 
 
 def _first(given: dict, *names: str) -> list[torch.Tensor]:

@@ -84,7 +84,8 @@ class Float8Experts(Mixin, Float8Module):
         if own._is_expert_parallel:
             raise ParallelError(
                 f"{self.numerics.name}: expert parallelism came after fe.convert; "
-                "distribute the model first: its experts then stay in 16 bits, with the reason in the report"
+                "divide converted experts by fe.distributed.ExpertParallel, or distribute the model first: its experts "
+                "then stay in 16 bits, with the reason in the report"
             )
         tokens, chosen = top_k_index.shape
         ids, order = top_k_index.flatten().sort(stable=True)

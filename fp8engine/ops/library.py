@@ -234,6 +234,8 @@ def _take_column(live, counts, index):
     effect=True,
 )
 def _put_column(live_21, counts_C1, live, counts, index) -> None:
-    live[:, index : index + 1].copy_(live_21)
+    # `.data` has a version counter of its own.  A graph saves the tables for its backward, which writes and reads them
+    # as they are then; with their own counter a write by another block's graph would be autograd's error.
+    live.data[:, index : index + 1].copy_(live_21)
     if not in_backward():
-        counts[:, index : index + 1].copy_(counts_C1)
+        counts.data[:, index : index + 1].copy_(counts_C1)

@@ -141,6 +141,34 @@ def test_blocks_compiled_one_by_one(recipe, where):
     assert same(tables(plain), tables(regional))
 
 
+class Attending(nn.Module):
+    """Attention between two layers, of which each graph saves the tables for its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_MK):
+        q, k, v = self.qkv(x_MK).view(1, len(x_MK), 3, 4, WIDTH // 4).transpose(1, 3).unbind(2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x_MK + self.out(y.transpose(1, 2).reshape(x_MK.shape))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("recipe", cases([("delayed",)], FP8_RECIPES))
+def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe):
+    """The graph of the second block writes the tables that the first one's backward has saved."""
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = converted(nn.Sequential(Attending(), Attending()), recipe)
+        for block in model if compiled else ():
+            block.forward = checkpointed(block.forward)
+            block.compile(fullgraph=True, backend="aot_eager")
+        losses.append(train(model))
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("inside", cases([(True,)], [True, False]))
 def test_auto_decides_alike(inside):

@@ -183,7 +183,9 @@ def test_one_process_without_a_group(tmp_path: Path):
         first["optimizer"].step()
         for parts in (first, second):
             parts["scaling"] = fe.scaling_state(parts["model"])
-        fe.distributed.save(tmp_path / "one", **first)
+        for _ in range(2):  # the second replaces the first
+            fe.distributed.save(tmp_path / "one", **first)
         fe.distributed.load(tmp_path / "one", **second)
     assert torch.equal(first["model"](x), second["model"](x))
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert second["optimizer"].state_dict()["state"][0]["momentum_buffer"].abs().sum() > 0

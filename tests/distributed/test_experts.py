@@ -71,6 +71,13 @@ def others(rank: int, ranks: int, mesh) -> dict:
     model = divided(mesh, Experts("rowwise"))
     again = copy.copy(model)
     plain = step(model, x, dy, sizes)
+    current = divided(mesh, Experts("current"))
+    step(current, x, dy, sizes)
+    amaxes = [fe.scaling_state(layer)["input"].amax.item() for layer in (model.up, current.up)]
+    delayed = divided(mesh, Experts("delayed"), ["input"])
+    for _ in range(2):
+        step(delayed, x, dy, sizes)
+    predicted = fe.scaling_state(delayed.up)["input"]
     model.zero_grad()
     forward = model.forward
     again.forward = lambda x, sizes: checkpoint(forward, x, sizes, use_reentrant=False)
@@ -88,6 +95,8 @@ def others(rank: int, ranks: int, mesh) -> dict:
         "state": {name: tuple(value.shape) for name, value in state.items()},
         "local": {name: tuple(value.to_local().shape) for name, value in state.items()},
         "ready": [layer["input"]["ready"] for layer in report.layers],
+        "amaxes": amaxes,
+        "predicted": (predicted.scale.item(), predicted.history[0].item() / 448),
     }
 
 
@@ -155,6 +164,8 @@ def refusals(rank: int, ranks: int, mesh) -> dict:
         "mesh": said(lambda: divided(flat, Experts("rowwise"))),
         "sum": said(lambda: model(x, wrong)),
         "tensor": said(lambda: model(x, torch.tensor(wrong))),
+        "nothing": said(lambda: model(x, None if rank == 0 else sizes)),
+        "float64": said(lambda: model(x.double() if rank == 0 else x, sizes)),
         "columns": said(lambda: model(x[:, : K - (rank == 0)], sizes)),
         "dtype": said(lambda: model(x.bfloat16() if rank == 0 else x, sizes)),
         "word": said(lambda: fe.distributed.ExpertParallel(fp8=["inputs"])),
@@ -311,6 +322,12 @@ def test_checkpointing_an_overflow_the_state_dict_and_the_report(found: list[dic
         shapes = {"up.weight": (E, H, K), "up.bias": (E, H), "down.weight": (E, K, H)}
         assert other["state"] == shapes, "names and shapes as before"
         assert other["local"] == {name: (E // len(found), *shape[1:]) for name, shape in shapes.items()}
+        of_ranks = [
+            given(r, "uneven")[0].abs().max().item() if len(given(r, "uneven")[0]) else 0 for r in range(len(found))
+        ]
+        assert other["amaxes"] == [of_ranks[rank], max(of_ranks)], "of the rows that it sent; of all ranks' rows"
+        # scale = 1 / RN(MAX / amax): two roundings.  Not a row's scale, which is a power of two
+        assert other["predicted"][0] == pytest.approx(other["predicted"][1], rel=2.0**-22)
         assert other["ready"][0] > 0
         assert other["ready"][1] == 0
 
@@ -357,5 +374,10 @@ def test_what_is_refused_is_refused_on_every_rank(found: list[dict]):
             assert told[key].startswith("ShapeError" if rank == 0 else "ParallelError")
             assert expected.split(".*")[-1] in told[key]
         assert told["tensor"] == told["sum"]
+        for key, own in {
+            "nothing": "TypeError",
+            "float64": "UnsupportedDtype: GroupedLinear: input is torch.float64",
+        }.items():
+            assert told[key].startswith(own if rank == 0 else "ParallelError")
         assert told["dtype"].startswith("ParallelError: GroupedLinear: rows of torch.")
         assert told["after"], "and the next call works"

@@ -32,6 +32,7 @@ ROOMS = (
     "distributed",
     "export",
     "report",
+    "integrations",
     "bench",
     "demo",
     "__init__",

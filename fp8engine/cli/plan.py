@@ -1,0 +1,63 @@
+"""`fp8engine plan`: bytes, memory and predicted time of a sharded training step, on one core and no card."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fp8engine.cli.models import LLAMAS, load_sizes
+from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
+from fp8engine.distributed import plan
+
+NAMES = ", ".join(LLAMAS)
+
+
+@app.command("plan")
+def command(
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {NAMES}.", show_default=False)
+    ],
+    ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
+    tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="all of a card's")] = None,
+    tp: Annotated[int, typer.Option(help="Cards that share each layer (tensor parallel, by formula).")] = 1,
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="Of every layer that can.")] = "rowwise",
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Plan a training step on many cards: what each sends and holds, and the predicted time."""
+    found = plan(load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence).to_dict()
+    if as_json:
+        print_json({"model": target, **found})
+        return
+    screen = console()
+    size = f"{found['parameters'] / 1e9:.2f} B parameters, {ranks} ranks, {tokens} tokens a rank, {found['recipe']}"
+    say(screen, f"{target}: {size}")
+    _show_sizes(screen, "sent by a rank in a step, GB", _sent(found["traffic"]))
+    _show_sizes(screen, "held by a rank, GB", found["memory"])
+    times = table("predicted seconds of a step", ("cluster", "", "compute", "communication", "step", "hides from"))
+    for cluster, ways in found["predicted"].items():
+        for way, seconds in ways.items():
+            cells = (f"{seconds[key]:.3f}" for key in ("compute", "communication", "step"))
+            times.add_row(cluster, way, *cells, f"{seconds['hidden_from_tokens']} tokens a card")
+    screen.print(times)
+    run = " and ".join(map(str, found["blocks_run"]))
+    say(screen, f"bytes: exact, of {run} blocks run, for {found['blocks']}; times: predicted, docs/distributed.md")
+    if tp > 1:
+        say(screen, f"tensor parallel over {tp}: by formula, not run")
+
+
+def _sent(traffic: dict) -> dict[str, dict[str, int]]:
+    """Bytes by way and kind, without the calls."""
+    return {way: {kind: sent["bytes"] for kind, sent in kinds.items()} for way, kinds in traffic.items()}
+
+
+def _show_sizes(screen, title: str, ways: dict[str, dict[str, int]]) -> None:
+    """A row for each kind, a column for each way, and their sums."""
+    shown = table(title, ("", *ways), right=tuple(ways))
+    kinds = dict.fromkeys(kind for sizes in ways.values() for kind in sizes)
+    for kind in kinds:
+        shown.add_row(kind, *(f"{sizes[kind] / 1e9:.3f}" if kind in sizes else "-" for sizes in ways.values()))
+    shown.add_row("sum", *(f"{sum(sizes.values()) / 1e9:.3f}" for sizes in ways.values()), style="bold")
+    screen.print(shown)
