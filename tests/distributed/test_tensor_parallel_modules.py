@@ -198,7 +198,7 @@ def predicted(mesh=None, rank: int = 0) -> list[dict]:
     return steps
 
 
-def decided(mesh, rank: int) -> list[str]:
+def decided(mesh, rank: int) -> list[dict]:
     """What auto decided in six steps; only the last rank's tokens have outliers, which call for other casts."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
