@@ -171,7 +171,7 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(part, whole, group=group)
 
 
-def sharded_parameters(module: nn.Module) -> list[Any]:
+def sharded_parameters(module: Any) -> list[Any]:
     """The FSDPParams, fully_shard's record of each parameter, of a module that it was called on."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or None
@@ -192,7 +192,7 @@ def gather_again_as(parameter: Any) -> None:
 
 def call_first(module: nn.Module, hook: Callable) -> bool:
     """Move a forward pre-hook that a module has before its others; False where it has none such."""
-    hooks = module._forward_pre_hooks
+    hooks: Any = module._forward_pre_hooks  # an OrderedDict
     for key, found in hooks.items():
         if found == hook:
             hooks.move_to_end(key, last=False)

@@ -26,6 +26,8 @@ from fp8engine.errors import ParallelError, ParallelWarning
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.ops.library import in_backward
 
+UNCOMPARED = ("ignored_params", "shard_placement_fn")  # options that are no plain values
+
 
 def fsdp(
     model: nn.Module,
@@ -195,10 +197,12 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
 def _check_alike(model, layers: list[Float8Module], blocks, mesh: dist.DeviceMesh, options: dict) -> None:
     """Raise ParallelError on every rank where ranks were called differently."""
     names = {id(module): name for name, module in model.named_modules()}
+    names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     described = {
         **{f"layer {names[id(layer)]}": (_shapes(layer), str(layer.numerics.recipe.to_json())) for layer in layers},
         **{f"block {names.get(id(block), '?')}": type(block).__name__ for block in blocks},
-        **{f"option {name}": str(value) for name, value in options.items() if not callable(value)},
+        **{f"option {name}": str(value) for name, value in options.items() if name not in UNCOMPARED},
+        "option ignored_params": [names_of[id(parameter)] for parameter in options.get("ignored_params") or ()],
     }
     check_alike("fe.distributed.fsdp", described, _group_of(mesh))
 

@@ -86,7 +86,7 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
     sums: a third result, the sums of x's columns, FP32 [K], which the same read gives.
     """
     if slot is not None and slot.group and how.per_tensor:
-        return joined.cast(lambda *given: cast_transpose(*given, sums), x_MK, how, slot)
+        return joined.cast(lambda *given: cast_transpose(*given, sums), x_MK, how, slot)  # pyright: ignore[reportCallIssue] - a bool fits no overload
     if direct(x_MK):
         found = _cast_transpose(x_MK, how, sums, slot)
     else:

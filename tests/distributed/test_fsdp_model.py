@@ -154,10 +154,38 @@ def counted(rank: int) -> dict:
     return found
 
 
+def sharded_by_others(rank: int) -> dict:
+    """A model that fully_shard was called on, gathered in FP8 afterwards; parameters that are left out."""
+    ours, theirs = net("rowwise"), net("rowwise", shard=False)
+    for block in theirs.blocks:
+        fully_shard(block)
+    fully_shard(theirs)
+    fe.distributed.gather_fp8(theirs)
+    found = {"equal": torch.equal(ours(batch(rank)), theirs(batch(rank)))}
+    found["weights"] = fe.inspect(theirs).totals["gather"]["as_codes"]
+    ignoring = net(shard=False)
+    fe.distributed.fsdp(ignoring, ignored_params={ignoring.last.weight})
+    found["ignored"] = fe.inspect(ignoring).totals["gather"]["weights"]
+    for what, model in (("twice", theirs), ("plain", net(shard=False)), ("not converted", Net(*SIZE))):
+        try:
+            fe.distributed.gather_fp8(model)
+        except fe.errors.ParallelError as error:
+            found[what] = str(error)
+    return found
+
+
 def work(rank: int, ranks: int) -> dict:
     """Everything above, on one rank."""
     warnings.simplefilter("ignore")
-    parts = (plain_parameters, gathered_classes, outside_of_the_root, replaced_tensors, reports, counted)
+    parts = (
+        plain_parameters,
+        gathered_classes,
+        outside_of_the_root,
+        replaced_tensors,
+        reports,
+        counted,
+        sharded_by_others,
+    )
     return {part.__name__: part(rank) for part in parts}
 
 
@@ -209,6 +237,16 @@ def test_the_report_says_how_each_weight_is_gathered(found: list[dict]):
     assert gathers["tied"]["last"] == "high precision: its forward reads the weight in BF16"
     assert gathers["tied"]["blocks.2.down"] == "FP8 codes"
     assert "other modules read the same weight" in text["tied"]
+
+
+@pytest.mark.slow
+def test_what_others_have_sharded_is_gathered_in_fp8(found: list[dict]):
+    for rank in found:
+        mine = rank["sharded_by_others"]
+        assert (mine["equal"], mine["weights"], mine["ignored"]) == (True, 7, 6)
+        assert "is gathered in FP8 already: call it, or fsdp, once" in mine["twice"]
+        assert "fully_shard was called on no part of Net" in mine["plain"]
+        assert "Net has no converted layers; call fe.convert first" in mine["not converted"]
 
 
 @pytest.mark.slow
