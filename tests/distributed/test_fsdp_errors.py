@@ -76,14 +76,15 @@ def plain_model() -> None:
 
 
 def transforms() -> None:
-    block = fe.distributed.fsdp(net()).blocks[0]
+    model: Any = fe.distributed.fsdp(net())
+    block = model.blocks[0]
     block.unshard()
     torch.func.grad(lambda x: block.up(x).sum())(torch.randn(2, 16))
 
 
 def dead_rank() -> None:
     """Rank 1 does not call forward: rank 0 is told so after the group's time limit."""
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=DEAD))
+    group: Any = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=DEAD))
     model = fe.distributed.fsdp(net(), mesh=dist.DeviceMesh.from_group(group, "cpu"))
     if dist.get_rank() == 0:
         model(torch.randn(2, 16))

@@ -161,7 +161,7 @@ def sharded_by_others(rank: int) -> dict:
         fully_shard(block)
     fully_shard(theirs)
     fe.distributed.gather_fp8(theirs)
-    found = {"equal": torch.equal(ours(batch(rank)), theirs(batch(rank)))}
+    found: dict[str, Any] = {"equal": torch.equal(ours(batch(rank)), theirs(batch(rank)))}
     found["weights"] = fe.inspect(theirs).totals["gather"]["as_codes"]
     ignoring = net(shard=False)
     fe.distributed.fsdp(ignoring, ignored_params={ignoring.last.weight})
