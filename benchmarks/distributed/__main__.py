@@ -10,9 +10,15 @@ import sys
 import time
 
 from benchmarks import common
-from benchmarks.distributed import experts, fsdp, gradients, tensor_parallel
+from benchmarks.distributed import experts, fsdp, gradients, plan, tensor_parallel
 
-PARTS = {"fsdp": fsdp, "tensor_parallel": tensor_parallel, "experts": experts, "gradients": gradients}
+PARTS = {
+    "fsdp": fsdp,
+    "tensor_parallel": tensor_parallel,
+    "experts": experts,
+    "gradients": gradients,
+    "plan": plan,
+}
 
 
 def main(names: list[str]) -> None:

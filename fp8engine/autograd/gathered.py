@@ -107,10 +107,9 @@ def why_not(plan: CastPlan) -> str:
         return f"its forward reads the weight in {forward.cast}"
     if not dgrad.fp8:
         return f"its dgrad reads the weight in {dgrad.cast}"
-    if dgrad is forward or plan.weight_serves_both:
-        return ""
     first, second = forward.how[None], dgrad.how[None]
-    if first.dtype == second.dtype and first.power_of_2 and second.power_of_2:
+    one_scale = (first.rows, first.cols) == (second.rows, second.cols) and first.power_of_2 == second.power_of_2
+    if first.dtype == second.dtype and (one_scale or (first.power_of_2 and second.power_of_2)):
         return ""
     return f"its dgrad casts the weight {dgrad.cast}, which its codes {forward.cast} do not give exactly"
 
@@ -129,7 +128,8 @@ def _codes_of(weight):
 )
 def _note_weight(amax, s, size: int, *slot) -> None:
     """Enter a call into a slot: the codes were cast on several ranks, none of which saw the whole weight."""
-    live, counts, index, record, count = slot
+    # As `.data`: a graph may have saved the tables for its backward, which reads other columns of them.
+    live, counts, index, record, count = slot[0].data, slot[1].data, *slot[2:]
     if count and not in_backward():
         counts[0, index] += 1
         counts[1, index] += size

@@ -12,7 +12,7 @@
 Left out, all of which make a step longer: norms, activations and the optimizer, latency, and the first gather and the
 last reduction, which nothing hides.  Compute without them is short, so the batch from which communication is predicted
 to hide is larger than the true one.  Sources: NVIDIA's H100 data sheet (NVLink 900 GB/s in both directions together),
-the DGX H100 user guide (8 x 400 Gb/s), Google Cloud's A3 High machine type (8 x 200 Gb/s for cards).
+the DGX H100 user guide (8 x 400 Gb/s), Google Cloud's A3 Mega machine type (8 x 200 Gb/s for cards).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cluster:
 
 CLUSTERS = (
     Cluster("dgx-h100", 8, 450e9, 50e9),
-    Cluster("a3-high", 8, 450e9, 25e9),
+    Cluster("a3-mega", 8, 450e9, 25e9),
 )
 
 

@@ -239,9 +239,6 @@ class GatherInFP8:
     parallelize: Callable[..., nn.Module]
 
     def __call__(self, model: nn.Module, **options) -> nn.Module:
-        compiling = options.get("compile_config")
-        if compiling is not None and compiling.enable and "model" in compiling.components:
-            raise ParallelError("fp8_gather: torch.compile does not trace layers whose weights arrive as FP8 codes")
         return gather_fp8(self.parallelize(model, **options))
 
 

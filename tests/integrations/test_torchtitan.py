@@ -216,17 +216,6 @@ def test_dtensors_are_refused_by_name(debug_model):
         model.parallelize(types.SimpleNamespace(spmd_backend="partial_dtensor", tp_enabled=True))
 
 
-def test_fp8_gather_under_torch_compile_is_refused():
-    import types
-
-    from fp8engine.errors import ParallelError
-    from fp8engine.integrations.torchtitan import GatherInFP8
-
-    compiling = types.SimpleNamespace(enable=True, components=["model", "loss"])
-    with pytest.raises(ParallelError, match=r"fp8_gather: torch\.compile"):
-        GatherInFP8(lambda model, **_: model)(torch.nn.Linear(2, 2), compile_config=compiling)
-
-
 def test_another_checkpoint_manager_is_refused():
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.models.llama3.config_registry import llama3_debugmodel

@@ -1,0 +1,110 @@
+"""A weight that arrives as codes: what its layer reads in each direction, and what enters its slot."""
+
+import math
+
+import pytest
+import torch
+
+import fp8engine as fe
+from fp8engine.autograd.gathered import GatheredWeight, for_dgrad, for_forward, why_not
+from fp8engine.autograd.numerics import plan
+from fp8engine.distributed.sharded_weight import granularity
+from fp8engine.errors import ParallelError
+from fp8engine.numerics.recipe import Cast, PerRow, PerTensor, Recipe, resolve
+from fp8engine.ops import casts
+from fp8engine.scaling.table import ScalingState
+
+N, K = 129, 333
+ROW = Cast(fe.E4M3, PerRow())
+
+
+def gathered(weight_NK: torch.Tensor, recipe: Recipe) -> GatheredWeight:
+    """The weight as ranks would have cast it."""
+    how = plan(recipe).forward[1].how[None]
+    q = casts.quantize(weight_NK, how._replace(delayed=False))
+    found = GatheredWeight(q.data, q.scale, granularity(how), weight_NK.dtype)
+    found.power_of_2, found.layer = how.power_of_2, "up"
+    found.amax, found.s = weight_NK.abs().max(), (1 / q.scale).min()
+    return found
+
+
+def slot_of(recipe: Recipe, record: bool = True):
+    """The weight's slot of a fresh table, and the table."""
+    state = ScalingState([("up", recipe)])
+    return state.slot(1, record, record), state
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "rowwise_gw_hp", "blockwise"])
+def test_both_directions_read_what_a_cast_of_the_weight_gives(recipe: str):
+    """Per column from the row codes: the same but for elements that are subnormal in one of the casts; 0.01 dB."""
+    torch.manual_seed(0)
+    weight, chosen = torch.randn(N, K) * 2.0 ** torch.randint(-4, 4, (N, 1)), resolve(recipe)
+    forward, dgrad = plan(chosen).forward[1], plan(chosen).dgrad[1]
+    slot, _ = slot_of(chosen)
+    codes = gathered(weight, chosen)
+    a, direct = for_forward(codes, forward, slot), casts.quantize(weight, forward.how[None])
+    assert torch.equal(a.data.view(torch.uint8), direct.data.view(torch.uint8))
+    assert torch.equal(a.scale, direct.scale)
+    errors = []
+    for b in (for_dgrad(codes, forward, dgrad, slot), casts.quantize(weight, dgrad.how[None])):
+        values = fe.Float8Tensor(b.data, b.scale, granularity(dgrad.how[None]), torch.float32).values()
+        errors.append(10 * math.log10(weight.square().sum() / (values - weight).square().sum()))
+    assert abs(errors[0] - errors[1]) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (resolve("bf16"), "its forward reads the weight in BF16"),
+        (resolve("delayed"), ""),
+        (resolve("blockwise"), ""),
+        (
+            Recipe(
+                name="dgrad in 16 bits",
+                input=Cast(fe.E4M3),
+                weight=Cast(fe.E4M3),
+                weight_for_dgrad=Cast(fe.BF16),
+                grad_output=Cast(fe.BF16),
+                input_for_wgrad=Cast(fe.BF16),
+            ),
+            "its dgrad reads the weight in BF16",
+        ),
+        (
+            Recipe(name="any scale", weight=ROW, input=ROW, grad_output=ROW),
+            "its dgrad casts the weight E4M3 per column, which its codes E4M3 per row do not give exactly",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_why_a_weight_is_gathered_in_high_precision(recipe: Recipe, why: str):
+    assert why_not(plan(recipe)) == why
+
+
+def test_a_call_enters_the_slot_as_a_cast_does():
+    """Calls, elements, amax and s; the versions of the tables stay, which a graph's backward compares."""
+    weight, recipe = torch.randn(N, K), resolve("current")
+    (ours, state), (theirs, other) = slot_of(recipe), slot_of(recipe)
+    versions = state.live_2S._version, state.counts_CS._version
+    for_forward(gathered(weight, recipe), plan(recipe).forward[1], ours)
+    casts.quantize(weight, plan(recipe).forward[1].how[None], theirs)
+    assert torch.equal(state.live_2S, other.live_2S)
+    assert state.counts_CS[:2, 1].tolist() == [1, N * K]
+    assert (state.live_2S._version, state.counts_CS._version) == versions
+
+
+def test_a_recipe_that_changed_after_the_gather_is_an_error():
+    recipe = resolve("rowwise")
+    slot, _ = slot_of(recipe)
+    message = "up: its weight was gathered as E4M3 codes per tensor, and its recipe now casts E4M3 per row"
+    with pytest.raises(ParallelError, match=message):
+        for_forward(gathered(torch.randn(N, K), resolve("current")), plan(recipe).forward[1], slot)
+
+
+def test_views_that_fully_shard_makes_keep_the_codes():
+    weight = gathered(torch.randn(N, K), resolve("rowwise"))
+    parameter = torch.nn.Parameter(torch.as_strided(weight, (N, K), (K, 1), 0))
+    assert type(parameter) is GatheredWeight
+    assert parameter.layer == "up"
+    assert parameter.t().granularity == PerRow(0)
+    assert type(parameter * 2) is torch.Tensor, "other code computes on the values"
+    assert gathered(torch.randn(N, K), resolve("current")).granularity == PerTensor()
