@@ -21,7 +21,7 @@ from fp8engine.distributed.agree import check_alike
 from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.gathers import GATHER
 from fp8engine.distributed.sharded_weight import ShardedWeight
-from fp8engine.distributed.weight_scales import Shard, WeightScales
+from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
 from fp8engine.errors import ParallelError, ParallelWarning
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.ops.library import in_backward
@@ -113,7 +113,7 @@ class Gather:
 
     def __init__(self, parameters: list[Any]):
         mesh = parameters[0].shard_mesh_from_root
-        self.scales = WeightScales(mesh.get_group())
+        self.scales = WeightScales(mesh.get_group(), parameters[0].device)
         self.weights: list[ShardedWeight] = []
         for parameter in parameters:
             found = _sharded(parameter, mesh, self.scales)
@@ -121,8 +121,8 @@ class Gather:
                 found.everything = self.rows
                 self.weights.append(found)
 
-    def rows(self) -> dict[Shard, torch.Tensor]:
-        """This rank's rows of every weight that is gathered as codes now."""
+    def rows(self) -> Rows:
+        """What gives this rank's rows, of every weight that is gathered as codes now."""
         return {weight.shard: weight.rows for weight in self.weights if not weight.reason()}
 
     def watch(self, model: nn.Module, layers: list[Float8Module]) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from fp8engine import _torch
 from fp8engine.autograd.gathered import GatheredWeight, why_not
-from fp8engine.distributed.weight_scales import Shard, WeightScales
+from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
 from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
 from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import How
@@ -37,10 +37,9 @@ class ShardedWeight:
 
     def __init__(self, parameter: Any, shard: Shard, scales: WeightScales, fixed: str = ""):
         self.parameter, self.shard, self.scales, self.fixed = parameter, shard, scales, fixed
-        self.everything: Callable[[], dict[Shard, torch.Tensor]] = dict
+        self.everything: Callable[[], Rows] = dict
         self.why: str | None = None
 
-    @property
     def rows(self) -> torch.Tensor:
         """This rank's rows as they would be gathered in high precision, on the device of the computation."""
         rows = _torch.local_tensor(self.parameter.sharded_param).detach()

@@ -61,9 +61,10 @@ class Shard:
     def amax(self, rows: torch.Tensor) -> torch.Tensor:
         """max |w| of every group that these rows [R, K] have a part of, FP32 [groups down, groups across]."""
         padded = self._from_whole_group(rows)
-        found = largest(padded, self.how)
-        if type(rows) is torch.Tensor and rows.device.type == "cpu" and bool(torch.isfinite(found).all()):
-            return found  # elsewhere the host would wait for the answer
+        if type(rows) is torch.Tensor and rows.device.type == "cpu":  # elsewhere the host would wait for the answer
+            found = largest(padded, self.how)
+            if bool(torch.isfinite(found).all()):
+                return found
         return largest(torch.nan_to_num(padded, 0.0, 0.0, 0.0), self.how)
 
     def encode(self, rows: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,10 @@ class Shard:
         return torch.nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
 
 
+# For each weight that is gathered as codes, what gives this rank's rows in the dtype that they are gathered from.
+Rows = dict[Shard, Callable[[], torch.Tensor]]
+
+
 @dataclass(eq=False)
 class Scales:
     """One weight's part of the table: amax of the whole weight, factor and scale of each group."""
@@ -95,18 +100,18 @@ class Scales:
 class WeightScales:
     """Scales of all sharded weights of a model.
 
-    group: the ranks that share a weight.  joins: how often amaxes were joined.
+    group: the ranks that share a weight.  device: where they compute.  joins: how often amaxes were joined.
     current: whether a forward of the root, which has joined, is under way.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
         self.joins = 0
         self.current = False
         self.found: dict[Shard, Scales] = {}
         self._rules: tuple[tuple, _Rules] | None = None
 
-    def of(self, shard: Shard, everything: Callable[[], dict[Shard, torch.Tensor]]) -> Scales:
+    def of(self, shard: Shard, everything: Callable[[], Rows]) -> Scales:
         """A weight's scales; joined anew where no forward of the root has done it under the layer's recipe of now.
 
         everything: gives the rows of each weight that is gathered as codes, for a gather outside of the root's forward
@@ -119,17 +124,17 @@ class WeightScales:
         return self.found[shard]
 
     @torch.no_grad()
-    def join(self, everything: dict[Shard, torch.Tensor]) -> None:
-        """Measure the rows of every weight, in the dtype that they are gathered from, and join the amaxes."""
+    def join(self, everything: Rows) -> None:
+        """Measure the rows of every weight, one weight after the other, and join the amaxes."""
         self.found = {}
         if not everything:
             return
         shards = list(everything)
-        rules = self._rules_of(shards, next(iter(everything.values())).device)
+        rules = self._rules_of(shards)
         table = torch.zeros(sum(rules.sizes), dtype=torch.float32, device=rules.most.device)
         parts = table.split(rules.sizes)
-        for (shard, rows), part in zip(everything.items(), parts, strict=True):
-            if rows.numel():
+        for (shard, rows_of), part in zip(everything.items(), parts, strict=True):
+            if (rows := rows_of()).numel():
                 mine, start = shard.amax(rows), shard.first_group
                 part.view(shard.groups)[start : start + len(mine)] = mine
         self._reduce(table)
@@ -141,13 +146,13 @@ class WeightScales:
             amax, factor, inverse, smallest = mine
             shape = shard.how.scale_shape(*shard.shape)
             plan = shard.numerics.plan
-            self.found[shard] = Scales(plan, amax.max(), smallest, factor.view(shape), inverse.view(shape))
+            self.found[shard] = Scales(plan, _one(amax, torch.max), smallest, factor.view(shape), inverse.view(shape))
 
-    def _rules_of(self, shards: list[Shard], device: torch.device) -> _Rules:
+    def _rules_of(self, shards: list[Shard]) -> _Rules:
         """Made once for the recipes of now: nothing is copied to a card in later steps."""
-        key = (*shards, *(shard.numerics.plan for shard in shards), device)
+        key = (*shards, *(shard.numerics.plan for shard in shards))
         if self._rules is None or self._rules[0] != key:
-            self._rules = key, _Rules(shards, device)
+            self._rules = key, _Rules(shards, self.device)
         return self._rules[1]
 
     def _reduce(self, table: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -162,6 +167,11 @@ class WeightScales:
                 f"init_process_group), or has died: {error}"
             ) from error
         return table
+
+
+def _one(numbers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The numbers reduced to one []; without a launch where there is one already."""
+    return numbers.view(()) if len(numbers) == 1 else reduce(numbers)
 
 
 class _Rules:
@@ -188,7 +198,7 @@ class _Rules:
         """(s of every group, the smallest s of each weight or NaN where the layer's slot predicts it)."""
         s = torch.where(amax > 0, self.most / amax, 1.0).clamp_(max=FP32_MAX)
         s = torch.where(self.power_of_2, floor_power_of_2(s), s)
-        smallest = [part.min() for part in s.split(self.sizes)]
+        smallest = [_one(part, torch.min) for part in s.split(self.sizes)]
         for i, at, shard in self.delayed:
             state, column = shard.numerics.state, len(ROLES) * shard.numerics.layer + ROLES.index("weight")
             predicted = state.live_2S[1, column]
