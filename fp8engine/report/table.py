@@ -108,7 +108,7 @@ class Report:
 
     def _gather(self) -> list[str]:
         """What fully_shard's gathers of weights send, and what they would send as codes."""
-        sums = self.totals["gather"]
+        sums = self.totals.get("gather")  # a report that 0.1 has pickled has none
         if sums is None:
             return []
         sent, plain, codes = (
@@ -120,7 +120,7 @@ class Report:
                 f"fe.distributed.fsdp would send {codes}"
             ]
         line = f"{sums['as_codes']} of {sums['weights']} sharded weights are gathered as FP8 codes: a rank sends {sent}"
-        why = sorted({layer["gather"] for layer in self.layers if layer["gather"].startswith("high")})
+        why = sorted({layer["gather"] for layer in self.layers if layer.get("gather", "").startswith("high")})
         return [f"{line} to gather all, {plain} in high precision", *(f"gathered in {each}" for each in why)]
 
     def _summary(self) -> list[str]:

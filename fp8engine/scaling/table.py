@@ -178,6 +178,8 @@ class ScalingState:
         if "clock" in state:  # pickled by 0.1
             state = renamed(state, RENAMED)
             state["controller"] = getattr(state["on_step"], "__self__", None)
+        if "groups" not in state:  # pickled before layers could be divided over ranks
+            state = {**state, "gathered": SharedInput(), "groups": {}, "divided": ""}
         self.__dict__.update(state)
         self._see_on_host()
 
