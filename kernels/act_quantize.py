@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums
 from fp8engine.kernels.epilogue import activate
+from fp8engine.kernels.launch import MULTIPLE
 from fp8engine.kernels.produce import GROUP_COLUMNS, Target, begin, cannot_store, end, nothing_seen, programs, put
 
 FUNCTIONS = {
@@ -171,7 +172,7 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to) -> tuple:
     m, k = x_MK.shape
     n = k // 2 if kind in GATED else k
     by_row = to.how is not None and (to.how.rows, to.how.cols) == (1, -1) and not to.transposed and n <= WIDEST_ROW
-    tile = _row_tile(n) if by_row else _tile(to)
+    tile = _row_tile(n) if by_row else _tile(to, n)
     target = Target((m, n), x_MK.dtype, x_MK.device, to, tile.n if by_row else 0)
     if target.elements == 0:
         return target.empty()
@@ -189,7 +190,7 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to) -> tuple:
 def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to) -> tuple:
     """(dx, dx transposed where asked, dbias in FP32), as the twin's ActGradients.  Ask `unsupported` first."""
     (m, k), n = x_MK.shape, dy_MN.shape[1]
-    tile = _tile(to)
+    tile = _tile(to, n)
     target = Target((m, k), x_MK.dtype, x_MK.device, to, 0)
     if target.elements == 0:
         return *target.empty(), torch.zeros(k, dtype=torch.float32, device=x_MK.device)
@@ -209,9 +210,11 @@ def _by_128(to) -> bool:
     return to.how is not None and to.how.cols == GROUP_COLUMNS
 
 
-def _tile(to) -> Tile:
-    """16 elements a thread."""
-    return Tile(32, GROUP_COLUMNS, 8) if _by_128(to) else Tile(64, 64, 8)
+def _tile(to, n: int) -> Tile:
+    """16 elements a thread; 8 of rows that are read and written element by element."""
+    if _by_128(to):
+        return Tile(32, GROUP_COLUMNS, 8)
+    return Tile(64, 16, 4) if n % MULTIPLE else Tile(64, 64, 8)
 
 
 def _row_tile(n: int) -> Tile:

@@ -19,7 +19,9 @@ TRANSPOSED = "transposed"  # rows contiguous: box [BLOCK_K, BLOCK_ROWS], turned 
 
 THREADS = 32  # of a warp
 MOST_STRIDE = 1 << 23  # tiles are up to 256 wide: offsets inside one stay below 2^31
-TMA_ALIGNMENT = 16  # bytes: base address and every stride but the last (CUDA driver API, cuTensorMapEncodeTiled)
+ALIGNMENT = 16  # bytes: TMA's of base and strides (CUDA driver API, cuTensorMapEncodeTiled), and of a wide load
+MULTIPLE = 16  # what Triton tells its compiler about a size: whether this divides it
+PIECE = 16  # sums a thread: with 32 beside 64 or 128 that wait for their turn, `make codegen` sees spills
 PRETEND_PROCESSORS = 4  # grid of a persistent kernel where there is no card: small, so that its outer loop loops
 
 _DTYPES = {
@@ -62,7 +64,7 @@ def describable(x: torch.Tensor) -> bool:
         and rows > 0
         and columns > 0
         and stride >= columns  # an expanded or sliding view is read by pointers
-        and (x.data_ptr() | stride * x.itemsize) % TMA_ALIGNMENT == 0  # a power of two: both are multiples of it
+        and (x.data_ptr() | stride * x.itemsize) % ALIGNMENT == 0  # a power of two: both are multiples of it
         and rows < 1 << 31
         and columns < 1 << 31
     )
@@ -97,10 +99,16 @@ def stages(config, y_MN: torch.Tensor) -> int:
     return config.stages - 1 if y_MN.dtype == torch.float32 and config.block_n > 128 else config.stages
 
 
-def parts(config, epilogue) -> int:
-    """Into how many pieces a tile is cut for the epilogue: four where it needs registers beside 128 sums a thread."""
+def parts(config, epilogue, y_MN: torch.Tensor) -> int:
+    """Into how many pieces a tile is cut for the epilogue.
+
+    Four where it needs registers beside 128 sums a thread.  PIECE sums a thread where y is written by pointers and its
+    width is not known to be a multiple of 16: every element then has a store, an address and a mask of its own.
+    """
     sums = config.block_m * config.block_n // (THREADS * config.warps)
     rich = epilogue.activation != "none" or epilogue.amax is not None or epilogue.counts is not None
+    if not writable(y_MN, config) and y_MN.shape[1] % MULTIPLE:
+        return max(config.parts, sums // PIECE)
     return 4 if sums >= 128 and rich else config.parts
 
 

@@ -7,7 +7,9 @@ the promotion, which costs one multiply-add an element where promoting alone cos
 A scale covers `rows` rows of its operand: one per row (1), or one for a tile's 128 (128), read as one number where the
 tile does not cross a block.  Tiles are 128 wide at most: a second accumulator of 128x256 would spill.
 
-Cost: 2 M N K operations, and 2 M N K / 128 outside of the Tensor Core.  Twin: fp8engine/ops/reference/matmul.py.
+Cost: 2 M N K operations, and 2 M N K / 128 outside of the Tensor Core, which waits for them: all warps multiply, then
+all scale.  So at most 64 % of its rate with 128x128 scales of b, 49 % with 1x128 (`make codegen`, column ceiling).
+Twin: fp8engine/ops/reference/matmul.py.
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3 (fine-grained quantisation, increased accumulation precision).
 """
 
@@ -115,7 +117,7 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
     if config is None:
         config = pick("matmul_block", capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
     load = "descriptor" if config.descriptors else "pointer"
-    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue)
+    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
     _matmul_block_kernel[persistent_grid(m, n, config, y_MN.device)](
         reader(a.data, load, config.block_m, a.cols), reader(b.data, load, config.block_n, a.cols),
         a.scale, b.scale, epilogue.bias_N, epilogue.scale,  # inputs

@@ -94,7 +94,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config
     if config is None:
         config = pick("matmul_fp16", capability(y_MN.device), m, n, POINTER not in loads)
     load_a, load_b = loads if config.descriptors else (POINTER, POINTER)
-    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue)
+    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
     _matmul_fp16_kernel[persistent_grid(m, n, config, y_MN.device)](
         reader(a_MK, load_a, config.block_m, config.block_k), reader(b_NK, load_b, config.block_n, config.block_k),
         epilogue.bias_N, epilogue.scale,  # inputs

@@ -24,7 +24,7 @@ for one warpgroup; Triton puts a barrier of all eight warps before the one threa
 (tests/ops/test_kernels_gluon.py looks for it).  Two products are in flight at a time, so that STAGES is at least 2.
 
 Cost: 2 M N K operations and, from L2, (BLOCK_M + BLOCK_N) * BLOCK_K bytes for every BLOCK_M * BLOCK_N * BLOCK_K
-multiply-adds; 47 instructions a BLOCK_K.  It cannot be interpreted: its twin on a card is kernels/matmul_fp8.py, whose
+multiply-adds; 50 instructions a BLOCK_K.  It cannot be interpreted: its twin on a card is kernels/matmul_fp8.py, whose
 sums and roundings come in the same order, and whatever it lacks (`unsupported`) is left to that one.
 Sources: PTX ISA, mbarrier, cp.async.bulk.tensor and wgmma; CUTLASS's warp-specialised persistent cooperative kernels;
 DeepSeek-V3, arXiv 2412.19437, section 3.3.2, for the accumulator's width and its remedy.
@@ -107,7 +107,10 @@ def _produce(
 @gluon.jit
 def _sum_fast(acc_MN, a_ring, b_ring, full, empty, slot, parity, K, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """sum_k a b^T in the Tensor Core's accumulator; the next slot and its parity."""
-    before = slot
+    # A value of its own.  Triton carries a name through a loop if its visit of the body leaves another value in it;
+    # `before = slot` here and in the body would both be slot's value ahead of the loop: a deadlock for K > 2 BLOCK_K.
+    # tests/house/test_loop_carried.py looks for such aliases.
+    before = slot + 0
     for k in range(0, K, BLOCK_K):
         acc_MN = _multiply(a_ring, b_ring, full, slot, parity, acc_MN, k > 0)  # at 0 the sum starts
         # All but the newest product are done, so the one before it has read its slot.

@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums
+from fp8engine.kernels.launch import MULTIPLE, describable
 from fp8engine.kernels.produce import Target, begin, cannot_store, end, nothing_seen, programs, put
 
 KINDS = ("rms", "layer")
 WIDEST = 16384  # columns that 16 warps hold, 32 FP32 elements a thread
+WIDEST_ODD = 4096  # of rows read and written element by element, each with an address and a mask of its own
 WIDEST_WITH_SUMS = 4096  # with sums for dw and db, and dy, beside them
 NARROWEST = 128  # a group of columns
 ELEMENTS = 2048  # of a tile of narrow rows
@@ -69,8 +71,9 @@ def _norm_kernel(
     s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
     seen = nothing_seen()
     columns = tl.arange(0, BLOCK_K)
-    # Addresses computed before the loop take registers; twice as wide rows leave none for computing them inside.
-    HERE: tl.constexpr = BLOCK_K <= 8192
+    # Addresses computed before the loop take registers; with means, twice as wide rows leave none for computing them
+    # inside.
+    HERE: tl.constexpr = BLOCK_K <= 8192 or not LAYER
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=HERE):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -184,6 +187,8 @@ def unsupported(shape: tuple[int, int], norm, to) -> str | None:
         return f"no norm {norm.kind!r}"
     if shape[1] > WIDEST:
         return f"rows of {shape[1]} columns; a program holds {WIDEST}"
+    if shape[1] > WIDEST_ODD and shape[1] % MULTIPLE:
+        return f"rows of {shape[1]} columns, no multiple of {MULTIPLE}; of such a program holds {WIDEST_ODD}"
     if to.transposed:
         return "a program of a norm never holds two rows: transpose its codes, or quantise FP32 both ways"
     return cannot_store(to)
@@ -197,6 +202,7 @@ def norm_quantize(
     x_MK: FP32, BF16 or FP16, any strides.  norm, to: the reference's Norm and Store.
     """
     m, k = x_MK.shape
+    x_MK = _readable(x_MK)
     rows, width, warps = _tile(k)
     target = Target((m, k), x_MK.dtype, x_MK.device, to, width)
     rstd_M = torch.empty(m, dtype=torch.float32, device=x_MK.device)
@@ -222,6 +228,7 @@ def norm_quantize_backward(
     rows: rstd_M and mean_M of forward.  norm, to: the reference's Norm and Store.
     """
     m, k = x_MK.shape
+    dy_MK, x_MK = _readable(dy_MK), _readable(x_MK)
     height, width, warps = _tile(k)
     target = Target((m, k), x_MK.dtype, x_MK.device, to, width)
     dtype = x_MK.dtype if weight_K is None else weight_K.dtype
@@ -254,6 +261,12 @@ def norm_quantize_backward(
 
 def _stride(x_K: torch.Tensor | None) -> int:
     return 1 if x_K is None else x_K.stride(0)
+
+
+def _readable(x_MK: torch.Tensor) -> torch.Tensor:
+    """x, copied where its rows are wide and would be read element by element."""
+    wide = x_MK.shape[0] and x_MK.shape[1] > WIDEST_ODD
+    return x_MK.clone(memory_format=torch.contiguous_format) if wide and not describable(x_MK) else x_MK
 
 
 def _tile(k: int) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.epilogue import SATURATES
-from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.launch import ALIGNMENT, MULTIPLE, processors, triton_dtype
 from fp8engine.kernels.quantize_groups import quantize_groups
 from fp8engine.kernels.rounding import largest
 from fp8engine.kernels.scaling import (
@@ -45,6 +45,7 @@ PROGRAMS_PER_PROCESSOR = 4  # of 8 warps: 32 KiB of 16-bit loads on their way: 4
 MOST_PROGRAMS = tl.constexpr(1024)  # whose partial results a program of the second launch reads at once
 # Tiles: rows, columns, warps; 16 elements a thread, 32 and their counts take more registers than four programs have.
 FLAT = (1, 4096, 8)  # of a contiguous tensor
+FLAT_ODD = (1, 2048, 8)  # whose elements are read and written one by one
 STRIDED = (64, 64, 8)  # and with a transposed copy
 
 
@@ -199,7 +200,7 @@ def quantize_tensor(
     strides = x_MK.stride()
     if not transposed and x_MK.is_contiguous():
         m, k, strides = 1, m * k, (m * k, 1)
-        block_m, block_k, warps = FLAT
+        block_m, block_k, warps = _flat(x_MK)
     tiles = math.ceil(m / block_m) * math.ceil(k / block_k)
     grid = (min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value),)
     parts_PK = partial_sums(x_MK, block_m) if sums else None
@@ -234,7 +235,7 @@ def quantize_given(x_MK: torch.Tensor, how, s: torch.Tensor) -> torch.Tensor:
     (block_m, block_k, warps), strides = STRIDED, x_MK.stride()
     if how.per_tensor and x_MK.is_contiguous():
         m, k, strides = 1, m * k, (m * k, 1)
-        block_m, block_k, warps = FLAT
+        block_m, block_k, warps = _flat(x_MK)
     _given_kernel[(math.ceil(m / block_m) * math.ceil(k / block_k),)](
         x_MK, s,  # inputs
         q_MK,  # output
@@ -243,3 +244,8 @@ def quantize_given(x_MK: torch.Tensor, how, s: torch.Tensor) -> torch.Tensor:
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     return q_MK
+
+
+def _flat(x_MK: torch.Tensor) -> tuple[int, int, int]:
+    wide = x_MK.numel() % MULTIPLE == 0 and x_MK.data_ptr() % ALIGNMENT == 0
+    return FLAT if wide else FLAT_ODD

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
-from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
 from fp8engine.kernels.scaling import (
     WORK,
     finish,
@@ -36,6 +36,8 @@ from fp8engine.kernels.tile import load_tile, store_tile
 
 WIDEST = 16384  # columns of a row that 16 warps hold in registers, 32 a thread
 NARROWEST = 16  # columns of a tile: an FP8 vector of 16 bytes
+SMALL = 32  # rows of a piece
+SMALLEST = 16  # where x is read element by element: of 128 columns and 16 warps, 4 a thread
 WARPS_PER_PROCESSOR = 32  # half of what fits: registers for a tile of 32 to 64 elements a thread
 
 
@@ -113,6 +115,46 @@ def _group(
     return flushed, nonfinite, peak(amax), -peak(tl.where(inside, -s, float("-inf")))
 
 
+@triton.jit
+def _group_in_pieces(
+    x, q, scale, sums, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """As `_group`, PIECE of a group's rows at a time, which are read for the amax and, from cache, once more.
+
+    strides: of x, which for q^T has its rows and columns exchanged.  sums: None, or the sums of each row of x.
+    """
+    GROUPS: tl.constexpr = BLOCK_K // COLS
+    flushed = 0
+    nonfinite = 0
+    amax = 0.0
+    least = float("inf")
+    for group in tl.range(0, BLOCK_M // ROWS, disable_licm=True):
+        top = tl.zeros((1, GROUPS), tl.float32)
+        for part in tl.range(0, ROWS // PIECE, disable_licm=True):
+            first = row + group * ROWS + part * PIECE
+            x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
+            if sums is not None:
+                store_column_sums(sums, x_MK.T, column // BLOCK_K, first, M)
+            top = tl.maximum(top, _amax(x_MK, PIECE, COLS))
+        s = scale_factor(top, DTYPE, POWER_OF_2)
+        for part in tl.range(0, ROWS // PIECE, disable_licm=True):
+            first = row + group * ROWS + part * PIECE
+            x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
+            codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, COUNT)
+            store_tile(q, codes_MK, first, column, M, K, False)
+            flushed += lost
+            nonfinite += bad
+        down = row // ROWS + group + tl.arange(0, 1)[:, None]
+        beside = column // COLS + tl.arange(0, GROUPS)[None, :]
+        inside = (down * ROWS < M) & (beside * COLS < K)
+        tl.store(scale + (tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside), scale_of(s), mask=inside)
+        amax = tl.maximum(amax, peak(top))
+        least = tl.minimum(least, -peak(tl.where(inside, -s, float("-inf"))))
+    return flushed, nonfinite, amax, least
+
+
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _short_kernel(
     x,
@@ -126,7 +168,7 @@ def _short_kernel(
 
     sums: None, or, beside q_t, FP32 [tiles down, K]: the sums of each tile's columns.
     PIECE: rows of a tile that are cast at a time, and columns for q_t: more would be spilled, as would be addresses
-    computed before the loop (disable_licm).
+    computed before the loop (disable_licm).  A piece may be less than a group where x is read element by element.
     """
     flushed = 0
     nonfinite = 0
@@ -135,23 +177,40 @@ def _short_kernel(
     tiles_across = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_across, tl.num_programs(0)):
         row, column = tile // tiles_across * BLOCK_M, tile % tiles_across * BLOCK_K
-        for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
-            first = row + part * PIECE
-            x_MK = load_tile(x, first, column, M, K, (stride_m, stride_k), PIECE, BLOCK_K, "pointer").to(tl.float32)
-            lost, bad, top, s = _group(
-                x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, False
+        if PIECE < ROWS:
+            lost, bad, top, s = _group_in_pieces(
+                x, q, scale, None, row, column, M, K, (stride_m, stride_k),
+                DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, BLOCK_M, BLOCK_K, PIECE,
             )  # fmt: skip
             flushed += lost
             nonfinite += bad
             amax = tl.maximum(amax, top)
             least = tl.minimum(least, s)
-        if q_t is not None:
-            for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
-                first = column + part * PIECE  # read again, from L1
-                x_MK = load_tile(x, row, first, M, K, (stride_m, stride_k), BLOCK_M, PIECE, "pointer").to(tl.float32)
-                if sums is not None:
-                    store_column_sums(sums, x_MK, tile // tiles_across, first, K)
-                _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, False, True)
+            if q_t is not None:
+                _group_in_pieces(
+                    x, q_t, scale_t, sums, column, row, K, M, (stride_k, stride_m),
+                    DTYPE, POWER_OF_2, ROWS, COLS, False, BLOCK_K, BLOCK_M, PIECE,
+                )  # fmt: skip
+        else:
+            for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
+                first = row + part * PIECE
+                x_MK = load_tile(x, first, column, M, K, (stride_m, stride_k), PIECE, BLOCK_K, "pointer").to(tl.float32)
+                lost, bad, top, s = _group(
+                    x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, False
+                )  # fmt: skip
+                flushed += lost
+                nonfinite += bad
+                amax = tl.maximum(amax, top)
+                least = tl.minimum(least, s)
+            if q_t is not None:
+                for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
+                    first = column + part * PIECE  # read again, from L1
+                    x_MK = load_tile(x, row, first, M, K, (stride_m, stride_k), BLOCK_M, PIECE, "pointer").to(
+                        tl.float32
+                    )
+                    if sums is not None:
+                        store_column_sums(sums, x_MK, tile // tiles_across, first, K)
+                    _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, False, True)
     if COUNT or RECORD:
         elements = tl.cast(M, tl.int64) * K
         finish(
@@ -275,7 +334,9 @@ def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool 
         _line_cast_kernel[(programs,)](*by_amax, BY_ROW=how.cols == -1, **constants)
     else:
         cols = tile.block_k if how.cols == -1 else how.cols
-        piece = max(how.rows, 32) if transposed else tile.block_m
+        piece = max(how.rows, SMALL) if transposed else tile.block_m
+        if how.rows > SMALL and not _wide(x_MK, transposed):
+            piece = SMALLEST
         given = x_MK, *results, parts_PK, *tables, *sizes
         _short_kernel[(programs,)](*given, ROWS=how.rows, COLS=cols, PIECE=piece, **constants)
     return *results, None if parts_PK is None else column_sums(parts_PK, torch.float32)
@@ -289,6 +350,12 @@ def _short_tile(how, k: int, transposed: bool) -> Tile:
     if transposed:
         return Tile(128, 128, 8 if how.rows <= 32 else 16)
     return Tile(32, max(how.cols, 128), 8) if how.rows <= 32 else Tile(128, max(how.cols, 64), 16)
+
+
+def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:
+    """Whether x is read, and what comes of it written, 16 elements at a time."""
+    m, k = x_MK.shape
+    return describable(x_MK) and k % MULTIPLE == 0 and (not transposed or m % MULTIPLE == 0)
 
 
 def _results(rows: int, columns: int, how, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

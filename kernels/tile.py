@@ -58,20 +58,16 @@ def store_tile(y, value, row, column, M, N, BY_DESCRIPTOR: tl.constexpr):
 
 @triton.jit
 def pieces(x_MN, PARTS: tl.constexpr):
-    """A tile cut into 1, 2 or 4 equal runs of columns, left to right.
+    """A tile cut into 1, 2, 4 ... equal runs of columns, left to right.
 
     A tile stored in pieces needs less shared memory and fewer registers: 128x256 BF16 in one piece beside four stages
     of operands would take 262,176 bytes, and an H100 has 232,448.
     """
     if PARTS == 1:
         return (x_MN,)
-    elif PARTS == 2:
-        return _halves(x_MN)
     else:
         left, right = _halves(x_MN)
-        first, second = _halves(left)
-        third, fourth = _halves(right)
-        return first, second, third, fourth
+        return pieces(left, PARTS // 2) + pieces(right, PARTS // 2)
 
 
 @triton.jit

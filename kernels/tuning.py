@@ -9,6 +9,9 @@ The shape classes follow from how many tiles there are to share among the multip
     small      fewer: narrow tiles, so that most multiprocessors have one
     unaligned  operands that no tensor descriptor can describe, any size
 
+A card gets the rows of the newest architecture that is not newer than itself, and of these a configuration that fits
+into its shared memory: of the shape's class, else of a smaller one, else of an older architecture.
+
 A configuration carries `ratio`: torch's time over this kernel's, measured on the card that `source` names; null where
 nobody has measured it.  Whoever chooses between this kernel and torch's takes ours from 1.0 on, and never on a null.
 """
@@ -29,6 +32,14 @@ CLASSES = ("large", "medium", "small", UNALIGNED)
 ARCHITECTURES = (90, 89, 80)
 # sm_120 and sm_121 are newer than Hopper, and multiply as Ada does: mma.sync, 101,376 bytes of shared memory a program.
 AS_ADA = 12
+# Bytes of shared memory that a program may have, by capability.  Source: CUDA C++ programming guide, technical
+# specifications per compute capability.  A card that is not listed is taken for one of those with the least.
+SHARED_MEMORY = {
+    **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 101_376),
+    **dict.fromkeys([(8, 0), (8, 7)], 166_912),
+    **dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 232_448),
+}
+BARRIERS = 1024  # bytes beside the tiles: barriers, scales of one step, alignment
 
 
 class Config(NamedTuple):
@@ -70,12 +81,31 @@ def shape_class(m: int, n: int, aligned: bool = True) -> str:
     return "small"
 
 
+def shared_memory(operation: str, config: Config) -> int:
+    """Bytes of shared memory that a program takes at most, whatever its epilogue (tests: never less than compiled).
+
+    With descriptors, all stages of both operands and a piece of the result, of 16 bits or, with `launch.stages`, FP32.
+    Without, the operands' memory is used again for the result.
+
+    >>> shared_memory("matmul_fp8", Config(128, 256, 128, stages=4, parts=2))
+    230400
+    """
+    width = 2 if operation == "matmul_fp16" else 1
+    stage = (config.block_m + config.block_n) * config.block_k * width
+    elements = config.block_m * config.block_n // config.parts
+    if not config.descriptors:
+        return max(config.stages * stage, 4 * elements) + BARRIERS
+    fewer = config.stages - 1 if config.block_n > 128 else config.stages
+    return max(config.stages * stage + 2 * elements, fewer * stage + 4 * elements) + BARRIERS
+
+
 def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: bool = True) -> Config:
-    """The configuration of the newest tabulated architecture that is not newer than the card: same answer every time.
+    """The configuration for an M x N result on a card: the same answer every time.
 
     A card of capability 12.x gets sm_89's.
     operation: a key of the table.  capability: (major, minor).  aligned: whether descriptors can be used.
-    Raises LookupError for an operation or a card older than any in the table.
+    Raises LookupError for an operation or a card older than any in the table, or if no configuration fits into its
+    shared memory.
 
     >>> pick("matmul_fp8", (9, 0), 8192, 8192).block_n
     256
@@ -86,7 +116,18 @@ def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: b
     known = [arch for arch in ARCHITECTURES if f"sm_{arch}" in rows and arch <= newest]
     if not known:
         raise LookupError(f"{operation} has no configuration for sm_{architecture}")
-    return rows[f"sm_{max(known)}"][shape_class(m, n, aligned)]
+    wanted, limit = shape_class(m, n, aligned), SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
+    classes = [wanted] if wanted == UNALIGNED else CLASSES[CLASSES.index(wanted) : -1]
+    candidates = [rows[f"sm_{arch}"][name] for arch in known for name in classes]
+    for config in candidates:
+        if shared_memory(operation, config) <= limit:
+            return config
+    needs, least = min((shared_memory(operation, config), config) for config in candidates)
+    raise LookupError(
+        f"{operation} needs at least {needs} bytes of shared memory (as {least}), and a program on sm_{architecture} "
+        f"may have {limit}: use fe.backend('cublas') or fe.backend('reference'), or add a smaller configuration to "
+        f"kernels/{TABLE.name}"
+    )
 
 
 @functools.cache

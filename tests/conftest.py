@@ -13,11 +13,19 @@ if importlib.util.find_spec("hypothesis"):  # a GPU machine may lack it, and its
     settings.register_profile("ci", deadline=None, derandomize=True)
     settings.load_profile("ci" if os.environ.get("CI") else "desk")
 
-# Kernels are interpreted in a process of their own (`make test` starts it), and a card's tests are collected on a card.
+# Kernels are interpreted in a process of their own (`make test` starts it), a card's tests are collected on a card, and
+# torchtitan's where it is installed.
 collect_ignore = [
     *([] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]),
     *([] if torch.cuda.is_available() else ["gpu"]),
+    *([] if importlib.util.find_spec("torchtitan") else ["integrations"]),  # `make titan` has it
 ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make emulated` gives it."""
+    parser.addoption("--whole", action="store_true", help="tests/emulated: every case under every seed, and more cases")
+
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     torch.set_num_threads(1)

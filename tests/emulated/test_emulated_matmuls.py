@@ -1,0 +1,76 @@
+"""Every committed configuration of every matmul, from its PTX: several tiles, K beyond the pipeline, ragged edges.
+
+Operands are small integers under power-of-two scales, whose products and sums are exact in any order: bit for bit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
+from benchmarks.machine_code.launches import GLUON
+from fp8engine.kernels.matmul_block import matmul_block
+from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.tuning import Config, table
+from fp8engine.numerics.formats import E4M3, E5M2
+from fp8engine.ops import reference
+from fp8engine.ops.reference import Epilogue
+
+CPU = torch.device("cpu")
+K = 784  # six blocks of 128 and one of 16: more than a pipeline of four stages, an odd number, and a ragged one
+
+
+def committed() -> list:
+    """(operation, architecture, configuration), each configuration once."""
+    rows = {
+        (operation, int(arch.removeprefix("sm_")), config._replace(ratio=None))
+        for operation, cards in table().items()
+        for arch, configs in cards.items()
+        for config in configs.values()
+    }
+    rows |= {
+        ("matmul_fp8_promoted" if name == "promoted" else "matmul_fp8", 90, config) for name, config in GLUON.items()
+    }
+    return [
+        pytest.param(*row, id=f"{row[0]} sm_{row[1]} {row[2]}")
+        for row in sorted(rows, key=lambda row: (-row[1], str(row)))
+    ]
+
+
+def sizes(config: Config) -> tuple[int, int, int]:
+    """(m, n, k) of 3 x 2 tiles on 4 programs, the last ones of 9 rows and 16 columns; odd where nothing is aligned."""
+    odd = 0 if config.descriptors else 1
+    return 2 * config.block_m + 9, config.block_n + 16 + odd, K + odd
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "architecture", "config"), committed())
+def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card):
+    m, n, k = sizes(config)
+    card(architecture)
+    if operation == "matmul_fp16":
+        a, b = (torch.randint(-2, 3, (rows, k)).bfloat16() for rows in (m, n))
+        found = matmul_fp16(a, b, Epilogue(None, torch.float32), config)
+        assert differs(found, (a.double() @ b.double().t()).float()) is None
+    elif operation == "matmul_block":
+        for rows in (1, 128):
+            a, b = in_blocks(CPU, m, k, 1), in_blocks(CPU, n, k, rows)
+            found = matmul_block(a, b, Epilogue(None, torch.float32), config)
+            assert differs(found, exact(a, b, None)) is None
+    else:
+        promoted = operation.endswith("promoted")
+        a, b = integers(CPU, m, k, E5M2, by_row=True), integers(CPU, n, k, E4M3, by_row=False)
+        bias_N = torch.randint(-3, 4, (n,)).bfloat16()
+        found = matmul_fp8(a, b, Epilogue(bias_N), promoted, config)
+        assert differs(found, exact(a, b, bias_N).bfloat16()) is None
+        ends = [
+            Epilogue(None, E4M3.dtype, "relu", torch.tensor(0.125), torch.full((1,), -1.0), counts(CPU)) for _ in "ab"
+        ]
+        found, wanted = matmul_fp8(a, b, ends[0], promoted, config), reference.finish(exact(a, b, None), ends[1])
+        assert differs(found.float(), wanted.float()) is None
+        for ours, twins in zip(ends[0][4:], ends[1][4:], strict=True):
+            assert ours is not None
+            assert twins is not None
+            assert ours.tolist() == twins.tolist()

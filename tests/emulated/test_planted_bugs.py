@@ -1,0 +1,260 @@
+"""Bugs that others had in kernels for Hopper, planted in ours: the emulated card names each, or the result is wrong.
+
+In machine code: the PTX of a matmul of three stages is edited.  In a source: a copy of a kernel's file is edited.
+"""
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from emulator.card import emulated
+from emulator.faults import Deadlock, Fault, OutOfBounds, Race
+from triton import knobs
+from triton.backends.nvidia.compiler import CUDABackend
+
+from benchmarks.checks.operands import differs, exact, integers
+from fp8engine.kernels import tile as sound_tile
+from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul_gluon import matmul_gluon
+from fp8engine.kernels.tuning import Config
+from fp8engine.numerics.formats import E4M3
+from fp8engine.ops.reference import Epilogue
+
+CPU = torch.device("cpu")
+KERNELS = Path(__file__).parents[2] / "kernels"
+M, N = 150, 136
+SMALL = Config(64, 64, 64, group_m=2, warps=4, stages=3)  # nine tiles for four programs
+WIDE = Config(128, 128, 128, group_m=2, warps=8, stages=3, parts=2, kernel="gluon")
+K = {SMALL: 640, WIDE: 1408}  # ten and eleven blocks: more than stages, and an odd number where two go together
+
+
+class Bug(NamedTuple):
+    """old, new: of the text, old a pattern in machine code.  fault, words: what the emulated card says."""
+
+    what: str
+    old: str
+    new: str
+    fault: type[Fault]
+    words: str
+
+
+MACHINE_CODE = [
+    Bug("no fence before a TMA store", r"fence\.proxy\.async\.shared::cta;", "", Race, "read by TMA.*fence"),
+    Bug(
+        "no barrier before a TMA store",
+        r"(fence\.proxy\.async\.shared::cta;\s+// end inline asm\s+)bar\.sync \t0;",
+        r"\1",
+        Race,
+        "read by TMA",
+    ),
+    Bug(
+        "staging is written while TMA reads it",
+        r"cp\.async\.bulk\.wait_group\.read \t0;",
+        "",
+        Race,
+        "write is not ordered after the last asynchronous read",
+    ),
+    Bug(
+        "the phase of a round is never turned",
+        r"xor\.b32 \t(%r\d+), \1, %r\d+;",
+        r"mov.b32 \1, \1;",
+        Fault,
+        "mbarrier|read by TMA or wgmma",
+    ),
+    Bug(
+        "half of a slot's bytes are expected",
+        r"(expect_tx\S+ _, \[%r\d+\]), 8192",
+        r"\1, 4096",
+        Race,
+        "read by TMA or wgmma",
+    ),
+    Bug("twice a slot's bytes are expected", r"(expect_tx\S+ _, \[%r\d+\]), 8192", r"\1, 16384", Deadlock, "mbarrier"),
+    Bug(
+        "an mbarrier counts an arrival that nobody makes",
+        r"(mbarrier\.init\S+ \[%r\d+\]), 1;",
+        r"\1, 2;",
+        Deadlock,
+        "mbarrier",
+    ),
+    Bug(
+        "a slot is read before it is full",
+        r"mbarrier\.try_wait\.parity[^;]*;\s+@!complete bra\.uni waitLoop;",
+        "",
+        Race,
+        "read by TMA or wgmma",
+    ),
+    Bug(
+        "a slot is filled while a product reads it",
+        r"wgmma\.wait_group\.sync\.aligned 1",
+        "wgmma.wait_group.sync.aligned 2",
+        Race,
+        "write by TMA",
+    ),
+    Bug(
+        "sums are used before they are done",
+        r"wgmma\.wait_group\.sync\.aligned 0",
+        "wgmma.wait_group.sync.aligned 1",
+        Fault,
+        "before the wgmma",
+    ),
+]
+GLUON = [
+    Bug("the slot before is an alias of the slot", "before = slot + 0", "before = slot", Deadlock, "mbarrier"),
+    Bug("a round's parity never changes", "parity ^ around.to(gl.int32)", "parity", Fault, "mbarrier|write by TMA"),
+    Bug("the producer waits for what nobody gave back", "parity ^ 1)", "parity)", Deadlock, "mbarrier"),
+    Bug(
+        "the bytes of one tile are expected for two",
+        "(BLOCK_M + BLOCK_N) * BLOCK_K)",
+        "BLOCK_M * BLOCK_K)",
+        Race,
+        "read by TMA or wgmma",
+    ),
+    Bug(
+        "no fence before a TMA store",
+        "fence_async_shared()  # what was written",
+        "# what was written",
+        Race,
+        "read by TMA.*fence",
+    ),
+    Bug(
+        "staging is written while TMA reads it",
+        "tma.store_wait(0)  # TMA has read",
+        "# TMA has read",
+        Race,
+        "write is not ordered after the last asynchronous read",
+    ),
+    Bug(
+        "the program ends while TMA reads its memory",
+        "tma.store_wait(0)  # shared memory",
+        "# shared memory",
+        Fault,
+        "no thread had waited for its last TMA store",
+    ),
+    Bug(
+        "a slot is given back before its product is done",
+        "empty.index(before), count=1, pred=k > 0)",
+        "empty.index(slot), count=1)",
+        Fault,
+        "mbarrier|write by TMA",
+    ),
+]
+
+
+def product(matmul: Callable, config: Config, promoted: bool = False) -> bool:
+    """Whether a matmul of small integers, whose sums are exact in any order, is right to the bit."""
+    a, b = (integers(CPU, rows, K[config], E4M3, by_row=True) for rows in (M, N))
+    found = matmul(a, b, Epilogue(), promoted, config)
+    return differs(found, exact(a, b, None).bfloat16()) is None
+
+
+@contextlib.contextmanager
+def machine_code(folder: Path, old: str, new: str | Callable[[re.Match[str]], str], seed: int | None) -> Iterator[None]:
+    """The emulated card with every kernel's PTX edited, and a folder for what is compiled: no other test sees it."""
+
+    def edited(self, ptx: str, *rest) -> bytes:
+        found, times = re.subn(old, new, ptx)
+        assert times, f"not in the PTX: {old}"
+        return found.encode()
+
+    with emulated(seed=seed), knobs.cache.scope(), mock.patch.object(CUDABackend, "make_cubin", edited):
+        knobs.cache.dir = str(folder)
+        yield
+
+
+def source(folder: Path, name: str, old: str, new: str) -> ModuleType:
+    """A copy of kernels/<name>.py with `new` for `old`, imported."""
+    text = (KERNELS / f"{name}.py").read_text()
+    assert text.count(old) == 1, old
+    path = folder / f"{name}_with_a_bug.py"
+    path.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("bug", MACHINE_CODE, ids=lambda bug: bug.what)
+def test_a_bug_in_machine_code_is_named(bug: Bug, tmp_path: Path, schedule: int):
+    with machine_code(tmp_path, bug.old, bug.new, schedule), pytest.raises(bug.fault, match=bug.words):
+        product(matmul_fp8, SMALL)
+
+
+def test_a_swapped_swizzle_multiplies_other_elements(tmp_path: Path, schedule: int):
+    # Bits 62 and 63 of a wgmma descriptor: 2 is a swizzle of 64 bytes, as the box has it, 3 of 32 (PTX ISA, wgmma).
+    descriptor = r"-(92233718994158223\d\d)"
+    for added, right in ((0, True), (1 << 62, False)):
+        folder = tmp_path / str(added)
+        with machine_code(folder, descriptor, lambda found, added=added: str(added - int(found[1])), schedule):
+            assert product(matmul_fp8, SMALL) == right
+
+
+@pytest.mark.parametrize("bug", GLUON, ids=lambda bug: bug.what)
+def test_a_bug_in_the_warp_specialised_matmul_is_named(bug: Bug, tmp_path: Path, schedule: int):
+    module = source(tmp_path, "matmul_gluon", bug.old, bug.new)
+    with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
+        product(module.matmul_gluon, WIDE)
+
+
+@pytest.mark.parametrize("promoted", [False, True])
+def test_without_a_bug_the_warp_specialised_matmul_is_right(promoted: bool, schedule: int):
+    with emulated(seed=schedule):
+        assert product(matmul_gluon, WIDE, promoted)
+
+
+def test_a_block_that_is_loaded_and_not_multiplied_is_named(tmp_path: Path, schedule: int):
+    module = source(tmp_path, "matmul_gluon", "if blocks % 2 == 1:", "if blocks % 2 == 2:")
+    with emulated(seed=schedule), pytest.raises(Fault, match="no thread had waited for its last TMA load"):
+        product(module.matmul_gluon, WIDE, promoted=True)
+
+
+class Beyond:
+    """A tensor as a launch takes it, whose address is that of an element `before` its first."""
+
+    def __init__(self, tensor: torch.Tensor, before: int):
+        self.tensor, self.before, self.dtype = tensor, before, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.before * self.tensor.itemsize
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.tensor.untyped_storage()
+
+
+def copied(tile: ModuleType, seed: int) -> bool:
+    """Whether a tile of a matrix with rows at 2^31 and beyond is copied, by a kernel that uses that module."""
+
+    @triton.jit
+    def kernel(x, y, row, M, N, SIZE: tl.constexpr):
+        tile.store_tile(y, tile.load_tile(x, row, 0, M, N, (N, 1), SIZE, SIZE, "pointer"), row, 0, M, N, False)
+
+    size, row, columns = 4, 1 << 11, 1 << 20
+    x, y = torch.randn(size, columns), torch.zeros(size, columns)
+    with emulated(seed=seed):
+        kernel[(1,)](Beyond(x, row * columns), Beyond(y, row * columns), row, row + size, columns, SIZE=16)  # pyright: ignore[reportArgumentType]
+    return torch.equal(y[:, :16], x[:, :16]) and not y[:, 16:].any()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.cast(row, tl.int64) * strides[0]", "row * strides[0]"),
+        ("tl.cast(row, tl.int64) * N + column", "row * N + column"),
+        ("(down < ROWS - row)", "(down <= ROWS - row)"),
+        ("(down < M - row)", "(down <= M - row)"),
+    ],
+)
+def test_an_offset_that_overflows_and_a_mask_beyond_the_last_row_leave_their_allocation(old, new, tmp_path, schedule):
+    assert copied(sound_tile, schedule)
+    with pytest.raises(OutOfBounds, match="beyond its allocation"):
+        copied(source(tmp_path, "tile", old, new), schedule)

@@ -1,0 +1,229 @@
+"""Instructions that access memory: loads, stores, atomics, cp.async, TMA, mbarriers, fences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from emulator import arithmetic, tma
+from emulator.arithmetic import Execute, rule, unknown
+from emulator.faults import UnknownInstruction
+from emulator.numbers import TYPES, UNSIGNED, Array, size_of
+from emulator.order import WARP
+from emulator.reader import Instruction, Program
+from emulator.registers import Mask, pointer, reader, several, writer
+
+if TYPE_CHECKING:
+    from emulator.cta import Cta
+
+VECTOR = re.compile(r"v(\d)")
+BOX = re.compile(r"\[\s*(%\w+)\s*,\s*\{(.*)\}\s*\]")
+ATOMICS: dict[str, Callable[[Array, Array], Array]] = {
+    "add": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "or": np.bitwise_or,
+    "and": np.bitwise_and,
+    "xor": np.bitwise_xor,
+    "exch": lambda old, new: new,
+}
+
+
+def _lanes(mask: Mask) -> tuple[Array, Array]:
+    """(the lanes that execute, the warp of each)."""
+    lanes = np.flatnonzero(mask.lanes)
+    return lanes, lanes // WARP
+
+
+@rule("ld")
+def _load(program: Program, ins: Instruction) -> Execute:
+    space = ins.opcode[1]
+    if space == "param":
+        return arithmetic.parameter(program, ins)
+    if space not in ("global", "shared", "shared::cta"):
+        raise unknown(ins)
+    names, size = several(ins.operands[0]), size_of(ins.type)
+    address, writes = pointer(program, ins.operands[1]), [writer(program, name) for name in names]
+    dtype = TYPES[ins.type] if ins.type.startswith("s") else UNSIGNED[size]
+    whole = size * len(names)
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        lanes, warps = _lanes(mask)
+        addresses = np.broadcast_to(address(cta), cta.threads)[lanes]
+        if space == "global":
+            data = cta.memory.load(addresses, whole, warps, cta.order)
+        else:
+            data = cta.shared.read(cta.shared.place(addresses, whole), warps)
+        parts = np.zeros((cta.threads, len(names)), dtype)
+        parts[lanes] = np.ascontiguousarray(data).view(dtype)
+        for place, write in enumerate(writes):
+            write(cta, mask, parts[:, place].copy())
+
+    return execute
+
+
+@rule("st")
+def _store(program: Program, ins: Instruction) -> Execute:
+    space = ins.opcode[1]
+    if space not in ("global", "shared", "shared::cta"):
+        raise unknown(ins)
+    size = size_of(ins.type)
+    address = pointer(program, ins.operands[0])
+    reads = [reader(program, name, f"b{8 * size}") for name in several(ins.operands[1])]
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        lanes, warps = _lanes(mask)
+        addresses = np.broadcast_to(address(cta), cta.threads)[lanes]
+        values = np.stack([np.broadcast_to(read(cta), cta.threads)[lanes] for read in reads], 1)
+        data = np.ascontiguousarray(values).view(np.uint8)
+        if space == "global":
+            cta.memory.store(addresses, data, warps, cta.order)
+        else:
+            cta.shared.write(cta.shared.place(addresses, data.shape[1]), data, warps)
+
+    return execute
+
+
+@rule("atom", "red")
+def _atomic(program: Program, ins: Instruction) -> Execute:
+    """One lane after the other, in the order of the lanes."""
+    name, kind = ins.opcode[-2:]
+    if ins.opcode[1] != "global" or name not in ATOMICS or kind not in TYPES:
+        raise unknown(ins)
+    gives = ins.opcode[0] == "atom"
+    to, place, what = ins.operands if gives else ("_", *ins.operands)
+    address, read, write = pointer(program, place), reader(program, what, kind), writer(program, to)
+    ordered, dtype = "relaxed" not in ins.opcode, TYPES[kind]
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        addresses, values = (np.broadcast_to(each(cta), cta.threads) for each in (address, read))
+        before = np.zeros(cta.threads, dtype)
+        for lane in np.flatnonzero(mask.lanes).tolist():
+            where = int(addresses[lane])
+            allocation, index = cta.memory.atomic(where, size_of(kind), lane // WARP, cta.order, ordered)
+            cell = allocation.bytes[index[0]].view(dtype)
+            before[lane] = cell[0]
+            allocation.bytes[index[0]] = ATOMICS[name](cell, values[lane : lane + 1]).astype(dtype).view(np.uint8)
+        write(cta, mask, before)
+
+    return execute
+
+
+@rule("cp")
+def _copy(program: Program, ins: Instruction) -> Execute:
+    words = ins.opcode
+    if words[:3] == ("cp", "async", "bulk"):
+        if "tensor" in words:
+            return _bulk(program, ins)
+        if words[3] == "commit_group":
+            return lambda cta, mask: cta.commit_stores(_lanes(mask)[1])
+        if words[3] == "wait_group":
+            pending = int(ins.operands[0])
+            return lambda cta, mask: cta.wait_stores(np.unique(_lanes(mask)[1]), pending)
+    elif words[2] in ("ca", "cg"):
+        return _copy_async(program, ins)
+    elif words[2] == "commit_group":
+        return lambda cta, mask: cta.commit_copies(np.unique(_lanes(mask)[1]))
+    elif words[2] == "wait_group":
+        pending = int(ins.operands[0])
+        return lambda cta, mask: cta.wait_copies(np.unique(_lanes(mask)[1]), pending)
+    raise unknown(ins)
+
+
+def _copy_async(program: Program, ins: Instruction) -> Execute:
+    """cp.async of sm_80: 4 to 16 bytes a lane, those beyond the source's size as zeros."""
+    target, source = pointer(program, ins.operands[0]), pointer(program, ins.operands[1])
+    size = int(ins.operands[2], 0)
+    given = reader(program, ins.operands[3], "u32") if len(ins.operands) > 3 else None
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        lanes, warps = _lanes(mask)
+        to, of = (np.broadcast_to(each(cta), cta.threads)[lanes] for each in (target, source))
+        sizes = np.full(len(lanes), size) if given is None else np.broadcast_to(given(cta), cta.threads)[lanes]
+        if not np.isin(sizes, (0, size)).all():
+            raise UnknownInstruction("cp.async of a part of its bytes")
+        data, some = np.zeros((len(lanes), size), np.uint8), sizes > 0
+        if some.any():
+            data[some] = cta.memory.load(of[some], size, warps[some], cta.order)
+        cta.copy(cta.shared.place(to, size), data, warps)
+
+    return execute
+
+
+def _bulk(program: Program, ins: Instruction) -> Execute:
+    if "2d" not in ins.opcode:
+        raise unknown(ins)
+    loading = "mbarrier::complete_tx::bytes" in ".".join(ins.opcode)
+    box = BOX.match(ins.operands[1 if loading else 0])
+    if box is None:
+        raise unknown(ins)
+    of_map = reader(program, box[1], "b64")
+    corner = [reader(program, part.strip(), "s32") for part in box[2].split(",")]
+    place = pointer(program, ins.operands[0 if loading else 1])
+    barrier = pointer(program, ins.operands[2]) if loading else None
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        for lane in np.flatnonzero(mask.lanes).tolist():
+            at = [int(np.broadcast_to(read(cta), cta.threads)[lane]) for read in (of_map, *corner, place)]
+            tensor_map = cta.launch.map_at(at[0])
+            if barrier is not None:
+                mbarrier = int(np.broadcast_to(barrier(cta), cta.threads)[lane])
+                tma.begin_load(cta, lane, tensor_map, (at[1], at[2]), at[3], mbarrier)
+            else:
+                tma.begin_store(cta, lane, tensor_map, (at[1], at[2]), at[3])
+
+    return execute
+
+
+@rule("mbarrier")
+def _mbarrier(program: Program, ins: Instruction) -> Execute:
+    """All but the wait, which is the scheduler's (cta.py)."""
+    what = ins.opcode[1]
+    place = next(operand for operand in ins.operands if operand.startswith("["))
+    address = pointer(program, place)
+    rest = ins.operands[ins.operands.index(place) + 1 :]
+    number = reader(program, rest[0], "u32") if rest else None
+    if what not in ("init", "inval", "arrive", "expect_tx"):
+        raise unknown(ins)
+    announces = "expect_tx" in ins.opcode
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        for lane in np.flatnonzero(mask.lanes).tolist():
+            where, warp = int(np.broadcast_to(address(cta), cta.threads)[lane]), lane // WARP
+            value = 1 if number is None else int(np.broadcast_to(number(cta), cta.threads)[lane])
+            if what == "init":
+                cta.mbarriers.init(where, value, warp)
+            elif what == "inval":
+                cta.mbarriers.invalidate(where, warp)
+            else:
+                barrier = cta.mbarriers.at(where, warp)
+                if announces:
+                    barrier.expect(value)
+                if what == "arrive":
+                    barrier.arrive(1 if announces else value, cta.order.release(np.array([warp])))
+
+    return execute
+
+
+@rule("fence")
+def _fence(program: Program, ins: Instruction) -> Execute:
+    if ins.opcode[1:3] == ("proxy", "async"):
+        return lambda cta, mask: cta.order.fence_proxy(np.unique(_lanes(mask)[1]))
+    if ins.opcode[1] in ("mbarrier_init", "acq_rel", "sc"):
+        return lambda cta, mask: None  # orders nothing by itself: what it is for is judged where the orders meet
+    raise unknown(ins)
+
+
+@rule("createpolicy")
+def _policy(program: Program, ins: Instruction) -> Execute:
+    """A hint for the cache, which the emulated card has not."""
+    write = writer(program, ins.operands[0])
+    return lambda cta, mask: write(cta, mask, np.zeros(1, np.uint64))
+
+
+@rule("setmaxnreg", "griddepcontrol", "prefetch", "membar", "nanosleep")
+def _no_effect(program: Program, ins: Instruction) -> Execute:
+    return lambda cta, mask: None
