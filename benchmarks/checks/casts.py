@@ -58,18 +58,25 @@ def casts(where: torch.device, shape: tuple[int, int]) -> str | None:
         for (rows, cols, delayed), format in itertools.product(groups, (E4M3, E5M2)):
             how = How(format, rows, cols, format == E4M3, delayed)
             for predicted in (0.0, 2.0**-6, 2.0**6) if delayed else (0.0,):
-                found = _cast(where, "triton", x, how, predicted)
-                wanted = _cast(where, "reference", x, how, predicted)
-                for name, ours, twins in zip(CAST, found, wanted, strict=True):
-                    if wrong := differs(ours, twins):
-                        return f"{how} of {dtype}, predicted {predicted}, not finite {bad}, {name}: {wrong}"
+                if wrong := compare_casts(where, x, how, predicted):
+                    return f"{how} of {dtype}, predicted {predicted}, not finite {bad}, {wrong}"
+    return None
+
+
+def compare_casts(where: torch.device, x: torch.Tensor, how: How, predicted: float = 0.0) -> str | None:
+    """One cast, alone and with its transpose.  predicted: the scale that delayed scaling knows, 0 for none."""
+    both = (cast_results(where, name, x, how, predicted) for name in ("triton", "reference"))
+    for name, ours, twins in zip(CAST, *both, strict=True):
+        if wrong := differs(ours, twins):
+            return f"{name}: {wrong}"
     return None
 
 
 CAST = ("codes", "scales", "codes of the transpose", "scale of the transpose", "live", "counts")
 
 
-def _cast(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: float) -> list[torch.Tensor]:
+def cast_results(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: float) -> list[torch.Tensor]:
+    """What a backend makes of x, in the order of CAST.  predicted: the scale's prediction, where `how` is delayed."""
     live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
     slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
     with backend(name), torch.no_grad():
@@ -95,19 +102,19 @@ def _one_nan(codes: torch.Tensor, how: How) -> torch.Tensor:
 
 
 def scale_update(where: torch.device) -> str | None:
-    """Windows, live values and factors of 3,000 slots, some of which did not run, against the twin on the host."""
+    """Windows, live values and factors of 3,000 slots, some of which did not run, against the twin."""
     history = torch.rand(16, 3000).mul_(torch.randint(0, 2, (16, 3000)))
     live = torch.stack([torch.where(torch.rand(3000) < 0.3, -1.0, torch.rand(3000) * 500), torch.rand(3000)])
     rules = torch.stack(
         [torch.tensor([448.0, 57344.0, 0.0]), torch.tensor([1.0, 5.0, 16.0]), torch.tensor([0.0, 1.0, 1.0])]
     )
     rules = rules.repeat(1, 1000)
-    ours = [table.clone().to(where) for table in (history, live, rules)]
+    ours, twins = ([table.clone().to(where) for table in (history, live, rules)] for _ in "ab")
     with backend("triton"):
         update.scale_update(ours[0], ours[1], ours[2])
-    reference.scale_update(history, live, rules)
-    for name, found, wanted in zip(("history", "live"), ours, (history, live), strict=False):
-        if wrong := differs(found.cpu(), wanted):
+    reference.scale_update(twins[0], twins[1], twins[2])
+    for name, found, wanted in zip(("history", "live"), ours, twins, strict=False):
+        if wrong := differs(found, wanted):
             return f"{name}: {wrong}"
     return None
 
@@ -124,7 +131,7 @@ def norms(where: torch.device, shape: tuple[int, int]) -> str | None:
         forward = lambda of, to: of.norm_quantize(x, weight, bias, norm, to)  # noqa: B023, E731 - called at once
         backward = lambda of, to: of.norm_quantize_backward(dy, x, weight, rows, norm, to)  # noqa: B023, E731
         for run, (name, store) in itertools.product((forward, backward), STORES.items()):
-            if wrong := _compare(where, run, *store):
+            if wrong := compared(where, run, *store):
                 return f"{norm}, {dtype}, {name}, {'forward' if run is forward else 'backward'}: {wrong}"
     return None
 
@@ -140,7 +147,7 @@ def activations(where: torch.device, shape: tuple[int, int]) -> str | None:
         for run, (name, store) in itertools.product((forward, backward), STORES.items()):
             if name == "1x128" and run is backward and of_kind.gated and n % 128:
                 continue  # groups would lie across [dgate | dup]: the kernels refuse
-            if wrong := _compare(where, run, *store):
+            if wrong := compared(where, run, *store):
                 return f"{kind}, {dtype}, {name}, {'forward' if run is forward else 'backward'}: {wrong}"
     return None
 
@@ -157,7 +164,8 @@ def column_sums(where: torch.device, shape: tuple[int, int]) -> str | None:
     return None
 
 
-def _compare(where: torch.device, run, how: How | None, transposed: bool) -> str | None:
+def compared(where: torch.device, run, how: How | None, transposed: bool) -> str | None:
+    """How the results of run(functions, store) on our kernels differ from the reference's, or None."""
     found, wanted = (_results(where, run, how, transposed, name) for name in ("triton", "reference"))
     for place, ((ours, limit), (twins, _)) in enumerate(zip(found, wanted, strict=True)):
         if wrong := _apart(ours, twins, limit):

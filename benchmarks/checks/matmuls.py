@@ -70,17 +70,19 @@ def rounding(where: torch.device, format: Format) -> str | None:
     Finite ones as I @ X; for what is not finite 0 * x is NaN, so each has a row to itself.
     """
     scale = torch.ones((), device=where)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, mantissa_bits in ((torch.bfloat16, 7), (torch.float16, 10)):
         values = torch.arange(65536, dtype=torch.int32, device=where).to(torch.uint16).view(dtype)
-        finite = values.isfinite()
-        x = torch.where(finite, values, 0).view(256, 256)
-        special = torch.zeros(int((~finite).sum()), 16, dtype=dtype, device=where)
-        special[:, 0] = values[~finite]
+        x = torch.where(values.isfinite(), values, 0).view(256, 256)
+        # The exponent is all ones in the last 2^mantissa_bits codes of either sign.
+        ends = [slice(last - (1 << mantissa_bits), last) for last in (32768, 65536)]
+        special = torch.zeros(2 << mantissa_bits, 16, dtype=dtype, device=where)
+        special[:, 0] = torch.cat([values[codes] for codes in ends])
         one = torch.eye(256, dtype=dtype, device=where)
         end = Epilogue(None, format.dtype, scale=scale)
-        q = torch.empty(65536, device=where)
-        q[finite] = triton_backend.matmul_fp16(one, x.t(), end).float().view(-1)[finite]
-        q[~finite] = triton_backend.matmul_fp16(special, one[:1, :16], end)[:, 0].float()
+        q = triton_backend.matmul_fp16(one, x.t(), end).float().view(-1)
+        last = triton_backend.matmul_fp16(special, one[:1, :16], end)[:, 0].float()
+        for codes, part in zip(ends, last.chunk(2), strict=True):
+            q[codes] = part
         wanted = reference.saturating_cast(values.float(), values.float(), format.dtype).float()
         wrong = (q != wanted) & ~(q.isnan() & wanted.isnan())  # as numbers: a sum has no negative zero
         if wrong.any():
@@ -141,9 +143,9 @@ def epilogues(where: torch.device, shape: tuple[int, int, int]) -> str | None:
         wanted = reference.finish(exact(a, b, None), ends[1])
         if wrong := differs(found.float(), wanted.float()):
             return f"{format}, {kind}: {wrong}"
-        ours, twins = ([part.tolist() for part in end[4:] if part is not None] for end in ends)
-        if ours != twins:
-            return f"{format}, {kind}: amax and counts are {ours}, wanted {twins}"
+        for name, ours, twins in zip(("amax", "counts"), ends[0][4:], ends[1][4:], strict=True):
+            if wrong := differs(ours, twins):
+                return f"{format}, {kind}, {name}: {wrong}"
     return None
 
 
@@ -151,10 +153,12 @@ def not_finite(where: torch.device) -> str | None:
     """A NaN in a row of a makes that row of y NaN, in 16 bits and in FP8, and is counted; no other row is touched."""
     a, b = integers(where, 70, 96, E5M2, by_row=False), integers(where, 40, 96, E4M3, by_row=False)
     a.data.view(torch.uint8)[3, 5] = 0x7F  # NaN
+    found = []
     for out, scale in ((torch.bfloat16, None), (E5M2.dtype, torch.ones((), device=where))):
         counted = counts(where)
         end = Epilogue(None, out, "none", scale, torch.full((1,), -1.0, device=where), counted)
-        bad = triton_backend.matmul(a, b, end).float().isfinite().logical_not()
+        found.append((out, counted, triton_backend.matmul(a, b, end).float().isfinite().logical_not()))
+    for out, counted, bad in found:
         if not bad[3].all() or int(bad.sum()) != 40 or int(counted[1]) != 40:
             return f"{out}: {int(bad.sum())} not finite, {int(counted[1])} counted; wanted the 40 of row 3"
     return None

@@ -41,8 +41,10 @@ def _real(operand: Operand) -> torch.Tensor:
     return operand.data.double() * scale
 
 
-def differs(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
+def differs(found: torch.Tensor | None, wanted: torch.Tensor | None) -> str | None:
     """The first element that differs, in words; None where shape, dtype and every element are the same."""
+    if found is None or wanted is None:
+        return None if found is wanted else f"{'nothing' if found is None else 'a tensor'}, wanted the other"
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"{found.dtype} {list(found.shape)}, wanted {wanted.dtype} {list(wanted.shape)}"
     wrong = found != wanted

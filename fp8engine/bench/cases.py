@@ -116,6 +116,7 @@ KINDS: dict[str, tuple[How, How] | torch.dtype] = {
     "tensor": (How(E4M3, -1, -1), How(E4M3, -1, -1)),
     "row": (How(E4M3, 1, -1), How(E4M3, 1, -1)),
     "block": (How(E4M3, 1, 128), How(E4M3, 128, 128)),
+    "block by block": (How(E4M3, 1, 128), How(E4M3, 1, 128)),  # the weight's gradient
 }
 
 

@@ -23,7 +23,7 @@ from fp8engine.bench.cases import LLM, Operands, Pair, Shape, Truth
 from fp8engine.bench.harness import Limits, Row, Timer
 from fp8engine.bench.timing import Clock
 from fp8engine.errors import BackendError
-from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops import device, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Epilogue
 
 # Relative errors of the sums against float64, random normal data, K = 4096 (mmaemu, a bit-level model of the H100).
@@ -41,7 +41,6 @@ TARGETS = {  # variant -> (geometric mean, minimum) of over_peer on a Hopper car
     "triton fp8 row promoted": (0.90, None),
     "triton 16 bits": (0.95, None),
 }
-NOT_MEASURED = "not measured"
 REFERENCE = "reference fp8 "
 BASE = "torch 16 bits"
 
@@ -84,8 +83,10 @@ def variants(kind: str, capability: tuple[int, int] = (0, 0), triton: bool = Fal
         found["triton 16 bits"] = Variant(bits, _triton_16_bits, peer=BASE)
     if fp8 or (kind == "cpu" and hasattr(torch, "_scaled_mm")):
         found |= _scaled_mm(fp8)
+    if kind == "cuda" and capability == scaled_mm.BLOCKS_ON:
+        found |= {f"torch fp8 {blocks}": Variant(blocks, _torch_blocks, PROMOTED) for blocks in _BLOCKS}
     if fp8 and triton:
-        found |= _triton_fp8()
+        found |= _triton_fp8(found)
     if not fp8:
         for scales in ("tensor", "row", "block"):  # BF16 sums before the scales, then the result
             peer = f"torch fp8 {scales}"
@@ -106,15 +107,33 @@ def _scaled_mm(fp8: bool) -> dict[str, Variant]:
     }
 
 
-def _triton_fp8() -> dict[str, Variant]:
+def _triton_fp8(peers: Mapping[str, Variant]) -> dict[str, Variant]:
     found = {}
     for kind in _PER:
         found[f"triton fp8 {kind} fast"] = Variant(kind, _triton(False), FAST, f"torch fp8 {kind} fast")
         found[f"triton fp8 {kind} promoted"] = Variant(kind, _triton(True), PROMOTED, f"torch fp8 {kind}")
-    return found | {"triton fp8 block": Variant("block", _triton_block, PROMOTED)}
+    for kind in _BLOCKS:
+        peer = f"torch fp8 {kind}"
+        found[f"triton fp8 {kind}"] = Variant(kind, _triton_block, PROMOTED, peer if peer in peers else None)
+    return found
 
 
-_PER = ("tensor", "row")
+def gluon_variants() -> dict[str, Variant]:
+    """The warp-specialised kernel beside the Triton one that it is a variant of, and torch's; sm_90 alone."""
+    config = importlib.import_module("fp8engine.kernels.tuning").Config
+    found = {BASE: Variant("bf16", _plain)}
+    for name, promoted, tile in (
+        ("fast", False, config(128, 256, 128, parts=2, kernel="gluon")),
+        ("promoted", True, config(128, 128, 128, kernel="gluon")),
+    ):
+        sums, peer = PROMOTED if promoted else FAST, f"triton fp8 tensor {name}"
+        found[f"torch fp8 tensor {name}"] = Variant("tensor", _torch_scaled(not promoted), sums)
+        found[peer] = Variant("tensor", _triton(promoted), sums, f"torch fp8 tensor {name}")
+        found[f"gluon fp8 tensor {name}"] = Variant("tensor", _gluon(promoted, tile), sums, f"torch fp8 tensor {name}")
+    return found
+
+
+_PER, _BLOCKS = ("tensor", "row"), ("block", "block by block")
 
 
 def _plain(pair: Pair) -> torch.Tensor:
@@ -133,6 +152,15 @@ def _torch_scaled(fast: bool) -> Callable[[Pair], torch.Tensor]:
 
 def _triton(promoted: bool) -> Callable[[Pair], torch.Tensor]:
     return lambda pair: kernel("matmul_fp8")(pair.a, pair.b, Epilogue(None, torch.bfloat16), promoted)
+
+
+def _gluon(promoted: bool, config: Any) -> Callable[[Pair], torch.Tensor]:
+    end = Epilogue(None, torch.bfloat16)
+    return lambda pair: kernel("matmul_gluon")(pair.a, pair.b, end, promoted, config)
+
+
+def _torch_blocks(pair: Pair) -> torch.Tensor:
+    return scaled_mm.matmul(pair.a, pair.b)
 
 
 def _triton_block(pair: Pair) -> torch.Tensor:
@@ -172,12 +200,18 @@ def gemm(
     timer = Timer.of(where, ticks, turns, (30, 9))
     with torch.no_grad():
         limits = harness.limits(where, timer.clock) if limits is None else limits
-        rows = [row for shape in shapes for row in compare(shape, where, ways, timer)]
+        rows = [row for shape in shapes for row in measured(shape, where, ways, timer, limits)]
+    rates = {"matmul_16_bits_tflops": limits.flops / 1e12, "copy_gb_per_s": limits.bytes / 1e9}
+    return harness.result(where, _what(where, ways), rows, limits=rates, summary=summary(rows))
+
+
+def measured(shape: Shape, where: torch.device, ways: Mapping[str, Variant], timer: Timer, limits: Limits) -> list[Row]:
+    """One shape's rows, each rate as a share of the machine's limit too."""
+    rows = compare(shape, where, ways, timer)
     for row in rows:
         if "tflops" in row:
             row["of_16_bit_rate"] = row["tflops"] * 1e12 / limits.flops
-    rates = {"matmul_16_bits_tflops": limits.flops / 1e12, "copy_gb_per_s": limits.bytes / 1e9}
-    return harness.result(where, _what(where, ways), rows, limits=rates, summary=summary(rows))
+    return rows
 
 
 def compare(shape: Shape, where: torch.device, ways: Mapping[str, Variant], timer: Timer) -> list[Row]:
@@ -231,7 +265,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "geometric_mean": statistics.geometric_mean(ratios) if valid else None,
         "minimum": min(ratios) if valid else None,
         "shapes": len(ratios),
-        "note": f"wrong at {wrong} of {len(rows)} shapes" if wrong else None if valid else NOT_MEASURED,
+        "note": f"wrong at {wrong} of {len(rows)} shapes" if wrong else None if valid else harness.NOT_MEASURED,
     }
 
 
@@ -252,7 +286,7 @@ def line(row: Mapping[str, Any]) -> str:
         {**row, **ratios},
         ("ms", "{:9.3f}"),
         ("spread", " {:7.0%}"),
-        ("tflops", " {:9.3g}"),
+        ("tflops", " {:9.4g}"),
         ("of_16_bit_rate", " {:7.0%}"),
         ("over_peer", " {:>7s}"),
         ("over_16_bits", " {:>9s}"),

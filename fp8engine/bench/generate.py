@@ -92,7 +92,8 @@ def generate(
 def compare(case: Case, where: torch.device, ways, timer: Timer) -> list[Row]:
     """One case's rows."""
     torch.manual_seed(0)
-    plain = NETWORKS["llama"].make(case.size).to(where).eval()
+    with where:
+        plain = NETWORKS["llama"].make(case.size).eval()
     text = torch.randint(case.size.vocabulary, (case.batch, case.prompt + 4), device=where)
     with torch.inference_mode():
         wanted = plain(text)

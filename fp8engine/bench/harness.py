@@ -33,6 +33,7 @@ Check = Callable[[Row], Call]
 # (variant, its median in seconds, a function from a variant to its time over this one's or None) -> more of the row
 Derive = Callable[[str, float, Callable[[str | None], float | None]], Row]
 
+NOT_MEASURED = "not measured"
 WRONG = "wrong result: no time, no ratio"
 SIDE = {"cuda": 8192, "cpu": 1024}  # of the square matmul that gives the rate
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 28}  # bytes copied: more than any cache holds
@@ -112,7 +113,7 @@ def line(label: str, row: Mapping[str, Any], *numbers: tuple[str, str]) -> str:
         found = {**row, "ms": 1e3 * row["seconds"]}
         return f"{label} " + "".join(text.format(found[key]) for key, text in numbers if found.get(key) is not None)
     if row["correct"] is None:
-        return f"{label} cannot run: {row['why']}"
+        return f"{label} {'' if row['why'].startswith(NOT_MEASURED) else 'cannot run: '}{row['why']}"
     error = row.get("error")
     return f"{label} WRONG{'' if error is None else f', error {error:.1e}'}: {row['why']}"
 

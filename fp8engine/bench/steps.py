@@ -114,7 +114,8 @@ def compare(case, where: torch.device, ways: dict[str, Variant], timer: Timer) -
     name, size, tokens, sequence = case
     network = NETWORKS[name]
     torch.manual_seed(0)
-    plain = network.make(size).to(where)
+    with where:
+        plain = network.make(size)
     random = torch.Generator(where).manual_seed(1)
     sets = [network.inputs(size, tokens, sequence, random) for _ in range(2)]
     y = plain(sets[0])

@@ -10,7 +10,8 @@ with the others and with what would run otherwise.  The highest geometric mean o
     ratio = the other's time / ours, the least over the shapes, rounded down
 
 so whoever takes a kernel from 1.0 on takes only what was measured faster at every shape.  The other is torch's scaled
-matmul (padded where it must be), torch's 16-bit matmul for matmul_fp16, the emulated matmul for matmul_block.
+matmul (padded where it must be), torch's 16-bit matmul for matmul_fp16; for matmul_block the emulated matmul where
+torch's scaled matmul has no scales in blocks.
 """
 
 from __future__ import annotations
@@ -240,7 +241,8 @@ def job_of(operation: str, where: torch.device, ticks: Clock) -> Job:
         check = Variant("bf16", lambda pair: pair.a.data @ pair.b.data.t())
         return Job(check, lambda pair, config: launch(pair.a.data, pair.b.data, out, config), where, ticks)
     if operation == "matmul_block":
-        check = Variant("block", lambda pair: reference.matmul_fp8(pair.a, pair.b), PROMOTED)
+        multiply = scaled_mm.matmul if scaled_mm.no_blocks(where) is None else reference.matmul_fp8
+        check = Variant("block", lambda pair: multiply(pair.a, pair.b), PROMOTED)
         return Job(check, lambda pair, config: launch(pair.a, pair.b, out, config), where, ticks)
     promoted = operation == "matmul_fp8_promoted"
     check = Variant(

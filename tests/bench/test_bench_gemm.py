@@ -25,12 +25,13 @@ from fp8engine.bench.gemm import (
 )
 from fp8engine.bench.harness import Limits, Timer, machine
 from fp8engine.errors import BackendError
-from fp8engine.ops import device, reference
+from fp8engine.ops import device, reference, scaled_mm
 
 CPU, SHAPE = torch.device("cpu"), Shape(96, 64, 128)
 CARD, H100, A100, V100 = torch.device("cuda"), (9, 0), (8, 0), (7, 0)
 TIMES = {"seconds", "spread", "tflops", "of_16_bit_rate", "peer", "over_peer", "over_16_bits"}
-OURS = [f"triton fp8 {kind} {way}" for kind in ("tensor", "row") for way in ("fast", "promoted")] + ["triton fp8 block"]
+OURS = [f"triton fp8 {kind} {way}" for kind in ("tensor", "row") for way in ("fast", "promoted")]
+OURS += ["triton fp8 block", "triton fp8 block by block"]
 
 
 class Ticks:
@@ -213,6 +214,8 @@ def test_cards_with_fp8_have_torchs_rows_and_ours_where_there_is_triton(capabili
     assert not any(way.emulated for way in found.values())
     assert {f"torch fp8 {kind}{fast}" for kind in ("tensor", "row") for fast in ("", " fast")} <= set(found)
     assert [name for name in found if name.startswith("triton fp8")] == (OURS if triton else [])
+    blocks = {name for name in found if name.startswith("torch fp8 block")}
+    assert blocks == ({"torch fp8 block", "torch fp8 block by block"} if capability == H100 else set())
 
 
 def test_a_cpu_never_counts_the_interpreter():
@@ -240,6 +243,7 @@ def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
 
     for name, kernel in {"matmul_fp8": fp8, "matmul_block": block, "matmul_fp16": fp16}.items():
         monkeypatch.setitem(sys.modules, f"fp8engine.kernels.{name}", SimpleNamespace(**{name: kernel}))
+    monkeypatch.setattr(scaled_mm, "matmul", lambda a, b: reference.matmul_fp8(a, b))
     ways = variants("cuda", H100, triton=True)
     rows = measured(ways, len(ways))
     assert {row["correct"] for row in rows.values()} == {True}
@@ -250,6 +254,7 @@ def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
         ("fp8", 2, False),
         ("fp8", 2, True),
         ("block", 128, 128),
+        ("block", 128, 1),
     ]
     peers = {name: row["peer"] for name, row in rows.items() if row["peer"]}
     assert peers == {
@@ -258,6 +263,8 @@ def test_a_cards_rows_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch):
         "triton fp8 tensor promoted": "torch fp8 tensor",
         "triton fp8 row fast": "torch fp8 row fast",
         "triton fp8 row promoted": "torch fp8 row",
+        "triton fp8 block": "torch fp8 block",
+        "triton fp8 block by block": "torch fp8 block by block",
     }
     found = summary(list(rows.values()))
     assert all(one["geometric_mean"] for name, one in found.items() if name != "best_tflops")
@@ -306,3 +313,13 @@ def test_a_program_that_is_not_there_says_nothing():
     assert harness._output("no-such-program-here") is None
     assert harness._output(sys.executable, "-c", "raise SystemExit(1)") is None
     assert harness._output(sys.executable, "-c", "print('570.1'); print('570.1')") == "570.1"
+
+
+def test_the_warp_specialised_kernel_is_held_against_triton_and_torch():
+    found = matmuls.gluon_variants()
+    assert {name for name in found if name.startswith("gluon")} == {
+        "gluon fp8 tensor fast",
+        "gluon fp8 tensor promoted",
+    }
+    assert all(way.peer is None or way.peer in found for way in found.values())
+    assert {way.sums for name, way in found.items() if name.endswith("fast")} == {FAST}

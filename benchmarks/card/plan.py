@@ -1,0 +1,39 @@
+"""What `make gpu` runs, in this order: each group in a process of its own, within its own time.
+
+The order is that of value: a run that is cut off after three minutes has checked the kernels and timed the matmuls.
+Gluon comes last, because its kernel synchronises by hand and is the likeliest to hang.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CHUNKS = 8  # of the checks that are not among the smoke checks
+MARKS = (180.0, 360.0, 540.0)  # seconds after which the table is printed
+
+
+class Group(NamedTuple):
+    """name: also of its log file.  seconds: after these its process is killed.  compiles: our kernels, so that the
+    pool and the pack compile them ahead."""
+
+    name: str
+    seconds: float
+    what: str
+    compiles: bool = True
+
+
+PLAN = (
+    Group("smoke", 90, "20 short checks, each kernel at least once"),
+    Group("gemm", 120, "matmuls on shapes of language models, beside torch's scaled matmul and BF16"),
+    Group("casts", 45, "casts, beside a copy"),
+    Group("linear", 60, "a Linear's forward and backward under every recipe, beside BF16"),
+    Group("block", 60, "a decoder block's forward and backward under every recipe, beside BF16"),
+    Group("host", 40, "the host's time for a Linear, and a CUDA graph beside eager code"),
+    Group("compiled", 120, "torch.compile: Inductor's cast, BF16, torchao's float8 Linear", compiles=False),
+    *(Group(f"checks-{part}", 60, f"the other checks, part {part} of {CHUNKS}") for part in range(1, CHUNKS + 1)),
+    Group("few", 60, "matmuls of few tokens and square ones"),
+    Group("generate", 60, "generation, a token at a time"),
+    Group("model", 90, "models like Llama, BERT and ViT"),
+    Group("gluon", 30, "the warp-specialised matmul, checked and timed"),
+)
+NAMES = tuple(group.name for group in PLAN)

@@ -1,0 +1,93 @@
+"""What is measured beside our kernels, without a card and with a fake: Inductor's casts, graphs, the host's time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8engine.bench import linear, peers
+from fp8engine.bench.cases import Shape
+from fp8engine.bench.harness import Limits, Timer
+from fp8engine.bench.peers import Graph
+from fp8engine.bench.timing import WallClock
+
+CPU = torch.device("cpu")
+TIMER = Timer(WallClock(), 2)
+
+
+class FakeCard:
+    """The part of torch.cuda that host_us uses; keeps the order of calls.  done: whether the card was done first."""
+
+    def __init__(self, done: bool):
+        self.done, self.calls = done, []
+
+    def Event(self):
+        return SimpleNamespace(record=lambda: self.calls.append("record"), query=self.query)
+
+    def query(self) -> bool:
+        self.calls.append("query")
+        return self.done
+
+    def _sleep(self, cycles: int) -> None:
+        self.calls.append("sleep")
+
+    def synchronize(self, where) -> None:
+        self.calls.append("synchronize")
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_the_host_is_timed_while_the_card_is_busy(done: bool):
+    """Nothing else can tell the host's time from the card's."""
+    card = FakeCard(done)
+    x = SimpleNamespace(device=torch.device("cuda", 0))
+    found = linear.host_us(lambda x: card.calls.append("forward"), x, card)  # pyright: ignore[reportArgumentType]
+    assert card.calls == [
+        "synchronize", "sleep", "record", *["forward"] * linear.HOST_CALLS, "query", "synchronize",
+    ]  # fmt: skip
+    assert (found is None) == done
+
+
+def test_the_host_of_a_cpu():
+    assert (linear.host_us(lambda x: None, torch.ones(1)) or -1) >= 0
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "blockwise"])
+def test_without_a_card_there_is_no_graph(recipe: str | None):
+    eager, graph = peers.graphs(Graph(Shape(8, 16, 32), recipe), CPU, TIMER)
+    assert eager["correct"]
+    assert eager["host_us"] > 0
+    assert graph["correct"] is None
+    assert "seconds" not in graph
+    assert "host" in peers.graph_line(eager)
+    assert "CUDA graph  8x16x32          cannot run: " in peers.graph_line(graph)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_graph_is_timed_where_it_computes_what_eager_code_does(monkeypatch: pytest.MonkeyPatch, wrong: bool):
+    def capture(step, where):
+        written = [part.clone() * (-1 if wrong else 1) for part in step(0)]
+        return SimpleNamespace(replay=lambda: None), tuple(written)
+
+    monkeypatch.setattr(peers, "_capture", capture)
+    _, graph = peers.graphs(Graph(Shape(8, 16, 32), "current"), CPU, TIMER)
+    assert graph["correct"] is not wrong
+    assert ("over_eager" in graph) is not wrong
+
+
+def broken(cast):
+    return lambda x: cast(x).view(torch.uint8).bitwise_xor(1).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("compiled", "right"), [(lambda cast: cast, True), (broken, False)], ids=["right", "wrong"])
+def test_inductors_casts_are_checked(monkeypatch: pytest.MonkeyPatch, compiled, right: bool):
+    monkeypatch.setattr(torch, "compile", lambda cast, fullgraph: compiled(cast))
+    ours, given, own = peers.inductor_casts((64, 96), CPU, TIMER, Limits(1e9, 1e9))
+    assert ours["correct"]
+    assert given["correct"] is right
+    assert ("of_copy" in given) is right
+    assert own["correct"] is right
+
+
+def test_a_cast_of_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", lambda cast, fullgraph: lambda x: torch.zeros_like(cast(x)))
+    assert not any(row["correct"] for row in peers.inductor_casts((64, 96), CPU, TIMER, Limits(1e9, 1e9))[1:])

@@ -1,0 +1,128 @@
+"""A group's work in its own process: what it writes before, after and instead of each measurement."""
+
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.card import child, measure, records
+from benchmarks.card.records import Record, Sink
+from fp8engine.bench import harness
+from fp8engine.ops import device
+
+CPU = torch.device("cpu")
+
+
+def group(tmp_path: Path, seconds: float = 60.0) -> measure.Group:
+    return measure.Group(CPU, Sink(tmp_path / "gpu.jsonl", "g"), time.perf_counter() + seconds)
+
+
+def written(tmp_path: Path) -> list[Record]:
+    found, broken = records.read(tmp_path / "gpu.jsonl")
+    assert broken == 0
+    return found
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80 GiB")
+
+
+def lost() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_check_that_fails_or_raises_does_not_hide_the_others(tmp_path: Path):
+    every = [("fine", lambda: None), ("wrong", lambda: "3 of 9"), ("memory", out_of_memory), ("last", lambda: None)]
+    group(tmp_path).checks(every)
+    found = written(tmp_path)
+    assert [one["what"] for one in found if one["kind"] == "begin"] == ["fine", "wrong", "memory", "last"]
+    checks = {one["name"]: one["wrong"] for one in found if one["kind"] == "check"}
+    assert checks == {
+        "fine": None,
+        "wrong": "3 of 9",
+        "memory": "OutOfMemoryError: CUDA out of memory. Tried to allocate 80 GiB",
+        "last": None,
+    }
+
+
+def test_a_lost_context_ends_the_group(tmp_path: Path):
+    """Whatever came after it would fail too, in this process."""
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        group(tmp_path).checks([("lost", lost), ("last", lambda: None)])
+    assert [one["what"] for one in written(tmp_path) if one["kind"] == "begin"] == ["lost"]
+
+
+def test_what_there_is_no_time_for_is_said(tmp_path: Path):
+    group(tmp_path, -1.0).checks([("late", lambda: None)] * 3)
+    (note,) = written(tmp_path)
+    assert note["text"] == "no time for 3 of 3: late ..."
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch):
+    """A CUDA device as far as a group's process asks for one before its work begins."""
+    for name, value in {
+        "current_device": lambda: 0,
+        "set_device": lambda it: None,
+        "synchronize": lambda it: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(device, "has_fp8", lambda where: True)
+    monkeypatch.setattr(device, "name", lambda where: "pretended card")
+    monkeypatch.setattr(harness, "machine", lambda where: {"card": "pretended", "date": "2026-01-02"})
+    monkeypatch.setattr(child.pack, "stable_keys", lambda: None)
+
+
+def test_a_group_says_which_kernels_it_had_even_where_it_fails(card, monkeypatch, tmp_path: Path):
+    def work(of: measure.Group) -> None:
+        of.sink.write("note", text=f"{of.where}")
+        lost()
+
+    monkeypatch.setitem(measure.WORK, "smoke", work)
+    with pytest.raises(RuntimeError):
+        child.work("smoke", tmp_path / "gpu.jsonl", tmp_path, 60.0)
+    found = written(tmp_path)
+    assert [one["kind"] for one in found] == ["begin", "machine", "note", "kernels"]
+    assert found[1]["card"] == "pretended"
+    assert found[2]["text"] == "cuda:0"
+    assert (found[3]["pack"], found[3]["cache"], found[3]["compiled"]) == (0, 0, 0)
+
+
+def test_a_group_has_its_time_less_a_margin(card, monkeypatch, tmp_path: Path):
+    stops = []
+    monkeypatch.setitem(measure.WORK, "gemm", lambda of: stops.append(of.stop - time.perf_counter()))
+    for seconds in (120.0, 15.0):
+        child.work("gemm", tmp_path / "gpu.jsonl", tmp_path, seconds)
+    assert stops == pytest.approx([120 * (1 - child.MARGIN) - child.STARTING, 5.0], abs=1.0)
+
+
+def test_a_card_without_fp8_is_not_measured(card, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(device, "has_fp8", lambda where: False)
+    child.work("smoke", tmp_path / "gpu.jsonl", tmp_path, 60.0)
+    assert written(tmp_path)[-1]["text"] == "not measured: pretended card has no FP8 Tensor Cores"
+
+
+def test_torchao_comes_from_a_carried_wheel_or_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(measure.sys, "path", [])
+    monkeypatch.setattr(
+        measure.sys, "modules", {name: it for name, it in measure.sys.modules.items() if "torchao" not in name}
+    )
+    assert "no torchao: put a folder that holds it on PYTHONPATH" in (measure.without_torchao(tmp_path) or "")
+    (tmp_path / measure.WHEELS).mkdir()
+    with zipfile.ZipFile(tmp_path / measure.WHEELS / "torchao-0.18.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torchao/__init__.py", "")
+        wheel.writestr("torchao/float8/__init__.py", "")
+    assert measure.without_torchao(tmp_path) is None
+
+
+def test_a_torchao_that_does_not_import_is_no_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "torchao" / "float8").mkdir(parents=True)
+    (tmp_path / "torchao" / "__init__.py").write_text("")
+    (tmp_path / "torchao" / "float8" / "__init__.py").write_text("raise ImportError('needs another torch')")
+    monkeypatch.setattr(measure.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(
+        measure.sys, "modules", {name: it for name, it in measure.sys.modules.items() if "torchao" not in name}
+    )
+    assert measure.without_torchao(tmp_path) == "torchao cannot be imported: ImportError: needs another torch"

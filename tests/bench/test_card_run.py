@@ -1,0 +1,297 @@
+"""`make gpu` on a fake card under a fake clock: the plan is walked to its end whatever a group does, and nothing that
+was measured is lost."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.card import records, run, table
+from benchmarks.card.plan import NAMES, PLAN, Group
+from benchmarks.card.records import Sink
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+ROW = {"name": "triton fp8 tensor fast", "shape": [8192, 8192, 8192], "correct": True, "seconds": 1e-3, "spread": 0.01}
+
+
+class Clock:
+    """Moves when somebody sleeps."""
+
+    def __init__(self):
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class FakeGroup:
+    """A group on the fake card: it takes some seconds, writes something, and ends in its own way."""
+
+    def __init__(self, clock: Clock, sink: Sink, seconds: float, status: int | None, printed: str = ""):
+        self.clock, self.end, self.status, self.printed, self.killed = (
+            clock,
+            clock.time + seconds,
+            status,
+            printed,
+            False,
+        )
+        sink.begin("fake 1")
+        sink.write("check", name="fake 1", wrong=None, seconds=0.1)
+        sink.begin("fake 2")
+
+    def poll(self) -> int | None:
+        return self.status if self.clock.time >= self.end else None
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def lines(self) -> list[str]:
+        return self.printed.splitlines()
+
+
+# How a group ends -> (its seconds, exit status or None for never, what it prints, what the table has to say).
+ENDINGS: dict[str, tuple[float, int | None, str, str]] = {
+    "well": (5.0, 0, "", "done, 5 s"),
+    "hang": (1e9, None, "waiting for slot 3", "killed: it was not done after"),
+    "signal": (2.0, -11, "Fatal Python error", "ended by signal 11 (SIGSEGV)"),
+    "exception": (2.0, 1, "Traceback\nRuntimeError: CUDA error: misaligned address", "exit status 1"),
+    "out of memory": (2.0, -9, "Killed", "ended by signal 9 (SIGKILL)"),
+    "garbage": (2.0, 3, "\x00\x1b[2J\xff", "exit status 3"),
+}
+
+
+def fake_world(file: Path, ends: Callable[[Group], str], shown: list[str]) -> run.World:
+    clock = Clock()
+
+    def start(group: Group, seconds: float) -> FakeGroup:
+        took, status, printed, _ = ENDINGS[ends(group)]
+        return FakeGroup(clock, Sink(file, group.name), took, status, printed)
+
+    return run.World(clock.now, clock.sleep, start, shown.append)
+
+
+BAD = [name for name in ENDINGS if name != "well"]
+CASES = [*((name, BAD[place % len(BAD)]) for place, name in enumerate(NAMES)), *(("gemm", bad) for bad in BAD)]
+
+
+@pytest.mark.parametrize(("group", "bad"), dict.fromkeys(CASES))
+def test_a_group_that_fails_costs_itself_alone(tmp_path: Path, group: str, bad: str):
+    file, shown = tmp_path / "gpu.jsonl", []
+    status = run.run(PLAN, file, 3600, fake_world(file, lambda it: bad if it.name == group else "well", shown))
+    text = table.text(file)
+    assert status == 1
+    assert shown[-1] == text
+    assert ENDINGS[bad][3] in text
+    assert f"FAILED {group}: " in text
+    assert "it was at: fake 2" in text
+    for line in ENDINGS[bad][2].splitlines():
+        assert f"    | {line}" in text
+    for other in set(NAMES) - {group}:
+        assert f"{other:10s} done, 5 s" in text
+
+
+def test_every_group_may_fail(tmp_path: Path):
+    file, shown = tmp_path / "gpu.jsonl", []
+    ends = {group.name: BAD[place % len(BAD)] for place, group in enumerate(PLAN)}
+    assert run.run(PLAN, file, 3600, fake_world(file, lambda group: ends[group.name], shown)) == 1
+    text = table.text(file)
+    assert text.count("FAILED ") == len(PLAN)
+    assert "matmuls: not measured" in text
+
+
+def test_a_run_without_trouble(tmp_path: Path):
+    file, shown = tmp_path / "gpu.jsonl", []
+    assert run.run(PLAN, file, 540, fake_world(file, lambda group: "well", shown)) == 0
+    assert "FAILED" not in shown[-1]
+
+
+def test_the_table_after_three_six_and_nine_minutes(tmp_path: Path):
+    """Even while a group hangs.  What is not begun for lack of time is said, and is no failure of its own."""
+    file, shown = tmp_path / "gpu.jsonl", []
+    run.run(PLAN, file, 560, fake_world(file, lambda group: "hang", shown))
+    marks = [text.splitlines()[0] for text in shown if text.startswith("after")]
+    assert marks == ["after 3 minutes", "after 6 minutes", "after 9 minutes"]
+    first = next(text for text in shown if text.startswith("after 3"))
+    assert "smoke      failed, 90 s" in first
+    assert "casts      not begun" in first
+    assert "gluon      not begun" in table.text(file)
+    assert not [record for record in records.read(file)[0] if record["group"] == "gluon" and record["kind"] == "start"]
+
+
+def test_a_group_that_cannot_be_started(tmp_path: Path):
+    def start(group: Group, seconds: float):
+        raise OSError("no more processes")
+
+    file, clock = tmp_path / "gpu.jsonl", Clock()
+    shown: list[str] = []
+    assert run.run(PLAN, file, 540, run.World(clock.now, clock.sleep, start, shown.append)) == 1
+    assert shown[-1].count("could not be started: no more processes") == len(PLAN)
+
+
+def test_results_are_read_around_a_line_that_was_cut_off(tmp_path: Path):
+    file = tmp_path / "gpu.jsonl"
+    sink = Sink(file, "gemm")
+    sink.rows("gemm", [ROW])
+    with file.open("a") as open_file:
+        open_file.write('{"kind": "row", "group": "ge')  # killed here
+    sink.rows("gemm", [{**ROW, "shape": [4096, 4096, 4096]}])
+    with file.open("ab") as open_file:
+        open_file.write(b'\xff\xfe\x00\n"text"\n[1]\n{"kind": "row"}\n')
+    sink.write("row", bench="gemm", row={"name": "a row without a result"})
+    found, broken = records.read(file)
+    assert [record["row"].get("shape") for record in found] == [[8192] * 3, [4096] * 3, None]
+    assert broken == 5
+    text = table.text(file)
+    assert "8192x8192x8192" in text
+    assert "4096x4096x4096" in text
+    assert "a row without a result: this row cannot be shown" in text
+    assert "5 lines of the file could not be read" in text
+
+
+def test_the_exit_status_says_whether_something_was_wrong(tmp_path: Path):
+    file = tmp_path / "gpu.jsonl"
+    sink = Sink(file, "smoke")
+    sink.write("check", name="fine", wrong=None)
+    untimed = {key: ROW[key] for key in ("name", "shape")}
+    sink.rows("gemm", [ROW, {**untimed, "correct": None, "why": "not measured: no torchao"}])
+    assert not table.failed(file)
+    sink.rows("gemm", [{**untimed, "correct": False, "error": 0.1, "why": "wrong result"}])
+    assert table.failed(file)
+    assert "1 checks, 1 of 3 rows timed, 1 WRONG" in table.text(file)
+
+
+PROGRAMS = {
+    "hang": ("import time; print('waiting', flush=True); time.sleep(600)", "killed: it was not done after", "waiting"),
+    "signal": ("import os; os.kill(os.getpid(), 11)", "ended by signal 11 (SIGSEGV)", ""),
+    "exception": ("raise RuntimeError('CUDA error: misaligned')", "exit status 1", "RuntimeError: CUDA error"),
+    "out of memory": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2)\nbytearray(1 << 30)",
+        "exit status 1",
+        "MemoryError",
+    ),
+    "garbage": (
+        "import sys; sys.stdout.buffer.write(bytes(range(256)) * 500); sys.exit(3)",
+        "exit status 3",
+        "\\xa0",
+    ),
+    "a child that goes on": (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "import time; time.sleep(600)",
+        "killed: it was not done after",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", PROGRAMS)
+def test_processes_that_fail(tmp_path: Path, bad: str):
+    """The same with processes of the machine: the one after is not disturbed."""
+    program, why, last = PROGRAMS[bad]
+    file, started = tmp_path / "gpu.jsonl", []
+    good = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.card.records import Sink\n"
+    good += f"from pathlib import Path; Sink(Path({str(file)!r}), 'good').write('check', name='it', wrong=None)"
+    plan = (Group("bad", 1.0, ""), Group("good", 60.0, ""))
+
+    def start(group: Group, seconds: float) -> run.Spawned:
+        code = program if group.name == "bad" else good
+        started.append(run.Spawned([sys.executable, "-c", code], tmp_path / group.name, dict(os.environ)))
+        return started[-1]
+
+    world = run.Processes(file, tmp_path).world(lambda text: None)._replace(start=start)
+    plan = (plan[0]._replace(seconds=1.0 if "killed" in why else 60.0), plan[1])
+    assert run.run(plan, file, 3600, world) == 1
+    text = table.text(file, plan)
+    assert why in text
+    assert last in text
+    assert "good       done" in text
+    assert "1 checks" in text
+    assert all(process.poll() is not None for process in started)
+
+
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", env=os.environ | environment)
+
+
+def test_without_a_card_nothing_is_claimed():
+    if torch.cuda.is_available():
+        pytest.fail("this test is about a machine without a card; deselect it on one")
+    done = script()
+    assert (done.returncode, done.stdout) == (0, "not measured: torch finds no CUDA device on this machine\n")
+
+
+def test_the_table_is_made_anew_from_a_file(tmp_path: Path):
+    file = tmp_path / "gpu.jsonl"
+    Sink(file, "gemm").rows("gemm", [ROW])
+    done = script("--table", str(file))
+    assert done.returncode == 0
+    assert done.stdout == table.text(file) + "\n"
+
+
+def test_a_group_that_does_not_exist():
+    assert "no group is called gem; there are smoke, gemm" in script("--groups", "gem").stderr
+
+
+def test_every_group_has_work_and_work_has_a_group():
+    spec = importlib.util.find_spec("benchmarks.card.measure")
+    assert spec is not None
+    from benchmarks.card import measure
+
+    assert set(measure.WORK) == set(NAMES)
+    assert len(NAMES) == len(set(NAMES))
+    assert NAMES[:5] == ("smoke", "gemm", "casts", "linear", "block")
+    assert NAMES[-1] == "gluon"
+
+
+def test_lines_are_on_disk_at_once(tmp_path: Path):
+    file = tmp_path / "gpu.jsonl"
+    code = (
+        f"import sys, os; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.card.records import Sink\n"
+        f"from pathlib import Path; Sink(Path({str(file)!r}), 'g').write('note', text='kept'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code])
+    assert json.loads(file.read_text())["text"] == "kept"
+
+
+def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
+    """The pool compiles while a group runs, and is ended with the run; the file and its table are left."""
+    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    pool: list[run.Spawned] = []
+
+    def group(processes: run.Processes, group: Group, seconds: float) -> run.Spawned:
+        pool.extend(processes._pool)
+        code = f"import sys, time; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.card.records import Sink\n"
+        code += (
+            f"from pathlib import Path; Sink(Path({str(processes.file)!r}), 'gluon').write('note', text='on a card')"
+        )
+        return run.Spawned([sys.executable, "-c", code], tmp_path / "log", dict(os.environ))
+
+    monkeypatch.setattr(run.Processes, "group", group)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    arguments = ["--groups", "gluon", "--jobs", "2", "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    assert script.main() == 0
+    assert len(pool) == 2
+    assert all(process.poll() is not None for process in pool)
+    (file,), (text,) = (list((tmp_path / "out").glob(f"*-gpu.{ending}")) for ending in ("jsonl", "txt"))
+    assert text.read_text() == table.text(file, [PLAN[-1]]) + "\n"
+    out = capsys.readouterr().out
+    assert "NVIDIA H200: results go to " in out
+    assert "gluon: on a card" in out
+    assert "pack: " in out
