@@ -31,23 +31,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch):
-    """Let every result start as NaN, so that one nobody writes shows, and have a guard behind it for one too many."""
+    """Let every result start as NaN, or as a large integer, and have a guard behind it: what nobody writes shows."""
     made = []
     plain = torch.empty
 
     def empty(*size, dtype=None, device=None, **options):
         y = plain(*size, dtype=dtype, device=device, **options)
-        if (
-            not y.is_floating_point() or y.is_meta or type(y) is not torch.Tensor
-        ):  # the last two: while a graph is traced
+        if y.is_meta or type(y) is not torch.Tensor:  # while a graph is traced
             return y
-        buffer = torch.full((y.nbytes + GUARD,), 0xFF, dtype=torch.uint8)  # a NaN in every format
-        made.append(buffer[-GUARD:])
+        fill = 0xFF if y.is_floating_point() else 0x5A  # a NaN in every format
+        buffer = torch.full((y.nbytes + GUARD,), fill, dtype=torch.uint8)
+        made.append((buffer[-GUARD:], fill))
         return buffer[:-GUARD].view(y.dtype).view(y.shape)
 
     monkeypatch.setattr(torch, "empty", empty)
     yield
-    assert all((guard == 0xFF).all() for guard in made), "written beyond the end of a result"
+    assert all((guard == fill).all() for guard, fill in made), "written beyond the end of a result"
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from benchmarks import checks
-from benchmarks.checks import casts, matmuls
+from benchmarks.checks import casts, matmuls, smoke
 from fp8engine.ops import triton_backend
 
 CPU = torch.device("cpu")
-EVERY = list(checks.checks(CPU))
+EVERY = [*checks.checks(CPU), *smoke.checks(CPU)]
 
 
 @pytest.mark.parametrize(("name", "one"), EVERY, ids=[name for name, _ in EVERY])

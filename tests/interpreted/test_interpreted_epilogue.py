@@ -200,6 +200,15 @@ def test_an_infinite_scale_is_counted_once_an_element():
 
 
 @pytest.mark.parametrize("matmul", MATMULS, ids=str)
+def test_one_statistic_may_be_asked_for_alone(matmul):
+    a, b = torch.ones(40, 16), torch.full((72, 16), 64.0)
+    epilogue = Epilogue(None, E4M3, scale=torch.tensor(1.0), **statistics())
+    for left_out in ("amax", "counts"):
+        matmul.run(a, b, epilogue._replace(**{left_out: None}), CONFIGS[1])
+    assert (epilogue.amax.item(), epilogue.counts.tolist()) == (1024.0, [5 + 40 * 72, 7])
+
+
+@pytest.mark.parametrize("matmul", MATMULS, ids=str)
 def test_a_single_extreme_is_found_wherever_it_is(matmul):
     for (row, column), config in itertools.product(((0, 0), (3, 66), (39, 17), (37, 33), (39, 71)), CONFIGS[1:]):
         a, b = torch.zeros(40, 16), torch.zeros(72, 16)
@@ -237,6 +246,14 @@ def test_saturation_begins_where_the_twin_s_does(out, scale):
         assert 0 < epilogue.counts[0] - 5 < 8
 
 
+@pytest.mark.parametrize("out", FP8)
+def test_a_finite_result_saturates_even_where_its_scale_takes_it_beyond_fp32(out):
+    y_MN = torch.tensor([[1e30, -1e30, 1e-9, 0.0]])
+    epilogue = Epilogue(None, out, "none", torch.tensor(2.0**-126), **statistics())
+    assert finished(y_MN, epilogue).float().tolist() == [[MAX[out], -MAX[out], MAX[out], 0.0]]
+    assert (epilogue.amax.item(), epilogue.counts.tolist()) == (y_MN[0, 0].item(), [5 + 3, 7])
+
+
 @pytest.mark.parametrize("out", OUTPUTS)
 @pytest.mark.parametrize("activation", KINDS)
 def test_nan_and_inf_pass_every_activation(activation, out):
@@ -267,5 +284,6 @@ def test_the_kernel_knows_the_twin_s_activations():
 def test_a_tile_is_cut_in_four_where_work_on_it_needs_registers_beside_its_128_sums_a_thread():
     wide, narrow = Config(128, 256, 128, warps=8, parts=2), Config(64, 128, 128, warps=4, parts=2)
     epilogues = [Epilogue(), Epilogue(activation="relu"), Epilogue(**statistics())]
-    assert [parts(wide, epilogue) for epilogue in epilogues] == [2, 4, 4]
-    assert [parts(narrow, epilogue) for epilogue in epilogues] == [2, 2, 2]
+    y_MN = torch.empty(64, 256, dtype=torch.bfloat16)
+    assert [parts(wide, epilogue, y_MN) for epilogue in epilogues] == [2, 4, 4]
+    assert [parts(narrow, epilogue, y_MN) for epilogue in epilogues] == [2, 2, 2]

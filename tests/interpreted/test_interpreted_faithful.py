@@ -22,6 +22,12 @@ def _dot(a, b, c, y, SIZE: tl.constexpr):
     tl.store(y + at, tl.dot(tl.load(a + at), tl.load(b + at).T, tl.load(c + at)))
 
 
+@triton.jit
+def _raise(x, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.atomic_max(x + i, i, mask=i >= 0)
+
+
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     size = triton.next_power_of_2(x.numel())
     padded = torch.zeros(size, dtype=x.dtype)
@@ -84,3 +90,8 @@ def test_memory_beside_a_tensor_is_neither_read_nor_written(short):
     x, y = torch.zeros(15 if short == "read" else 16), torch.zeros(15 if short == "written" else 16)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="no tensor of its launch holds"):
         _cast[(1,)](x, y, SIZE=16)
+
+
+def test_an_atomic_beside_a_tensor_is_an_error_too():
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="no tensor of its launch holds"):
+        _raise[(1,)](torch.zeros(15, dtype=torch.int32), SIZE=16)

@@ -105,6 +105,17 @@ def test_sums_by_a_kernel_of_their_own(norm, monkeypatch):
     within_float64(*inputs(70, 130, torch.bfloat16, 5), norm)
 
 
+@pytest.mark.parametrize("norm", NORMS[:1], ids=str)
+def test_wide_rows_that_do_not_lie_together_are_copied(norm, monkeypatch):
+    monkeypatch.setattr(kernel, "WIDEST_ODD", 64)
+    x, w, b, dy = inputs(5, 80, torch.float32, 11)
+    x, dy = x.t().contiguous().t(), dy.t().contiguous().t()
+    copied = kernel._readable(x)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, x)
+    within_float64(x, w, b, dy, norm)
+
+
 @pytest.mark.parametrize("norm", [NORMS[1], NORMS[3]], ids=str)
 def test_rows_that_are_read_twice(norm, few_programs, monkeypatch):
     monkeypatch.setattr(kernel, "SUM_COLUMNS", 4096)  # 3 programs, not 129
@@ -210,6 +221,8 @@ def test_nothing_gives_nothing(form, shape):
 def test_what_is_left_to_others_is_said():
     assert "no norm" in unsupported((4, 4), Norm("batch"), Store())
     assert "16385" in unsupported((4, kernel.WIDEST + 1), NORMS[0], Store())
+    assert "no multiple of 16" in unsupported((4, kernel.WIDEST_ODD + 8), NORMS[0], Store())
+    assert unsupported((4, kernel.WIDEST_ODD - 1), NORMS[0], Store()) is None
     assert "transpose" in unsupported((4, 4), NORMS[0], Store(How(E4M3, -1, -1), True))
     assert "128 x 128" in unsupported((4, 4), NORMS[0], Store(How(E4M3, 128, 128)))
     assert unsupported((4, kernel.WIDEST), NORMS[0], Store(How(E4M3, 1, -1))) is None

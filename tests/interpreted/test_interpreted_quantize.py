@@ -132,6 +132,24 @@ def test_what_is_not_finite_stays_so_and_is_counted_and_enters_no_history(rows_c
         assert bits(q)[3, 5:7].tolist() == [0x7C, 0xFC]
 
 
+@pytest.mark.parametrize("rows_cols", GROUPS[:5], ids=str)
+def test_a_single_element_that_is_not_finite_keeps_the_amax_of_every_program_out(rows_cols):
+    x = some(130, 140, torch.bfloat16)
+    x[129, 139] = INF
+    assert assert_as_twin(x, How(E4M3, *rows_cols)).live_2S[:, INDEX].tolist() == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize("how", [How(E4M3, -1, -1, delayed=True), How(E5M2, 128, 128), How(E4M3, 1, -1)], ids=str)
+@pytest.mark.parametrize("value", [2.0**-30, NAN])
+def test_a_whole_tile_that_is_flushed_or_not_finite_is_counted(how, value):
+    # Both counts of a tile share an INT32: 4096 elements or more of one must not reach into the other, or overflow.
+    x = torch.full((128, 128), value)
+    x[0, 0] = 2.0**10
+    ours = assert_as_twin(x, how, lambda: slot(2.0**-3))
+    flushed, nonfinite = (ours.counts_CS[COUNTERS.index(name), INDEX] for name in ("underflowed", "nonfinite"))
+    assert (nonfinite, flushed >= 127) == ((128 * 128 - 1, False) if value != value else (0, True))
+
+
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (1, 128)], ids=str)
 def test_a_matrix_of_nothing_finite(rows_cols, bad):
@@ -241,6 +259,14 @@ def test_a_given_factor(rows_cols):
         q = quantize_given(view, how, s)
         assert q.is_contiguous()
         assert_same(q.float(), twin_given(view, how, s).float(), str(how))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_a_finite_element_saturates_even_where_its_product_passes_fp32_s_range(dtype):
+    with np.errstate(over="ignore"):
+        q = quantize_given(torch.tensor([[1e30, -1e30, INF]]), How(dtype, -1, -1), torch.tensor(1e30))
+    assert q.float()[0, :2].tolist() == [MAX[dtype], -MAX[dtype]]
+    assert not q.float()[0, 2].isfinite()
 
 
 def test_a_given_factor_of_nothing():

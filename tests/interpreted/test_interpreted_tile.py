@@ -10,7 +10,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8engine.kernels.tile import pieces, place_of
+from fp8engine.kernels.tile import load_tile, pieces, place_of, store_tile
 
 BLOCK_M, BLOCK_N = 32, 16
 MOST = 1024
@@ -32,6 +32,12 @@ def _pieces(x, y, M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
     WIDTH: tl.constexpr = N // PARTS
     for part in tl.static_range(PARTS):
         tl.store(y + (part * M + down) * WIDTH + tl.arange(0, WIDTH)[None, :], runs[part])
+
+
+@triton.jit
+def _copy(x, y, row, M, N, SIZE: tl.constexpr):
+    tile = load_tile(x, row, 0, M, N, (N, 1), SIZE, SIZE, "pointer")
+    store_tile(y, tile, row, 0, M, N, False)
 
 
 def grouped(down: int, across: int, height: int) -> list[tuple[int, int]]:
@@ -65,9 +71,18 @@ def test_ragged_edges_are_tiles_too(m, n, height):
     assert_places(m, n, height)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_pieces_are_runs_of_columns_from_left_to_right(parts):
     x = torch.randn(8, 16)
     y = torch.full((parts, 8, 16 // parts), float("nan"))
     _pieces[(1,)](x, y, M=8, N=16, PARTS=parts)
     assert torch.equal(torch.cat(list(y), dim=1), x)
+
+
+def test_offsets_of_rows_take_64_bits(far):
+    # The last row begins at element 2^31; the copy is made into the same memory, 64 columns further on.
+    rows, columns, size = 17, 1 << 27, 16
+    x = far(rows, columns, (columns, 1))
+    x[16, :size] = torch.randn(size)
+    _copy[(1,)](x, x[:, 64:], 16, rows, columns, SIZE=size)
+    assert torch.equal(x[16, 64 : 64 + size], x[16, :size])
