@@ -13,7 +13,8 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan test-oldest check static types codegen gpu bench distributed docs clean browser
+.PHONY: help demo test titan test-oldest check static types codegen emulated gpu gpu-pack bench distributed mutants docs \
+	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
 help:  ## this list
@@ -48,8 +49,14 @@ types: $(VENV)/dev.stamp  ## pyright
 codegen: $(VENV)/dev.stamp  ## compile every kernel for the cards it is meant for, no GPU needed; UPDATE=1: new baseline
 	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(UPDATE),--update)
 
-gpu:  ## on a CUDA card, nothing installed but torch and Triton: check everything, then measure (9 minutes)
+emulated: $(VENV)/dev.stamp  ## kernels executed from their PTX on a card made of NumPy: every case under ten seeds
+	$(PYTEST) tests/emulated --whole -n $(JOBS)
+
+gpu:  ## on a CUDA card, nothing installed but torch and Triton: check, measure beside torch and torchao (9 minutes)
 	$(PYTHON) benchmarks/gpu.py
+
+gpu-pack: $(VENV)/dev.stamp  ## compile what `make gpu` launches into .gpu-pack/, which travels with the checkout; no GPU needed
+	$(PY) benchmarks/gpu.py --pack --jobs $(JOBS) --groups "$(GROUPS)"
 
 bench: $(VENV)/dev.stamp  ## measure this CPU, side by side with torch and torchao
 	$(PY) benchmarks/cpu.py
@@ -57,11 +64,14 @@ bench: $(VENV)/dev.stamp  ## measure this CPU, side by side with torch and torch
 distributed: $(VENV)/dev.stamp  ## 2 and 4 processes: bytes, equality and errors of every way to divide a model
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.distributed
 
+mutants: $(VENV)/dev.stamp  ## plant bugs in the kernels, one at a time: does a test find each?
+	$(PY) -m benchmarks.mutants
+
 docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/house/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
-	rm -rf $(VENV) .venv-oldest .venv-titan report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-titan .gpu-pack report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that

@@ -3,7 +3,7 @@
     python benchmarks/codegen.py [--jobs N] [--only WORD] [--update] [--baseline FILE]
 
 Prints a table and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core instructions, or
-a loss against the baseline, codegen.json beside this file.  --update writes it anew (the diff shows what changed).
+a loss against the baseline, codegen.json beside this file.  --update writes the rows of what was compiled anew.
 Needs Triton, not a GPU.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.machine_code import judge, launches
 BASELINE = Path(__file__).with_name("codegen.json")
 HEADER = (
     f"{'kernel':84s} {'regs':>4s} {'spill':>5s} {'shared':>6s} {'prog':>4s} {'loop':>4s} {'mma':>3s} {'shape':16s} "
-    f"{'mma clk':>7s} {'issue':>6s} {'B/clk':>5s} widest load, store; notes"
+    f"{'mma clk':>7s} {'issue':>6s} {'ceiling':>7s} {'B/clk':>5s} widest load, store; notes"
 )
 
 
@@ -51,8 +51,8 @@ def main() -> int:
             for row in found:
                 print(_line(row), flush=True)
     if asked.update:
-        kernels = judge.baseline_of(rows).items()
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels)  # a kernel a line
+        kernels = _kept(asked.baseline, names) | judge.baseline_of(rows)
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels.items())  # a line each
         asked.baseline.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{lines}\n }}\n}}\n')
         print(f"wrote {asked.baseline}")
     broken += [f"{row.name}: {why}" for row in rows for why in judge.failures(row)]
@@ -61,6 +61,13 @@ def main() -> int:
     for line in broken:
         print(f"FAILED {line}")
     return bool(broken)
+
+
+def _kept(path: Path, compiled: list[str]) -> dict:
+    """The rows of a baseline whose cases there still are, and were not compiled now."""
+    kept = {case.name for case in launches.cases()} - set(compiled)
+    kernels = json.loads(path.read_text())["kernels"]
+    return {name: row for name, row in kernels.items() if name.partition(": ")[0] in kept}
 
 
 def _compiled(name: str):
@@ -86,9 +93,10 @@ def _against_baseline(rows: list[judge.Row], path: Path) -> list[str]:
 
 def _line(row: judge.Row) -> str:
     notes = " ".join(row.notes)
+    ceiling = f"{row.ceiling} %" if row.ceiling else "-"
     return (
         f"{row.name:84s} {row.registers:4d} {row.spills:5d} {row.shared:6d} {row.programs:4d} {row.loop:4d} "
-        f"{row.products:3d} {row.shape:16s} {row.tensor_cycles:7.0f} {row.issue_cycles:6.0f} "
+        f"{row.products:3d} {row.shape:16s} {row.tensor_cycles:7.0f} {row.issue_cycles:6.0f} {ceiling:>7s} "
         f"{row.bytes_per_clock:5.0f} {_widest(row.accesses, 'ld')}, {_widest(row.accesses, 'st')}; {notes or '-'}"
     )
 

@@ -1,9 +1,9 @@
 """Judgement of a kernel by its machine code: what no kernel may have, and what is a loss against a committed baseline.
 
 A kernel fails on a spill, on more shared memory than a program may have, on Tensor Core instructions that wait for each
-other or are not there, and on a loss against what the committed baseline says it was: a longer loop, fewer programs on
-a multiprocessor, narrower loads.  No GPU is needed, and none of it is a measurement: it says that nothing is known to
-stand in a kernel's way, not how fast it is.
+other or are not there, and on a loss against what the committed baseline says it was: a longer loop, a lower ceiling,
+fewer programs on a multiprocessor, narrower loads.  No GPU is needed, and none of it is a measurement: it says that
+nothing is known to stand in a kernel's way, not how fast it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Card:
 
     shared: bytes of a multiprocessor.  per_program: the most one program may have.
     Source: CUDA C programming guide, technical specifications per compute capability; NVIDIA's H100, Ada and A100
-    architecture papers for the rates.
+    architecture papers for the rates; for the B200 its 4.5 PFLOP/s over 148 multiprocessors at 1.85 GHz.
     """
 
     shared: int
@@ -38,6 +38,7 @@ class Card:
 ADA = Card(shared=102400, per_program=101376, warps=48, fp8_rate=1024, rate_16_bits=512, programs=24)
 CARDS = {
     120: ADA,  # the same numbers
+    100: Card(shared=233472, per_program=232448, warps=64, fp8_rate=8192, rate_16_bits=4096),
     90: Card(shared=233472, per_program=232448, warps=64, fp8_rate=4096, rate_16_bits=2048),
     89: ADA,
     80: Card(shared=167936, per_program=166912, warps=64, fp8_rate=0, rate_16_bits=1024),
@@ -47,7 +48,10 @@ RESERVED = 1024  # bytes of shared memory that the system takes of every program
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel's machine code; shared and spills in bytes, cycles and bytes per clock of one pass of the loop."""
+    """One kernel's machine code; shared and spills in bytes, cycles and bytes per clock of one pass of the loop.
+
+    ceiling: per cent of the Tensor Core's rate that the loop allows (sass.py); 0 where it has no such instruction.
+    """
 
     name: str
     registers: int
@@ -59,6 +63,7 @@ class Row:
     shape: str
     tensor_cycles: float
     issue_cycles: float
+    ceiling: int
     bytes_per_clock: float
     accesses: tuple[str, ...]
     notes: tuple[str, ...]
@@ -83,11 +88,12 @@ def compile_case(case: Case) -> list[Row]:
 def _row(case: Case, launch: offline.Launch, name: str) -> Row:
     made, card, config = launch.compile(), CARDS[case.architecture], case.config
     loop = sass.main_loop(made.sass)
-    cycles = operands = 0.0
+    cycles = bytes_per_clock = 0.0
+    warps = config.warps if config else 0  # those that multiply: a loading warp has a loop of its own
     if config is not None:
         rate = card.fp8_rate if case.fp8 else card.rate_16_bits
-        cycles = config.block_m * config.block_n * config.block_k / rate
-        operands = (config.block_m + config.block_n) * config.block_k * (1 if case.fp8 else 2)
+        cycles = loop.multiply_adds(warps) / rate
+        bytes_per_clock = (1 / config.block_m + 1 / config.block_n) * rate * (1 if case.fp8 else 2)
     return Row(
         name=name,
         registers=made.registers,
@@ -98,9 +104,9 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
         products=loop.products,
         shape="/".join(loop.shapes),
         tensor_cycles=cycles,
-        # Of the warps that multiply: a loading warp has a loop of its own.
-        issue_cycles=loop.length * config.warps / 4 if config else 0.0,
-        bytes_per_clock=operands / cycles if cycles else 0.0,
+        issue_cycles=loop.length * warps / 4,
+        ceiling=round(100 * loop.ceiling(cycles, warps)) if cycles else 0,
+        bytes_per_clock=bytes_per_clock,
         accesses=sass.accesses(made.ptx),
         notes=made.notes,
         serialized=made.serialized,
@@ -137,8 +143,8 @@ def failures(row: Row) -> list[str]:
     if not row.matmul:
         narrow = [way for way in ("ld", "st") if row.wide and not any(_is(access, way) for access in row.accesses)]
         return found + [f"no {way}.global.v4: the tensor moves in narrower pieces" for way in narrow]
-    wanted = ("Q" if row.fp8 else "H") + ("GMMA" if row.architecture == 90 else "MMA")
-    if not row.shape.startswith(f"{wanted}."):
+    wanted = {90: "{}GMMA", 100: "UTC{}MMA"}.get(row.architecture, "{}MMA").format("Q" if row.fp8 else "H")
+    if not row.shape.startswith(wanted):
         found.append(f"no {wanted} in the main loop ({row.shape or 'no Tensor Core instruction at all'})")
     return found
 
@@ -150,6 +156,8 @@ def losses(row: Row, before: dict[str, Any]) -> list[str]:
         found.append(f"{row.programs} programs a multiprocessor, were {before['programs']}")
     if row.loop > LONGER_LOOP * before["loop"]:
         found.append(f"main loop of {row.loop} instructions, was {before['loop']}")
+    if row.ceiling < before["ceiling"]:
+        found.append(f"at most {row.ceiling} % of the Tensor Core's rate, was {before['ceiling']} %")
     if row.shape != before["shape"]:
         found.append(f"{row.shape or 'no Tensor Core instruction'}, was {before['shape']}")
     if gone := [access for access in before["accesses"] if _wide(access) and access not in row.accesses]:
@@ -159,7 +167,7 @@ def losses(row: Row, before: dict[str, Any]) -> list[str]:
 
 def baseline_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """The part of each row that a baseline keeps."""
-    kept = ("registers", "shared", "programs", "loop", "products", "shape", "accesses")
+    kept = ("registers", "spills", "shared", "programs", "loop", "products", "shape", "ceiling", "accesses")
     return {row.name: {field: asdict(row)[field] for field in kept} for row in rows}
 
 

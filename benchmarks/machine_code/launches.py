@@ -2,6 +2,9 @@
 
 A matmul is launched with the epilogues that differ in registers or memory.  A kernel that moves a tensor has to move it
 16 bytes a thread; a launch that only reduces what another left behind need not.
+
+Triton compiles another kernel where 16 divides a size or an address.  Most launches are such, as most models' are; the
+odd ones take more registers, and are here where they take the most.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics,
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SIZE = 4096  # of a matmul
+ODD = 50257  # GPT-2's vocabulary, which nothing divides
 M, K, SLOTS = 8192, 4096, 64  # of a cast, and of the table that its slot is in
 GLUON = {
     "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
@@ -68,47 +72,52 @@ def cases() -> Iterator[Case]:
                     yield from _matmul(operation, int(arch.removeprefix("sm_")), config)
     for name, config in GLUON.items():  # off in the table until measured, and yet it has to stay sound
         for rows in (-1, 1):
-            a, b, bias = _operand(SIZE, rows, -1), _operand(SIZE, rows, -1), _epilogues(True)["row"].bias_N
+            a, b, bias = _operand(SIZE, SIZE, rows, -1), _operand(SIZE, SIZE, rows, -1), _epilogues(True)["row"].bias_N
             launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
-    for name, architectures, wide, launch in _memory():
+    for name, architectures, wide, launch in (*_memory(), *_odd()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
 
 
 def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]:
+    """One configuration at SIZE with every epilogue, and with rows of the result that nothing divides."""
     k = SIZE if config.descriptors or architecture < 90 else SIZE + 1
     aligned = "" if k == SIZE else " odd K"
+    fp8 = operation != "matmul_fp16"
+    most_registers = ("row", "gelu+amax") if architecture == 90 else ("gelu+amax",) if fp8 else ()
+    for n in (SIZE, ODD):
+        for end, epilogue in _epilogues(fp8, n).items():
+            name = f"{operation} {{}} sm_{architecture} {config}{aligned}{'' if n == SIZE else ' odd N'} {end}"
+            if n == SIZE or end in most_registers:
+                for form, launch in _forms(operation, n, k, end, epilogue, config):
+                    yield Case(name.format(form), architecture, config, fp8, launch)
+
+
+def _forms(
+    operation: str, n: int, k: int, end: str, epilogue: Epilogue, config: Config
+) -> Iterator[tuple[str, Callable]]:
+    """(name, launch) of the layouts or scales that a matmul has machine code of its own for."""
     if operation == "matmul_fp16":
-        for layout, (a_t, b_t) in {"along K": (False, False), "across K": (True, True)}.items():
-            for end, epilogue in _epilogues(fp8=False).items():
-                if end != "row":
-                    yield Case(
-                        f"{operation} {layout} sm_{architecture} {config}{aligned} {end}",
-                        architecture,
-                        config,
-                        False,
-                        partial(matmul_fp16, _matrix(k, a_t), _matrix(k, b_t), epilogue, config),
-                    )
-        return
-    for end, epilogue in _epilogues(fp8=True).items():
-        name = f"{operation} {{}} sm_{architecture} {config}{aligned} {end}"
-        if operation == "matmul_block":
-            for rows in (1, 128):  # 1: wgrad, whose operands were quantised down their columns and transposed
-                a, b = _operand(k, 1, 128, rows == 1), _operand(k, rows, 128, rows == 1)
-                launch = partial(matmul_block, a, b, epilogue, config)
-                yield Case(name.format(f"1x128 {rows}x128"), architecture, config, True, launch)
-        else:
-            rows = 1 if end == "row" else -1
-            promoted = operation == "matmul_fp8_promoted"
-            launch = partial(matmul_fp8, _operand(k, rows, -1), _operand(k, rows, -1), epilogue, promoted, config)
-            yield Case(name.format("row" if rows == 1 else "tensor"), architecture, config, True, launch)
+        if end != "row":  # scales of rows are FP8's
+            yield "along K", partial(matmul_fp16, _matrix(SIZE, k, False), _matrix(n, k, False), epilogue, config)
+            if n == SIZE:
+                yield "across K", partial(matmul_fp16, _matrix(SIZE, k, True), _matrix(n, k, True), epilogue, config)
+    elif operation == "matmul_block":
+        for rows in (1, 128) if n == SIZE else (1,):
+            # 1: wgrad, whose operands were quantised down their columns and transposed
+            a, b = _operand(SIZE, k, 1, 128, rows == 1), _operand(n, k, rows, 128, rows == 1)
+            yield f"1x128 {rows}x128", partial(matmul_block, a, b, epilogue, config)
+    else:
+        rows = 1 if end == "row" else -1
+        a, b, promoted = _operand(SIZE, k, rows, -1), _operand(n, k, rows, -1), operation == "matmul_fp8_promoted"
+        yield "row" if rows == 1 else "tensor", partial(matmul_fp8, a, b, epilogue, promoted, config)
 
 
-def _epilogues(fp8: bool) -> dict[str, Epilogue]:
+def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
     """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
-    bias, one = _meta(SIZE, dtype=BF16), _meta(1)
+    bias, one = _meta(n, dtype=BF16), _meta(1)
     counts = _meta(2, dtype=torch.int64)
     everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
     return {
@@ -162,19 +171,45 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
             yield _form(f"norm backward {kind} {width} {name}", hopper, (), *backward)
 
 
+def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:
+    """Memory-bound kernels where nothing divides a size, so that each element has a load, an address and a mask."""
+    hopper, m, k = (90,), M - 1, K + 1
+    x = _meta(m, k, dtype=BF16)
+    groups = CASTS | {"128x1": How(E4M3, 128, 1, True)}
+    for name, cards in {"tensor predicted": hopper, "128x128": hopper, "128x1": (89,)}.items():
+        yield _form(f"quantize {name} odd", cards, (), quantize, x, groups[name], _slot())
+    for name in ("tensor predicted", "row", "1x128", "128x1", "128x128"):
+        yield _form(f"cast_transpose {name} odd sums", hopper, (), cast_transpose, x, groups[name], _slot(), True)
+    yield _form("transpose_codes odd", hopper, (), transpose_codes, _meta(m, k, dtype=E4M3))
+    yield _form("act relu plain odd", hopper, (), act_quantize, x, "relu", Store())
+    wide = _meta(m, 2 * k, dtype=BF16)
+    for kind, how, transposed in (("swiglu", "tensor predicted", False), ("geglu", "row", True)):
+        to = Store(CASTS[how], transposed, _slot())
+        name = f"act backward {kind} {how}{' transposed' if transposed else ''} odd"
+        yield _form(name, hopper, (), act_quantize_backward, x, wide, kind, to)
+    narrow, w = _meta(m, K - 1, dtype=BF16), _meta(K - 1, dtype=BF16)
+    for name in ("tensor predicted", "row"):
+        to = Store(CASTS[name], False, _slot())
+        yield _form(f"norm layer {K - 1} {name} odd", hopper, (), norm_quantize, narrow, w, w, Norm("layer"), to)
+        backward = norm_quantize_backward, narrow, narrow, w, RowStatistics(_meta(m), _meta(m)), Norm("layer"), to
+        yield _form(f"norm backward layer {K - 1} {name} odd", hopper, (), *backward)
+    wide, to = _meta(m, 4 * K, dtype=BF16), Store(CASTS["tensor"], False, _slot())
+    yield _form(f"norm rms {4 * K} current", hopper, (), norm_quantize, wide, None, None, Norm("rms"), to)
+
+
 def _form(name: str, architectures: tuple[int, ...], wide: tuple[str, ...], launcher: Callable, *arguments):
     return name, architectures, wide, partial(launcher, *arguments)
 
 
-def _operand(k: int, rows: int, cols: int, transposed: bool = False) -> Operand:
-    down, across = (1 if rows == -1 else -(-SIZE // rows)), (1 if cols == -1 else -(-k // cols))
+def _operand(size: int, k: int, rows: int, cols: int, transposed: bool = False) -> Operand:
+    down, across = (1 if rows == -1 else -(-size // rows)), (1 if cols == -1 else -(-k // cols))
     scale = _meta(across, down).t() if transposed else _meta(down, across)
     scale = _meta() if rows == cols == -1 else scale
-    return Operand(_meta(SIZE, k, dtype=E4M3), scale, rows, cols)
+    return Operand(_meta(size, k, dtype=E4M3), scale, rows, cols)
 
 
-def _matrix(k: int, transposed: bool) -> torch.Tensor:
-    return _meta(k, SIZE, dtype=BF16).t() if transposed else _meta(SIZE, k, dtype=BF16)
+def _matrix(size: int, k: int, transposed: bool) -> torch.Tensor:
+    return _meta(k, size, dtype=BF16).t() if transposed else _meta(size, k, dtype=BF16)
 
 
 def _slot() -> Slot:

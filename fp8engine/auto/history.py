@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, overload
 
-import numpy
-
+from fp8engine import _numpy as numpy
 from fp8engine._moved import renamed
 from fp8engine.auto.alarm import Alarm, Trend
 from fp8engine.scaling.prediction import Measured, Prediction
@@ -34,12 +33,12 @@ class Sample(NamedTuple):
     nonfinite: int
 
 
-ROW = numpy.dtype([
+ROW = [
     ("step", "i8"), ("cast", "i4"), ("amax", "f8"), ("rms", "f8"), ("kurtosis", "f8"), ("sqnr_db", "f8"),
     ("flushed", "f8"), ("saturated", "f8"), ("nonfinite", "i8"),
-])  # fmt: skip
-WORST = dict.fromkeys(("amax", "kurtosis", "flushed", "saturated"), numpy.fmax)
-WORST |= {"sqnr_db": numpy.fmin, "nonfinite": numpy.add}
+]  # fmt: skip
+WORST = dict.fromkeys(("amax", "kurtosis", "flushed", "saturated"), "fmax")
+WORST |= {"sqnr_db": "fmin", "nonfinite": "add"}
 
 
 class Samples(Sequence[Sample]):
@@ -114,7 +113,7 @@ class Samples(Sequence[Sample]):
         begins = self._begins(rows)
         found = rows[numpy.append(begins[1:], len(rows)) - 1]
         for key, worst in WORST.items():
-            found[key] = worst.reduceat(rows[key], begins)
+            found[key] = getattr(numpy, worst).reduceat(rows[key], begins)
         crest = numpy.divide(rows["amax"], rows["rms"], out=numpy.zeros(len(rows)), where=rows["rms"] > 0)
         crest = numpy.fmax.reduceat(crest, begins)
         found["rms"] = numpy.divide(found["amax"], crest, out=numpy.zeros(len(found)), where=crest > 0)

@@ -61,7 +61,8 @@ def fsdp(
             "dimension, such as mesh['dp'], or two with names, (replicas, shards), as fully_shard asks"
         )
     blocks = repeated_blocks(model) if blocks is None else list(blocks)
-    _check_alike(model, layers, blocks, mesh, fully_shard_options)
+    everyone = _group_of(mesh)
+    _check_alike(model, blocks, everyone, fully_shard_options)
     if not blocks:
         warnings.warn(
             f"fe.distributed.fsdp: {type(model).__name__} has no repeated blocks: "
@@ -73,7 +74,8 @@ def fsdp(
         fully_shard(block, mesh=mesh, **fully_shard_options)
     fully_shard(model, mesh=mesh, **fully_shard_options)
     gather_fp8(model)
-    _join_activations(layers, mesh)
+    for layer in layers:  # scales are predicted from the largest amaxes of all ranks, which see different tokens
+        layer.numerics.state.ranks = everyone.group_name
     return model
 
 
@@ -194,17 +196,19 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
         )
 
 
-def _check_alike(model, layers: list[Float8Module], blocks, mesh: dist.DeviceMesh, options: dict) -> None:
+def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:
     """Raise ParallelError on every rank where ranks were called differently."""
+    layers = float8_modules(model)
     names = {id(module): name for name, module in model.named_modules()}
     names_of = {id(parameter): name for name, parameter in model.named_parameters()}
     described = {
         **{f"layer {names[id(layer)]}": (_shapes(layer), str(layer.numerics.recipe.to_json())) for layer in layers},
         **{f"block {names.get(id(block), '?')}": type(block).__name__ for block in blocks},
         **{f"option {name}": str(value) for name, value in options.items() if name not in UNCOMPARED},
-        "option ignored_params": [names_of[id(parameter)] for parameter in options.get("ignored_params") or ()],
+        # Sorted: ranks go through a set of parameters in different orders.
+        "option ignored_params": sorted(names_of[id(each)] for each in options.get("ignored_params") or ()),
     }
-    check_alike("fe.distributed.fsdp", described, _group_of(mesh))
+    check_alike("fe.distributed.fsdp", described, group)
 
 
 def _shapes(layer: Float8Module) -> list[tuple]:
@@ -227,10 +231,3 @@ def _group_of(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if everyone is not None and len(ranks) == everyone.size():
         return everyone
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
-
-
-def _join_activations(layers: list[Float8Module], mesh: dist.DeviceMesh) -> None:
-    """Predicted scales come from the largest amaxes of all ranks, which see different tokens."""
-    group = _group_of(mesh)
-    for layer in layers:
-        layer.numerics.state.ranks = group.group_name

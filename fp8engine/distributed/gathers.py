@@ -1,4 +1,4 @@
-"""What fully_shard's all-gathers of converted weights send, for reports: in which form, why, and how many bytes."""
+"""Description of fully_shard's all-gathers of converted weights, for reports: their form, its reason, their bytes."""
 
 from __future__ import annotations
 

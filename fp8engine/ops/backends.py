@@ -3,7 +3,7 @@
 | backend | where | what |
 | --- | --- | --- |
 | triton | CUDA from sm_89 (FP8), sm_80 (16 bits); any machine under TRITON_INTERPRET=1 | every matmul of a recipe |
-| cublas | CUDA from sm_89; a CPU with FP8 instructions | matmuls with a scale per tensor or row |
+| cublas | CUDA from sm_89; a CPU with FP8 instructions | matmuls with a scale per tensor or row; on sm_90 per block |
 | reference | everywhere | everything, in plain torch; the FP8 matmul is emulated, and reports say so |
 
 Which one runs where none is asked for: `choose` in matmul.py and in casts.py.

@@ -7,13 +7,13 @@
 | backend | runs on | can multiply |
 | --- | --- | --- |
 | triton | Tensor Cores from sm_89 (FP8) or sm_80 (16 bits), our kernels | all of it |
-| cublas | Tensor Cores from sm_89, a CPU's AMX; torch's scaled matmul | scales per tensor or row |
+| cublas | Tensor Cores from sm_89, a CPU's AMX; torch's scaled matmul | scales per tensor or row; on sm_90 blocks |
 | reference | any device, in plain torch | all of it; FP8 is emulated, and reports say so |
 
-The backend is the one that `fe.backend` asks for, else what `choose` says: triton where scales change along K or where
-it was measured faster (kernels/tuning.json, never on a guess), cublas for other FP8 Tensor Cores, else reference.  It
-is chosen when the matmul runs, not when a graph is traced: a compiled graph follows `with fe.backend(...)` as eager
-code does.
+The backend is the one that `fe.backend` asks for, else what `choose` says: triton where it was measured faster
+(kernels/tuning.json, never on a guess), cublas for other FP8 Tensor Cores, else reference.  Where scales change along
+K, cublas only where it was measured faster or there is no Triton.  It is chosen when the matmul runs, not when a graph
+is traced: a compiled graph follows `with fe.backend(...)` as eager code does.
 
 >>> from fp8engine.ops.backends import backend
 >>> a = Operand(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.tensor(2.0))
@@ -49,7 +49,11 @@ def choose(where: torch.device, by_block: bool, shape: tuple[int, int] | None = 
     if not device.has_fp8(where):
         return "reference"
     if by_block:
-        return "triton" if triton_backend.usable() else "reference"
+        torch_can = scaled_mm.no_blocks(where) is None
+        if not triton_backend.usable():
+            return "cublas" if torch_can else "reference"
+        ratio = triton_backend.measured("matmul_block", device.capability(where), *shape) if shape else 0.0
+        return "cublas" if torch_can and 0.0 < ratio < 1.0 else "triton"
     operation = "matmul_fp8" if precision == "fast" else "matmul_fp8_promoted"
     faster = shape is not None and triton_backend.measured(operation, device.capability(where), *shape) >= 1.0
     return "triton" if faster else "cublas"
@@ -174,7 +178,10 @@ def _check(a: Operand, b: Operand, bias_N) -> None:
 def _backend_of(a: Operand, b: Operand, precision: str) -> str:
     if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
         by_block = a.scaled_along_k or b.scaled_along_k
-        return choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
+        name = choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
+        if by_block and name == "cublas" and asked() is None and scaled_mm.unsupported(a, b):
+            return "triton" if triton_backend.usable() else "reference"  # other blocks than 1x128 and 128x128
+        return name
     if asked() not in (None, "reference"):
         raise BackendError(
             f"backend {asked()!r} takes FP8 codes, and these operands are values held for an emulated matmul: "

@@ -8,6 +8,10 @@ What the hardware wants, checked here so that a CPU refuses what a card would:
 - not E5M2 by E5M2;
 - both scales per tensor, or one per row of each.  Row scales leave a BF16 result (torch's rule), whatever `out` is;
   torch 2.11 has none of them on a CPU;
+- or, on sm_90 alone and from CUDA 12.9 on, scales in blocks: 1x128 by 128x128, 128x128 by 1x128, 1x128 by 1x128.  G
+  blocks along K: a scale of 1x128 lies [rows, G] with strides (1, rows), one of 128x128 [rows/128, G] with strides
+  (G, 1) and G a multiple of 4 (torch's check; later ones round the stride up to it).  K is padded until that holds,
+  rows to multiples of 16, so that every stride is a multiple of 16 bytes;
 - a sum times one of the scales within FP32's range: a CPU's multiplies by the first scale before the second, and values
   near 1e36 make that Inf where the result is not.
 tests/ops/test_scaled_mm_card.py holds every call against the rules that torch itself has for CUDA.
@@ -24,6 +28,10 @@ from fp8engine.ops import device
 from fp8engine.ops.reference.operand import Operand
 
 MULTIPLE = 16
+BLOCK = 128  # values of K under one scale
+BLOCKS_ON = (9, 0)  # capability of the cards whose block scales cuBLASLt takes
+BLOCKS_FROM = (12, 9)  # CUDA's version
+LINES, SQUARES = (1, BLOCK), (BLOCK, BLOCK)
 
 
 def unsupported(a: Operand, b: Operand) -> str | None:
@@ -40,9 +48,22 @@ def unsupported(a: Operand, b: Operand) -> str | None:
     if a.data.dtype == b.data.dtype == torch.float8_e5m2:
         return "Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3"
     if a.scaled_along_k or b.scaled_along_k:
-        return "scales that change along K (blocks)"
+        kinds = (a.rows, a.cols), (b.rows, b.cols)
+        if kinds not in ((LINES, SQUARES), (SQUARES, LINES), (LINES, LINES)):
+            return "scales along K that are not 1x128 by 128x128, 128x128 by 1x128 or 1x128 by 1x128"
+        return no_blocks(where)
     if where.type == "cpu" and (a.scale.dim() == 2 or b.scale.dim() == 2) and not device.cpu_scales_rows():
         return f"torch {torch.__version__} has no row scales on a CPU"
+    return None
+
+
+def no_blocks(where: torch.device) -> str | None:
+    """Why torch's scaled matmul has no scales in blocks there, or None where it has them."""
+    if where.type != "cuda" or device.capability(where) != BLOCKS_ON:
+        return f"torch takes scales that change along K (blocks) on sm_90 alone, and this is {device.name(where)}"
+    version = torch.version.cuda
+    if version is None or tuple(map(int, version.split(".")[:2])) < BLOCKS_FROM:
+        return f"scales that change along K (blocks) need CUDA 12.9, and this torch has {version}"
     return None
 
 
@@ -59,6 +80,19 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     if 0 in (m, n, a.data.shape[1]):
         y_MN = torch.zeros(m, n, dtype=out, device=a.data.device)
         return y_MN if bias_N is None else y_MN + bias_N.to(out)
+    if a.scaled_along_k:
+        y_MN = _by_block(a, b, torch.bfloat16 if out == torch.bfloat16 else torch.float32)
+    else:
+        y_MN = _by_row_or_tensor(a, b, out, fast)
+    if y_MN.shape != (m, n):  # a copy: layers may write in place into what they are given, and a view would forbid it
+        y_MN = y_MN[:m, :n].clone(memory_format=torch.contiguous_format)
+    # The bias is added outside: cuBLASLt takes it only for 16-bit results of the bias's own dtype.
+    y_MN = y_MN.to(out)
+    return y_MN if bias_N is None else (y_MN + bias_N).to(out)
+
+
+def _by_row_or_tensor(a: Operand, b: Operand, out: torch.dtype, fast: bool) -> torch.Tensor:
+    m, n = a.data.shape[0], b.data.shape[0]
     by_row = a.scale.dim() == 2 or b.scale.dim() == 2
     a_data, b_data = _padded(a.data, rows=False), _padded(b.data, rows=True)
     scale_a, scale_b = a.scale, b.scale
@@ -66,7 +100,7 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
         # As vectors first: torch wants strides of 1 even along a dimension of size 1, which a transposed scale lacks.
         scale_a = a.scale.reshape(-1).expand(m).contiguous().unsqueeze(1)
         scale_b = pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0).unsqueeze(0)
-    y_MN = _torch.scaled_mm(
+    return _torch.scaled_mm(
         a_data,
         b_data.t(),
         scale_a=scale_a,
@@ -74,16 +108,30 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
         out_dtype=torch.bfloat16 if by_row else out,
         use_fast_accum=fast,
     )
-    if y_MN.shape[1] != n:  # a copy: layers may write in place into what they are given, and a view would forbid it
-        y_MN = y_MN.narrow(1, 0, n).clone(memory_format=torch.contiguous_format)
-    # The bias is added outside: cuBLASLt takes it only for 16-bit results of the bias's own dtype.
-    y_MN = y_MN.to(out)
-    return y_MN if bias_N is None else (y_MN + bias_N).to(out)
 
 
-def _padded(data: torch.Tensor, rows: bool) -> torch.Tensor:
-    """FP8 codes with strides (K, 1), with K (and the rows, where asked) padded to a multiple of 16 with zeros."""
-    pad_k = -data.shape[1] % MULTIPLE
+def _by_block(a: Operand, b: Operand, out: torch.dtype) -> torch.Tensor:
+    """y with the rows of the padded operands.  Sums are FP32 from block to block, whatever is asked."""
+    k = a.data.shape[1]
+    # At least two blocks along K: a single one would be taken for a scale per row.
+    blocks = max(-(-k // BLOCK), 2)
+    blocks += -blocks % 4 if BLOCK in (a.rows, b.rows) else 0
+    (a_data, scale_a), (b_data, scale_b) = (_blocked(operand, blocks) for operand in (a, b))
+    return _torch.scaled_mm(a_data, b_data.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=out)
+
+
+def _blocked(operand: Operand, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) with that many blocks along K, laid out as torch checks it; what is added has the value 0."""
+    data = _padded(operand.data, rows=True, multiple_of_k=blocks * BLOCK)
+    along, down = blocks - operand.scale.shape[1], -(-data.shape[0] // operand.rows) - operand.scale.shape[0]
+    if operand.rows == 1:
+        return data, pad(operand.scale.t(), (0, down, 0, along), value=1.0).contiguous().t()
+    return data, pad(operand.scale, (0, along, 0, down), value=1.0).contiguous()
+
+
+def _padded(data: torch.Tensor, rows: bool, multiple_of_k: int = MULTIPLE) -> torch.Tensor:
+    """FP8 codes with strides (K, 1), with K (and the rows, where asked) padded to multiples with zeros."""
+    pad_k = -data.shape[1] % multiple_of_k
     pad_rows = -data.shape[0] % MULTIPLE if rows else 0
     if pad_k or pad_rows:  # code 0 is the value 0 in both formats
         return pad(data.view(torch.uint8), (0, pad_k, 0, pad_rows)).view(data.dtype)

@@ -25,6 +25,7 @@ from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics,
 
 OLDEST, TOO_NEW = (3, 6), (3, 10)
 CAPABILITY_16_BITS = (8, 0)
+TCGEN05 = (10, 11)  # major capabilities of Tensor Cores with a memory of their own: sm_100, sm_103, sm_110
 POWERS = tuple(1 << power for power in range(8))  # rows or columns of a group that a tile of a cast holds whole
 BLOCKS = (32, 64, 128)  # values of K that share a scale, and so are one step of the block matmul's loop
 
@@ -85,10 +86,20 @@ def unsupported(a: Operand, b: Operand) -> str | None:
     if a.data.dtype == b.data.dtype == torch.float8_e5m2:
         return "Tensor Cores do not multiply E5M2 by E5M2; cast one of the operands to E4M3"
     if not (a.scaled_along_k or b.scaled_along_k):
-        return None
+        return _not_compiled(a.data.device)
     sizes = {operand.cols for operand in (a, b) if operand.scaled_along_k}
     if len(sizes) > 1 or not sizes.issubset(BLOCKS):
         return f"scales along K for every {sorted(sizes)} values; want one of {BLOCKS}, the same for both"
+    return None
+
+
+def _not_compiled(where: torch.device) -> str | None:
+    """Why matmul_fp8 and matmul_fp16 are not run on a card that has kernels for all else, or None."""
+    if where.type == "cuda" and device.capability(where)[0] in TCGEN05:
+        return (
+            f"Triton 3.6 fails to compile our matmuls for {device.name(where)} where they count or take an amax "
+            "(it compiles casts and block scales); fe.backend('cublas') multiplies there"
+        )
     return None
 
 
@@ -106,7 +117,7 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False) -> to
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     """a @ b.T of FP16 or BF16 tensors of any strides, ended by the epilogue.  Raises BackendError with the reason."""
-    reason = no_card(a_MK.device, CAPABILITY_16_BITS)
+    reason = no_card(a_MK.device, CAPABILITY_16_BITS) or _not_compiled(a_MK.device)
     if a_MK.dtype != b_NK.dtype or a_MK.dtype not in (torch.float16, torch.bfloat16):
         reason = f"{a_MK.dtype} by {b_NK.dtype}; want both float16 or both bfloat16"
     if reason:
@@ -195,10 +206,12 @@ def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to
 def measured(operation: str, capability: tuple[int, int], m: int, n: int) -> float:
     """torch's time over our kernel's for an M x N result, as the tuning table has it; 0 where it was not measured.
 
+    0 too where Triton does not compile the kernel: a time measured on another card says nothing there.
+
     >>> measured("matmul_fp8", (7, 0), 4096, 4096)
     0.0
     """
-    if not usable():
+    if not usable() or capability[0] in TCGEN05:
         return 0.0
     tuning = importlib.import_module("fp8engine.kernels.tuning")
     try:

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import math
 
-import numpy
 import torch
 
+from fp8engine import _numpy as numpy
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.numerics.recipe import PerTensor

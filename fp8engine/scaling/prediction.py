@@ -33,8 +33,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy
-
+from fp8engine import _numpy as numpy
 from fp8engine.errors import InvalidRecipe
 from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerTensor
 from fp8engine.numerics.formats import Format
@@ -45,7 +44,7 @@ HEADER = ("amax", "energy", "fourth", "sampled", "nonzero", "nonfinite", "elemen
 TENSOR_BINS = 512  # 64 octaves of |x| / amax, eight each; the last has |x| = amax alone, the first what is less, and 0
 GROUP_BINS = 130  # 64 octaves twice (histogram.py), the last two for |x| = amax of its group
 POINTS = 8
-FP32_MAX = float(numpy.finfo(numpy.float32).max)
+FP32_MAX = (2 - 2.0**-23) * 2.0**127
 SATURATES = 1 + 2.0**-22  # as reference/quantize.py counts: an amax times its scale may land one ulp above MAX
 
 

@@ -164,7 +164,8 @@ def sharded_by_others(rank: int) -> dict:
     found: dict[str, Any] = {"equal": torch.equal(ours(batch(rank)), theirs(batch(rank)))}
     found["weights"] = fe.inspect(theirs).totals["gather"]["as_codes"]
     ignoring = net(shard=False)
-    fe.distributed.fsdp(ignoring, ignored_params={ignoring.last.weight})
+    several = {ignoring.last.weight, ignoring.last.bias, ignoring.blocks[0].norm.weight}  # sets differ in order
+    fe.distributed.fsdp(ignoring, ignored_params=several)
     found["ignored"] = fe.inspect(ignoring).totals["gather"]["weights"]
     for what, model in (("twice", theirs), ("plain", net(shard=False)), ("not converted", Net(*SIZE))):
         try:

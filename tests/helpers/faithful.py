@@ -38,6 +38,7 @@ _triton_language = interpreter._patch_lang
 _triton_arguments = interpreter.GridExecutor._init_args_hst
 _triton_load = interpreter.InterpreterBuilder.create_masked_load
 _triton_store = interpreter.InterpreterBuilder.create_masked_store
+_triton_atomic = interpreter.InterpreterBuilder.create_atomic_rmw
 _memory: list[tuple[int, int]] = []  # first address and the one behind the last, of each tensor of the launch
 
 
@@ -100,6 +101,12 @@ def store(self, pointers, value, mask, *rest, **named):
     return _triton_store(self, pointers, value, mask, *rest, **named)
 
 
+def atomic(self, operation, pointers, value, mask, *rest):
+    """InterpreterBuilder.create_atomic_rmw at addresses that belong to the launch."""
+    _check(pointers, mask)
+    return _triton_atomic(self, operation, pointers, value, mask, *rest)
+
+
 def _check(pointers, mask) -> None:
     addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
     if addresses.size:
@@ -117,6 +124,7 @@ def install() -> None:
     interpreter.GridExecutor._init_args_hst = remember
     interpreter.InterpreterBuilder.create_masked_load = load
     interpreter.InterpreterBuilder.create_masked_store = store
+    interpreter.InterpreterBuilder.create_atomic_rmw = atomic
 
 
 def wrong() -> list[str]:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (
     "errors",
     "_torch",
+    "_numpy",
     "files",
     "_moved",
     "numerics",
@@ -120,7 +121,7 @@ def test_kernels_is_no_package_of_its_own():
 def plant(root: Path, sources: dict[str, str]) -> None:
     """A house with empty rooms and the files named, relative to fp8engine/."""
     (root / "kernels").mkdir(exist_ok=True)
-    for room in set(ROOMS) - {"errors", "_torch", "files", "_moved", "__init__", "__main__", "kernels"}:
+    for room in set(ROOMS) - {"errors", "_torch", "_numpy", "files", "_moved", "__init__", "__main__", "kernels"}:
         (root / "fp8engine" / room).mkdir(parents=True, exist_ok=True)
     if not (link := root / "fp8engine" / "kernels").is_symlink():
         link.symlink_to("../kernels")

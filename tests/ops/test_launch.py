@@ -94,10 +94,29 @@ def test_pieces_and_stages():
         (narrow, plain, 1),
         (narrow, rich, 4),  # 128
     ]:
-        assert launch.parts(config, end) == cut
+        assert launch.parts(config, end, torch.empty(64, 4096, dtype=torch.bfloat16)) == cut
     half, full = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     assert [launch.stages(wide, y) for y in (half, full)] == [4, 3]
     assert [launch.stages(tile, y) for y in (half, full)] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("columns", "descriptors", "pieces"),
+    [
+        (4096, True, 2),
+        (4104, True, 2),
+        (4104, False, 8),
+        (4112, False, 2),
+        (50257, True, 8),
+        (50257, False, 8),
+        (1, True, 8),
+    ],
+)
+def test_rows_that_are_written_element_by_element_are_written_in_small_pieces(columns, descriptors, pieces):
+    wide, y_MN = Config(128, 256, 128, warps=8, parts=2), torch.empty(64, columns, dtype=torch.bfloat16, device="meta")
+    assert launch.parts(wide._replace(descriptors=descriptors), Epilogue(), y_MN) == pieces
+    few = Config(64, 64, 32, warps=4, parts=1, descriptors=descriptors)  # 32 sums a thread
+    assert launch.parts(few, Epilogue(), y_MN) == (2 if pieces == 8 else 1)
 
 
 def test_offsets_in_a_tile_fit_into_32_bits():

@@ -13,7 +13,7 @@ from casts import E4M3, E5M2
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8engine as fe
-from fp8engine.ops import casts, device, scaled_mm
+from fp8engine.ops import casts, device, matmul, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Operand
 
 SIZES = (1, 16, 33)
@@ -41,12 +41,46 @@ class Card:
         self.calls += 1
         tensors = tuple((tuple(x.shape), x.stride(), x.dtype) for x in (a, b, scale_a, scale_b))
         shape = asked(tensors, out_dtype, use_fast_accum)
-        # Two rules of cuBLASLt and CUTLASS that the meta function does not know.
+        # Rules of cuBLASLt, CUTLASS and torch's own C++ that the meta function does not know.
         assert E4M3 in (a.dtype, b.dtype)
-        assert scale_a.dim() == 0 or out_dtype == torch.bfloat16
+        in_blocks = scale_a.dim() == 2 and scale_a.shape[1] > 1
+        if in_blocks:
+            assert not use_fast_accum
+            assert kind_of(a, scale_a) != SQUARES or kind_of(b.t(), scale_b.t()) != SQUARES
+        assert scale_a.dim() == 0 or in_blocks or out_dtype == torch.bfloat16
         if not self.computes:
             return torch.zeros(shape, dtype=out_dtype)
+        if in_blocks:
+            return (real(a, scale_a) @ real(b.t(), scale_b.t()).t()).to(out_dtype)
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+
+LINES, SQUARES = (1, 128), (128, 128)
+
+
+def kind_of(codes_RK: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
+    """Which blocks torch takes the scale for: ScaledBlas.cpp, is_blockwise_1x128_scaling and _128x128_scaling.
+
+    Of the latter there are two readings of the stride in torch's history, ceil(K / 128) and that rounded up to a
+    multiple of 4 (cuBLASLt: 16 bytes): here both have to hold.
+    """
+    (rows, k), groups = codes_RK.shape, -(-codes_RK.shape[1] // 128)
+    assert scale.dtype == torch.float32
+    if tuple(scale.shape) == (rows, groups):
+        assert scale.stride() == (1, rows), f"1x128: strides {scale.stride()}"
+        assert rows % 4 == 0, "the stride is no multiple of 16 bytes"
+        return LINES
+    assert tuple(scale.shape) == (-(-rows // 128), groups), f"{list(scale.shape)} for {rows}x{k}"
+    assert scale.stride(1) == 1
+    assert scale.shape[0] == 1 or scale.stride(0) == groups
+    assert groups % 4 == 0, "the stride is no multiple of 16 bytes"
+    return SQUARES
+
+
+def real(codes_RK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    rows, k = codes_RK.shape
+    every = scale.repeat_interleave(kind_of(codes_RK, scale)[0], 0)[:rows].repeat_interleave(128, 1)[:, :k]
+    return codes_RK.float() * every
 
 
 @pytest.fixture
@@ -129,3 +163,98 @@ def test_a_card_refuses_no_step_of_a_layer(on_card, transposes_of_kernels, recip
             # sums of up to 48 terms, against the largest of them.
             assert (ours - its).abs().max() <= 2.0**-6 * its.abs().max()
     assert card.calls >= 36  # forward at least, under rowwise_gw_hp
+
+
+@pytest.fixture
+def with_blocks(on_card, monkeypatch: pytest.MonkeyPatch):
+    """on_card, of a card that has scales in blocks."""
+    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None)
+    return on_card
+
+
+PAIRS = ((LINES, SQUARES), (SQUARES, LINES), (LINES, LINES))
+
+
+def blocked(rows: int, k: int, kind: tuple[int, int], turned: bool) -> Operand:
+    """Codes 0, 1, -1 under powers of two: sums of them are exact.  turned: scales as the transpose of a cast's."""
+    groups = -(-rows // kind[0]), -(-k // kind[1])
+    scale = torch.exp2(torch.randint(-2, 3, groups[::-1] if turned else groups).float())
+    data = torch.randint(-1, 2, (rows, k)).float().to(E4M3)
+    return Operand(data, scale.t() if turned else scale, *kind, True)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_card_refuses_no_blocks_and_they_are_multiplied(with_blocks, pair):
+    card = with_blocks(computes=True)
+    shapes = itertools.product((1, 16, 130), (1, 33, 256), (1, 100, 128, 200, 512, 700))
+    for (m, n, k), turned, out in itertools.product(shapes, (False, True), OUTS):
+        a, b = blocked(m, k, pair[0], turned), blocked(n, k, pair[1], turned)
+        y = scaled_mm.matmul(a, b, None, out)
+        wanted = reference.matmul_fp8(a, b, None, torch.float32, exact=True).to(out)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), out, True)
+        assert torch.equal(y, wanted), (m, n, k, turned, out)
+    assert card.calls == 3 * 3 * 6 * 2 * len(OUTS)
+
+
+def test_a_card_refuses_no_step_under_blockwise(with_blocks):
+    card = with_blocks(computes=True)
+    for m, k, n in ((17, 48, 1), (130, 200, 96)):
+        torch.manual_seed(0)
+        layer = fe.Linear(k, n, recipe="blockwise")
+        x, dy, found = torch.randn(m, k, requires_grad=True), torch.randn(m, n), []
+        for backend in ("cublas", "reference"):
+            layer.zero_grad()
+            x.grad = None
+            with fe.backend(backend):
+                y = layer(x)
+                y.backward(dy)
+            found.append([y.detach(), layer.weight.grad, x.grad])
+        for ours, its in zip(*found, strict=True):  # as above: one rounding of the result, one of operands
+            assert (ours - its).abs().max() <= 2.0**-6 * its.abs().max()
+    assert card.calls == 6  # y, dx and dw of each
+
+
+@pytest.mark.parametrize("pair", [(SQUARES, SQUARES), ((1, 64), (1, 64)), (LINES, (-1, -1))], ids=str)
+def test_other_blocks_are_refused(with_blocks, pair):
+    a, b = blocked(16, 128, pair[0], False), blocked(16, 128, pair[1] if pair[1] != (-1, -1) else LINES, False)
+    if pair[1] == (-1, -1):
+        b = Operand(b.data, torch.ones(()))
+    assert "1x128 by 128x128" in (scaled_mm.unsupported(a, b) or "")
+    with pytest.raises(fe.errors.BackendError, match="cannot multiply these"):
+        scaled_mm.matmul(a, b)
+
+
+def test_blocks_are_for_hopper_and_cuda_12_9(monkeypatch: pytest.MonkeyPatch):
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(device, "name", lambda where: "pretended card")
+    for capability, version, found in (
+        ((9, 0), "13.0", None),
+        ((9, 0), "12.9", None),
+        ((9, 0), "12.8", "need CUDA 12.9"),
+        ((10, 0), "13.0", "sm_90 alone"),
+        ((8, 9), "13.0", "sm_90 alone"),
+    ):
+        monkeypatch.setattr(device, "capability", lambda where, capability=capability: capability)
+        monkeypatch.setattr(torch.version, "cuda", version)
+        why = scaled_mm.no_blocks(card)
+        assert why is None if found is None else found in (why or "")
+
+
+@pytest.mark.parametrize(
+    ("usable", "torch_can", "ratio", "chosen"),
+    [
+        (True, True, 0.0, "triton"),  # nobody measured it
+        (True, True, 1.1, "triton"),
+        (True, True, 0.9, "cublas"),
+        (True, False, 0.9, "triton"),
+        (False, True, 0.0, "cublas"),
+        (False, False, 0.0, "reference"),
+    ],
+)
+def test_which_backend_multiplies_blocks(monkeypatch: pytest.MonkeyPatch, usable, torch_can, ratio, chosen):
+    monkeypatch.setattr(device, "has_fp8", lambda where: True)
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(triton_backend, "usable", lambda: usable)
+    monkeypatch.setattr(triton_backend, "measured", lambda *asked: ratio)
+    monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None if torch_can else "no")
+    assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096)) == chosen

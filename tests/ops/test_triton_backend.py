@@ -1,6 +1,7 @@
 """Our Triton kernels as a backend: when they can be used, what they refuse, and when they are chosen by themselves."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,21 @@ def test_which_cards_have_kernels(capability, fp8, half, card):
             assert reason is None
         else:
             assert f"card of sm_{capability[0]}{capability[1]} has {wanted}" in (reason or "")
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_what_triton_does_not_compile_is_refused_by_name_and_left_to_cublas(capability, card, ratio):
+    where = card(*capability)
+    ratio(1.5)  # measured on an H100, whose row such a card is given
+    assert matmul.choose(where, by_block=False, shape=(8192, 8192)) == "cublas"
+    assert matmul.choose_16_bits(where, (8192, 8192)) == "torch"
+    there = operand()._replace(data=SimpleNamespace(device=where, dtype=E4M3))
+    reason = triton_backend.unsupported(there, there) or ""
+    assert f"fails to compile our matmuls for card of sm_{capability[0]}{capability[1]}" in reason
+    assert "fe.backend('cublas')" in reason
+    assert triton_backend.no_card(where) is None  # casts
+    in_blocks = there._replace(scale=torch.ones(4, 1), rows=1, cols=128)
+    assert triton_backend.unsupported(in_blocks, in_blocks) is None
 
 
 def test_operands_that_no_kernel_takes(monkeypatch):

@@ -1,21 +1,20 @@
 """The committed configurations: which one a shape gets, and that each can run on the card it is for."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8engine.kernels.tuning import CLASSES, Config, pick, shape_class, table
+from fp8engine.kernels import tuning
+from fp8engine.kernels.tuning import CLASSES, Config, pick, shape_class, shared_memory, table
 
 OPERATIONS = ("matmul_fp8", "matmul_fp8_promoted", "matmul_block", "matmul_fp16")
-SHARED_MEMORY = {"sm_90": 232_448, "sm_89": 101_376, "sm_80": 166_912}
-# Bytes a program may have, by capability: CUDA C programming guide, technical specifications per compute capability.
-CARDS = {
-    **dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 101_376),
-    **dict.fromkeys([(8, 0), (8, 7)], 166_912),
-    **dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 232_448),
-}
+ARCHITECTURES = {"sm_90": (9, 0), "sm_89": (8, 9), "sm_80": (8, 0)}
+CARDS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks" / "codegen.json").read_text())["kernels"]
 EVERY = [
     (operation, arch, name, config)
     for operation, cards in table().items()
@@ -43,7 +42,7 @@ def test_shape_classes(shape, name):
 
 def test_the_table_has_every_operation_and_class():
     assert tuple(table()) == OPERATIONS
-    for operation, arch in itertools.product(OPERATIONS, SHARED_MEMORY):
+    for operation, arch in itertools.product(OPERATIONS, ARCHITECTURES):
         if arch == "sm_80":
             assert (arch in table()[operation]) == (operation == "matmul_fp16")  # an A100 has no FP8 Tensor Cores
         else:
@@ -52,14 +51,22 @@ def test_the_table_has_every_operation_and_class():
 
 @pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
 def test_a_configuration_can_run(operation, arch, name, config: Config):
-    width = 2 if operation == "matmul_fp16" else 1
-    ring = (config.block_m + config.block_n) * config.block_k * width * config.stages
-    result = config.block_m * config.block_n // config.parts * 2 if config.descriptors else 0
-    assert ring + result <= SHARED_MEMORY[arch]
+    assert shared_memory(operation, config) <= tuning.SHARED_MEMORY[ARCHITECTURES[arch]]
     assert not config.descriptors or (arch == "sm_90" and name != "unaligned")  # descriptors are Hopper's, and aligned
     assert config.block_m % 64 == 0  # a warpgroup's rows
     if operation == "matmul_block":  # a scale's group of K is a step of the loop
         assert config.block_k == 128
+
+
+@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
+def test_no_kernel_takes_more_shared_memory_than_is_known_of_its_configuration(operation, arch, name, config: Config):
+    of_config = [
+        row["shared"]
+        for kernel, row in COMPILED.items()
+        if kernel.startswith(f"{operation} ") and f"{arch} {config} " in kernel
+    ]
+    assert len(of_config) >= 3  # epilogues
+    assert max(of_config) <= shared_memory(operation, config)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +77,40 @@ def test_a_configuration_can_run(operation, arch, name, config: Config):
 def test_what_a_card_is_given_fits_into_its_shared_memory(operation, capability):
     for m, n, aligned in ((8192, 8192, True), (128 * 12, 256 * 7, True), (1, 1, True), (8192, 8192, False)):
         config = pick(operation, capability, m, n, aligned)
-        width = 2 if operation == "matmul_fp16" else 1
-        ring = (config.block_m + config.block_n) * config.block_k * width * config.stages
-        result = config.block_m * config.block_n // config.parts * 2 if config.descriptors else 0
-        assert ring + result <= CARDS[capability]
+        assert shared_memory(operation, config) <= {
+            (8, 0): 166_912,
+            (9, 0): 232_448,
+            (10, 0): 232_448,
+            (10, 3): 232_448,
+        }.get(capability, 101_376)
+        as_on = {9: "sm_90", 10: "sm_90", 12: "sm_89"}.get(capability[0], "sm_89" if capability == (8, 9) else "sm_80")
+        assert config is table()[operation][as_on][shape_class(m, n, aligned)]
+
+
+def test_a_configuration_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch):
+    def given_with(limit: int, **shape) -> Config:
+        monkeypatch.setitem(tuning.SHARED_MEMORY, (9, 0), limit)
+        return pick("matmul_fp8", (9, 0), 8192, 8192, **shape)
+
+    hopper, ada = table()["matmul_fp8"]["sm_90"], table()["matmul_fp8"]["sm_89"]
+    needs = {name: shared_memory("matmul_fp8", config) for name, config in hopper.items()}
+    assert given_with(needs["large"]) is hopper["large"]
+    assert given_with(needs["large"] - 1) is hopper["medium"]
+    assert given_with(needs["medium"] - 1) is hopper["small"]
+    assert given_with(needs["small"] - 1) is ada["large"]
+    assert given_with(needs["unaligned"] - 1, aligned=False) is ada["unaligned"]
+
+
+def test_a_card_into_which_nothing_fits_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(tuning.SHARED_MEMORY, (12, 0), 10_000)
+    with pytest.raises(
+        LookupError, match=r"matmul_block needs at least \d+ bytes .* sm_120 may have 10000: use fe\.backend"
+    ):
+        pick("matmul_block", (12, 0), 8192, 8192)
+
+
+def test_a_card_that_is_not_known_has_the_least_shared_memory():
+    assert pick("matmul_fp8", (13, 0), 8192, 8192) is table()["matmul_fp8"]["sm_89"]["large"]
 
 
 @given(st.sampled_from(OPERATIONS), st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.booleans())

@@ -15,9 +15,9 @@ import ctypes
 import functools
 import math
 
-import numpy
 import torch
 
+from fp8engine import _numpy as numpy
 from fp8engine.numerics.formats import BY_DTYPE, Format
 from fp8engine.ops.reference.operand import How, Slot, as_groups
 from fp8engine.ops.reference.rounding import FEW, scale_and_round

@@ -11,8 +11,9 @@ ulp off for 23 % of amaxes.  Source: TransformerEngine's delayed scaling recipe 
 
 from __future__ import annotations
 
-import numpy
 import torch
+
+from fp8engine import _numpy as numpy
 
 FP32_MAX = torch.finfo(torch.float32).max
 MANTISSA_BITS = 0x007FFFFF
