@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.encoded import encode_once
 from fp8engine.kernels.epilogue import publish, store_result
 from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writer
 from fp8engine.kernels.split_k import sums_of
@@ -124,7 +125,8 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
     load = "descriptor" if config.descriptors else "pointer"
     sums = sums_of(m, n, k, config._replace(block_k=a.cols), epilogue, where)
     end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)
-    _matmul_block_kernel[persistent_grid(m, n, config, where, programs("matmul_block", config, where), sums.parts)](
+    grid = persistent_grid(m, n, config, where, programs("matmul_block", config, where), sums.parts)
+    launched = _matmul_block_kernel[grid](
         reader(a.data, load, config.block_m, a.cols), reader(b.data, load, config.block_n, a.cols),
         a.scale, b.scale, end.bias_N, end.scale,  # inputs
         writer(sums.y, sums.described, config.block_m, config.block_n // cut),
@@ -135,4 +137,5 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
         ACTIVATION=end.activation, OUT=triton_dtype(end.out),
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
+    encode_once(launched)
     return sums.end((None, None), epilogue)

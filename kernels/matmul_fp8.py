@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from fp8engine.kernels.encoded import encode_once
 from fp8engine.kernels.epilogue import publish, store_result
 from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writer
 from fp8engine.kernels.split_k import sums_of
@@ -114,7 +115,8 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     load = "descriptor" if config.descriptors else "pointer"
     sums = sums_of(m, n, k, config, epilogue, where)
     whole, end, cut = sums.depth is None, sums.epilogue, parts(config, sums.epilogue, sums.y)
-    _matmul_fp8_kernel[persistent_grid(m, n, config, where, programs(operation, config, where), sums.parts)](
+    grid = persistent_grid(m, n, config, where, programs(operation, config, where), sums.parts)
+    launched = _matmul_fp8_kernel[grid](
         reader(a.data, load, config.block_m, config.block_k), reader(b.data, load, config.block_n, config.block_k),
         a.scale if whole else None, b.scale if whole else None, end.bias_N, end.scale,  # inputs
         writer(sums.y, sums.described, config.block_m, config.block_n // cut),
@@ -126,4 +128,5 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
         ACTIVATION=end.activation, OUT=triton_dtype(end.out),
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
+    encode_once(launched)
     return sums.end((a.scale, b.scale), epilogue)

@@ -22,6 +22,7 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime import driver
 
 from emulator.device_memory import FILLED, Allocation
@@ -32,6 +33,7 @@ from emulator.tma import TensorMap
 
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes a CTA: CUDA C programming guide, compute capabilities
 _NUMBERS = itertools.count(1000)  # of cards: compiled kernels are kept per device, with the launcher of its card
+BEHIND = 8  # arguments of Triton's launcher between a kernel's function and its own arguments
 SCRATCH = 2  # pointers that Triton adds after a kernel's own arguments; none of our kernels uses them
 
 
@@ -41,6 +43,7 @@ class Card:
     def __init__(self, architecture: int, seed: int | None):
         self.architecture, self.seed = architecture, seed
         self.done: list[Done] = []
+        self.encoded = 0  # tensor maps, so far
         self.fresh: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
 
     def empty(self, size: int) -> torch.Tensor:
@@ -77,10 +80,16 @@ class _Utils:
         self.card = card
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple:
-        return None, _program(kernel), 0, 0, 1024
+        program = _program(kernel)
+        return program, program, 0, 0, 1024  # the module must be something: else Triton loads it at every launch
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_LIMIT[self.card.architecture], "multiprocessor_count": 4, "warpSize": 32}
+
+    def fill_tma_descriptor(self, address: int, swizzle: int, size: int, kind: int, box, shape, strides, padding: int):
+        """A tensor map, as the driver encodes it."""
+        self.card.encoded += 1
+        return TensorMap(address, tuple(shape), tuple(strides), tuple(box), size, swizzle)
 
 
 @functools.lru_cache(maxsize=512)
@@ -90,24 +99,28 @@ def _program(ptx: bytes) -> tuple[Program, list[Step]]:
 
 
 class _Launcher:
-    """One compiled kernel's launches."""
+    """One compiled kernel's launches, built as Triton's CudaLauncher is: `launch` makes tensor maps of descriptors."""
 
     def __init__(self, card: Card, source: Any, metadata: Any):
         self.card, self.shared = card, metadata.shared
         self.types = list(source.signature.values())
-        self.boxes = list(getattr(metadata, "tensordesc_meta", None) or [])
+        boxes = list(getattr(metadata, "tensordesc_meta", None) or [])
+        self.launch = wrap_handle_tensordesc(self._launched, source.signature, boxes)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: tuple, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, False, None, None, *rest)
+
+    def _launched(self, x: int, y: int, z: int, stream: int, function: tuple, *rest: Any) -> None:
         program, steps = function
-        arguments, regions, boxes = [], [], iter(self.boxes)
-        for kind, value in zip(self.types, rest[4:], strict=True):
+        arguments, regions, given = [], [], iter(rest[BEHIND:])
+        for kind in self.types:
+            value = next(given)
             if kind == "constexpr":
                 continue
             if kind.startswith("tensordesc"):
-                made = _tensor_map(value, next(boxes))
-                arguments += [made, *value.shape, *value.strides]
-                extent = (made.shape[0] - 1) * made.strides[0] + made.shape[1]
-                regions.append((made.address, made.address + extent * made.itemsize))
+                arguments += [value, *itertools.islice(given, 2 * len(value.shape))]
+                extent = (value.shape[0] - 1) * value.strides[0] + value.shape[1]
+                regions.append((value.address, value.address + extent * value.itemsize))
             elif kind.startswith("*"):
                 arguments.append(value.data_ptr())
                 storage = value.untyped_storage()
@@ -117,17 +130,6 @@ class _Launcher:
         arguments += [0] * SCRATCH
         launch = Launch(program, steps, arguments, (x, y, z), self.shared, self.card.allocations(regions))
         self.card.done.append(launch.run(self.card.seed))
-
-
-def _tensor_map(value: Any, box: dict) -> TensorMap:
-    return TensorMap(
-        value.base.data_ptr(),
-        tuple(value.shape),
-        tuple(value.strides),
-        tuple(box["block_size"]),
-        box["elem_size"],
-        box["swizzle"],
-    )
 
 
 class _Driver:

@@ -39,11 +39,13 @@ def parts_made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    zip(
-        ("tensor", "promoted", "row", "1x128", "fp16"),
-        (DESCRIPTORS, POINTERS, POINTERS, DESCRIPTORS, POINTERS),
-        strict=True,
-    ),
+    [
+        ("tensor", DESCRIPTORS),
+        ("promoted", POINTERS),
+        ("row", POINTERS),
+        ("1x128", DESCRIPTORS),
+        ("fp16", POINTERS),
+    ],
 )
 def test_every_matmul_in_parts(kind: str, config: Config, monkeypatch: pytest.MonkeyPatch, assert_within_bound):
     made = parts_made(monkeypatch)
