@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -121,12 +122,18 @@ def command(
     replace: Annotated[
         bool, typer.Option("--write/--dry-run", help="Replace kernels/tuning.json, or only show the difference.")
     ] = False,
+    limit: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="After it, no further candidates.", show_default="none")
+    ] = math.inf,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Search the kernels' configurations on this card: each verified, then timed; the fastest goes into the table."""
+    """Search the kernels' configurations on this card: each verified, then timed; the fastest goes into the table.
+
+    Candidates that are predicted to be fast come first; what is measured decides.
+    """
     where = _where(device)
-    table, tried = tune(operation, cases.parse(shapes), where, note=lambda line: typer.echo(line, err=True))
+    table, tried = tune(operation, cases.parse(shapes), where, lambda line: typer.echo(line, err=True), limit)
     from fp8engine.kernels.tuning import TABLE  # optional, and there once `tune` has run
 
     new = dump(table)
