@@ -6,8 +6,8 @@ For each operation and shape class, one step after another, starting from the co
 
 Within a step every candidate runs on every shape of the class, those that are predicted to be the fastest first
 (ops/predicted.py), BATCH at a time: its result is checked, then it is timed in turns with the others and with what
-would run otherwise.  The highest geometric mean over the shapes goes on to the next step.  Where a time limit is up, the rest
-is left untried, and its rows say so: what is predicted chooses the order and never the configuration.
+would run otherwise.  The highest geometric mean over the shapes goes on to the next step.  Where the time is up, the
+rest is left untried, and its rows say so: the prediction gives the order, the measurement the configuration.
 
     ratio = the other's time / ours, the least over the shapes, rounded down
 

@@ -1,4 +1,7 @@
-"""`fp8engine bench gemm | quantize | linear | block | model | tune`: benchmarks of this machine, and the tuner."""
+"""`fp8engine bench gemm | quantize | linear | block | model | tune`: benchmarks of this machine, and the tuner.
+
+`bench predict` is in predict.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from fp8engine.bench.tune import OPERATIONS, difference, dump, tune
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
 
-bench = typer.Typer(no_args_is_help=True, help="Measure the matmuls on this machine; tune the kernels on a card.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure the matmuls on this machine; tune the kernels on a card; predict without one."
+)
 app.add_typer(bench, name="bench")
 
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
