@@ -22,9 +22,8 @@ from fp8engine.bench.tune import OPERATIONS, difference, dump, tune
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
 
-bench = typer.Typer(
-    no_args_is_help=True, help="Measure the matmuls on this machine; tune the kernels on a card; predict without one."
-)
+HELP = "Measure the matmuls on this machine; tune the kernels on a card; predict without one."
+bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
 
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]

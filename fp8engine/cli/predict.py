@@ -1,4 +1,4 @@
-"""`fp8engine bench predict`: the predicted time of a model's linear layers in BF16 and under each recipe, without a card."""
+"""`fp8engine bench predict`: predicted times of linear layers in BF16 and under each recipe, without a card."""
 
 from __future__ import annotations
 
