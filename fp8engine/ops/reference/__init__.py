@@ -10,6 +10,7 @@
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| activations.py | kernels/activations.py | the table of activations, and their formulas |
 | act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
 """
 
