@@ -36,6 +36,7 @@ GLUON = {
     "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
     "promoted": Config(128, 128, 128, kernel="gluon"),
 }
+ACT_KINDS = ("gelu", "swiglu", "clamped_swiglu", "srelu", "qgelu", "sreglu", "qgeglu", "glu", "geglu_tanh")
 CASTS = {
     "tensor": How(E4M3, -1, -1),
     "tensor predicted": How(E5M2, -1, -1, False, True),
@@ -166,8 +167,8 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         "1x128": Store(CASTS["1x128"], False, _slot()),
     }
     for name, to in stores.items():
-        for kind in ("gelu", "swiglu"):
-            x = _meta(M, 2 * K if kind == "swiglu" else K, dtype=BF16)
+        for kind in ACT_KINDS if name == "predicted" else ("gelu", "swiglu", "clamped_swiglu"):
+            x = _meta(M, 2 * K if kind.endswith("glu") else K, dtype=BF16)
             yield _form(f"act {kind} {name}", hopper, (), act_quantize, x, kind, to)
             yield _form(
                 f"act backward {kind} {name}", hopper, (), act_quantize_backward, _meta(M, K, dtype=BF16), x, kind, to

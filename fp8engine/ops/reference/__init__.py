@@ -11,6 +11,7 @@
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | split_k.py | kernels/split_k.py | a sum over K in parts, and the order in which they are added |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| activations.py | kernels/activations.py | the table of activations, and their formulas |
 | act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
 """
 
