@@ -94,6 +94,7 @@ class Prediction:
 def predict(card: Card, kernel: Kernel, m: int, n: int, k: int, *, out_bytes=2, sustained=True) -> Prediction:
     """The Prediction of one matmul.  sustained: the card has been multiplying for longer than a moment.
 
+    >>> from fp8engine.numerics.cards import H100_SXM
     >>> found = predict(H100_SXM, Kernel(128, 256), 8192, 8192, 8192)
     >>> found.limit, round(found.seconds * 1e6, -1)
     ('L2', 790.0)
@@ -116,6 +117,7 @@ def predict(card: Card, kernel: Kernel, m: int, n: int, k: int, *, out_bytes=2, 
 def library(card: Card, sums: str, bits: int, shape: tuple[int, int, int], *, sustained: bool = True) -> Prediction:
     """The Prediction of cuBLASLt: the best of its tiles, loads shared by two programs.  sums: as in CEILINGS.
 
+    >>> from fp8engine.numerics.cards import H100_SXM
     >>> round(library(H100_SXM, "fast", 16, (8192, 8192, 8192)).seconds * 1e6, -1)
     1400.0
     """
@@ -128,6 +130,7 @@ def library(card: Card, sums: str, bits: int, shape: tuple[int, int, int], *, su
 def sustained_clock(card: Card, bits: int, busy: float) -> float:
     """Hz at which a card ends that multiplies without pause.  busy: share of clocks in which Tensor Cores multiply.
 
+    >>> from fp8engine.numerics.cards import H100_PCIE
     >>> round(sustained_clock(H100_PCIE, 16, 0.9) / 1e9, 2)
     1.23
     """
