@@ -5,7 +5,8 @@
 
 Of each kind of matmul the configuration that is predicted to be the fastest at a shape stands for it.  Ceilings are
 those of the machine code (machine_code/sass.py), times those of numerics/matmul_time.py for a card that multiplies
-without pause.  Nothing is measured, and no card is needed.  Rows whose names say another thing than sizes and options are listed, not guessed.
+without pause.  Nothing is measured, and no card is needed.  Rows whose names say another thing than sizes and options
+are listed, not guessed.
 """
 
 from __future__ import annotations
