@@ -103,16 +103,28 @@ def _not_compiled(where: torch.device) -> str | None:
     return None
 
 
-def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False) -> torch.Tensor:
-    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason."""
+def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, config=None) -> torch.Tensor:
+    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason.
+
+    config: of kernels/tuning.py or its fields in a dict, where operands are aligned; None: the tuning table's.
+    """
     if reason := unsupported(a, b):
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = a._replace(data=_along_k(a.data)), b._replace(data=_along_k(b.data))
     with _on(a.data.device):
         if a.scaled_along_k or b.scaled_along_k:
             size = a.cols if a.scaled_along_k else b.cols
-            return _kernel("matmul_block")(_in_groups(a, size), _in_groups(b, size), epilogue)
-        return _kernel("matmul_fp8")(a, b, epilogue, not fast)
+            how = {} if config is None else {"config": _configured(config, a, b)}
+            return _kernel("matmul_block")(_in_groups(a, size), _in_groups(b, size), epilogue, **how)
+        how = {} if config is None else {"config": _configured(config, a, b)}
+        return _kernel("matmul_fp8")(a, b, epilogue, not fast, **how)
+
+
+def _configured(config, a: Operand, b: Operand):
+    """A configuration as kernels take it; None where its descriptors cannot describe these operands."""
+    made = _kernel("tuning", "Config")(**config) if isinstance(config, dict) else config
+    describable = _kernel("launch", "describable")
+    return made if not made.descriptors or (describable(a.data) and describable(b.data)) else None
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:

@@ -190,7 +190,10 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return BYPASSED if numerics.bypassed else NEVER_RAN
     if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
-    return ""
+    plan = numerics.plan
+    if numerics.sizes is None or plan.kind is None:
+        return ""
+    return matmul.why_chosen(numerics.state.device, numerics.sizes, plan.precision["forward"], plan.kind)
 
 
 def _fused(module: nn.Module) -> str:
