@@ -18,7 +18,17 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.epilogue import publish, store_result
-from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
+from fp8engine.kernels.launch import (
+    describable,
+    parts,
+    persistent_grid,
+    reader,
+    result_of,
+    stages,
+    triton_dtype,
+    writable,
+    writer,
+)
 from fp8engine.kernels.tile import load_tile, place_of
 from fp8engine.kernels.tuning import Config, capability, pick
 
@@ -65,6 +75,7 @@ def _matmul_block_kernel(
     ROWS_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     ONE_SCALE_A: tl.constexpr = ROWS_A % BLOCK_M == 0
@@ -93,7 +104,7 @@ def _matmul_block_kernel(
                 acc_MN += sums_MN * (s_a[:, None] * s_b[None, :])
         top, over, bad = store_result(
             y, acc_MN, row, column, M, N, None, None, bias, output_scale,
-            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -107,17 +118,17 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from operands (data, scale, rows, cols, ...) of FP8 codes contiguous along K.
 
     Scales FP32, one per `rows` rows and `cols` of K; cols is the same for both, and rows 1 or a multiple of it.
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
     m, k = a.data.shape
     n = b.data.shape[0]
-    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    y_MN = result_of(m, n, epilogue, a.data.device)
     if m == 0 or n == 0:
         return y_MN
     if config is None:
         config = pick("matmul_block", capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
     load = "descriptor" if config.descriptors else "pointer"
-    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
+    store_by_descriptor, cut = writable(y_MN, config, epilogue), parts(config, epilogue, y_MN)
     _matmul_block_kernel[persistent_grid(m, n, config, y_MN.device)](
         reader(a.data, load, config.block_m, a.cols), reader(b.data, load, config.block_n, a.cols),
         a.scale, b.scale, epilogue.bias_N, epilogue.scale,  # inputs
@@ -126,7 +137,7 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
         m, n, k, a.data.stride(0), b.data.stride(0), *a.scale.stride(), *b.scale.stride(),  # sizes
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=a.cols, GROUP_M=config.group_m,  # constants
         LOAD=load, STORE_BY_DESCRIPTOR=store_by_descriptor, PARTS=cut, ROWS_A=a.rows, ROWS_B=b.rows,
-        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
+        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out), ADD=epilogue.into is not None,
         num_warps=config.warps, num_stages=stages(config, y_MN),
     )  # fmt: skip
     return y_MN

@@ -20,6 +20,7 @@ from fp8engine.kernels.launch import (
     parts,
     persistent_grid,
     reader,
+    result_of,
     stages,
     triton_dtype,
     writable,
@@ -55,6 +56,7 @@ def _matmul_fp16_kernel(
     PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     amax = 0.0
@@ -70,7 +72,7 @@ def _matmul_fp16_kernel(
             acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)
         top, over, bad = store_result(
             y, acc_MN, row, column, M, N, None, None, bias, output_scale,
-            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -83,18 +85,18 @@ def _matmul_fp16_kernel(
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config | None = None) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from a [M, K] and b [N, K], both FP16 or both BF16, of any strides.
 
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
     m, k = a_MK.shape
     n = b_NK.shape[0]
-    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a_MK.device)
+    y_MN = result_of(m, n, epilogue, a_MK.device)
     if m == 0 or n == 0:
         return y_MN
     loads = load_of(a_MK), load_of(b_NK)
     if config is None:
         config = pick("matmul_fp16", capability(y_MN.device), m, n, POINTER not in loads)
     load_a, load_b = loads if config.descriptors else (POINTER, POINTER)
-    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
+    store_by_descriptor, cut = writable(y_MN, config, epilogue), parts(config, epilogue, y_MN)
     _matmul_fp16_kernel[persistent_grid(m, n, config, y_MN.device)](
         reader(a_MK, load_a, config.block_m, config.block_k), reader(b_NK, load_b, config.block_n, config.block_k),
         epilogue.bias_N, epilogue.scale,  # inputs
@@ -103,7 +105,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config
         m, n, k, *a_MK.stride(), *b_NK.stride(),  # sizes
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD_A=load_a, LOAD_B=load_b, STORE_BY_DESCRIPTOR=store_by_descriptor, PARTS=cut,
-        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
+        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out), ADD=epilogue.into is not None,
         num_warps=config.warps, num_stages=stages(config, y_MN),
     )  # fmt: skip
     return y_MN

@@ -22,7 +22,17 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from fp8engine.kernels.epilogue import publish, store_result
-from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
+from fp8engine.kernels.launch import (
+    describable,
+    parts,
+    persistent_grid,
+    reader,
+    result_of,
+    stages,
+    triton_dtype,
+    writable,
+    writer,
+)
 from fp8engine.kernels.tile import load_tile, place_of
 from fp8engine.kernels.tuning import Config, capability, pick
 
@@ -56,6 +66,7 @@ def _matmul_fp8_kernel(
     BY_ROW_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     amax = 0.0
@@ -76,7 +87,7 @@ def _matmul_fp8_kernel(
                 acc_MN = tl.dot(a_MK, b_NK.T, acc_MN)
         top, over, bad = store_result(
             y, acc_MN, row, column, M, N, scale_a, scale_b, bias, output_scale,
-            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -90,11 +101,11 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     """y [M, N] of `epilogue.out` from operands (data, scale, ...) of FP8 codes contiguous along K.
 
     a.data [M, K], b.data [N, K]: E4M3 by E4M3, E5M2 by E4M3 or E4M3 by E5M2.  Scales FP32: (), or [M, 1] and [N, 1].
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
     m, k = a.data.shape
     n = b.data.shape[0]
-    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    y_MN = result_of(m, n, epilogue, a.data.device)
     if m == 0 or n == 0:
         return y_MN
     if config is None:
@@ -106,7 +117,7 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
         if unsupported(a, b, epilogue) is None:
             return matmul_gluon(a, b, epilogue, promoted, config)
     load = "descriptor" if config.descriptors else "pointer"
-    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
+    store_by_descriptor, cut = writable(y_MN, config, epilogue), parts(config, epilogue, y_MN)
     _matmul_fp8_kernel[persistent_grid(m, n, config, y_MN.device)](
         reader(a.data, load, config.block_m, config.block_k), reader(b.data, load, config.block_n, config.block_k),
         a.scale, b.scale, epilogue.bias_N, epilogue.scale,  # inputs
@@ -116,7 +127,7 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD=load, STORE_BY_DESCRIPTOR=store_by_descriptor, PARTS=cut, PROMOTED=promoted,
         BY_ROW_A=a.scale.dim() == 2, BY_ROW_B=b.scale.dim() == 2,
-        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
+        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out), ADD=epilogue.into is not None,
         num_warps=config.warps, num_stages=stages(config, y_MN),
     )  # fmt: skip
     return y_MN

@@ -71,6 +71,7 @@ class Numerics:
     candidate: whether all of them could read FP8, so that the result is sampled.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
+    fused_wgrad: the weight's gradient is added to its main_grad (main_grad.py).
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     """
@@ -86,6 +87,7 @@ class Numerics:
     ready: dict[str, int] = field(default_factory=dict)
     bypassed: bool = False
     shard: Any = None
+    fused_wgrad: bool = False
 
     def __post_init__(self):
         self.plan = plan(self.recipe)
