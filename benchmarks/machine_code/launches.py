@@ -123,7 +123,7 @@ def _forms(
 
 
 def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
-    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result, new or added to."""
     bias, one = _meta(n, dtype=BF16), _meta(1)
     counts = _meta(2, dtype=torch.int64)
     everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
@@ -132,7 +132,7 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
         "row": Epilogue(bias),
         "gelu+amax": everything,
         "fp32": Epilogue(None, torch.float32),
-    }
+    } | ({"added": Epilogue(None, torch.float32, into=_meta(SIZE, n))} if fp8 else {})  # a main_grad
 
 
 def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:

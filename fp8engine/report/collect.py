@@ -134,7 +134,8 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
         backend = (numerics.ran or matmul.choose(device, numerics.plan.by_block)) if ran else "none"
-    told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
+    told = [_main_grad(numerics, backend)] if numerics.fused_wgrad else []
+    told += [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
     return {
         "recipe": recipe.name,
         "backend": backend,
@@ -149,6 +150,13 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         **slots,
         "output": _output(numerics, dtype, tables),
     }
+
+
+def _main_grad(numerics: Numerics, backend: str) -> str:
+    """How the weight's gradient reaches its main_grad."""
+    if numerics.plan.fp8 and numerics.plan.wgrad[0].fp8 and backend == "triton":
+        return "wgrad is added to main_grad by its matmul"
+    return f"wgrad is added to main_grad after its matmul (backend {backend})"
 
 
 def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
