@@ -285,7 +285,7 @@ def _groups(a: Operand, b: Operand) -> list[int]:
     return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
 
 
-def _operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
+def operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
     """The inverse of taking operands apart for an operator."""
     rows_a, cols_a, rows_b, cols_b, power_of_2 = groups
     return Operand(a, scale_a, rows_a, cols_a, bool(power_of_2)), Operand(b, scale_b, rows_b, cols_b, bool(power_of_2))
@@ -298,7 +298,7 @@ def _operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
 )
 def _matmul_operator(a, b, scale_a, scale_b, *rest):
     bias, groups, out, precision = rest
-    return _matmul(*_operands(a, b, scale_a, scale_b, groups), bias, out, precision)
+    return _matmul(*operands(a, b, scale_a, scale_b, groups), bias, out, precision)
 
 
 @operation(
@@ -309,7 +309,7 @@ def _matmul_operator(a, b, scale_a, scale_b, *rest):
 )
 def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
     groups, precision, *epilogue = rest
-    return _matmul_epilogue(*_operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+    return _matmul_epilogue(*operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
 
 
 @operation(
