@@ -135,6 +135,16 @@ def visible(form: Form, rows: slice, columns: slice, s: int, device: torch.devic
     return seen
 
 
+def keys_of(form: Form, row: int, s: int) -> slice:
+    """Whole blocks of keys of which some are seen by some of the BLOCK queries from `row` on."""
+    first, last = 0, s
+    if form.causal:
+        last = min(row + BLOCK + form.offset, s)
+        if form.window:
+            first = max(row + form.offset - form.window + 1, 0) // BLOCK * BLOCK
+    return slice(first, -(-last // BLOCK) * BLOCK)
+
+
 def steps(form: Form, t: int, s: int) -> Iterator[tuple[slice, slice]]:
     """(rows of queries, keys) of each block of keys and the blocks of queries that see any of it."""
     for key in range(0, s, BLOCK):
@@ -172,9 +182,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
         scores = product(q8[:, :, rows], k8[:, :, keys], FP8_STEP)
         scores = scores.masked_fill(~visible(form, rows, keys, s, q.device), -math.inf)
         m = scores.amax(-1, keepdim=True) * f
-        codes = exp2(fused(scores, f, LOG2_448 - _finite(m))).clamp(max=448).to(E4M3).float()
+        codes = exp2(fused(scores, f, LOG2_448 - finite(m))).clamp(max=448).to(E4M3).float()
         before, after = top[:, :, rows], torch.maximum(top[:, :, rows], m)
-        kept, gained = exp2(before - _finite(after)), exp2(m - _finite(after))
+        kept, gained = exp2(before - finite(after)), exp2(m - finite(after))
         top[:, :, rows] = after
         total[:, :, rows] = fused(total[:, :, rows], kept, gained * codes.sum(-1, keepdim=True))
         weighted = product(codes, v8[:, :, keys].mT, FP8_STEP)
@@ -184,6 +194,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     return result[:, :, :t, :d].to(q.dtype).transpose(1, 2).contiguous()
 
 
-def _finite(m: torch.Tensor) -> torch.Tensor:
+def finite(m: torch.Tensor) -> torch.Tensor:
     """m, with 0 where no key is seen: -Inf less -Inf is no number."""
     return torch.where(m == -math.inf, 0.0, m)
