@@ -11,9 +11,13 @@
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
 | act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
+| attention.py | kernels/attention.py, attention_cast.py | attention in FP8: casts, forward |
+| attention_backward.py | kernels/attention_backward.py | its gradients |
 """
 
 from fp8engine.ops.reference.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.ops.reference.attention import attention, attention_cast
+from fp8engine.ops.reference.attention_backward import attention_backward
 from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
 from fp8engine.ops.reference.matmul import column_sums, emulation_dtype, matmul_block, matmul_fp8, matmul_fp16
@@ -35,6 +39,9 @@ __all__ = [
     "act_quantize",
     "act_quantize_backward",
     "as_groups",
+    "attention",
+    "attention_backward",
+    "attention_cast",
     "cast_transpose",
     "column_sums",
     "decode",

@@ -107,8 +107,8 @@ def attention_cast(x: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.
     rotated: the codes are of x R, whose entries are sums of D of x's: of FP32 rounded to BF16.
 
     >>> codes, scale = attention_cast(torch.ones(1, 1, 3, 64), rotated=False)
-    >>> codes.shape, codes[0, 0, 2:4, 0].tolist(), (1 / scale).tolist()
-    (torch.Size([1, 1, 64, 64]), [448.0, 0.0], [[[448.0]]])
+    >>> codes.shape, codes[0, 0, 2:4, 0].tolist(), (448 * scale).tolist()
+    (torch.Size([1, 1, 64, 64]), [448.0, 0.0], [[[1.0]]])
     """
     b, h, t, d = x.shape
     width = width_of(d)
@@ -164,8 +164,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
 
     >>> q, k = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64)
     >>> v = torch.tensor([1.0, 2.0])[:, None].expand(1, 1, 2, 64)
-    >>> attention(q, k, v, Form(0.125))[0, 0, 0, :2].tolist()
-    [1.5, 1.5]
+    >>> attention(q, k, v, Form(0.125))[0, 0, 0, :2]
+    tensor([1.5000, 1.5000])
     """
     (b, h, t, d), s = q.shape, k.shape[2]
     (q8, scale_q), (k8, scale_k) = (attention_cast(x, form.rotated) for x in (q, k))
