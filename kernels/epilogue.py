@@ -1,6 +1,6 @@
 """The epilogue of a matmul: a tile of FP32 sums is finished in registers before it is stored.
 
-    y    = f(acc * (scale_a[m] * scale_b[n]) + bias[n])    f: none, relu, gelu, gelu_tanh or silu
+    y    = f(acc * (scale_a[m] * scale_b[n]) + bias[n])    f: none, or a plain kind of activations.py
     amax = max |y| over finite y     saturated = how many |y| / scale > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -12,26 +12,13 @@ Twin: fp8engine/ops/reference/epilogue.py.
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.activations import PLAIN, activate
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 from fp8engine.kernels.tile import pieces, store_tile
 
 # |y / scale| over MAX by less than the rounding of 1 / scale itself is not saturation.
 SATURATES = tl.constexpr(1 + 2.0**-22)
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """f(x) in FP32.  tanh by way of the sigmoid, (1 + tanh u) / 2 = sigmoid(2 u): the interpreter has no tanh."""
-    if ACTIVATION == "relu":
-        x = tl.where(x < 0, 0.0, x)  # NaN stays, and -0
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
-    return x
+ACTIVATIONS = ("none", *PLAIN)
 
 
 @triton.jit

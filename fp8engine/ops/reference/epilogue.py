@@ -1,6 +1,6 @@
 """Epilogue of a matmul, between its FP32 sums and the store: bias, activation, statistics, the output's format.
 
-    y    = f(y + bias[n])      f: none, relu, gelu, gelu_tanh or silu
+    y    = f(y + bias[n])      f: none, or a plain kind of activations.py
     amax = max |y| over finite y     saturated = how many finite |y / scale| > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -15,7 +15,7 @@ import torch
 
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.formats import Format
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.quantize import SATURATES
 from fp8engine.ops.reference.rounding import saturating_cast
 
