@@ -37,7 +37,9 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         return f"q, k and v are {shapes}; FP8 attention takes one head dim, and heads that share those of k evenly"
     if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; FP8 attention takes one of float32, bfloat16, float16"
+        return (
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; FP8 attention takes one of float32, bfloat16, float16"
+        )
     return None
 
 

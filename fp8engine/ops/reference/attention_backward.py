@@ -28,10 +28,10 @@ import torch
 from fp8engine.ops.reference.attention import (
     BLOCK,
     FP8_STEP,
+    LOG2_E,
     STEP,
     Form,
     attention_cast,
-    LOG2_E,
     exp2,
     finite,
     fused,
