@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.scaling import magnitude, peak, scale_factor, scale_of
 from fp8engine.kernels.rounding import saturating_cast
+from fp8engine.kernels.scaling import magnitude, peak, scale_factor, scale_of
 
 BLOCK = 64  # rows that share a scale
 WARPS = 4

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
 from fp8engine.kernels.matmul_block import matmul_block
@@ -78,7 +79,7 @@ def cases() -> Iterator[Case]:
             launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
-    for name, architectures, wide, launch in (*_memory(), *_odd()):
+    for name, architectures, wide, launch in (*_memory(), *_odd(), *attention.launches()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
 

@@ -107,8 +107,8 @@ def attention_cast(x: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.
     rotated: the codes are of x R, whose entries are sums of D of x's: of FP32 rounded to BF16.
 
     >>> codes, scale = attention_cast(torch.ones(1, 1, 3, 64), rotated=False)
-    >>> codes.shape, codes[0, 0, 2:4, 0].tolist(), (1 / scale).tolist()
-    (torch.Size([1, 1, 64, 64]), [448.0, 0.0], [[[448.0]]])
+    >>> codes.shape, codes[0, 0, 2:4, 0].tolist(), (448 * scale).tolist()
+    (torch.Size([1, 1, 64, 64]), [448.0, 0.0], [[[1.0]]])
     """
     b, h, t, d = x.shape
     width = width_of(d)
@@ -135,6 +135,16 @@ def visible(form: Form, rows: slice, columns: slice, s: int, device: torch.devic
     return seen
 
 
+def keys_of(form: Form, row: int, s: int) -> slice:
+    """Whole blocks of keys of which some are seen by some of the BLOCK queries from `row` on."""
+    first, last = 0, s
+    if form.causal:
+        last = min(row + BLOCK + form.offset, s)
+        if form.window:
+            first = max(row + form.offset - form.window + 1, 0) // BLOCK * BLOCK
+    return slice(first, -(-last // BLOCK) * BLOCK)
+
+
 def steps(form: Form, t: int, s: int) -> Iterator[tuple[slice, slice]]:
     """(rows of queries, keys) of each block of keys and the blocks of queries that see any of it."""
     for key in range(0, s, BLOCK):
@@ -154,8 +164,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
 
     >>> q, k = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64)
     >>> v = torch.tensor([1.0, 2.0])[:, None].expand(1, 1, 2, 64)
-    >>> attention(q, k, v, Form(0.125))[0, 0, 0, :2].tolist()
-    [1.5, 1.5]
+    >>> attention(q, k, v, Form(0.125))[0, 0, 0, :2]
+    tensor([1.5000, 1.5000])
     """
     (b, h, t, d), s = q.shape, k.shape[2]
     (q8, scale_q), (k8, scale_k) = (attention_cast(x, form.rotated) for x in (q, k))
@@ -172,9 +182,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
         scores = product(q8[:, :, rows], k8[:, :, keys], FP8_STEP)
         scores = scores.masked_fill(~visible(form, rows, keys, s, q.device), -math.inf)
         m = scores.amax(-1, keepdim=True) * f
-        codes = exp2(fused(scores, f, LOG2_448 - _finite(m))).clamp(max=448).to(E4M3).float()
+        codes = exp2(fused(scores, f, LOG2_448 - finite(m))).clamp(max=448).to(E4M3).float()
         before, after = top[:, :, rows], torch.maximum(top[:, :, rows], m)
-        kept, gained = exp2(before - _finite(after)), exp2(m - _finite(after))
+        kept, gained = exp2(before - finite(after)), exp2(m - finite(after))
         top[:, :, rows] = after
         total[:, :, rows] = fused(total[:, :, rows], kept, gained * codes.sum(-1, keepdim=True))
         weighted = product(codes, v8[:, :, keys].mT, FP8_STEP)
@@ -184,6 +194,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     return result[:, :, :t, :d].to(q.dtype).transpose(1, 2).contiguous()
 
 
-def _finite(m: torch.Tensor) -> torch.Tensor:
+def finite(m: torch.Tensor) -> torch.Tensor:
     """m, with 0 where no key is seen: -Inf less -Inf is no number."""
     return torch.where(m == -math.inf, 0.0, m)
