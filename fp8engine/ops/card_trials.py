@@ -62,6 +62,10 @@ class Runner(Protocol):
         """Seconds of one call under a configuration; None: cuBLASLt.  Raises whatever fails."""
         ...
 
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
+        ...
+
 
 class CardTrials:
     """What one card has measured of itself, and what it still has to.
@@ -127,6 +131,7 @@ class CardTrials:
                 chosen = None if configs[best] is None else configs[best]._asdict()
                 self.choices[job] = Choice("cublas" if best == CUBLAS else "triton", chosen, us)
         if self.wanted:
+            self.runner.forget()
             self._tell(timed, self.now() - start)
 
     def _tell(self, timed: int, seconds: float) -> None:
@@ -204,6 +209,11 @@ class CardRunner:
         with torch.no_grad():
             self._check(job, config, call())
             return self._median(call)
+
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
+        self._made = self._exact = None
+        torch.cuda.empty_cache()
 
     def _operands(self, job: Job) -> tuple[Operand, Operand]:
         if self._made is None or self._made[0] != job:

@@ -15,6 +15,8 @@ from fp8engine.kernels.tuning import Config
 from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backend
 from fp8engine.ops.card_trials import BUDGET, CardRunner, CardTrials
 from fp8engine.ops.choice_file import Choice, Job
+from fp8engine.scaling import table
+from fp8engine.scaling.table import ScalingState
 
 KEY = {"card": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "driver": "580.95.05", "triton": "3.6.0", "kernels": "ab"}
 LARGE, SMALL = Job("matmul_fp8", "tensor", 8192, 4096, 4096), Job("matmul_fp8", "row", 512, 512, 512)
@@ -34,6 +36,9 @@ class FakeCard:
 
     def configs(self, job):
         return [FAST, SLOW, WIDE, FAST._replace(group_m=16)]
+
+    def forget(self) -> None:
+        self.tried.append("forgotten")
 
     def time(self, job, config) -> float:
         self.tried.append((job, config))
@@ -63,7 +68,8 @@ def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
 def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
     card = FakeCard({None: 400e-6, FAST: 380e-6, SLOW: 700e-6, WIDE: 500e-6})
     trials = trained(card, LARGE)
-    assert [config for _, config in card.tried] == [None, FAST, SLOW, WIDE]
+    assert [config for _, config in card.tried[:-1]] == [None, FAST, SLOW, WIDE]
+    assert card.tried[-1] == "forgotten"  # the memory
     found = trials.look(LARGE)
     assert found is not None
     assert (found.backend, Config(**found.config)) == ("triton", FAST)
@@ -93,7 +99,7 @@ def test_two_seconds_in_all_the_most_work_first():
     card = FakeCard({FAST: 1e-4}, costs=0.6)
     trials = trained(card, SMALL, LARGE, WGRAD)
     assert card.clock - 100.0 <= BUDGET
-    assert [job for job, _ in card.tried] == [WGRAD] * 3  # twice LARGE's work; a fourth trial might pass the limit
+    assert [job for job, _ in card.tried[:-1]] == [WGRAD] * 3  # twice LARGE's work; a fourth trial might pass the limit
     assert trials.look(WGRAD) is not None
     assert trials.look(LARGE) is None
 
@@ -101,7 +107,7 @@ def test_two_seconds_in_all_the_most_work_first():
 def test_a_slow_compilation_ends_the_trials():
     card = FakeCard({}, costs=1.5)
     trained(card, LARGE, WGRAD)
-    assert len(card.tried) == 1
+    assert card.tried == [(WGRAD, None), "forgotten"]
 
 
 def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
@@ -142,7 +148,7 @@ def test_a_damaged_or_foreign_file_is_refused_by_name_and_measured_anew(damage, 
     trained(card, LARGE)
     assert str(file) in caplog.records[0].getMessage()
     assert reason in caplog.records[0].getMessage()
-    assert len(card.tried) == 4
+    assert len(card.tried) == 5
     assert file.read_text() == whole
 
 
@@ -231,6 +237,16 @@ def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_as
     assert not card.tried
 
 
+def test_a_training_step_of_a_table_that_is_on_a_card_is_told(monkeypatch):
+    state, told = ScalingState([("layer", fe.current())]), []
+    monkeypatch.setattr(table, "step_begins", told.append)
+    state.fold()
+    assert told == []  # on a CPU nothing is asked
+    state._host = None
+    state.fold()
+    assert told == [state.device]
+
+
 def test_the_setting_switches_it_off(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
     device.capability.cache_clear()
@@ -291,7 +307,7 @@ def test_rank_0_decides_for_all(tmp_path):
     assert first["before"] is second["before"] is None
     assert first["after"] == second["after"]
     assert first["after"].backend == "triton"
-    assert (first["tried"], second["tried"]) == (4, 0)
+    assert (first["tried"], second["tried"]) == (5, 0)
     assert len(list((tmp_path / "0" / "fp8engine").iterdir())) == 1
     assert not (tmp_path / "1").exists()
     assert json.dumps(choice_file.to_rows({LARGE: second["after"]}))
