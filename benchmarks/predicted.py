@@ -129,7 +129,7 @@ def _fastest(rows: list[Found | None], sums: str, shape: tuple[int, int, int], c
     for one in rows:
         if one is not None and one.sums == sums:
             kernel = one.kernel if many else replace(one.kernel, programs=1)
-            found.append((one, predict(card, kernel, *shape).seconds))
+            found.append((one, predict(card, kernel, shape).seconds))
     return min(found, key=lambda pair: pair[1], default=None)
 
 

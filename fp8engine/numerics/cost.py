@@ -90,7 +90,7 @@ def matmul_time(recipe: Recipe, matmul: str, shape: tuple[int, int, int], card: 
         return library(card, "fast", 16, shape)
     if not sums.startswith("block"):
         return library(card, sums, 8, shape)
-    return predict(card, Kernel(*TILE, ceiling=CEILINGS["triton"][sums]), *shape)
+    return predict(card, Kernel(*TILE, ceiling=CEILINGS["triton"][sums]), shape)
 
 
 def _casts(recipe: Recipe, shape: tuple[int, int, int], card: Card) -> float:

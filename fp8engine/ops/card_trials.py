@@ -109,9 +109,8 @@ class CardTrials:
     def measure(self) -> None:
         """Time what is wanted, the most work first, within the budget; keep it and say so once."""
         start, longest, timed = self.now(), FIRST_TRIAL, 0
-        for job in sorted(self.wanted, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
-            if job in self.choices:
-                continue
+        missing = [job for job in self.wanted if job not in self.choices]
+        for job in sorted(missing, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
             us: dict[str, float] = {}
             configs = {}
             for config in [None, *self.runner.configs(job)[:CONFIGURATIONS]]:
@@ -125,16 +124,17 @@ class CardTrials:
                 except Exception as error:  # any: out of memory, a compiler, a driver, a wrong result
                     self.failed[job] = f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 longest = max(longest, self.now() - began)
-            if any(name != CUBLAS for name in us):
+            # Where torch has no scales in blocks ours are compared with each other; else never without cuBLASLt's time.
+            if any(name != CUBLAS for name in us) and (CUBLAS in us or "block" in job.kind):
                 timed += 1
                 best = min(us, key=lambda name: us[name])
                 chosen = None if configs[best] is None else configs[best]._asdict()
                 self.choices[job] = Choice("cublas" if best == CUBLAS else "triton", chosen, us)
-        if self.wanted:
+        if missing:
             self.runner.forget()
-            self._tell(timed, self.now() - start)
+            self._tell(timed, len(missing), self.now() - start)
 
-    def _tell(self, timed: int, seconds: float) -> None:
+    def _tell(self, timed: int, wanted: int, seconds: float) -> None:
         ours = sum(choice.backend == "triton" for choice in self.choices.values())
         where = "not kept: this system does not tell its driver's version"
         if self.key is not None:
@@ -146,7 +146,7 @@ class CardTrials:
         log.warning(
             "fp8engine measured %d of %d matmul shapes on this card in %.1f s (once; %s=0 switches it off): "
             "our kernels run %d, cuBLASLt the others%s; %s",
-            *(timed, len(self.wanted), seconds, SETTING, ours, failed, where),
+            *(timed, wanted, seconds, SETTING, ours, failed, where),
         )
 
     def _kept(self) -> dict[Job, Choice]:

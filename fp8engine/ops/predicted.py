@@ -53,4 +53,4 @@ def fastest(operation: str, configs: Iterable[Any], shape: tuple[int, int, int],
 
 
 def _prediction(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> Prediction:
-    return predict(card, kernel_of(operation, config), *shape, sustained=False)
+    return predict(card, kernel_of(operation, config), shape, sustained=False)
