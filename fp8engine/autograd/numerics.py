@@ -75,6 +75,7 @@ class Numerics:
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     sizes: M, N, K of the latest eager forward's matmul.
+    fused_wgrad: the weight's gradient is added to its main_grad (main_grad.py).
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     """
@@ -91,6 +92,7 @@ class Numerics:
     bypassed: bool = False
     shard: Any = None
     sizes: tuple[int, int, int] | None = None
+    fused_wgrad: bool = False
 
     def __post_init__(self):
         self.plan = plan(self.recipe)

@@ -2,7 +2,7 @@
 
 For each operation and shape class, one step after another, starting from the committed configuration:
 
-    1. tiles and warps    2. stages and parts    3. rows of tiles visited together    4. descriptors, Gluon
+    1. tiles and warps    2. stages and parts    3. order of tiles, flattened loops    4. descriptors, Gluon
 
 Within a step every candidate runs on every shape of the class, those that are predicted to be the fastest first
 (ops/predicted.py), BATCH at a time: its result is checked, then it is timed in turns with the others and with what
@@ -206,7 +206,9 @@ def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], lis
         return [base._replace(stages=s, parts=p) for s, p in itertools.product((3, 4, 5), (1, 2, 4))]
 
     def order(base: Config) -> list[Config]:
-        return [base._replace(group_m=rows) for rows in (4, 8, 16)]
+        return [
+            base._replace(group_m=rows, flatten=flat) for rows, flat in itertools.product((4, 8, 16), (False, True))
+        ]
 
     def means(base: Config) -> list[Config]:
         found = [base._replace(descriptors=way) for way in (True, False)] if tma else []

@@ -2,6 +2,7 @@
 
     matmul           y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n], rounded to `out`
     matmul_epilogue  the same, ended by an activation, statistics or an FP8 result
+    accumulate       the same, added to an FP32 tensor in place: the gradient of a weight over several microbatches
     matmul_fp16      the same of ordinary tensors, without scales
 
 | backend | runs on | can multiply |
@@ -28,7 +29,7 @@ from __future__ import annotations
 import torch
 
 from fp8engine import _torch
-from fp8engine.errors import BackendError, ShapeError, UnknownName
+from fp8engine.errors import BackendError, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.ops import card_trials, device, reference, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice
@@ -176,6 +177,7 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
     """`matmul` with an activation, statistics or an FP8 result decided before the store; one launch on Triton.
 
     Elsewhere the FP32 product is finished in plain torch.  Raises as `matmul` does; UnknownName for an activation.
+    Of `epilogue`, `into` is left to `accumulate`.
 
     >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
     >>> end = Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5))
@@ -187,13 +189,48 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
         raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
     if direct(a.data):
         return _matmul_epilogue(a, b, epilogue, precision)
-    return OPERATORS.matmul_epilogue.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue)
+    return OPERATORS.matmul_epilogue.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue[:6])
 
 
 def _matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
     if _backend_of(a, b, precision) == "triton":
         return _on_triton(a, b, epilogue, precision)
     return reference.finish(_matmul(a, b, None, torch.float32, precision), epilogue)
+
+
+def accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str = "exact") -> None:
+    """into += a @ b.T, in FP32 and in place: by the matmul itself on Triton (`fused`), elsewhere by an addition after.
+
+    into_MN: FP32.  Raises as `matmul` does; ShapeError and UnsupportedDtype for another `into`.
+
+    >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    >>> total = torch.tensor([[3.0]])
+    >>> accumulate(one, one, total)
+    >>> total.tolist()
+    [[5.0]]
+    """
+    _check(a, b, None)
+    if tuple(into_MN.shape) != (len(a.data), len(b.data)):
+        raise ShapeError(f"accumulate: into is {list(into_MN.shape)}; want {[len(a.data), len(b.data)]}, the result's")
+    if into_MN.dtype != torch.float32:
+        raise UnsupportedDtype(f"accumulate: into is {into_MN.dtype}; sums of several matmuls are kept in float32")
+    if direct(a.data):
+        _accumulate(a, b, into_MN, precision)
+    else:
+        OPERATORS.accumulate.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, into_MN)
+
+
+def _accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str) -> None:
+    name = _backend_of(a, b, precision)
+    if fused(name, into_MN):
+        triton_backend.matmul(a, b, Epilogue(None, torch.float32, into=into_MN), fast=precision == "fast")
+    else:
+        into_MN.add_(_matmul(a, b, None, torch.float32, precision))
+
+
+def fused(name: str, into_MN: torch.Tensor) -> bool:
+    """Whether the matmul of that backend adds to `into` itself, in one launch."""
+    return name == "triton" and into_MN.is_contiguous()
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, out: torch.dtype | None = None) -> torch.Tensor:
@@ -248,7 +285,7 @@ def _groups(a: Operand, b: Operand) -> list[int]:
     return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
 
 
-def _operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
+def operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
     """The inverse of taking operands apart for an operator."""
     rows_a, cols_a, rows_b, cols_b, power_of_2 = groups
     return Operand(a, scale_a, rows_a, cols_a, bool(power_of_2)), Operand(b, scale_b, rows_b, cols_b, bool(power_of_2))
@@ -261,7 +298,7 @@ def _operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
 )
 def _matmul_operator(a, b, scale_a, scale_b, *rest):
     bias, groups, out, precision = rest
-    return _matmul(*_operands(a, b, scale_a, scale_b, groups), bias, out, precision)
+    return _matmul(*operands(a, b, scale_a, scale_b, groups), bias, out, precision)
 
 
 @operation(
@@ -272,7 +309,16 @@ def _matmul_operator(a, b, scale_a, scale_b, *rest):
 )
 def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
     groups, precision, *epilogue = rest
-    return _matmul_epilogue(*_operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+    return _matmul_epilogue(*operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+
+
+@operation(
+    "accumulate(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor into) -> ()",
+    lambda *arguments: None,
+    effect=True,
+)
+def _accumulate_operator(a, b, scale_a, scale_b, groups, precision, into):
+    _accumulate(*_operands(a, b, scale_a, scale_b, groups), into, precision)
 
 
 @operation(

@@ -144,7 +144,7 @@ def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
     assert {c.block_k for c in tiles} == {64, 128}
     assert all(c.parts == (2 if c.block_n == 256 else 1) for c in tiles)
     assert {(c.stages, c.parts) for c in pipeline} == {(s, p) for s in (3, 4, 5) for p in (1, 2, 4)}
-    assert [c.group_m for c in order] == [4, 8, 16]
+    assert {(c.group_m, c.flatten) for c in order} == {(rows, flat) for rows in (4, 8, 16) for flat in (False, True)}
     assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 3]
     assert means[2] == BASE._replace(kernel="gluon")
     assert len(tiles) + len(pipeline) + len(order) + len(means) < 50  # each is compiled
