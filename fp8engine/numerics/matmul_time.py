@@ -7,7 +7,8 @@
     tile        main loop + exposed clocks: LATENCY until the first tiles arrive, BM BN out_bytes / STORE to write y
     compute     ceil(tiles parts / multiprocessors) tile / clock
     memory      (a + b + y, and a and b again where a wave's share of them does not fit into L2) / (MEMORY bandwidth)
-    time        START + max(compute, memory), and START again where parts of K are added by a second launch
+    time        START + max(compute, memory); and where parts of K are added by a second launch, START and their bytes
+                through L2 again
 
 The clock is the data sheet's in a short burst.  A card that multiplies without pause reaches its power limit, and its
 clock falls until it draws no more.  Per multiprocessor, with u the share of clocks in which Tensor Cores multiply:
@@ -117,7 +118,9 @@ def predict(
     compute = waves * (loop + exposed) / clock
     memory = _bytes(card, kernel, shape, out_bytes) / (MEMORY * card.memory)
     limit = "memory" if memory > compute else "L2" if by_l2 else "Tensor Cores"
-    seconds = START * min(kernel.split, 2) + max(compute, memory)
+    seconds = START + max(compute, memory)
+    if kernel.split > 1:  # FP32 sums, written and read
+        seconds += START + 8 * m * n * kernel.split / (L2_OF_CARD * clock)
     return Prediction(seconds, compute, memory, clock, limit, loop, exposed)
 
 
@@ -166,11 +169,10 @@ def _bytes(card: Card, kernel: Kernel, shape: tuple[int, int, int], out_bytes: i
     """Bytes from and to memory."""
     m, n, k = shape
     a, b, y = m * k * kernel.bits / 8, n * k * kernel.bits / 8, m * n * out_bytes
-    parts = y / out_bytes * 8 * kernel.split if kernel.split > 1 else 0.0  # FP32 sums, written and read
     if a + b <= TILE_SHARE * card.l2:
-        return a + b + y + parts
+        return a + b + y
     # Of the larger sizes a wave reads a rectangle of tiles, group_m high; the rows of a stay while it walks along n.
     high = min(kernel.group_m, math.ceil(m / kernel.block_m))
     again = max(math.ceil(m / (high * kernel.block_m)), 1)
     kept = min(1.0, TILE_SHARE * card.l2 / b)
-    return a + b * (1 + (again - 1) * (1 - kept)) + y + parts
+    return a + b * (1 + (again - 1) * (1 - kept)) + y

@@ -262,8 +262,10 @@ def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
     return made[0], made[1]
 
 
-def kind_of(a: Any, b: Any) -> str:
+def kind_of(a: Any, b: Any) -> str | None:
     """The kind of scales of two operands, or of two ways to cast them: by their `rows` and `cols`.
+
+    None for blocks other than 1x128 and 128x128, which are not measured.
 
     >>> from fp8engine.ops.reference import How
     >>> row, line, square = (How(torch.float8_e4m3fn, *each) for each in ((1, -1), (1, 128), (128, 128)))
@@ -271,6 +273,8 @@ def kind_of(a: Any, b: Any) -> str:
     ('row', 'block', 'block by block')
     """
     if a.cols != -1 or b.cols != -1:
+        if a.cols != BLOCK or b.cols != BLOCK or not {a.rows, b.rows} <= {1, BLOCK}:
+            return None
         return "block by block" if a.rows == b.rows == 1 else "block"
     return "tensor" if a.rows == b.rows == -1 else "row"
 

@@ -277,6 +277,14 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     assert seen == [FAST, FAST, None]
 
 
+def test_only_blocks_of_128_are_measured():
+    sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
+    for kind, groups in sizes.items():
+        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) == kind
+    for groups in [((1, 64), (64, 64)), ((-1, -1), (128, 128)), ((2, 128), (1, 128))]:
+        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) is None
+
+
 def test_the_model_names_three_committed_configurations(monkeypatch):
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
     monkeypatch.setattr(device, "name", lambda where: "NVIDIA H100")
