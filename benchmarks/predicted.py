@@ -1,4 +1,4 @@
-"""By kernel, the static ceiling and the predicted time, before and after: `python -m benchmarks.predicted`.
+"""By kernel, the static ceiling and the predicted time, before and after: `python -m benchmarks.predicted [--write]`.
 
     before   predicted_before.json: the rows of codegen.json as of commit 36576bc, the matmuls of sm_90 alone
     after    codegen.json as it is
@@ -24,6 +24,8 @@ from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
 HERE = Path(__file__).parent
 BEFORE, AFTER = HERE / "predicted_before.json", HERE / "codegen.json"
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 1024), (64, 4096, 4096), (64, 1024, 8192))
+DOCS = HERE.parent / "docs" / "performance.md"
+MARKS = ("<!-- benchmarks.predicted -->", "<!-- end -->")
 KINDS = {  # by what its main loop does with the sums -> as the table calls it
     "fast": "one scale per tensor or row, fast",
     "promoted": "the same, promoted every 128 of K",
@@ -50,10 +52,16 @@ def main() -> None:
     """Print the table as Markdown, and what in it does not fit the package's own constants."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--card", default="h100-sxm", choices=CARDS)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
     asked = parser.parse_args()
     before, after = (json.loads(path.read_text())["kernels"] for path in (BEFORE, AFTER))
-    for line in table(before, after, CARDS[asked.card]):
-        print(line)
+    lines = table(before, after, CARDS[asked.card])
+    print("\n".join(lines))
+    if asked.write:
+        text = DOCS.read_text()
+        start, end = (text.index(mark) for mark in MARKS)
+        made = "\n".join(line for line in lines if line.startswith("|"))
+        DOCS.write_text(f"{text[: start + len(MARKS[0])]}\n{made}\n{text[end:]}")
 
 
 def table(before: dict[str, Any], after: dict[str, Any], card: Card) -> list[str]:
