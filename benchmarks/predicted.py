@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 def main() -> None:
     """Print the table as Markdown, and what in it does not fit the package's own constants."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--card", default="h100-sxm", choices=CARDS)
     parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
     asked = parser.parse_args()

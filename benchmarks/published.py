@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 def main() -> None:
     """Print the table of errors, and with --rows every row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="every row too")
     asked = parser.parse_args()
     tables = json.loads(TABLES.read_text())

@@ -44,7 +44,7 @@ FIRST_TRIAL = 0.7  # seconds that a trial may take before one is known: a compil
 CONFIGURATIONS = 3  # of ours, for each shape
 CUBLAS = "cublas"
 REPEATS = 5
-WAIT = timedelta(seconds=60)  # for rank 0's choices
+WAIT = timedelta(seconds=30)  # for rank 0's choices: the first step has brought the ranks together
 STORE_KEY = "fp8engine/choices"
 DIFFERENT = 0.02  # relative difference from cuBLASLt's result that no order of sums explains (bench/gemm.py: 2.7e-3)
 BLOCK = 128

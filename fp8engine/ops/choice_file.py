@@ -86,7 +86,7 @@ def key_of(where: torch.device) -> dict[str, Any] | None:
 @functools.cache
 def kernels_digest() -> str:
     """SHA-256 of the kernels' source and their tuning table."""
-    home = Path(importlib.import_module("fp8engine.kernels.tuning").__file__).parent
+    home = importlib.import_module("fp8engine.kernels.tuning").TABLE.parent
     found = hashlib.sha256()
     for path in sorted([*home.glob("*.py"), *home.glob("*.json")]):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -151,9 +151,10 @@ def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[Job, Choice]:
     config_of = importlib.import_module("fp8engine.kernels.tuning").Config
     found = {}
     for row in rows:
-        job, choice = (kind(**{name: row[name] for name in kind._fields}) for kind in (Job, Choice))
+        job = Job(**{name: row[name] for name in Job._fields})
+        choice = Choice(**{name: row[name] for name in Choice._fields})
         if choice.backend == "triton":
-            config_of(**choice.config)  # a field that this version does not know is a TypeError
+            config_of(**(choice.config or {}))  # a field that this version does not know is a TypeError
         elif choice.backend != "cublas" or choice.config is not None:
             raise StateError(f"backend {choice.backend!r} is none that a card measures")
         found[job] = choice

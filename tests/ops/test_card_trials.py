@@ -55,6 +55,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "fp8engine"
 
 
+def config_of(found: Choice | None) -> Config:
+    assert found is not None
+    return Config(**(found.config or {}))
+
+
 def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
     """Trials after a first step in which these jobs occurred, and the beginning of a second."""
     trials = CardTrials(card, key, card.now)
@@ -72,7 +77,7 @@ def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
     assert card.tried[-1] == "forgotten"  # the memory
     found = trials.look(LARGE)
     assert found is not None
-    assert (found.backend, Config(**found.config)) == ("triton", FAST)
+    assert (found.backend, config_of(found)) == ("triton", FAST)
     assert str(found).startswith("measured on this card: cublas 400 us, triton 128x256x128")
     assert trained(FakeCard({None: 300e-6}), SMALL).look(SMALL).backend == "cublas"  # type: ignore[union-attr]
 
@@ -115,7 +120,7 @@ def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
     trials = trained(FakeCard(errors | {WIDE: 3e-4}), LARGE)
     found = trials.look(LARGE)
     assert found is not None
-    assert Config(**found.config) == WIDE
+    assert config_of(found) == WIDE
     assert "ptxas" in trials.failed[LARGE]
     nothing = FakeCard(dict.fromkeys([None, FAST, SLOW, WIDE], RuntimeError("no card after all")))
     assert trained(nothing, LARGE, key={**KEY, "driver": "1"}).look(LARGE) is None
@@ -124,7 +129,7 @@ def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
 def test_where_cublas_cannot_ours_are_compared_with_each_other():
     found = trained(FakeCard({None: RuntimeError("no blocks"), FAST: 2e-4, SLOW: 1e-4}), WGRAD).look(WGRAD)
     assert found is not None
-    assert Config(**found.config) == SLOW
+    assert config_of(found) == SLOW
     scaled = FakeCard({None: torch.OutOfMemoryError("by chance"), FAST: 1e-4})
     assert trained(scaled, LARGE, key={**KEY, "driver": "2"}).look(LARGE) is None  # nothing to hold ours against
 
@@ -211,7 +216,7 @@ def hopper(monkeypatch):
 def test_the_choice_is_followed_and_told(hopper, monkeypatch):
     trials = trained(FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
     hopper(trials)
-    shape = tuple(LARGE[2:])
+    shape = LARGE.m, LARGE.n, LARGE.k
     assert matmul.choose(CUDA, False, shape, "fast", "tensor") == "triton"
     assert matmul.choose(CUDA, False, shape, "fast", "row") == "cublas"  # another kind was not measured
     assert matmul.choose(CUDA, False, (8192, 4096, 4090), "fast", "tensor") == "cublas"  # no descriptors: one kernel
