@@ -1,4 +1,4 @@
-"""By kernel, the static ceiling and the predicted time, before and after: `python -m benchmarks.predicted`.
+"""By kernel, the static ceiling and the predicted time, before and after: `python -m benchmarks.predicted [--write]`.
 
     before   predicted_before.json: the rows of codegen.json as of commit 36576bc, the matmuls of sm_90 alone
     after    codegen.json as it is
@@ -18,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8engine.kernels import tuning
 from fp8engine.numerics.cards import CARDS, Card
 from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
 
 HERE = Path(__file__).parent
 BEFORE, AFTER = HERE / "predicted_before.json", HERE / "codegen.json"
-SHAPES = ((8192, 4096, 4096), (8192, 4096, 1024), (64, 4096, 4096))
+SHAPES = ((8192, 4096, 4096), (8192, 4096, 1024), (64, 4096, 4096), (64, 1024, 8192))
+DOCS = HERE.parent / "docs" / "performance.md"
+MARKS = ("<!-- benchmarks.predicted -->", "<!-- end -->")
 KINDS = {  # by what its main loop does with the sums -> as the table calls it
     "fast": "one scale per tensor or row, fast",
     "promoted": "the same, promoted every 128 of K",
@@ -49,25 +50,30 @@ class Found(NamedTuple):
 
 def main() -> None:
     """Print the table as Markdown, and what in it does not fit the package's own constants."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--card", default="h100-sxm", choices=CARDS)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
     asked = parser.parse_args()
     before, after = (json.loads(path.read_text())["kernels"] for path in (BEFORE, AFTER))
-    for line in table(before, after, CARDS[asked.card]):
-        print(line)
+    lines = table(before, after, CARDS[asked.card])
+    print("\n".join(lines))
+    if asked.write:
+        text = DOCS.read_text()
+        start, end = (text.index(mark) for mark in MARKS)
+        made = "\n".join(line for line in lines if line.startswith("|"))
+        DOCS.write_text(f"{text[: start + len(MARKS[0])]}\n{made}\n{text[end:]}")
 
 
 def table(before: dict[str, Any], after: dict[str, Any], card: Card) -> list[str]:
     """The Markdown table, and below it what could not be predicted."""
     old, new = ([_read(name, row) for name, row in rows.items()] for rows in (before, after))
-    many = hasattr(tuning, "programs")  # whether the launchers start as many programs as fit
     lines = [
         "| matmul | M x N x K | before: kernel | ceiling | us | after: kernel | ceiling | us | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for sums, title in KINDS.items():
         for shape in SHAPES:
-            best = [_fastest(rows, sums, shape, card, more) for rows, more in ((old, False), (new, many))]
+            best = [_fastest(rows, sums, shape, card, more) for rows, more in ((old, False), (new, True))]
             cells = [cell for one in best for cell in _cells(one)]
             gain = f"{best[0][1] / best[1][1]:.2f}x" if best[0] and best[1] else ""
             lines.append(f"| {title} | {'x'.join(map(str, shape))} | {' | '.join(cells)} | {gain} |")
@@ -124,12 +130,15 @@ def _read(name: str, row: dict[str, Any]) -> Found | None:
 
 
 def _fastest(rows: list[Found | None], sums: str, shape: tuple[int, int, int], card: Card, many: bool):
-    """(row, its predicted seconds); None where there is no such kernel.  many: whether all programs that fit run."""
+    """(row, its predicted seconds); None where there is no such kernel.
+
+    many: whether the launchers start as many programs as fit, which they did not at first.
+    """
     found = []
     for one in rows:
         if one is not None and one.sums == sums:
             kernel = one.kernel if many else replace(one.kernel, programs=1)
-            found.append((one, predict(card, kernel, *shape).seconds))
+            found.append((one, predict(card, kernel, shape).seconds))
     return min(found, key=lambda pair: pair[1], default=None)
 
 

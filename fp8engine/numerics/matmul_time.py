@@ -7,7 +7,8 @@
     tile        main loop + exposed clocks: LATENCY until the first tiles arrive, BM BN out_bytes / STORE to write y
     compute     ceil(tiles parts / multiprocessors) tile / clock
     memory      (a + b + y, and a and b again where a wave's share of them does not fit into L2) / (MEMORY bandwidth)
-    time        START + max(compute, memory), and START again where parts of K are added by a second launch
+    time        START + max(compute, memory); and where parts of K are added by a second launch, START and their bytes
+                through L2 again
 
 The clock is the data sheet's in a short burst.  A card that multiplies without pause reaches its power limit, and its
 clock falls until it draws no more.  Per multiprocessor, with u the share of clocks in which Tensor Cores multiply:
@@ -93,14 +94,17 @@ class Prediction:
     exposed: float
 
 
-def predict(card: Card, kernel: Kernel, m: int, n: int, k: int, *, out_bytes=2, sustained=True) -> Prediction:
-    """The Prediction of one matmul.  sustained: the card has been multiplying for longer than a moment.
+def predict(
+    card: Card, kernel: Kernel, shape: tuple[int, int, int], *, out_bytes: int = 2, sustained: bool = True
+) -> Prediction:
+    """The Prediction of one matmul of shape M, N, K.  sustained: the card has multiplied for longer than a moment.
 
     >>> from fp8engine.numerics.cards import H100_SXM
-    >>> found = predict(H100_SXM, Kernel(128, 256), 8192, 8192, 8192)
+    >>> found = predict(H100_SXM, Kernel(128, 256), (8192, 8192, 8192))
     >>> found.limit, round(found.seconds * 1e6, -1)
-    ('L2', 790.0)
+    ('L2', 880.0)
     """
+    m, n, k = shape
     tiles = math.ceil(m / kernel.block_m) * math.ceil(n / kernel.block_n)
     kernel = replace(kernel, split=max(1, min(kernel.split, card.processors // tiles, k // SHORTEST_PART)))
     loop, tensor, by_l2 = _loop(card, kernel, tiles, k)
@@ -112,9 +116,11 @@ def predict(card: Card, kernel: Kernel, m: int, n: int, k: int, *, out_bytes=2, 
     if sustained:
         clock = sustained_clock(card, kernel.bits, tensor / (loop + exposed))
     compute = waves * (loop + exposed) / clock
-    memory = _bytes(card, kernel, (m, n, k), out_bytes) / (MEMORY * card.memory)
+    memory = _bytes(card, kernel, shape, out_bytes) / (MEMORY * card.memory)
     limit = "memory" if memory > compute else "L2" if by_l2 else "Tensor Cores"
-    seconds = START * min(kernel.split, 2) + max(compute, memory)
+    seconds = START + max(compute, memory)
+    if kernel.split > 1:  # FP32 sums, written and read
+        seconds += START + 8 * m * n * kernel.split / (L2_OF_CARD * clock)
     return Prediction(seconds, compute, memory, clock, limit, loop, exposed)
 
 
@@ -128,7 +134,7 @@ def library(card: Card, sums: str, bits: int, shape: tuple[int, int, int], *, su
     tiles = TILES if sums == "fast" else TILES[-2:]  # FP32 sums twice in registers leave room for 128x128
     ceiling = CEILINGS["cublas"][sums]
     kernels = (Kernel(m, n, 1024 // bits, ceiling, bits=bits, overlapped=True, cluster=2) for m, n in tiles)
-    return min((predict(card, one, *shape, sustained=sustained) for one in kernels), key=lambda found: found.seconds)
+    return min((predict(card, one, shape, sustained=sustained) for one in kernels), key=lambda found: found.seconds)
 
 
 def sustained_clock(card: Card, bits: int, busy: float) -> float:
@@ -136,7 +142,7 @@ def sustained_clock(card: Card, bits: int, busy: float) -> float:
 
     >>> from fp8engine.numerics.cards import H100_PCIE
     >>> round(sustained_clock(H100_PCIE, 16, 0.9) / 1e9, 2)
-    1.23
+    1.13
     """
     activity = busy * ACTIVITY[bits] + (1 - busy) * RESTING
     watts = (card.watts - card.idle_watts) / card.processors
@@ -163,11 +169,10 @@ def _bytes(card: Card, kernel: Kernel, shape: tuple[int, int, int], out_bytes: i
     """Bytes from and to memory."""
     m, n, k = shape
     a, b, y = m * k * kernel.bits / 8, n * k * kernel.bits / 8, m * n * out_bytes
-    parts = y / out_bytes * 8 * kernel.split if kernel.split > 1 else 0.0  # FP32 sums, written and read
     if a + b <= TILE_SHARE * card.l2:
-        return a + b + y + parts
+        return a + b + y
     # Of the larger sizes a wave reads a rectangle of tiles, group_m high; the rows of a stay while it walks along n.
     high = min(kernel.group_m, math.ceil(m / kernel.block_m))
     again = max(math.ceil(m / (high * kernel.block_m)), 1)
     kept = min(1.0, TILE_SHARE * card.l2 / b)
-    return a + b * (1 + (again - 1) * (1 - kept)) + y + parts
+    return a + b * (1 + (again - 1) * (1 - kept)) + y

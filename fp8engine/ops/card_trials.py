@@ -44,7 +44,7 @@ FIRST_TRIAL = 0.7  # seconds that a trial may take before one is known: a compil
 CONFIGURATIONS = 3  # of ours, for each shape
 CUBLAS = "cublas"
 REPEATS = 5
-WAIT = timedelta(seconds=60)  # for rank 0's choices
+WAIT = timedelta(seconds=30)  # for rank 0's choices: the first step has brought the ranks together
 STORE_KEY = "fp8engine/choices"
 DIFFERENT = 0.02  # relative difference from cuBLASLt's result that no order of sums explains (bench/gemm.py: 2.7e-3)
 BLOCK = 128
@@ -60,6 +60,10 @@ class Runner(Protocol):
 
     def time(self, job: Job, config: Any | None) -> float:
         """Seconds of one call under a configuration; None: cuBLASLt.  Raises whatever fails."""
+        ...
+
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
         ...
 
 
@@ -105,9 +109,8 @@ class CardTrials:
     def measure(self) -> None:
         """Time what is wanted, the most work first, within the budget; keep it and say so once."""
         start, longest, timed = self.now(), FIRST_TRIAL, 0
-        for job in sorted(self.wanted, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
-            if job in self.choices:
-                continue
+        missing = [job for job in self.wanted if job not in self.choices]
+        for job in sorted(missing, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
             us: dict[str, float] = {}
             configs = {}
             for config in [None, *self.runner.configs(job)[:CONFIGURATIONS]]:
@@ -121,15 +124,17 @@ class CardTrials:
                 except Exception as error:  # any: out of memory, a compiler, a driver, a wrong result
                     self.failed[job] = f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 longest = max(longest, self.now() - began)
-            if any(name != CUBLAS for name in us):
+            # Where torch has no scales in blocks ours are compared with each other; else never without cuBLASLt's time.
+            if any(name != CUBLAS for name in us) and (CUBLAS in us or "block" in job.kind):
                 timed += 1
                 best = min(us, key=lambda name: us[name])
                 chosen = None if configs[best] is None else configs[best]._asdict()
                 self.choices[job] = Choice("cublas" if best == CUBLAS else "triton", chosen, us)
-        if self.wanted:
-            self._tell(timed, self.now() - start)
+        if missing:
+            self.runner.forget()
+            self._tell(timed, len(missing), self.now() - start)
 
-    def _tell(self, timed: int, seconds: float) -> None:
+    def _tell(self, timed: int, wanted: int, seconds: float) -> None:
         ours = sum(choice.backend == "triton" for choice in self.choices.values())
         where = "not kept: this system does not tell its driver's version"
         if self.key is not None:
@@ -141,7 +146,7 @@ class CardTrials:
         log.warning(
             "fp8engine measured %d of %d matmul shapes on this card in %.1f s (once; %s=0 switches it off): "
             "our kernels run %d, cuBLASLt the others%s; %s",
-            *(timed, len(self.wanted), seconds, SETTING, ours, failed, where),
+            *(timed, wanted, seconds, SETTING, ours, failed, where),
         )
 
     def _kept(self) -> dict[Job, Choice]:
@@ -205,6 +210,11 @@ class CardRunner:
             self._check(job, config, call())
             return self._median(call)
 
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
+        self._made = self._exact = None
+        torch.cuda.empty_cache()
+
     def _operands(self, job: Job) -> tuple[Operand, Operand]:
         if self._made is None or self._made[0] != job:
             self._made = self._exact = None  # the last job's memory first
@@ -252,8 +262,10 @@ def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
     return made[0], made[1]
 
 
-def kind_of(a: Any, b: Any) -> str:
+def kind_of(a: Any, b: Any) -> str | None:
     """The kind of scales of two operands, or of two ways to cast them: by their `rows` and `cols`.
+
+    None for blocks other than 1x128 and 128x128, which are not measured.
 
     >>> from fp8engine.ops.reference import How
     >>> row, line, square = (How(torch.float8_e4m3fn, *each) for each in ((1, -1), (1, 128), (128, 128)))
@@ -261,6 +273,8 @@ def kind_of(a: Any, b: Any) -> str:
     ('row', 'block', 'block by block')
     """
     if a.cols != -1 or b.cols != -1:
+        if a.cols != BLOCK or b.cols != BLOCK or not {a.rows, b.rows} <= {1, BLOCK}:
+            return None
         return "block by block" if a.rows == b.rows == 1 else "block"
     return "tensor" if a.rows == b.rows == -1 else "row"
 

@@ -86,7 +86,7 @@ def key_of(where: torch.device) -> dict[str, Any] | None:
 @functools.cache
 def kernels_digest() -> str:
     """SHA-256 of the kernels' source and their tuning table."""
-    home = Path(importlib.import_module("fp8engine.kernels.tuning").__file__).parent
+    home = importlib.import_module("fp8engine.kernels.tuning").TABLE.parent
     found = hashlib.sha256()
     for path in sorted([*home.glob("*.py"), *home.glob("*.json")]):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -113,16 +113,23 @@ def read(key: Mapping[str, Any]) -> dict[Job, Choice]:
         raise StateError(f"{path} cannot be read ({error}): measured anew") from None
     try:
         content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']}, not {FORMAT}")
-        if content["key"] != dict(key):
-            raise ValueError("of another card, driver or version")
-        if content["sum"] != _digest([content["key"], content["choices"]]):
-            raise ValueError("its checksum does not fit its content")
-        return from_rows(content["choices"])
+        reason = _why_refused(content, key)
+        found = {} if reason else from_rows(content["choices"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        raise StateError(f"{path} is not a measurement of this card ({reason}): measured anew") from None
+        found, reason = {}, f"{type(error).__name__}: {error}"
+    if reason:
+        raise StateError(f"{path} is not a measurement of this card ({reason}): measured anew")
+    return found
+
+
+def _why_refused(content: Any, key: Mapping[str, Any]) -> str:
+    if content["format"] != FORMAT:
+        return f"format {content['format']}, not {FORMAT}"
+    if content["key"] != dict(key):
+        return "of another card, driver or version"
+    if content["sum"] != _digest([content["key"], content["choices"]]):
+        return "its checksum does not fit its content"
+    return ""
 
 
 def write(key: Mapping[str, Any], choices: Mapping[Job, Choice]) -> Path:
@@ -140,15 +147,16 @@ def to_rows(choices: Mapping[Job, Choice]) -> list[dict[str, Any]]:
 
 
 def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[Job, Choice]:
-    """The inverse of `to_rows`.  Raises KeyError, TypeError or ValueError for what is no such row."""
+    """The inverse of `to_rows`.  Raises KeyError, TypeError or StateError for what is no such row."""
     config_of = importlib.import_module("fp8engine.kernels.tuning").Config
     found = {}
     for row in rows:
-        job, choice = (kind(**{name: row[name] for name in kind._fields}) for kind in (Job, Choice))
+        job = Job(**{name: row[name] for name in Job._fields})
+        choice = Choice(**{name: row[name] for name in Choice._fields})
         if choice.backend == "triton":
-            config_of(**choice.config)  # a field that this version does not know is a TypeError
+            config_of(**(choice.config or {}))  # a field that this version does not know is a TypeError
         elif choice.backend != "cublas" or choice.config is not None:
-            raise ValueError(f"backend {choice.backend!r}")
+            raise StateError(f"backend {choice.backend!r} is none that a card measures")
         found[job] = choice
     return found
 

@@ -263,7 +263,8 @@ class ScalingState:
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
-        step_begins(self.device)
+        if self._host is None:  # not on a CPU: a card may measure itself
+            step_begins(self.device)
         came, self.begun = self.backward_seen, True
         self.backward_seen = self.recomputed = False
         self._update()

@@ -1,7 +1,7 @@
 """A card that measures itself, on a fake card under a fake clock: what is timed, what is kept, what runs afterwards."""
 
-import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,8 @@ from fp8engine.kernels.tuning import Config
 from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backend
 from fp8engine.ops.card_trials import BUDGET, CardRunner, CardTrials
 from fp8engine.ops.choice_file import Choice, Job
+from fp8engine.scaling import table
+from fp8engine.scaling.table import ScalingState
 
 KEY = {"card": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "driver": "580.95.05", "triton": "3.6.0", "kernels": "ab"}
 LARGE, SMALL = Job("matmul_fp8", "tensor", 8192, 4096, 4096), Job("matmul_fp8", "row", 512, 512, 512)
@@ -35,6 +37,9 @@ class FakeCard:
     def configs(self, job):
         return [FAST, SLOW, WIDE, FAST._replace(group_m=16)]
 
+    def forget(self) -> None:
+        self.tried.append("forgotten")
+
     def time(self, job, config) -> float:
         self.tried.append((job, config))
         self.clock += self.costs
@@ -50,6 +55,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "fp8engine"
 
 
+def config_of(found: Choice | None) -> Config:
+    assert found is not None
+    return Config(**(found.config or {}))
+
+
 def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
     """Trials after a first step in which these jobs occurred, and the beginning of a second."""
     trials = CardTrials(card, key, card.now)
@@ -63,10 +73,11 @@ def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
 def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
     card = FakeCard({None: 400e-6, FAST: 380e-6, SLOW: 700e-6, WIDE: 500e-6})
     trials = trained(card, LARGE)
-    assert [config for _, config in card.tried] == [None, FAST, SLOW, WIDE]
+    assert [config for _, config in card.tried[:-1]] == [None, FAST, SLOW, WIDE]
+    assert card.tried[-1] == "forgotten"  # the memory
     found = trials.look(LARGE)
     assert found is not None
-    assert (found.backend, Config(**found.config)) == ("triton", FAST)
+    assert (found.backend, config_of(found)) == ("triton", FAST)
     assert str(found).startswith("measured on this card: cublas 400 us, triton 128x256x128")
     assert trained(FakeCard({None: 300e-6}), SMALL).look(SMALL).backend == "cublas"  # type: ignore[union-attr]
 
@@ -93,7 +104,7 @@ def test_two_seconds_in_all_the_most_work_first():
     card = FakeCard({FAST: 1e-4}, costs=0.6)
     trials = trained(card, SMALL, LARGE, WGRAD)
     assert card.clock - 100.0 <= BUDGET
-    assert [job for job, _ in card.tried] == [WGRAD] * 3  # twice LARGE's work; a fourth trial might pass the limit
+    assert [job for job, _ in card.tried[:-1]] == [WGRAD] * 3  # twice LARGE's work; a fourth trial might pass the limit
     assert trials.look(WGRAD) is not None
     assert trials.look(LARGE) is None
 
@@ -101,7 +112,7 @@ def test_two_seconds_in_all_the_most_work_first():
 def test_a_slow_compilation_ends_the_trials():
     card = FakeCard({}, costs=1.5)
     trained(card, LARGE, WGRAD)
-    assert len(card.tried) == 1
+    assert card.tried == [(WGRAD, None), "forgotten"]
 
 
 def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
@@ -109,7 +120,7 @@ def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
     trials = trained(FakeCard(errors | {WIDE: 3e-4}), LARGE)
     found = trials.look(LARGE)
     assert found is not None
-    assert Config(**found.config) == WIDE
+    assert config_of(found) == WIDE
     assert "ptxas" in trials.failed[LARGE]
     nothing = FakeCard(dict.fromkeys([None, FAST, SLOW, WIDE], RuntimeError("no card after all")))
     assert trained(nothing, LARGE, key={**KEY, "driver": "1"}).look(LARGE) is None
@@ -118,7 +129,9 @@ def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
 def test_where_cublas_cannot_ours_are_compared_with_each_other():
     found = trained(FakeCard({None: RuntimeError("no blocks"), FAST: 2e-4, SLOW: 1e-4}), WGRAD).look(WGRAD)
     assert found is not None
-    assert Config(**found.config) == SLOW
+    assert config_of(found) == SLOW
+    scaled = FakeCard({None: torch.OutOfMemoryError("by chance"), FAST: 1e-4})
+    assert trained(scaled, LARGE, key={**KEY, "driver": "2"}).look(LARGE) is None  # nothing to hold ours against
 
 
 @pytest.mark.parametrize(
@@ -142,7 +155,7 @@ def test_a_damaged_or_foreign_file_is_refused_by_name_and_measured_anew(damage, 
     trained(card, LARGE)
     assert str(file) in caplog.records[0].getMessage()
     assert reason in caplog.records[0].getMessage()
-    assert len(card.tried) == 4
+    assert len(card.tried) == 5
     assert file.read_text() == whole
 
 
@@ -203,7 +216,7 @@ def hopper(monkeypatch):
 def test_the_choice_is_followed_and_told(hopper, monkeypatch):
     trials = trained(FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
     hopper(trials)
-    shape = tuple(LARGE[2:])
+    shape = LARGE.m, LARGE.n, LARGE.k
     assert matmul.choose(CUDA, False, shape, "fast", "tensor") == "triton"
     assert matmul.choose(CUDA, False, shape, "fast", "row") == "cublas"  # another kind was not measured
     assert matmul.choose(CUDA, False, (8192, 4096, 4090), "fast", "tensor") == "cublas"  # no descriptors: one kernel
@@ -229,6 +242,16 @@ def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_as
     card_trials.step_begins(torch.device("cpu"))
     assert trials.steps == 0
     assert not card.tried
+
+
+def test_a_training_step_of_a_table_that_is_on_a_card_is_told(monkeypatch):
+    state, told = ScalingState([("layer", fe.current())]), []
+    monkeypatch.setattr(table, "step_begins", told.append)
+    state.fold()
+    assert told == []  # on a CPU nothing is asked
+    state._host = None
+    state.fold()
+    assert told == [state.device]
 
 
 def test_the_setting_switches_it_off(hopper, monkeypatch):
@@ -259,6 +282,14 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     assert seen == [FAST, FAST, None]
 
 
+def test_only_blocks_of_128_are_measured():
+    sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
+    for kind, groups in sizes.items():
+        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) == kind
+    for groups in [((1, 64), (64, 64)), ((-1, -1), (128, 128)), ((2, 128), (1, 128))]:
+        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) is None
+
+
 def test_the_model_names_three_committed_configurations(monkeypatch):
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
     monkeypatch.setattr(device, "name", lambda where: "NVIDIA H100")
@@ -272,32 +303,29 @@ def test_the_model_names_three_committed_configurations(monkeypatch):
     assert CardRunner(CUDA).configs(SMALL)[0].block_m == 64
 
 
-def _rank(rank: int, ranks: int, folder: str, other_card: bool) -> dict:
-    """A rank on a fake card of its own speed: rank 1 finds cuBLASLt faster, and does not time anything."""
-    import os
-
+def _rank(rank: int, ranks: int, folder: str) -> dict:
+    """A rank on a fake card of its own speed: rank 1's finds cuBLASLt faster; at last it is another card."""
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
-    key = {**KEY, "card": "NVIDIA H200"} if other_card and rank else KEY
-    card = FakeCard({None: (1e-3, 1e-6)[rank], FAST: 5e-4})
-    trials = CardTrials(card, key, card.now)
-    trials.step_begins()
-    before = trials.look(LARGE)
-    trials.step_begins()
-    return {"before": before, "after": trials.look(LARGE), "tried": len(card.tried)}
+    found = {}
+    for case, second in (("alike", KEY), ("apart", {**KEY, "card": "NVIDIA H200"})):
+        card_trials.STORE_KEY = case
+        card = FakeCard({None: (1e-3, 1e-6)[rank], FAST: 5e-4})
+        trials = CardTrials(card, second if rank else KEY, card.now)
+        trials.step_begins()
+        before = trials.look(LARGE)
+        trials.step_begins()
+        found[case] = {"before": before, "after": trials.look(LARGE), "tried": len(card.tried)}
+    return found
 
 
-def test_rank_0_decides_for_all(tmp_path):
-    first, second = run(_rank, 2, str(tmp_path), False)
-    assert first["before"] is second["before"] is None
-    assert first["after"] == second["after"]
-    assert first["after"].backend == "triton"
-    assert (first["tried"], second["tried"]) == (4, 0)
+def test_rank_0_decides_for_all_that_have_its_card(tmp_path):
+    first, second = run(_rank, 2, str(tmp_path))
+    assert first["alike"]["before"] is second["alike"]["before"] is None
+    assert first["alike"]["after"] == second["alike"]["after"]
+    assert first["alike"]["after"].backend == "triton"
+    assert (first["alike"]["tried"], second["alike"]["tried"]) == (5, 0)
     assert len(list((tmp_path / "0" / "fp8engine").iterdir())) == 1
     assert not (tmp_path / "1").exists()
-    assert json.dumps(choice_file.to_rows({LARGE: second["after"]}))
-
-
-def test_a_rank_on_another_card_follows_the_rule(tmp_path):
-    first, second = run(_rank, 2, str(tmp_path), True)
-    assert first["after"] is not None
-    assert second["after"] is None
+    # In the next run rank 0 has its choices from the file, and publishes these; another card follows the rule.
+    assert first["apart"] == {"before": None, "after": first["alike"]["after"], "tried": 0}
+    assert second["apart"] == {"before": None, "after": None, "tried": 0}
