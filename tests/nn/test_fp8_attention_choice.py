@@ -147,7 +147,7 @@ def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: st
     model.blocks[1].options, model.blocks[0].options = options, {"is_causal": True}
     fe.convert(model.bfloat16(), "current", attention="fp8")
     vars(model.blocks[1])["softmax"].strict = True
-    with pytest.raises(StrictError, match="blocks.1: attention would run in 16 bits"):
+    with pytest.raises(StrictError, match=r"blocks.1: attention would run in 16 bits"):
         model(x_of().bfloat16())
 
 
