@@ -54,7 +54,7 @@ def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collectio
 
 
 class Attention(nn.Module):
-    """Self-attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits, or FP8.
+    """Self-attention: q_proj, k_proj, v_proj and o_proj in FP8; between them torch's SDPA in 16 bits, or FP8 attention.
 
     hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
     projections, or the names of those that have one.  recipe: a Recipe or its name.  The three that read the input
