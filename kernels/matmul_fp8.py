@@ -24,7 +24,16 @@ from triton.language.target_info import cuda_capability_geq
 
 from fp8engine.kernels.encoded import encode_once
 from fp8engine.kernels.epilogue import publish, store_result
-from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writer
+from fp8engine.kernels.launch import (
+    describable,
+    parts,
+    persistent_grid,
+    reader,
+    result_of,
+    stages,
+    triton_dtype,
+    writer,
+)
 from fp8engine.kernels.split_k import sums_of
 from fp8engine.kernels.tile import load_tile, part_of, place_of
 from fp8engine.kernels.tuning import Config, capability, pick, programs
@@ -61,6 +70,7 @@ def _matmul_fp8_kernel(
     BY_ROW_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     amax = 0.0
@@ -85,7 +95,7 @@ def _matmul_fp8_kernel(
         top, over, bad = store_result(
             y + part * (tl.cast(M, tl.int64) * N) if SPLIT else y, acc_MN, row, column, M, N,
             scale_a, scale_b, bias, output_scale,
-            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -99,11 +109,11 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     """y [M, N] of `epilogue.out` from operands (data, scale, ...) of FP8 codes contiguous along K.
 
     a.data [M, K], b.data [N, K]: E4M3 by E4M3, E5M2 by E4M3 or E4M3 by E5M2.  Scales FP32: (), or [M, 1] and [N, 1].
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
     (m, k), n, where = a.data.shape, b.data.shape[0], a.data.device
     if m == 0 or n == 0:
-        return torch.empty(m, n, dtype=epilogue.out, device=where)
+        return result_of(m, n, epilogue, where)
     operation = "matmul_fp8_promoted" if promoted else "matmul_fp8"
     if config is None:
         config = pick(operation, capability(where), m, n, describable(a.data) and describable(b.data))
@@ -125,7 +135,7 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD=load, STORE_BY_DESCRIPTOR=sums.described, PARTS=cut, PROMOTED=promoted,
         BY_ROW_A=whole and a.scale.dim() == 2, BY_ROW_B=whole and b.scale.dim() == 2,
-        ACTIVATION=end.activation, OUT=triton_dtype(end.out),
+        ACTIVATION=end.activation, OUT=triton_dtype(end.out), ADD=end.into is not None,
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
     encode_once(launched)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
 from fp8engine.kernels.matmul_block import matmul_block
@@ -36,6 +37,7 @@ GLUON = {
     "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
     "promoted": Config(128, 128, 128, kernel="gluon"),
 }
+ACT_KINDS = ("gelu", "swiglu", "clamped_swiglu", "srelu", "qgelu", "sreglu", "qgeglu", "glu", "geglu_tanh")
 CASTS = {
     "tensor": How(E4M3, -1, -1),
     "tensor predicted": How(E5M2, -1, -1, False, True),
@@ -77,7 +79,7 @@ def cases() -> Iterator[Case]:
             launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
-    for name, architectures, wide, launch in (*_memory(), *_odd()):
+    for name, architectures, wide, launch in (*_memory(), *_odd(), *attention.launches()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
 
@@ -122,7 +124,7 @@ def _forms(
 
 
 def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
-    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result, new or added to."""
     bias, one = _meta(n, dtype=BF16), _meta(1)
     counts = _meta(2, dtype=torch.int64)
     everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
@@ -131,7 +133,7 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
         "row": Epilogue(bias),
         "gelu+amax": everything,
         "fp32": Epilogue(None, torch.float32),
-    }
+    } | ({"added": Epilogue(None, torch.float32, into=_meta(SIZE, n))} if fp8 else {})  # a main_grad
 
 
 def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:
@@ -166,8 +168,8 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         "1x128": Store(CASTS["1x128"], False, _slot()),
     }
     for name, to in stores.items():
-        for kind in ("gelu", "swiglu"):
-            x = _meta(M, 2 * K if kind == "swiglu" else K, dtype=BF16)
+        for kind in ACT_KINDS if name == "predicted" else ("gelu", "swiglu", "clamped_swiglu"):
+            x = _meta(M, 2 * K if kind.endswith("glu") else K, dtype=BF16)
             yield _form(f"act {kind} {name}", hopper, (), act_quantize, x, kind, to)
             yield _form(
                 f"act backward {kind} {name}", hopper, (), act_quantize_backward, _meta(M, K, dtype=BF16), x, kind, to

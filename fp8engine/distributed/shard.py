@@ -28,7 +28,7 @@ from fp8engine.autograd.parts import Layer, Memory, NormOf, Part
 from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, granularity_of, wire_cast
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.tensor import Float8Tensor
 
 COLUMNS, ROWS = "columns", "rows"

@@ -30,7 +30,7 @@ from fp8engine.nn.layernorm_mlp import RECOMPUTE
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 
 PLACEMENTS = ("pre", "post", "parallel", "parallel shared")
 
@@ -66,7 +66,8 @@ class TransformerLayer(nn.Module):
 
     hidden, intermediate: features of input and output, and of the MLP between.  heads: a number, or an fe.Heads
     (grouped queries, rotary positions, causal, window, dropout of the softmax).
-    activation: relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, geglu_tanh.
+    activation: relu, srelu, gelu, gelu_tanh, qgelu, silu, or gated: reglu, sreglu, geglu, geglu_tanh, qgeglu,
+        swiglu, glu, clamped_swiglu (formulas: ops/reference/activations.py).
     bias: of all linear layers, or the names of those that have one: ("q_proj", "k_proj", "v_proj") is Qwen2's.
     placement: of the norms, "pre", "post", "parallel" or "parallel shared" (one norm for both).
     dropout: of what is added to the residual, in training; or a pair, after attention and after the MLP.

@@ -35,6 +35,8 @@ INTEGERS = {
     "shl.b32 OUT, IN0, 32;": lambda a, b: a * 0,
     "shr.u32 OUT, IN0, 5;": lambda a, b: a >> 5,
     "shr.s32 OUT, IN0, 40;": lambda a, b: a.view(np.int32) >> 31,
+    "shf.l.wrap.b32 OUT, IN0, IN1, 37;": lambda a, b: b << 5 | a >> 27,
+    "shf.r.wrap.b32 OUT, IN0, IN1, 5;": lambda a, b: b << 27 | a >> 5,
     "neg.s32 OUT, IN0;": lambda a, b: -a.view(np.int32),
     "abs.s32 OUT, IN0;": lambda a, b: np.abs(a.view(np.int32)),
     "not.b32 OUT, IN0;": lambda a, b: ~a,
@@ -105,6 +107,19 @@ def test_the_larger_of_two_zeros_is_the_positive_one():
     a, b = np.array([0.0, -0.0], np.float32), np.array([-0.0, 0.0], np.float32)
     assert several("max.f32 OUT, IN0, IN1;", [a, b], 4).tolist() == [0, 0]
     assert several("min.f32 OUT, IN0, IN1;", [a, b], 4).tolist() == [1 << 31, 1 << 31]
+
+
+def test_two_bf16_products_are_rounded_once():
+    """A product of two BF16 numbers is exact in FP32 where it is normal, and rounded to BF16 from there."""
+    bits = GENERATOR.integers(0, 1 << 16, (2, 256)).astype(np.uint16)
+    a, b = (numbers.view(ml_dtypes.bfloat16).astype(np.float64) for numbers in bits)
+    with np.errstate(all="ignore"):
+        wanted = (a * b).astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    found = several("mul.bf16x2 OUT, IN0, IN1;", [pair.view(np.uint32) for pair in bits], 4)
+    ours = found.view(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    normal = np.abs(wanted) >= 2.0**-120
+    assert np.array_equal(ours[normal], wanted[normal])
+    assert np.array_equal(np.isnan(ours), np.isnan(wanted))
 
 
 def test_fma_rounds_once():

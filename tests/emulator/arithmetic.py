@@ -145,6 +145,8 @@ def _binary(program: Program, ins: Instruction) -> Execute:
         if "NaN" in ins.opcode or any(word in ins.opcode for word in ("rz", "rm", "rp")):
             raise unknown(ins)
         return computed(program, ins, _flushing(ins, FLOAT[name]), "f32", "f32")
+    if kind == "bf16x2" and name == "mul" and len(ins.opcode) == 2:
+        return computed(program, ins, _halves_multiplied, "b32", "b32")
     if kind in ("f16x2", "bf16x2") and name in ("add", "sub", "mul") and len(ins.opcode) == 2:
         return computed(program, ins, partial(_in_halves, kind, FLOAT[name]), "b32", "b32")
     if kind in FLOATS:
@@ -157,7 +159,10 @@ def _binary(program: Program, ins: Instruction) -> Execute:
 
 
 def _in_halves(kind: str, compute: Callable, a: Array, b: Array) -> Array:
-    """Both 16-bit halves of 32 bits, each computed in FP32, whose 24 bits are enough for one rounding: 2 * 11 + 2."""
+    """Both 16-bit halves of 32 bits, each computed in FP32, whose 24 bits are enough for one rounding: 2 * 11 + 2.
+
+    Not for products of BF16, which reach below FP32's smallest normal number: `_halves_multiplied`.
+    """
     of, to = (_from_f16, numbers.to_f16) if kind == "f16x2" else (numbers.from_bf16, numbers.to_bf16)
     low, high = (
         to(compute(*[of((x >> np.uint32(shift)).astype(np.uint16)) for x in (a, b)])).astype(np.uint32)
@@ -175,6 +180,17 @@ def _flushing(ins: Instruction, compute: Callable) -> Callable:
     if "ftz" not in ins.opcode:
         return compute
     return lambda *values: numbers.flush(compute(*[numbers.flush(value) for value in values]))
+
+
+def _halves_multiplied(a: Array, b: Array) -> Array:
+    """Products of two BF16 numbers each, rounded once: FP32 in between is rounded to odd, which leaves no tie."""
+    halves = [np.ascontiguousarray(x).view(np.uint16) for x in (a, b)]
+    exact = np.multiply(*[numbers.from_bf16(half).astype(np.float64) for half in halves])
+    nearest = exact.astype(np.float32)
+    inexact, beyond = nearest != exact, np.abs(nearest) > np.abs(exact)
+    odd = (nearest.view(np.uint32) - (inexact & beyond)).astype(np.uint32) | inexact
+    found = np.where(np.isfinite(nearest) & np.isfinite(exact), odd.astype(np.uint32).view(np.float32), nearest)
+    return numbers.to_bf16(found).view(np.uint32)
 
 
 def _product(program: Program, ins: Instruction) -> Execute:
@@ -237,6 +253,21 @@ def _shift(program: Program, ins: Instruction) -> Execute:
 
     compute = left if ins.opcode[0] == "shl" else right
     return computed(program, ins, lambda a, by: compute(a, by.astype(np.uint64)), kind, "u32")
+
+
+@rule("shf")
+def _funnel_shift(program: Program, ins: Instruction) -> Execute:
+    """32 bits of the pair (b, a), b above a, from its top or its bottom on; wrap: by a number modulo 32."""
+    if ins.opcode[1:] not in (("l", "wrap", "b32"), ("r", "wrap", "b32")):
+        raise unknown(ins)
+    left = ins.opcode[1] == "l"
+
+    def compute(a: Array, b: Array, by: Array) -> Array:
+        pair = b.astype(np.uint64) << np.uint64(32) | a
+        by = (by & np.uint32(31)).astype(np.uint64)
+        return (pair << by >> np.uint64(32) if left else pair >> by).astype(np.uint32)
+
+    return computed(program, ins, compute, "b32", "b32", "u32")
 
 
 @rule("not", "neg", "abs")

@@ -11,10 +11,15 @@
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | split_k.py | kernels/split_k.py | a sum over K in parts, and the order in which they are added |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| activations.py | kernels/activations.py | the table of activations, and their formulas |
 | act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
+| attention.py | kernels/attention.py, attention_cast.py | attention in FP8: casts, forward |
+| attention_backward.py | kernels/attention_backward.py | its gradients |
 """
 
 from fp8engine.ops.reference.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.ops.reference.attention import attention, attention_cast
+from fp8engine.ops.reference.attention_backward import attention_backward
 from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
 from fp8engine.ops.reference.matmul import column_sums, emulation_dtype, matmul_block, matmul_fp8, matmul_fp16
@@ -38,6 +43,9 @@ __all__ = [
     "act_quantize_backward",
     "add_parts",
     "as_groups",
+    "attention",
+    "attention_backward",
+    "attention_cast",
     "cast_transpose",
     "column_sums",
     "decode",
