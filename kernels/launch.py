@@ -132,9 +132,12 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def persistent_grid(m: int, n: int, config, where: torch.device, programs: int = 1, shares: int = 1) -> tuple[int]:
-    """`programs` programs a multiprocessor, or one per tile and share of K where there are fewer of these."""
+    """`programs` programs a multiprocessor, or one per tile and share of K where there are fewer of these.
+
+    Without a card one a multiprocessor, so that programs have several tiles of a small result as well.
+    """
     tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
-    return (min(tiles * shares, processors(where) * programs),)
+    return (min(tiles * shares, processors(where) * (programs if where.type == "cuda" else 1)),)
 
 
 @functools.cache

@@ -249,9 +249,9 @@ def copied(tile: ModuleType, seed: int) -> bool:
     ("old", "new"),
     [
         ("tl.cast(row, tl.int64) * strides[0]", "row * strides[0]"),
-        ("tl.cast(row, tl.int64) * N + column", "row * N + column"),
+        ("    corner = y + tl.cast(row, tl.int64) * N + column\n        tl.store", "    corner = y + row * N + column\n        tl.store"),
         ("(down < ROWS - row)", "(down <= ROWS - row)"),
-        ("(down < M - row)", "(down <= M - row)"),
+        ("value, mask=(down < M - row)", "value, mask=(down <= M - row)"),
     ],
 )
 def test_an_offset_that_overflows_and_a_mask_beyond_the_last_row_leave_their_allocation(old, new, tmp_path, schedule):

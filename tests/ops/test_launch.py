@@ -82,11 +82,13 @@ def test_a_grid_is_a_program_a_tile_and_no_more_than_there_are_processors(m, n, 
     assert launch.persistent_grid(m, n, Config(64, 128, 64), CPU) == (grid,)
 
 
-def test_a_grid_has_as_many_programs_a_multiprocessor_as_fit_and_one_a_share_of_a_tile():
-    config = Config(64, 128, 64)
-    assert launch.persistent_grid(10_000, 10_000, config, CPU, 2) == (2 * launch.PRETEND_PROCESSORS,)
-    assert launch.persistent_grid(64, 6 * 128, config, CPU, 2) == (6,)
-    assert launch.persistent_grid(64, 128, config, CPU, 1, 3) == (3,)
+def test_a_grid_has_as_many_programs_a_multiprocessor_as_fit_and_one_a_share_of_a_tile(monkeypatch: pytest.MonkeyPatch):
+    config, where = Config(64, 128, 64), torch.device("cuda", 0)
+    monkeypatch.setattr(launch, "processors", lambda where: 132)
+    assert launch.persistent_grid(10_000, 10_000, config, where, 2) == (264,)
+    assert launch.persistent_grid(64, 150 * 128, config, where, 2) == (150,)
+    assert launch.persistent_grid(64, 128, config, where, 1, 3) == (3,)
+    assert launch.persistent_grid(10_000, 10_000, config, CPU, 2) == (132,)  # without a card
 
 
 def test_pieces_and_stages():
