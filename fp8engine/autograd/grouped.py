@@ -133,7 +133,7 @@ class _Experts(Call):
         plan, numerics = self.plan, self.numerics
         first, to_save = plan.forward[0], plan.wgrad[1]
         self.observe("input", x_TK)
-        serves = self.needs_w and to_save is first
+        serves = self.needs_w and to_save is first and (first.per_tensor or not self.blocks)
         hold = None if serves else self._holding(x_TK)
         a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), hold)
         if serves or not self.needs_w:
