@@ -108,12 +108,13 @@ def parts(config, epilogue, y_MN: torch.Tensor) -> int:
     """Into how many pieces a tile is cut for the epilogue.
 
     Four where it needs registers beside 128 sums a thread.  PIECE sums a thread where y is written by pointers and its
-    width is not known to be a multiple of 16: every element then has a store, an address and a mask of its own.
+    width is not known to be a multiple of 16: every element then has a store, an address and a mask of its own; and
+    where y is added to what is there, which is in registers too.
     """
     sums = config.block_m * config.block_n // (THREADS * config.warps)
     rich = epilogue.activation != "none" or epilogue.amax is not None or epilogue.counts is not None
-    rich |= epilogue.into is not None
-    if not writable(y_MN, config, epilogue) and y_MN.shape[1] % MULTIPLE:
+    by_element = not writable(y_MN, config, epilogue) and y_MN.shape[1] % MULTIPLE != 0
+    if by_element or epilogue.into is not None:
         return max(config.parts, sums // PIECE)
     return 4 if sums >= 128 and rich else config.parts
 

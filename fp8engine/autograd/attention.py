@@ -68,7 +68,11 @@ class Cache:
     >>> k = torch.ones(1, 2, 3, 4)
     >>> [part.shape[2] for _ in range(2) for part in cache.append(k, k)]
     [3, 3, 6, 6]
+
+    of_context: keys and values of cross attention's context, as the projections gave them; made once.
     """
+
+    of_context: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self):
         self.key: torch.Tensor | None = None
