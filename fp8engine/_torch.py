@@ -220,6 +220,11 @@ def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
     return [group._reduce_scatter_process_group for group in sharded]
 
 
+def default_store() -> dist.Store:
+    """The store by which the ranks of the default process group met: small messages without a collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def begin_fake_ranks(ranks: int) -> None:
     """Initialise torch.distributed with its "fake" backend: this process is rank 0 of `ranks`; no other exists.
 

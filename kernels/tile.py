@@ -26,6 +26,16 @@ def place_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: 
 
 
 @triton.jit
+def part_of(item, tiles, K, depth):
+    """(number, first k, end) of the part of K that item `item` sums: all of K where depth is None (split_k.py)."""
+    if depth is None:
+        return 0, 0, K
+    else:
+        number = item // tiles
+        return number, number * depth, tl.minimum(number * depth + depth, K)
+
+
+@triton.jit
 def load_tile(x, row, k, ROWS, K, strides, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LOAD: tl.constexpr):
     """x[row : row + BLOCK_ROWS, k : k + BLOCK_K], zeros outside of ROWS x K.
 

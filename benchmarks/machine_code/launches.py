@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
 from fp8engine.kernels.matmul_block import matmul_block
@@ -24,6 +25,7 @@ from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.scale_update import scale_update
+from fp8engine.kernels.split_k import add_parts
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
 
@@ -77,7 +79,7 @@ def cases() -> Iterator[Case]:
             launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
-    for name, architectures, wide, launch in (*_memory(), *_odd()):
+    for name, architectures, wide, launch in (*_memory(), *_odd(), *attention.launches()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
 
@@ -92,27 +94,32 @@ def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]
         for end, epilogue in _epilogues(fp8, n).items():
             name = f"{operation} {{}} sm_{architecture} {config}{aligned}{'' if n == SIZE else ' odd N'} {end}"
             if n == SIZE or end in most_registers:
-                for form, launch in _forms(operation, n, k, end, epilogue, config):
+                for form, launch in _forms(operation, (SIZE, n, k), end, epilogue, config):
                     yield Case(name.format(form), architecture, config, fp8, launch)
+    if config.split_k > 1:
+        name = f"{operation} {{}} sm_{architecture} {config}{aligned} split"
+        for form, launch in _forms(operation, (config.block_m, config.block_n, k), "split", Epilogue(), config):
+            yield Case(name.format(form), architecture, config, fp8, launch)
 
 
 def _forms(
-    operation: str, n: int, k: int, end: str, epilogue: Epilogue, config: Config
+    operation: str, sizes: tuple[int, int, int], end: str, epilogue: Epilogue, config: Config
 ) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of the layouts or scales that a matmul has machine code of its own for."""
+    """(name, launch) of the layouts or scales that a matmul of sizes (M, N, K) has machine code of its own for."""
+    m, n, k = sizes
     if operation == "matmul_fp16":
         if end != "row":  # scales of rows are FP8's
-            yield "along K", partial(matmul_fp16, _matrix(SIZE, k, False), _matrix(n, k, False), epilogue, config)
-            if n == SIZE:
-                yield "across K", partial(matmul_fp16, _matrix(SIZE, k, True), _matrix(n, k, True), epilogue, config)
+            yield "along K", partial(matmul_fp16, _matrix(m, k, False), _matrix(n, k, False), epilogue, config)
+            if n != ODD:
+                yield "across K", partial(matmul_fp16, _matrix(m, k, True), _matrix(n, k, True), epilogue, config)
     elif operation == "matmul_block":
-        for rows in (1, 128) if n == SIZE else (1,):
+        for rows in (1, 128) if n != ODD else (1,):
             # 1: wgrad, whose operands were quantised down their columns and transposed
-            a, b = _operand(SIZE, k, 1, 128, rows == 1), _operand(n, k, rows, 128, rows == 1)
+            a, b = _operand(m, k, 1, 128, rows == 1), _operand(n, k, rows, 128, rows == 1)
             yield f"1x128 {rows}x128", partial(matmul_block, a, b, epilogue, config)
     else:
         rows = 1 if end == "row" else -1
-        a, b, promoted = _operand(SIZE, k, rows, -1), _operand(n, k, rows, -1), operation == "matmul_fp8_promoted"
+        a, b, promoted = _operand(m, k, rows, -1), _operand(n, k, rows, -1), operation == "matmul_fp8_promoted"
         yield "row" if rows == 1 else "tensor", partial(matmul_fp8, a, b, epilogue, promoted, config)
 
 
@@ -150,6 +157,10 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
     for steps in (16, 1024):
         tables = _meta(steps, 10_000), _meta(2, 10_000), _meta(3, 10_000)
         yield _form(f"scale_update {steps} steps", every, ("_scale_update_kernel",), scale_update, *tables)
+    part, scales = _meta(8, 64, SIZE), (_meta(64, 1), _meta(SIZE, 1))
+    for end, epilogue in _epilogues(True).items():
+        by_row = scales if end == "row" else (_meta(), _meta())
+        yield _form(f"add_parts {end}", hopper, ("_add_parts_kernel",), add_parts, part, by_row, epilogue)
     stores = {
         "plain": Store(),
         "predicted": Store(CASTS["tensor predicted"], False, _slot()),
@@ -181,6 +192,8 @@ def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[],
         yield _form(f"quantize {name} odd", cards, (), quantize, x, groups[name], _slot())
     for name in ("tensor predicted", "row", "1x128", "128x1", "128x128"):
         yield _form(f"cast_transpose {name} odd sums", hopper, (), cast_transpose, x, groups[name], _slot(), True)
+    odd = _meta(8, 63, ODD), (_meta(63, 1), _meta(ODD, 1))
+    yield _form("add_parts gelu+amax odd", hopper, (), add_parts, *odd, _epilogues(True, ODD)["gelu+amax"])
     yield _form("transpose_codes odd", hopper, (), transpose_codes, _meta(m, k, dtype=E4M3))
     yield _form("act relu plain odd", hopper, (), act_quantize, x, "relu", Store())
     wide = _meta(m, 2 * k, dtype=BF16)

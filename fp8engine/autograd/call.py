@@ -68,7 +68,9 @@ class Call:
             self.backend, self.asked, self.count = graphs_run_on(x.device), None, True
         else:
             rows = x.numel() // max(x.shape[-1], 1)
-            self.backend = numerics.ran = matmul.choose(x.device, plan.by_block, (rows, weight.shape[-2]))
+            numerics.sizes = sizes = (rows, weight.shape[-2], weight.shape[-1])
+            precision = plan.precision["forward"]
+            self.backend = numerics.ran = matmul.choose(x.device, plan.by_block, sizes, precision, plan.kind)
             self.asked = asked()
             self.count = graph_task() == -1  # a forward inside a backward is counted no second time
         on_codes = self.backend in ON_CODES

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, attention, rotated
+from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, rotated
 from fp8engine.autograd.norm import norm as norm_of_input
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import Memory, NormOf
 from fp8engine.errors import ShapeError, UnknownName
+from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, norm_of, share_state
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.recipe import Recipe, resolve
@@ -28,6 +29,7 @@ class Heads:
     count).  theta: base of rotary positions, or a `fp8engine.autograd.attention.Rotary`; None for none.
     causal: a query sees up to its own position; window: only that many of them.  dropout: of the softmax.
     qk_norm: eps of an RMSNorm of each head of q and k, before rotation (Qwen3); None for none.
+    softmax: format of its two products, q k^T and P v: "16 bits", "fp8", "fp8 unrotated" or "auto" (fp8_attention.py).
     """
 
     count: int
@@ -38,6 +40,7 @@ class Heads:
     dropout: float = 0.0
     window: int | None = None
     qk_norm: float | None = None
+    softmax: str = "16 bits"
 
 
 def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collection[str]:
@@ -51,7 +54,7 @@ def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collectio
 
 
 class Attention(nn.Module):
-    """Attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits.
+    """Attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits, or FP8.
 
     hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
     projections, or the names of those that have one.  recipe: a Recipe or its name.  The three that read the input
@@ -91,6 +94,7 @@ class Attention(nn.Module):
                 "(or have a width of their own), and the heads of keys divide the heads"
             )
         self.width = width = heads.width or hidden_size // heads.count
+        self.softmax = Softmax(heads.softmax, "Attention")
         biased = with_bias(bias, PROJECTIONS)
         common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, heads.count * width, "q_proj" in biased, **common)
@@ -164,7 +168,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         scores = Scores(heads.causal, heads.dropout if self.training else 0.0, heads.window)
-        return attention(q, k, v, mask, scores).transpose(1, 2).flatten(-2)
+        return self.softmax.attend(q, k, v, mask, scores).transpose(1, 2).flatten(-2)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__({"softmax": Softmax("16 bits", "Attention")} | state)  # 0.2 had none
 
     def _of_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
         """The norm of each head; where ranks divide the heads, its weight's gradient is summed over them."""

@@ -35,6 +35,8 @@ INTEGERS = {
     "shl.b32 OUT, IN0, 32;": lambda a, b: a * 0,
     "shr.u32 OUT, IN0, 5;": lambda a, b: a >> 5,
     "shr.s32 OUT, IN0, 40;": lambda a, b: a.view(np.int32) >> 31,
+    "shf.l.wrap.b32 OUT, IN0, IN1, 37;": lambda a, b: b << 5 | a >> 27,
+    "shf.r.wrap.b32 OUT, IN0, IN1, 5;": lambda a, b: b << 27 | a >> 5,
     "neg.s32 OUT, IN0;": lambda a, b: -a.view(np.int32),
     "abs.s32 OUT, IN0;": lambda a, b: np.abs(a.view(np.int32)),
     "not.b32 OUT, IN0;": lambda a, b: ~a,

@@ -236,6 +236,21 @@ def _shift(program: Program, ins: Instruction) -> Execute:
     return computed(program, ins, lambda a, by: compute(a, by.astype(np.uint64)), kind, "u32")
 
 
+@rule("shf")
+def _funnel_shift(program: Program, ins: Instruction) -> Execute:
+    """32 bits of the pair (b, a), b above a, from its top or its bottom on; wrap: by a number modulo 32."""
+    if ins.opcode[1:] not in (("l", "wrap", "b32"), ("r", "wrap", "b32")):
+        raise unknown(ins)
+    left = ins.opcode[1] == "l"
+
+    def compute(a: Array, b: Array, by: Array) -> Array:
+        pair = b.astype(np.uint64) << np.uint64(32) | a
+        by = (by & np.uint32(31)).astype(np.uint64)
+        return (pair << by >> np.uint64(32) if left else pair >> by).astype(np.uint32)
+
+    return computed(program, ins, compute, "b32", "b32", "u32")
+
+
 @rule("not", "neg", "abs")
 def _sign(program: Program, ins: Instruction) -> Execute:
     name, kind = ins.opcode[0], ins.type

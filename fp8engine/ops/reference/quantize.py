@@ -115,7 +115,7 @@ def _quantize_groups(x_MK, how: How, slot: Slot | None):
         s = torch.where(over | (predicted == 0), measured, predicted)
     q_MK = scale_and_round(x_MK, s, how, finite)
     if slot is not None and (slot.count or slot.record):
-        _note(x_MK, q_MK, slot, how, (finite, over, amax, s))
+        note(x_MK, q_MK, slot, how, (finite, over, amax, s))
     scale = torch.from_numpy(1.0 / s.numpy()) if on_cpu else torch.ones_like(s) / s
     return q_MK, scale.view(how.scale_shape(m, k))
 
@@ -128,8 +128,8 @@ def largest(x_MK: torch.Tensor, how: How) -> torch.Tensor:
     return x.abs().amax(dim=(1, 3)).float()
 
 
-def _note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
-    """Write one call of `_quantize_groups` to the slot: on the host for a CPU, without a sync for any other device."""
+def note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
+    """Write one call, of which (finite, over, amax, s) was found, to the slot: on the host for a CPU, without a sync for any other device."""
     finite, over, amax, s = found
     bad = 0 if finite else (~torch.isfinite(x_MK)).sum()
     lost, recast = 0, False

@@ -1,0 +1,230 @@
+"""Casts to FP8 whose groups span rows and begin anew at each expert's first row; transposes of codes by experts.
+
+    x [T, K] ~ q * scale      groups of rows x cols within one expert's rows: -1 x 1 (a column of an expert), or blocks of
+                              up to 128 x 128, of which those that span rows (32 x 32, 128 x 1) are cast here
+    transposed                q [K, 128 * blocks], laid out in blocks (expert_rows.py), zeros behind an expert's rows
+
+A column of an expert takes two launches, one for the amaxes (an atomic maximum per column and block), one to scale and
+round: 5 bytes per 16-bit element.  Every other group lies inside of a block: one launch, 3 bytes.
+Scales FP32: [E, K] for columns; [128 * blocks / rows, ceil(K / cols)], or its transpose, for blocks.
+Blocks behind the last expert's, which only the bound of their number has, are not written.
+Twin: fp8engine/ops/reference/grouped.py.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
+from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.quantize_groups import WARPS_PER_PROCESSOR, _amax, _spread
+from fp8engine.kernels.scaling import (
+    WORK,
+    finish,
+    magnitude,
+    peak,
+    scale_and_round,
+    scale_factor,
+    scale_of,
+)
+from fp8engine.kernels.tile import load_tile, store_tile
+
+COLUMNS, WARPS = 64, 8  # of a tile of 128 rows: 32 elements a thread
+SUM_COLUMNS = 32  # of a program that sums: rows of a whole line of 128 bytes
+
+
+@triton.jit
+def _expert_amax_kernel(
+    x, bounds,
+    amax,
+    K, EXPERTS, stride_m, stride_k,
+    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Bits of the amax of each column of each expert, [E, K] INT32, which were zero."""
+    ends = last_blocks(bounds, EXPERTS, WIDTH)
+    across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
+        block, column = tile // across, tile % across * BLOCK_K
+        expert = expert_of(block, ends)
+        row, end, _, _ = rows_of(bounds, EXPERTS, expert, block)
+        x_MK = load_tile(x, row, column, end, K, (stride_m, stride_k), 128, BLOCK_K, "pointer").to(tl.float32)
+        top_K = tl.max(magnitude(x_MK), 0).to(tl.int32, bitcast=True)
+        columns = column + tl.arange(0, BLOCK_K)
+        tl.atomic_max(amax + tl.cast(expert, tl.int64) * K + columns, top_K, mask=columns < K, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+def _expert_cast_kernel(
+    x, bounds, amax,
+    q, scale, work, live, counts,
+    K, EXPERTS, stride_m, stride_k, WIDE, index, stride_live, stride_counts,
+    WIDTH: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """amax: what `_expert_amax_kernel` found, or None for groups inside of a block.  WIDE: columns of a transposed q."""
+    flushed = 0
+    nonfinite = 0
+    top = 0.0
+    least = float("inf")
+    ends = last_blocks(bounds, EXPERTS, WIDTH)
+    across = tl.cdiv(K, BLOCK_K)
+    blocks = tl.load(bounds + 2 * EXPERTS + 1)
+    for tile in tl.range(tl.program_id(0), blocks * across, tl.num_programs(0)):
+        block, column = tile // across, tile % across * BLOCK_K
+        expert = expert_of(block, ends)
+        row, end, _, first = rows_of(bounds, EXPERTS, expert, block)
+        x_MK = load_tile(x, row, column, end, K, (stride_m, stride_k), 128, BLOCK_K, "pointer").to(tl.float32)
+        columns = column + tl.arange(0, BLOCK_K)
+        if amax is not None:
+            at = tl.cast(expert, tl.int64) * K + columns
+            amax_K = tl.load(amax + at, mask=columns < K, other=0).to(tl.float32, bitcast=True)
+            s_K = scale_factor(amax_K, DTYPE, POWER_OF_2)
+            tl.store(scale + at, scale_of(s_K), mask=(columns < K) & (block == first))
+            top = tl.maximum(top, tl.max(amax_K, 0))
+            least = tl.minimum(least, tl.min(tl.where(columns < K, s_K, float("inf")), 0))
+            codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
+        else:
+            DOWN: tl.constexpr = 128 // ROWS
+            found = _amax(x_MK, ROWS, COLS)
+            s = scale_factor(found, DTYPE, POWER_OF_2)
+            codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, 128, BLOCK_K), DTYPE, COUNT or RECORD)
+            down = block * DOWN + tl.arange(0, DOWN)[:, None]
+            beside = column // COLS + tl.arange(0, BLOCK_K // COLS)[None, :]
+            inside = beside * COLS < K
+            if TRANSPOSED:
+                tl.store(scale + tl.cast(beside, tl.int64) * (WIDE // ROWS) + down, scale_of(s), mask=inside)
+            else:
+                tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
+            top = tl.maximum(top, peak(found))
+            held = inside & (row + (down - block * DOWN) * ROWS < end)  # groups behind the last row hold nothing
+            least = tl.minimum(least, -peak(tl.where(held, -s, float("-inf"))))
+        flushed += lost
+        nonfinite += bad
+        if TRANSPOSED:
+            store_tile(q, codes_MK.T, column, block * 128, K, WIDE, False)
+        else:
+            store_tile(q, codes_MK, row, column, end, K, False)
+    if amax is not None:
+        for expert in range(tl.program_id(0), EXPERTS, tl.num_programs(0)):
+            empty = tl.load(bounds + expert) == tl.load(bounds + expert + 1)
+            for column in range(0, K, BLOCK_K):
+                columns = column + tl.arange(0, BLOCK_K)
+                at = tl.cast(expert, tl.int64) * K + columns
+                tl.store(scale + at, tl.full((BLOCK_K,), 1.0, tl.float32), mask=(columns < K) & empty)
+    if COUNT or RECORD:
+        elements = tl.cast(tl.load(bounds + EXPERTS), tl.int64) * K
+        finish(
+            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, top, least,
+            COUNT, RECORD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expert_transpose_kernel(
+    q, bounds,
+    q_t,
+    K, EXPERTS, stride_m, stride_k, WIDE,
+    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Codes as bytes, [T, K], to [K, WIDE] in blocks; 0 behind an expert's rows."""
+    ends = last_blocks(bounds, EXPERTS, WIDTH)
+    across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
+        block, column = tile // across, tile % across * BLOCK_K
+        row, end, _, _ = rows_of(bounds, EXPERTS, expert_of(block, ends), block)
+        codes = load_tile(q, row, column, end, K, (stride_m, stride_k), 128, BLOCK_K, "pointer")
+        store_tile(q_t, codes.T, column, block * 128, K, WIDE, False)
+
+
+@triton.jit
+def _expert_sums_kernel(
+    x, bounds,
+    sums,
+    N, stride_m, stride_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """sums [E, N] FP32: a program for an expert and BLOCK_N columns, its rows added in an order that never changes."""
+    expert, column = tl.program_id(1), tl.program_id(0) * BLOCK_N
+    end = tl.load(bounds + expert + 1)
+    sums_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for row in range(tl.load(bounds + expert), end, BLOCK_M):
+        sums_MN += load_tile(x, row, column, end, N, (stride_m, stride_n), BLOCK_M, BLOCK_N, "pointer").to(tl.float32)
+    columns = column + tl.arange(0, BLOCK_N)
+    tl.store(sums + tl.cast(expert, tl.int64) * N + columns, tl.sum(sums_MN, 0), mask=columns < N)
+
+
+def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed: bool = False):
+    """Return (q, scale): q [T, K], or [K, 128 * blocks] where `transposed`.
+
+    how: groups of rows x cols of x, -1 x 1, or powers of two up to 128.  A row behind the last expert's is not written.
+    """
+    (t, k), experts, where = x_TK.shape, experts_of(bounds_2E1), x_TK.device
+    wide = most_blocks(t, experts) * BLOCK
+    q = torch.empty((k, wide) if transposed else (t, k), dtype=how.dtype, device=where)
+    by_column = how.rows == -1
+    across = k if by_column else math.ceil(k / how.cols)
+    shape = (experts, k) if by_column else (wide // how.rows, across)
+    scale = torch.empty(shape if by_column or not transposed else shape[::-1], dtype=torch.float32, device=where)
+    if x_TK.numel() == 0:
+        return q, scale.fill_(1.0)
+    block_k = COLUMNS if by_column else max(COLUMNS, how.cols)
+    programs = _programs(wide, k, block_k, where)
+    count, record = (slot.count, slot.record) if slot is not None else (False, False)
+    lengths = [WORK * record, experts * k * by_column]
+    zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 2
+    work, amax = (part if size else None for part, size in zip(zeros, lengths, strict=True))
+    live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)
+    counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
+    sizes = k, experts, *x_TK.stride()
+    if by_column:
+        _expert_amax_kernel[programs](
+            x_TK, bounds_2E1,  # inputs
+            amax,  # output
+            *sizes,
+            WIDTH=width(experts), BLOCK_K=block_k, num_warps=WARPS,  # constants
+        )  # fmt: skip
+    _expert_cast_kernel[programs](
+        x_TK, bounds_2E1, amax,  # inputs
+        q, scale, work, live, counts,  # outputs
+        *sizes, wide, slot.index if slot is not None else 0, stride_live, stride_counts,  # sizes
+        WIDTH=width(experts), DTYPE=triton_dtype(how.dtype), POWER_OF_2=how.power_of_2,  # constants
+        ROWS=how.rows, COLS=how.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
+        BLOCK_K=block_k, num_warps=WARPS,
+    )  # fmt: skip
+    return q, scale
+
+
+def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
+    """FP8 codes [K, 128 * blocks], laid out in blocks, of codes [T, K] in any strides."""
+    (t, k), experts, where = q_TK.shape, experts_of(bounds_2E1), q_TK.device
+    wide = most_blocks(t, experts) * BLOCK
+    q_t = torch.empty(k, wide, dtype=q_TK.dtype, device=where)
+    if q_t.numel():
+        _expert_transpose_kernel[_programs(wide, k, COLUMNS, where)](
+            q_TK.view(torch.uint8), bounds_2E1,  # inputs
+            q_t.view(torch.uint8),  # output
+            k, experts, *q_TK.stride(), wide,  # sizes
+            WIDTH=width(experts), BLOCK_K=COLUMNS, num_warps=WARPS,  # constants
+        )  # fmt: skip
+    return q_t
+
+
+def expert_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
+    """The sums of each expert's rows, FP32 [E, N]; 0 for an expert without rows.  x: 16 or 32 bits, any strides."""
+    n, experts = x_TN.shape[1], experts_of(bounds_2E1)
+    sums_EN = torch.empty(experts, n, dtype=torch.float32, device=x_TN.device)
+    if n:
+        _expert_sums_kernel[(triton.cdiv(n, SUM_COLUMNS), experts)](
+            x_TN, bounds_2E1,  # inputs
+            sums_EN,  # output
+            n, *x_TN.stride(),  # sizes
+            BLOCK_M=BLOCK, BLOCK_N=SUM_COLUMNS, num_warps=WARPS,  # constants
+        )  # fmt: skip
+    return sums_EN
+
+
+def _programs(rows: int, columns: int, block_k: int, where: torch.device) -> tuple[int]:
+    """A program for each tile, as many as fit on the card at once."""
+    return (min(rows // BLOCK * math.ceil(columns / block_k), processors(where) * WARPS_PER_PROCESSOR // WARPS),)
