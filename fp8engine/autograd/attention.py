@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fp8engine.autograd.packed import Packed, packed_attention
 from fp8engine.errors import ShapeError
 
 
@@ -130,14 +131,14 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Packed | None = None,
     scores: Scores = Scores(),  # noqa: B008 - a frozen value
 ) -> torch.Tensor:
     """[batch, heads, T, D] of q [batch, heads, T, D] and k, v [batch, heads of k, S, D]; S - T positions are cached.
 
     mask: bool, True where a key may be seen, [batch, S] (padding) or broadcastable to [batch, heads, T, S]; or floating
-    point, added to the scores.  A query that may see no key gives zeros.
-    Raises ShapeError for heads that are no multiple of k's, or a mask that does not fit.
+    point, added to the scores.  A query that may see no key gives zeros.  Or a Packed: sequences one after another.
+    Raises ShapeError for heads that are no multiple of k's, or a mask that does not fit; as `packed_attention` does.
 
     >>> q = torch.randn(2, 4, 3, 8)
     >>> k = v = torch.randn(2, 2, 3, 8)
@@ -147,6 +148,8 @@ def attention(
     heads, t, s = q.shape[1], q.shape[2], k.shape[2]
     if heads % k.shape[1]:
         raise ShapeError(f"attention: {heads} heads of queries do not share {k.shape[1]} of keys evenly")
+    if isinstance(mask, Packed):
+        return packed_attention(q, k, v, mask, scores)
     softmax = functools.partial(
         F.scaled_dot_product_attention, dropout_p=scores.dropout, enable_gqa=heads != k.shape[1]
     )

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fp8engine.autograd import Memory, norm_mlp
 from fp8engine.autograd.attention import Cache
 from fp8engine.autograd.norm import norm as norm_of_input
+from fp8engine.autograd.packed import Packed
 from fp8engine.autograd.parts import KEEP, NormOf, check_memory
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.nn.attention import PROJECTIONS, Attention, Heads, with_bias
@@ -186,14 +187,15 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Packed | None = None,
         positions: torch.Tensor | None = None,
         cache: Cache | None = None,
         context: torch.Tensor | None = None,
-        context_mask: torch.Tensor | None = None,
+        context_mask: torch.Tensor | Packed | None = None,
     ) -> torch.Tensor:
-        """x [batch, T, hidden] -> [batch, T, hidden].  mask, positions, cache: as fe.Attention takes them.
+        """x [batch, T, hidden] -> [batch, T, hidden]; [T, hidden] of packed sequences, whose mask is a Packed.
 
+        mask, positions, cache: as fe.Attention takes them.
         context, context_mask: what cross attention reads, [batch, S, context_size], and its mask.
         Raises ShapeError where there is one of context and cross attention without the other.
         """

@@ -318,7 +318,7 @@ def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
     effect=True,
 )
 def _accumulate_operator(a, b, scale_a, scale_b, groups, precision, into):
-    _accumulate(*_operands(a, b, scale_a, scale_b, groups), into, precision)
+    _accumulate(*operands(a, b, scale_a, scale_b, groups), into, precision)
 
 
 @operation(
