@@ -54,6 +54,7 @@ WAYS = {
         "kernels/matmul_fp8.py": interpreted("matmul_fp8", "epilogue"),
         "kernels/matmul_block.py": interpreted("matmul_block", "epilogue"),
         "kernels/matmul_fp16.py": interpreted("matmul_fp16", "epilogue"),
+        "kernels/split_k.py": interpreted("split_k"),
         "kernels/epilogue.py": interpreted("epilogue", "matmul_fp8"),
         "kernels/tile.py": interpreted("tile", "matmul_fp8", "matmul_fp16"),
     },

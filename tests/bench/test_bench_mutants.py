@@ -26,7 +26,7 @@ def test_every_kernel_has_its_number_of_mutants():
     assert counts.pop("kernels/produce.py") >= 36
     assert counts.pop("kernels/matmul_gluon.py") >= 5
     assert set(counts) == {
-        f"kernels/{name}.py" for name in ("matmul_fp8", "matmul_block", "matmul_fp16", "epilogue", "tile")
+        f"kernels/{name}.py" for name in ("matmul_fp8", "matmul_block", "matmul_fp16", "split_k", "epilogue", "tile")
     }
     assert counts.total() >= 30
     assert len(set(MUTANTS)) == len(MUTANTS)
