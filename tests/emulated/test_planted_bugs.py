@@ -249,7 +249,7 @@ def copied(tile: ModuleType, seed: int) -> bool:
     ("old", "new"),
     [
         ("tl.cast(row, tl.int64) * strides[0]", "row * strides[0]"),
-        ("    corner = y + tl.cast(row, tl.int64) * N + column\n        tl.store", "    corner = y + row * N + column\n        tl.store"),
+        ("tl.cast(row, tl.int64) * N + column\n        tl.store", "row * N + column\n        tl.store"),
         ("(down < ROWS - row)", "(down <= ROWS - row)"),
         ("value, mask=(down < M - row)", "value, mask=(down <= M - row)"),
     ],
