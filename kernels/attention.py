@@ -1,6 +1,7 @@
 """Attention in FP8, forward: S = q k^T and P v from E4M3 operands, softmax statistics and sums in FP32.
 
-    s = factor scale_q scale_k (q8 k8^T), -Inf where masked      p = E4M3(2^(s - m + log2 448)), m the block's row maximum
+    s = factor scale_q scale_k (q8 k8^T), -Inf where masked
+    p = E4M3(2^(s - m + log2 448)), m: the row's maximum in the block
     l <- l 2^(M_old - M) + 2^(m - M) sum p      o <- o 2^(M_old - M) + 2^(m - M) scale_v (p v8)      result o / l
 
 A program has 64 queries of one head, and goes over the keys that any of them sees, 64 at a time: one warpgroup, so that
@@ -10,7 +11,8 @@ of its own, added in FP32 registers: the Tensor Core's own accumulator is narrow
 
 Cost: 4 T S D operations a head, and T S exponentials: at D = 128 the exponential unit (16 a clock and multiprocessor)
 takes as long as the products (8,192 operations a clock).
-Twin: fp8engine/ops/reference/attention.py, with the mathematics.  Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
+Twin: fp8engine/ops/reference/attention.py, with the mathematics.
+Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
 """
 
 import torch

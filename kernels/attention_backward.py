@@ -181,12 +181,12 @@ def _by_keys_kernel(
             q_TD = load_rows(from_q, row, T, stride_qt, D, W, ROWS).to(HALF)
             do_TD = load_rows(from_do, row, T, stride_ot, D, W, ROWS).to(HALF)
             codes = tl.load(do8 + at * (ROWS * W) + (down[:, None] * W + across[None, :]))
-            l = tl.load(level + at * ROWS + down)
+            floor = tl.load(level + at * ROWS + down)
             mean = tl.load(delta + at * ROWS + down)
             scores = tl.dot(k_SD, q_TD.T)
             seen = sees((row + down)[None, :], (key + down)[:, None], S, offset, window, CAUSAL, WINDOW)
             seen = seen & ((row + down)[None, :] < T)
-            p = tl.where(seen, tl.exp2(tl.fma(scores, factor, -l[None, :])), 0.0)
+            p = tl.where(seen, tl.exp2(tl.fma(scores, factor, -floor[None, :])), 0.0)
             ds = p * tl.fma(tl.dot(v_SD, codes.T), tl.load(scale_do + at) * scale_vt, -mean[None, :])
             dv_SD = tl.dot(p.to(HALF), do_TD, dv_SD)
             dk_SD = tl.dot(ds.to(HALF), q_TD, dk_SD)
@@ -198,7 +198,7 @@ def _by_keys_kernel(
 def attention_backward(do, q, k, do8, v8, form, factor: float):
     """(dq [B, T, H, D], dk, dv [B, S, heads of k, D]) in q's dtype.
 
-    do, q [B, H, T, D], k [B, heads of k, S, D]: columns together.  do8, v8: (codes, scale) of both, rotated or both not.
+    do, q [B, H, T, D], k [B, heads of k, S, D]: columns together.  do8, v8: (codes, scale), both rotated or neither.
     factor: of q k^T, in units of log2.
     """
     (b, h, t, d), (_, of_keys, s, _) = q.shape, k.shape

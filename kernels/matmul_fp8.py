@@ -3,9 +3,10 @@
     y[M, N] = f(sum_k a[m, k] b[n, k] * (scale_a[m] * scale_b[n]) + bias[n])    stored as the epilogue says
 
 Both operands are contiguous along K: FP8 wgmma reads nothing else (PTX ISA, wgmma.mma_async, matrix descriptors).
-Persistent: one program a multiprocessor walks the tiles, neighbours at the same time.  Nothing overlaps between two
-tiles: the first loads of the next are issued when the epilogue of one is done.  Promoted sums do not overlap the
-products either: at most 72 % of the Tensor Core's rate (`make codegen`, column ceiling).
+Persistent: a program, or the two that fit, on each multiprocessor walk the tiles, neighbours at the same time.  Under
+`flatten` the first loads of a tile are issued before the epilogue of the one before, else behind it.  Promoted sums do
+not overlap the products: at most 72 % of the Tensor Core's rate (`make codegen`, column ceiling).  A result of few
+tiles is summed in parts of K (split_k.py).
 
     fast       the Tensor Core adds into one accumulator of about 13 mantissa bits below its largest term
     promoted   each BLOCK_K products are summed there, and the sums in FP32 registers

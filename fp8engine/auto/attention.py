@@ -34,9 +34,9 @@ def sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tens
 def predicted_db(tables: list[torch.Tensor], scale: float, head_dim: int) -> float:
     """SQNR of the output in dB, from what `sample` gave.
 
-    >>> x = torch.randn(3, 1, 4, 64, 128, generator=torch.Generator().manual_seed(0))
-    >>> round(predicted_db(sample(*x), 128**-0.5, 128)), round(predicted_db(sample(4 * x[0], x[1], x[2]), 128**-0.5, 128))
-    (26, 16)
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 128, generator=torch.Generator().manual_seed(0))
+    >>> [round(predicted_db(sample(times * q, k, v), 128**-0.5, 128)) for times in (1, 4)]
+    [26, 16]
     """
     q, k, v = (read(table, ()) for table in tables)
     if q.nonfinite or k.nonfinite or v.nonfinite:

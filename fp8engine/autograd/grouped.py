@@ -133,7 +133,7 @@ class _Experts(Call):
         plan, numerics = self.plan, self.numerics
         first, to_save = plan.forward[0], plan.wgrad[1]
         self.observe("input", x_TK)
-        serves = self.needs_w and to_save is first
+        serves = self.needs_w and to_save is first and (first.per_tensor or not self.blocks)
         hold = None if serves else self._holding(x_TK)
         a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), hold)
         if serves or not self.needs_w:
@@ -156,7 +156,8 @@ class _Experts(Call):
         y_TN = self._each_row(a, b, False, bias_EN, out, "forward")
         if copies is not None and second is not self.plan.dgrad[1]:
             copies.after_forward(second.how.get(hold))
-        self.weights = weights if holds else {}
+        if not self.compiling:
+            self.weights = weights if holds else {}
         return y_TN
 
     def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
@@ -206,8 +207,10 @@ class _Experts(Call):
     def _weight_for_rows_of_dy(self, weight_ENK: torch.Tensor) -> tuple[Either, bool]:
         """(the weight's operand for dgrad, whether it is laid out as for forward), from forward or cast now."""
         numerics, casting = self.numerics, self.plan.dgrad[1]
-        # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
-        weights, self.weights = self.weights, {}
+        weights: Kept = {}
+        if not torch.compiler.is_compiling():
+            # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
+            weights, self.weights = self.weights, weights
         slot, hold = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
         if casting is self.plan.forward[1] or not casting.fp8:
             return _of_weight(weight_ENK, casting, weights, slot, hold), True

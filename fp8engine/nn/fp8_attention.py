@@ -4,14 +4,14 @@
 | --- | --- |
 | "16 bits" | torch's scaled_dot_product_attention |
 | "fp8" | the FP8 kernels, q and k rotated before their cast; 16 bits for what they do not take, said once |
-| "fp8 unrotated" | the same without the rotation: less work for a cast, more error where q and k have outliers |
+| "fp8 unrotated" | the same without the rotation: cheaper casts, more error where q and k have outliers |
 | "auto" | 16 bits, until a sample of q, k and v predicts at least 22 dB for the output; then as "fp8" |
 
 What FP8 does not take, by name: a mask tensor, dropout, head dims other than 64, 96 and 128, heads of v of another
 width, a batch that is broadcast.  Under strict that is an error instead.
 
-`auto` samples in eager code, without waiting for the device, and decides anew with each sample.  Graphs of torch.compile
-keep what was decided when they were made.
+`auto` samples in eager code, without waiting for the device, and decides anew with each sample.  A graph of
+torch.compile keeps what was decided when it was made.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from fp8engine.auto.attention import LEAST_DB, predicted_db, sample
 from fp8engine.autograd.attention import Scores, attention
 from fp8engine.autograd.fp8_attention import fp8_attention
+from fp8engine.autograd.packed import Packed, slow
 from fp8engine.errors import AttentionWarning, StrictError, UnknownName
 from fp8engine.files import HostCopy
 from fp8engine.nn.class_swap import Mixin
@@ -38,7 +39,10 @@ INTERVAL = 64  # forwards between two samples of `auto`
 
 
 class Wanted(NamedTuple):
-    """One call of attention beside q, k and v.  mask: a tensor, or None.  offset: query i sees keys up to i + offset."""
+    """One call of attention beside q, k and v.
+
+    mask: a tensor, or None.  causal: query i sees keys up to i + offset; window: only so many of them (0: all).
+    """
 
     mask: torch.Tensor | None
     dropout: float
@@ -92,9 +96,12 @@ class Softmax:
         return Form(wanted.scale, wanted.causal, wanted.window, wanted.offset, self.asked != "fp8 unrotated")
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | Packed | None, scores: Scores
     ) -> torch.Tensor:
         """`fp8engine.autograd.attention.attention`, in the format that was asked for."""
+        if isinstance(mask, Packed):
+            self._say_packed(q)
+            return attention(q, k, v, mask, scores)
         if self.asked == "16 bits":
             return attention(q, k, v, mask, scores)
         offset, window = k.shape[2] - q.shape[2], scores.window or 0
@@ -102,20 +109,38 @@ class Softmax:
         form = self.form(q, k, v, wanted)
         return attention(q, k, v, mask, scores) if form is None else fp8_attention(q, k, v, form)
 
-    def sdpa(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **how: Any) -> torch.Tensor:
-        """torch's scaled_dot_product_attention, in the format that was asked for; causality as torch's, from the left."""
-        scale = how.get("scale")
-        wanted = Wanted(attn_mask, dropout_p, is_causal, 0, 0, q.shape[-1] ** -0.5 if scale is None else scale)
-        form = self.form(q, k, v, wanted)
+    def sdpa(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given, **how) -> torch.Tensor:
+        """torch's scaled_dot_product_attention, in the format that was asked for.
+
+        is_causal: query i sees keys up to i, as in torch, whatever the number of keys.
+        """
+        call: dict[str, Any] = dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False)) | how
+        scale = call.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        causal, dropout = call.get("is_causal", False), call.get("dropout_p", 0.0)
+        form = None
+        if call.get("enable_gqa") or query.shape[1:2] == key.shape[1:2]:  # else torch refuses it
+            form = self.form(query, key, value, Wanted(call.get("attn_mask"), dropout, causal, 0, 0, scale))
         if form is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **how)
-        return fp8_attention(q, k, v, form)
+            return F.scaled_dot_product_attention(query, key, value, *given, **how)
+        return fp8_attention(query, key, value, form)
+
+    def _say_packed(self, q: torch.Tensor) -> None:
+        """Say once what packed sequences do not get: FP8 where it was asked for, and a CPU's speed."""
+        why = "packed sequences, which the FP8 kernels do not take" if self.asked != "16 bits" else ""
+        why = "; ".join(filter(None, (why, slow(q))))
+        if why and self.strict:
+            raise StrictError(f"strict=True: {self.name}: {why}")
+        if why and not self.said and not torch.compiler.is_compiling():
+            self.said = True
+            warnings.warn(f"{self.name}: {why}", AttentionWarning, stacklevel=2)
+        self._in_16_bits(why)
 
     def _in_16_bits(self, why: str) -> None:
         self.ran, self.why = "16 bits", why
 
     def _doubts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wanted: Wanted) -> str | None:
-        """Why `auto` does not take FP8 now; None where it does.  A recompute in a backward finds what its forward did."""
+        """Why `auto` does not take FP8 now; None where it does.  A recompute in a backward decides nothing."""
         if keepable(q.detach()) and not in_backward():
             if self._copy is not None and self._copy.done():
                 self.predicted, self._copy = predicted_db(self._copy.wait(), wanted.scale, q.shape[3]), None
@@ -161,4 +186,6 @@ class _Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         run = self.softmax.sdpa if func is F.scaled_dot_product_attention else func
+        if func is torch.Tensor.unflatten:  # calls super(), which torch.compile does not trace below a mode
+            run = torch.unflatten
         return run(*args, **(kwargs or {}))

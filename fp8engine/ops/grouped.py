@@ -100,8 +100,8 @@ def rows(
 ) -> torch.Tensor:
     """Each row of a [T, K] times its expert's matrix of the stack b [E * N, K]: [T, N].
 
-    way: precision, as `matmul.matmul` takes it; and whether b holds matrices [K, N], whose transposes are meant, under
-    a scale per tensor.  Rows behind the last expert's give 0.  Raises BackendError as `matmul.matmul` does.
+    way: precision, as `matmul.matmul` takes it; and whether b holds matrices [K, N], whose transposes are meant, cast
+    per tensor or in squares.  Rows behind the last expert's give 0.  Raises BackendError as `matmul.matmul` does.
     """
     precision, transposed = way
     groups = [*_groups(a, b), int(transposed)]
@@ -147,11 +147,6 @@ def runs_on(a: Operand, b: Operand, experts: int, precision: str) -> str:
 def _kernels_take(a: Operand, b: Operand) -> bool:
     """Whether our kernels multiply these; where they were asked for and cannot, `each` says why."""
     return kernels_run(a.data.device) and triton_backend.unsupported(a, b) is None
-
-
-def _each(precision: str):
-    """The product of one expert on the backend that ops/matmul.py chooses."""
-    return lambda a, b, bias_N, out: matmul.matmul(a, b, bias_N, out, precision)
 
 
 @operation(
@@ -229,7 +224,9 @@ def of_rows(table_EN: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Te
     >>> of_rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 2, 3]), 3).tolist()
     [[1.0], [1.0], [3.0]]
     """
-    return table_EN[torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype), right=True)]
+    return table_EN[
+        torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype), right=True)
+    ]
 
 
 def _groups(a: Operand, b: Operand) -> list[int]:
@@ -237,9 +234,15 @@ def _groups(a: Operand, b: Operand) -> list[int]:
 
 
 def _along_k(b: Operand, experts: int) -> Operand:
-    """The stack [E * K, N] of the transposes of a stack [E * N, K]."""
+    """The stack [E * K, N] of the transposes of a stack [E * N, K] under a cast per tensor or in squares."""
+    k = b.data.shape[1]
     codes = b.data.view(torch.uint8).unflatten(0, (experts, -1)).mT.contiguous()
-    return b._replace(data=codes.flatten(0, 1).view(b.data.dtype))
+    scale = b.scale
+    if scale.dim():  # squares begin anew with each expert, at a multiple of 128 rows, as `quantize` has them
+        down = -(-k // twin.BLOCK) * (twin.BLOCK // b.cols)
+        scale = scale.unflatten(0, (experts, -1)).mT
+        scale = torch.nn.functional.pad(scale, (0, 0, 0, down - scale.shape[1])).flatten(0, 1)
+    return Operand(codes.flatten(0, 1).view(b.data.dtype), scale, b.cols, b.rows, b.power_of_2)
 
 
 def _each(precision: str, transposed: bool = False):

@@ -106,8 +106,8 @@ def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture
 def test_backward_is_its_twin_up_to_the_order_of_sums(shape: str, dtype: torch.dtype, card):
     """A row's sums of p and p dP differ by 2^-17 with their order, so one in 2^9 of what follows is rounded otherwise.
 
-    Each such rounding is worth 2^-8 of a term in BF16: 2^-12.5 of the whole where terms are independent, twice over (the
-    result is rounded as well).  FP16 rounds 2^3 times as finely, and 2^3 times as many otherwise.
+    Each such rounding is worth 2^-8 of a term in BF16: 2^-12.5 of the whole where terms are independent, twice over
+    (the result is rounded as well).  FP16 rounds 2^3 times as finely, and 2^3 times as many otherwise.
     """
     q, k, v, form = inputs(shape, dtype)
     do = torch.randn(q.shape).to(dtype)

@@ -147,6 +147,8 @@ def _binary(program: Program, ins: Instruction) -> Execute:
         return computed(program, ins, _flushing(ins, FLOAT[name]), "f32", "f32")
     if kind == "bf16x2" and name == "mul" and len(ins.opcode) == 2:
         return computed(program, ins, _halves_multiplied, "b32", "b32")
+    if kind in ("f16x2", "bf16x2") and name in ("add", "sub", "mul") and len(ins.opcode) == 2:
+        return computed(program, ins, partial(_in_halves, kind, FLOAT[name]), "b32", "b32")
     if kind in FLOATS:
         raise unknown(ins)
     if name in INTEGER:
@@ -154,6 +156,23 @@ def _binary(program: Program, ins: Instruction) -> Execute:
     if name == "mul":
         return _product(program, ins)
     return computed(program, ins, partial(_quotient, name == "rem"), kind, kind)
+
+
+def _in_halves(kind: str, compute: Callable, a: Array, b: Array) -> Array:
+    """Both 16-bit halves of 32 bits, each computed in FP32, whose 24 bits are enough for one rounding: 2 * 11 + 2.
+
+    Not for products of BF16, which reach below FP32's smallest normal number: `_halves_multiplied`.
+    """
+    of, to = (_from_f16, numbers.to_f16) if kind == "f16x2" else (numbers.from_bf16, numbers.to_bf16)
+    low, high = (
+        to(compute(*[of((x >> np.uint32(shift)).astype(np.uint16)) for x in (a, b)])).astype(np.uint32)
+        for shift in (0, 16)
+    )
+    return high << np.uint32(16) | low
+
+
+def _from_f16(bits: Array) -> Array:
+    return bits.view(np.float16).astype(np.float32)
 
 
 def _flushing(ins: Instruction, compute: Callable) -> Callable:

@@ -4,7 +4,8 @@
     s            factor scale_q scale_k (q8 k8^T), in units of log2;  -Inf where a query does not see a key
     p            2^(s - m + log2 448) in E4M3;  m: the largest score of the row in this block of 64 keys
     M            the largest m so far
-    l <- l 2^(M_old - M) + 2^(m - M) sum p           o <- o 2^(M_old - M) + 2^(m - M) scale_v (p v8)         result: o / l
+    l <- l 2^(M_old - M) + 2^(m - M) sum p
+    o <- o 2^(M_old - M) + 2^(m - M) scale_v (p v8)          result: o / l
 
 Each block of keys has a largest p of 448 in every row, so that no block loses small weights to a large one elsewhere.
 l adds the rounded p, so the weights of a row sum to one; a sum of 64 codes is exact in FP32, in whatever order.  The
@@ -73,7 +74,7 @@ def _hadamard(width: int) -> torch.Tensor:
 
 @functools.cache
 def rotation_of(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """R^T [width, width], entries 1 and -1: Sylvester's Hadamard matrix with rows of R of random sign.  R R^T = width I."""
+    """R^T [width, width], entries 1 and -1, R R^T = width I: Sylvester's Hadamard matrix, rows of R of random sign."""
     return _hadamard(width).t().contiguous().to(device, dtype)
 
 
@@ -167,7 +168,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     >>> attention(q, k, v, Form(0.125))[0, 0, 0, :2]
     tensor([1.5000, 1.5000])
     """
-    (b, h, t, d), s = q.shape, k.shape[2]
+    (_, h, t, d), s = q.shape, k.shape[2]
     (q8, scale_q), (k8, scale_k) = (attention_cast(x, form.rotated) for x in (q, k))
     v8, scale_v = attention_cast(v, False)
     q8, k8, v8 = (decode(x, torch.float32) for x in (q8, k8, v8))

@@ -1,19 +1,20 @@
 """Gradients of attention: scores and sums of the exact softmax in 16 bits and FP32, dO V^T in FP8.
 
     s       factor (q k^T) from q and k in 16 bits;  P = 2^(s - L),  L = log2 sum 2^s
-    dP      scale_do scale_v (do8 v8^T)              do and v rotated as q and k are in the forward: the rotation cancels
+    dP      scale_do scale_v (do8 v8^T)              do and v rotated as the forward's q and k: it cancels
     delta   sum_j P dP                               dS = P (dP - delta)
     dQ      scale dS K        dK = scale dS^T Q        dV = P^T dO            P, P dP and dS rounded to 16 bits
 
-L and delta are found in the same pass that finds dQ, which so needs two sums and neither o nor L of the forward:
+L and delta are found in the pass that finds dQ, which so needs two sums and neither o nor L of the forward:
 
-    dQ = scale (A - delta B) / l      A = sum_j (p dP) k      B = sum_j p k      l = sum_j p      p = 2^(s - running max)
+    dQ = scale (A - delta B) / l      p = 2^(s - M), M the largest score so far
+    A = sum_j (p dP) k                B = sum_j p k            l = sum_j p
 
-Why only dP is in FP8: a second product in FP8 leaves fewer than 25 dB (docs/attention.md has the table).  Scores in FP8
-alone would cost as much as dP does on normal inputs, and more on outliers, whose scores are large.  And a P from other
-scores than the forward's needs its own L and delta, or dS would not sum to zero over the keys.
+Why only dP is in FP8: scores in FP8 as well leave fewer than 25 dB of dQ and dK (docs/attention.md has the table).  In
+place of dP they would cost as much on normal inputs, and more where outliers make scores large.  And the forward's own
+o and L, which rounding to FP8 has moved, would leave a dS that does not sum to zero over the keys.
 
-dQ goes over keys, dK and dV over the queries of all heads that share them, in a fixed order: two runs agree bit for bit.
+dQ goes over keys, dK and dV over the queries of all heads that share them, in a fixed order: two runs are equal.
 Products are exact in chunks (32 columns of FP8, 16 of 16 bits), which are added in FP32 in order.
 Source: FlashAttention-2, arXiv 2307.08691, section 3.1 for the backward; arXiv 2407.08608 for the rotation.
 """
@@ -54,7 +55,10 @@ class Gradients(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """q, k and do in 16 bits, do and v in FP8 as FP32 codes and scales of rows; [B, heads of k, heads that share, T, W]."""
+    """q, k and do in 16 bits; do and v in FP8, as codes in FP32 and scales of rows.
+
+    All are [B, heads of k, heads that share one, T, W], k and v with one head that shares.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
