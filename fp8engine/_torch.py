@@ -70,6 +70,11 @@ assert_async = torch._assert_async  # an assertion on a card that the host does 
 update_loss_scale = torch._amp_update_scale_  # what torch.amp.GradScaler itself calls
 
 
+def graph_break(why: str) -> None:
+    """End the graph that Dynamo traces; with fullgraph=True it raises with these words."""
+    torch._dynamo.graph_break(msg=why)
+
+
 def ordered_effect(operator: str) -> None:
     """Let torch.compile keep the order of an operator that writes a table nobody returns: never dropped nor moved.
 

@@ -183,9 +183,7 @@ def _grouped_sums_kernel(
             )  # fmt: skip
 
 
-def grouped_rows(
-    a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None
-) -> torch.Tensor:
+def grouped_rows(a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None) -> torch.Tensor:
     """y [T, N] of rows a.data [T, K] and a stack of experts' matrices b.data [E * N, K], both contiguous along K.
 
     Scales FP32: (); a [T, 1] and b [E * N, 1]; or along K, a [T, G] or [128 * blocks / rows, G], where groups span

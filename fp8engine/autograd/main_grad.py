@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.errors import GradientError
 from fp8engine.ops import matmul
 from fp8engine.ops.reference import Operand
@@ -29,9 +30,7 @@ def leave_graph() -> None:
 
     With fullgraph=True torch raises, with these words.
     """
-    torch._dynamo.graph_break(
-        msg=f"{SWITCH} adds to weight.main_grad, which no graph holds: these layers run in eager code"
-    )
+    _torch.graph_break(f"{SWITCH} adds to weight.main_grad, which no graph holds: these layers run in eager code")
 
 
 def main_grad_of(weight: Any, name: str) -> torch.Tensor:

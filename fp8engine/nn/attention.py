@@ -31,6 +31,7 @@ class Heads:
     causal: a query sees up to its own position; window: only that many of them.  dropout: of the softmax.
     qk_norm: eps of an RMSNorm of each head of q and k, before rotation (Qwen3); None for none.
     softmax: format of its two products, q k^T and P v: "16 bits", "fp8", "fp8 unrotated" or "auto" (fp8_attention.py).
+    context_size: width of the context that keys and values are made of (cross attention); None: hidden size.
     """
 
     count: int
@@ -42,6 +43,7 @@ class Heads:
     window: int | None = None
     qk_norm: float | None = None
     softmax: str = "16 bits"
+    context_size: int | None = None
 
 
 def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collection[str]:
@@ -60,8 +62,7 @@ class Attention(nn.Module):
     hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
     projections, or the names of those that have one.  recipe: a Recipe or its name.  The three that read the input
     share one quantised copy of it.
-    context_size: width of the context that keys and values are made of in cross attention; None: hidden_size.  k_proj
-    and v_proj then share one quantised copy of the context.
+    Called with a context, k_proj and v_proj read that and share one quantised copy of it (cross attention).
     Raises ShapeError for a width that heads do not divide, or an input that is not 3-D; UnknownName for a recipe or a
     name in bias.
 
@@ -70,7 +71,7 @@ class Attention(nn.Module):
     torch.Size([2, 5, 32])
     >>> sorted(dict(layer.named_parameters()))
     ['k_proj.weight', 'o_proj.weight', 'q_proj.weight', 'v_proj.weight']
-    >>> cross = Attention(32, 4, recipe="current", context_size=48)
+    >>> cross = Attention(32, Heads(4, context_size=48), recipe="current")
     >>> cross(torch.randn(2, 5, 32), context=torch.randn(2, 7, 48)).shape
     torch.Size([2, 5, 32])
     """
@@ -82,7 +83,6 @@ class Attention(nn.Module):
         bias: bool | Collection[str] = True,
         *,
         recipe: Recipe | str,
-        context_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         biased = with_bias(bias, PROJECTIONS)
         common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, heads.count * width, "q_proj" in biased, **common)
-        read = context_size or hidden_size
+        read = heads.context_size or hidden_size
         self.k_proj = Linear(read, of_keys * width, "k_proj" in biased, **common)
         self.v_proj = Linear(read, of_keys * width, "v_proj" in biased, **common)
         self.o_proj = Linear(heads.count * width, hidden_size, "o_proj" in biased, **common)

@@ -139,8 +139,9 @@ class TransformerLayer(nn.Module):
         if context_size is not None:
             if placement not in ("pre", "post"):
                 raise UnknownName("placement of a layer with cross attention", placement, ["pre", "post"])
-            without = replace(self.self_attn.heads, causal=False, window=None, theta=None)
-            self.cross_attn = Attention(hidden, without, projecting, context_size=context_size, **common)
+            order = {"causal": False, "window": None, "theta": None}
+            across = replace(self.self_attn.heads, **order, context_size=context_size)
+            self.cross_attn = Attention(hidden, across, projecting, **common)
             self.cross_attn_layernorm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
             layers += [(f"cross_attn.{name}", getattr(self.cross_attn, name)) for name in PROJECTIONS]
         share_state([*layers, *((f"mlp.{name}", getattr(self.mlp, name)) for name in feeding)], recipe)

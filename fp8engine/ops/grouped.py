@@ -224,9 +224,7 @@ def of_rows(table_EN: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Te
     >>> of_rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 2, 3]), 3).tolist()
     [[1.0], [1.0], [3.0]]
     """
-    return table_EN[
-        torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype), right=True)
-    ]
+    return table_EN[torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype), right=True)]
 
 
 def _groups(a: Operand, b: Operand) -> list[int]:

@@ -317,7 +317,8 @@ def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
     lambda *arguments: None,
     effect=True,
 )
-def _accumulate_operator(a, b, scale_a, scale_b, groups, precision, into):
+def _accumulate_operator(a, b, scale_a, scale_b, *rest):
+    groups, precision, into = rest
     _accumulate(*operands(a, b, scale_a, scale_b, groups), into, precision)
 
 

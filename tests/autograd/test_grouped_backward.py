@@ -308,10 +308,7 @@ def test_a_step_does_not_wait_for_the_card(name: str, card: list, request: pytes
     assert torch.equal(found.x.grad, want.x.grad)
     assert torch.equal(found.dw, want.dw)
     for wrong in ([5, 0, 130, 8], [5, -1, 131, 9]):
-        with (
-            fe.backend("cublas"),
-            pytest.raises(RuntimeError, match="are negative, or do not sum to the number of rows"),
-        ):
+        with fe.backend("cublas"), pytest.raises(RuntimeError, match="are negative, or do not sum to the number of rows"):
             layer(x, torch.tensor(wrong))
 
 

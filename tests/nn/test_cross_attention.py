@@ -39,7 +39,7 @@ def torchs(layer: fe.Attention, context_size: int) -> nn.MultiheadAttention:
 @pytest.mark.parametrize("recipe", [*FP8_RECIPES, "fp32"])
 def test_it_is_torchs_multihead_attention(recipe: str, context_size: int, t: int, s: int, masked: bool):
     torch.manual_seed(t)
-    layer = fe.Attention(32, 4, recipe=recipe, context_size=context_size)
+    layer = fe.Attention(32, fe.Heads(4, context_size=context_size), recipe=recipe)
     own = torchs(layer, context_size)
     x, context = (torch.randn(3, n, width).requires_grad_() for n, width in ((t, 32), (s, context_size)))
     dy = torch.randn(3, t, 32)
@@ -65,9 +65,9 @@ def test_it_is_torchs_multihead_attention(recipe: str, context_size: int, t: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_grouped_keys_and_a_norm_of_heads(dtype: torch.dtype):
-    heads = fe.Heads(4, of_keys=2, width=16, qk_norm=1e-6)
-    layer = fe.Attention(32, heads, recipe="rowwise", context_size=48, dtype=dtype)
-    plain = fe.Attention(32, heads, recipe="fp32", context_size=48)
+    heads = fe.Heads(4, of_keys=2, width=16, qk_norm=1e-6, context_size=48)
+    layer = fe.Attention(32, heads, recipe="rowwise", dtype=dtype)
+    plain = fe.Attention(32, heads, recipe="fp32")
     plain.load_state_dict(layer.state_dict())
     x, context = torch.randn(2, 5, 32, dtype=dtype), torch.randn(2, 7, 48, dtype=dtype)
     y = layer(x, context=context)
@@ -76,7 +76,7 @@ def test_16_bits_grouped_keys_and_a_norm_of_heads(dtype: torch.dtype):
 
 
 def test_keys_and_values_share_one_cast_of_the_context(monkeypatch):
-    layer = fe.Attention(32, 4, recipe="current", context_size=40)
+    layer = fe.Attention(32, fe.Heads(4, context_size=40), recipe="current")
     seen, real = [], casts.cast_transpose
 
     def spy(x, *rest, **more):
@@ -93,7 +93,7 @@ def test_keys_and_values_share_one_cast_of_the_context(monkeypatch):
 
 
 def test_a_cache_holds_the_projected_context():
-    layer, cache = fe.Attention(32, 4, recipe="rowwise", context_size=48).eval(), Cache()
+    layer, cache = fe.Attention(32, fe.Heads(4, context_size=48), recipe="rowwise").eval(), Cache()
     x, context = torch.randn(2, 6, 32), torch.randn(2, 7, 48)
     with torch.no_grad():
         whole = layer(x, context=context)
@@ -111,7 +111,7 @@ def test_heads_with_an_order_are_refused(order: dict):
 
 
 def test_contexts_that_do_not_fit_are_refused():
-    layer = fe.Attention(32, 4, recipe="current", context_size=48)
+    layer = fe.Attention(32, fe.Heads(4, context_size=48), recipe="current")
     x = torch.randn(2, 5, 32)
     for wrong in (torch.randn(3, 7, 48), torch.randn(7, 48)):
         with pytest.raises(ShapeError, match=r"context is .*want \[2, S, context_size\]"):
