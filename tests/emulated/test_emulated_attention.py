@@ -9,8 +9,9 @@ from benchmarks.checks.operands import differs
 from fp8engine.kernels.attention import attention
 from fp8engine.kernels.attention_backward import attention_backward
 from fp8engine.kernels.attention_cast import attention_cast
-from fp8engine.ops.reference import attention as twin
-from fp8engine.ops.reference.attention import Form
+from fp8engine.ops.reference.attention import HEAD_DIMS, LOG2_E, Form, factor_of, halved, rotation_of, width_of
+from fp8engine.ops.reference.attention import attention as twin
+from fp8engine.ops.reference.attention import attention_cast as twin_cast
 from fp8engine.ops.reference.attention_backward import attention_backward as backward
 
 # batch, heads, heads of keys, queries, keys, head dim, form
@@ -38,8 +39,8 @@ def inputs(shape: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, 
 
 def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
     """The kernel's cast of x."""
-    width = twin.width_of(x.shape[-1])
-    rotation = twin.rotation_of(width, twin.halved(x[:0]).dtype, x.device) if rotated else None
+    width = width_of(x.shape[-1])
+    rotation = rotation_of(width, halved(x[:0]).dtype, x.device) if rotated else None
     return attention_cast(x, rotation, width, transposed)
 
 
@@ -47,13 +48,13 @@ def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
-@pytest.mark.parametrize("head_dim", twin.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, rotated: bool, dtype: torch.dtype, bad: bool, card):
     x = (torch.randn(2, 70, 2, head_dim) * torch.exp2(torch.randint(-9, 10, (2, 70, 2, 1)))).to(dtype).transpose(1, 2)
     if bad:
         x[0, 0, 3, 5], x[1, 1, 69, 0] = float("nan"), float("inf")
     card()
-    wanted, scale = twin.attention_cast(x, rotated)
+    wanted, scale = twin_cast(x, rotated)
     for transposed in (False, True):
         found, found_scale = cast(x, rotated, transposed)
         codes = (found.mT if transposed else found).contiguous()
@@ -70,15 +71,15 @@ def test_forward_is_its_twin_bit_for_bit(shape: str, architecture: int, card):
     card(architecture)
     found = attention(
         cast(q, form.rotated), cast(k, form.rotated), cast(v, False, True),
-        form, twin.factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype,
+        form, factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype,
     )  # fmt: skip
-    assert differs(found, twin.attention(q, k, v, form)) is None
+    assert differs(found, twin(q, k, v, form)) is None
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, form: Form):
     """(dq, dk, dv) of the kernels."""
     rows = cast(do, form.rotated), cast(v, form.rotated)
-    return attention_backward(do, q, k, *rows, form, form.scale * twin.LOG2_E)
+    return attention_backward(do, q, k, *rows, form, form.scale * LOG2_E)
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture
     q[..., 8:] = 0
     for x in (v, do):
         x[..., ::64, 0] = 1.75
-    form = form._replace(scale=1 / twin.LOG2_E, rotated=False)
+    form = form._replace(scale=1 / LOG2_E, rotated=False)
     card(architecture)
     for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
         assert differs(ours, twins) is None, name
