@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ SHAPES = {
     "some see nothing": (1, 1, 1, 70, 66, 64, Form(0.09, True, 0, -64)),
 }
 MORE = {"one block": (1, 1, 1, 64, 64, 64, Form(0.125)), "grouped": (2, 4, 2, 130, 130, 128, Form(0.125, True, 70))}
+CASES = [*((shape, 90) for shape in SHAPES), ("causal, grouped", 89)]
 
 
 def inputs(shape: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Form]:
@@ -44,18 +47,23 @@ def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
     return attention_cast(x, rotation, width, transposed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, rotated: bool, dtype: torch.dtype, bad: bool, card):
-    x = (torch.randn(2, 70, 2, head_dim) * torch.exp2(torch.randint(-9, 10, (2, 70, 2, 1)))).to(dtype).transpose(1, 2)
+def finite_or_not(head_dim: int, dtype: torch.dtype, bad: bool) -> torch.Tensor:
+    """Normal numbers whose rows lie octaves apart; bad: one NaN and one Inf."""
+    x = (torch.randn(2, 70, 1, head_dim) * torch.exp2(torch.randint(-9, 10, (2, 70, 1, 1)))).to(dtype).transpose(1, 2)
     if bad:
-        x[0, 0, 3, 5], x[1, 1, 69, 0] = float("nan"), float("inf")
+        x[0, 0, 3, 5], x[1, 0, 69, 0] = float("nan"), float("inf")
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, dtype: torch.dtype, card, whole: bool):
     card()
-    wanted, scale = twin_cast(x, rotated)
-    for transposed in (False, True):
+    forms = itertools.product((False, True), repeat=3)  # rotated, transposed, with NaN and Inf
+    for rotated, transposed, bad in forms if whole else [(True, False, False), (False, True, True)]:
+        x = finite_or_not(head_dim, dtype, bad)
+        wanted, scale = twin_cast(x, rotated)
         found, found_scale = cast(x, rotated, transposed)
         codes = (found.mT if transposed else found).contiguous()
         assert differs(codes.view(torch.uint8), wanted.view(torch.uint8)) is None
@@ -63,12 +71,17 @@ def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, rotated: bool, dtype: tor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [90, 89])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_forward_is_its_twin_bit_for_bit(shape: str, architecture: int, card):
+@pytest.mark.parametrize(("shape", "architecture"), CASES)
+def test_forward_is_its_twin_bit_for_bit(shape: str, architecture: int, card, whole: bool):
+    card(architecture)
+    for each in (shape, *(MORE if whole else ())):
+        forward_is_its_twin(each)
+
+
+def forward_is_its_twin(shape: str) -> None:
+    """Bit for bit, in BF16."""
     q, k, v, form = inputs(shape, torch.bfloat16)
     d = q.shape[-1]
-    card(architecture)
     found = attention(
         cast(q, form.rotated), cast(k, form.rotated), cast(v, False, True),
         form, factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype,
@@ -83,7 +96,7 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "architecture"), [*((shape, 90) for shape in SHAPES), ("causal, grouped", 89)])
+@pytest.mark.parametrize(("shape", "architecture"), CASES)
 def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card):
     """Small integers under scales of powers of two, and a softmax in base 2: sums are exact in any order.
 
