@@ -19,12 +19,12 @@ from fp8engine.ops.reference.attention_backward import attention_backward as bac
 # batch, heads, heads of keys, queries, keys, head dim, form
 SHAPES = {
     "causal, grouped": (1, 2, 1, 70, 70, 64, Form(0.125, True)),
-    "window, keys before": (2, 1, 1, 70, 150, 96, Form(0.1, True, 50, 80)),
+    "window, keys before": (1, 1, 1, 70, 100, 96, Form(0.1, True, 20, 30)),
     "more queries, not rotated": (1, 1, 1, 70, 3, 128, Form(0.09, rotated=False)),
     "some see nothing": (1, 1, 1, 70, 66, 64, Form(0.09, True, 0, -64)),
 }
 MORE = {"one block": (1, 1, 1, 64, 64, 64, Form(0.125)), "grouped": (2, 4, 2, 130, 130, 128, Form(0.125, True, 70))}
-CASES = [*((shape, 90) for shape in SHAPES), ("causal, grouped", 89)]
+CASES = [*((shape, 90) for shape in SHAPES), ("more queries, not rotated", 89)]
 
 
 def inputs(shape: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Form]:
@@ -96,12 +96,19 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "architecture"), CASES)
-def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card):
+@pytest.mark.parametrize(("shape", "architecture"), [CASES[1], CASES[-1]])
+def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card, whole: bool):
     """Small integers under scales of powers of two, and a softmax in base 2: sums are exact in any order.
 
     The largest of v and do is 1.75, so that their scales are 2^-8; the scores' range keeps p within 2^-16 and 1.
     """
+    card(architecture)
+    for each in (shape, *(SHAPES | MORE if whole else ())):
+        backward_is_its_twin(each)
+
+
+def backward_is_its_twin(shape: str) -> None:
+    """Bit for bit, in BF16."""
     q, k, v, form = inputs(shape, torch.bfloat16)
     do = torch.randn(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).bfloat16().transpose(1, 2)
     q, k, v, do = ((x.float() * 0.6).round().clamp(-1, 1).bfloat16() for x in (q, k, v, do))
@@ -109,7 +116,6 @@ def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture
     for x in (v, do):
         x[..., ::64, 0] = 1.75
     form = form._replace(scale=1 / LOG2_E, rotated=False)
-    card(architecture)
     for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
         assert differs(ours, twins) is None, name
 
