@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 def main() -> None:
     """Print the table of errors, and with --rows every row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="every row too")
     asked = parser.parse_args()
     tables = json.loads(TABLES.read_text())
@@ -104,11 +104,11 @@ def predicted(card: Card, kernel: str, shape: tuple[int, int, int], sustained: b
     if family == "cublas":
         return library(card, " ".join(rest[:-1]), int(rest[-1]), shape, sustained=sustained)
     if family == "triton":
-        return predict(card, Kernel(128, 256), *shape, sustained=sustained)
+        return predict(card, Kernel(128, 256), shape, sustained=sustained)
     block_m, block_n = map(int, rest[1].split("x")) if rest[0] == "tile" else _tile(card, shape, int(rest[0]))
     cluster = 2 if shape[0] >= MULTICAST_FROM else 1
     one = Kernel(block_m, block_n, ceiling=LIBRARY, overlapped=True, cluster=cluster)
-    return predict(card, one, *shape, sustained=sustained)
+    return predict(card, one, shape, sustained=sustained)
 
 
 def _tile(card: Card, shape: tuple[int, int, int], widest: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from fp8engine.kernels.launch import (
     parts,
     persistent_grid,
     reader,
+    result_of,
     stages,
     triton_dtype,
     writer,
@@ -57,6 +58,7 @@ def _matmul_fp16_kernel(
     PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     amax = 0.0
@@ -76,7 +78,7 @@ def _matmul_fp16_kernel(
         top, over, bad = store_result(
             y + part * (tl.cast(M, tl.int64) * N) if SPLIT else y, acc_MN, row, column, M, N,
             None, None, bias, output_scale,
-            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -89,11 +91,11 @@ def _matmul_fp16_kernel(
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config | None = None) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from a [M, K] and b [N, K], both FP16 or both BF16, of any strides.
 
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
     (m, k), n, where = a_MK.shape, b_NK.shape[0], a_MK.device
     if m == 0 or n == 0:
-        return torch.empty(m, n, dtype=epilogue.out, device=where)
+        return result_of(m, n, epilogue, where)
     loads = load_of(a_MK), load_of(b_NK)
     if config is None:
         config = pick("matmul_fp16", capability(where), m, n, POINTER not in loads)
@@ -108,7 +110,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue, config: Config
         m, n, k, *a_MK.stride(), *b_NK.stride(), sums.depth,  # sizes
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD_A=load_a, LOAD_B=load_b, STORE_BY_DESCRIPTOR=sums.described, PARTS=cut,
-        ACTIVATION=end.activation, OUT=triton_dtype(end.out),
+        ACTIVATION=end.activation, OUT=triton_dtype(end.out), ADD=end.into is not None,
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
     return sums.end((None, None), epilogue)

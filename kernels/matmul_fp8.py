@@ -3,9 +3,10 @@
     y[M, N] = f(sum_k a[m, k] b[n, k] * (scale_a[m] * scale_b[n]) + bias[n])    stored as the epilogue says
 
 Both operands are contiguous along K: FP8 wgmma reads nothing else (PTX ISA, wgmma.mma_async, matrix descriptors).
-Persistent: one program a multiprocessor walks the tiles, neighbours at the same time.  Nothing overlaps between two
-tiles: the first loads of the next are issued when the epilogue of one is done.  Promoted sums do not overlap the
-products either: at most 72 % of the Tensor Core's rate (`make codegen`, column ceiling).
+Persistent: a program, or the two that fit, on each multiprocessor walk the tiles, neighbours at the same time.  Under
+`flatten` the first loads of a tile are issued before the epilogue of the one before, else behind it.  Promoted sums do
+not overlap the products: at most 72 % of the Tensor Core's rate (`make codegen`, column ceiling).  A result of few
+tiles is summed in parts of K (split_k.py).
 
     fast       the Tensor Core adds into one accumulator of about 13 mantissa bits below its largest term
     promoted   each BLOCK_K products are summed there, and the sums in FP32 registers
@@ -22,7 +23,16 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from fp8engine.kernels.epilogue import publish, store_result
-from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writer
+from fp8engine.kernels.launch import (
+    describable,
+    parts,
+    persistent_grid,
+    reader,
+    result_of,
+    stages,
+    triton_dtype,
+    writer,
+)
 from fp8engine.kernels.split_k import sums_of
 from fp8engine.kernels.tile import load_tile, part_of, place_of
 from fp8engine.kernels.tuning import Config, capability, pick, programs
@@ -59,6 +69,7 @@ def _matmul_fp8_kernel(
     BY_ROW_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     amax = 0.0
@@ -83,7 +94,7 @@ def _matmul_fp8_kernel(
         top, over, bad = store_result(
             y + part * (tl.cast(M, tl.int64) * N) if SPLIT else y, acc_MN, row, column, M, N,
             scale_a, scale_b, bias, output_scale,
-            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            OUT, ACTIVATION, BY_ROW_A, BY_ROW_B, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -97,11 +108,11 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     """y [M, N] of `epilogue.out` from operands (data, scale, ...) of FP8 codes contiguous along K.
 
     a.data [M, K], b.data [N, K]: E4M3 by E4M3, E5M2 by E4M3 or E4M3 by E5M2.  Scales FP32: (), or [M, 1] and [N, 1].
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
     (m, k), n, where = a.data.shape, b.data.shape[0], a.data.device
     if m == 0 or n == 0:
-        return torch.empty(m, n, dtype=epilogue.out, device=where)
+        return result_of(m, n, epilogue, where)
     operation = "matmul_fp8_promoted" if promoted else "matmul_fp8"
     if config is None:
         config = pick(operation, capability(where), m, n, describable(a.data) and describable(b.data))
@@ -122,7 +133,7 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,  # constants
         LOAD=load, STORE_BY_DESCRIPTOR=sums.described, PARTS=cut, PROMOTED=promoted,
         BY_ROW_A=whole and a.scale.dim() == 2, BY_ROW_B=whole and b.scale.dim() == 2,
-        ACTIVATION=end.activation, OUT=triton_dtype(end.out),
+        ACTIVATION=end.activation, OUT=triton_dtype(end.out), ADD=end.into is not None,
         FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
     return sums.end((a.scale, b.scale), epilogue)

@@ -44,6 +44,7 @@ class Result(NamedTuple):
     activation: str = "none"
     amax: None = None
     counts: None = None
+    into: None = None
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
-from fp8engine.kernels.launch import processors, triton_dtype
+from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
 from fp8engine.kernels.quantize_groups import WARPS_PER_PROCESSOR, _amax, _spread
 from fp8engine.kernels.scaling import (
     WORK,
@@ -31,7 +31,8 @@ from fp8engine.kernels.scaling import (
 )
 from fp8engine.kernels.tile import load_tile, store_tile
 
-COLUMNS, WARPS = 64, 8  # of a tile of 128 rows: 32 elements a thread
+COLUMNS, WARPS = 64, 16  # of a tile of 128 rows: 16 elements a thread
+NARROW = 32  # columns where x is read element by element
 SUM_COLUMNS = 32  # of a program that sums: rows of a whole line of 128 bytes
 
 
@@ -55,57 +56,91 @@ def _expert_amax_kernel(
         tl.atomic_max(amax + tl.cast(expert, tl.int64) * K + columns, top_K, mask=columns < K, sem="relaxed")
 
 
+@triton.jit
+def _store_codes(q, codes_MK, row, column, end, block, K, WIDE, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        store_tile(q, codes_MK.T, column, block * 128, K, WIDE, False)
+    else:
+        store_tile(q, codes_MK, row, column, end, K, False)
+
+
+@triton.jit
+def _store_scales(
+    scale, s, row, column, end, block, K, WIDE, ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Store the scales of a block's groups; return the least s of those that hold a row."""
+    DOWN: tl.constexpr = s.shape[0]
+    local = tl.arange(0, DOWN)[:, None]
+    down = block * DOWN + local
+    beside = column // COLS + tl.arange(0, s.shape[1])[None, :]
+    inside = beside * COLS < K
+    if TRANSPOSED:
+        tl.store(scale + tl.cast(beside, tl.int64) * (WIDE // ROWS) + down, scale_of(s), mask=inside)
+    else:
+        tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
+    return -peak(tl.where(inside & (row + local * ROWS < end), -s, float("-inf")))
+
+
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _expert_cast_kernel(
     x, bounds, amax,
     q, scale, work, live, counts,
     K, EXPERTS, stride_m, stride_k, WIDE, index, stride_live, stride_counts,
     WIDTH: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """amax: what `_expert_amax_kernel` found, or None for groups inside of a block.  WIDE: columns of a transposed q."""
+    """amax: what `_expert_amax_kernel` found, or None for groups inside of a block.  WIDE: columns of a transposed q.
+
+    PIECE: columns of a tile that are cast at a time; a group of more is read for its amax and, from L1, once more.
+    """
     flushed = 0
     nonfinite = 0
     top = 0.0
     least = float("inf")
     ends = last_blocks(bounds, EXPERTS, WIDTH)
     across = tl.cdiv(K, BLOCK_K)
-    blocks = tl.load(bounds + 2 * EXPERTS + 1)
-    for tile in tl.range(tl.program_id(0), blocks * across, tl.num_programs(0)):
+    strides = (stride_m, stride_k)
+    for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
         block, column = tile // across, tile % across * BLOCK_K
         expert = expert_of(block, ends)
         row, end, _, first = rows_of(bounds, EXPERTS, expert, block)
-        x_MK = load_tile(x, row, column, end, K, (stride_m, stride_k), 128, BLOCK_K, "pointer").to(tl.float32)
-        columns = column + tl.arange(0, BLOCK_K)
-        if amax is not None:
-            at = tl.cast(expert, tl.int64) * K + columns
-            amax_K = tl.load(amax + at, mask=columns < K, other=0).to(tl.float32, bitcast=True)
-            s_K = scale_factor(amax_K, DTYPE, POWER_OF_2)
-            tl.store(scale + at, scale_of(s_K), mask=(columns < K) & (block == first))
-            top = tl.maximum(top, tl.max(amax_K, 0))
-            least = tl.minimum(least, tl.min(tl.where(columns < K, s_K, float("inf")), 0))
-            codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
-        else:
-            DOWN: tl.constexpr = 128 // ROWS
-            found = _amax(x_MK, ROWS, COLS)
+        if PIECE < BLOCK_K:
+            found = tl.zeros((128 // ROWS, 1), tl.float32)
+            for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
+                x_MK = load_tile(x, row, column + part * PIECE, end, K, strides, 128, PIECE, "pointer").to(tl.float32)
+                found = tl.maximum(found, _amax(x_MK, ROWS, PIECE))
             s = scale_factor(found, DTYPE, POWER_OF_2)
-            codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, 128, BLOCK_K), DTYPE, COUNT or RECORD)
-            down = block * DOWN + tl.arange(0, DOWN)[:, None]
-            beside = column // COLS + tl.arange(0, BLOCK_K // COLS)[None, :]
-            inside = beside * COLS < K
-            if TRANSPOSED:
-                tl.store(scale + tl.cast(beside, tl.int64) * (WIDE // ROWS) + down, scale_of(s), mask=inside)
-            else:
-                tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
+            for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
+                here = column + part * PIECE
+                x_MK = load_tile(x, row, here, end, K, strides, 128, PIECE, "pointer").to(tl.float32)
+                codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, 128, PIECE), DTYPE, COUNT or RECORD)
+                _store_codes(q, codes_MK, row, here, end, block, K, WIDE, TRANSPOSED)
+                flushed += lost
+                nonfinite += bad
+            held = _store_scales(scale, s, row, column, end, block, K, WIDE, ROWS, COLS, TRANSPOSED)
             top = tl.maximum(top, peak(found))
-            held = inside & (row + (down - block * DOWN) * ROWS < end)  # groups behind the last row hold nothing
-            least = tl.minimum(least, -peak(tl.where(held, -s, float("-inf"))))
-        flushed += lost
-        nonfinite += bad
-        if TRANSPOSED:
-            store_tile(q, codes_MK.T, column, block * 128, K, WIDE, False)
+            least = tl.minimum(least, held)
         else:
-            store_tile(q, codes_MK, row, column, end, K, False)
+            x_MK = load_tile(x, row, column, end, K, strides, 128, BLOCK_K, "pointer").to(tl.float32)
+            if amax is not None:
+                columns = column + tl.arange(0, BLOCK_K)
+                at = tl.cast(expert, tl.int64) * K + columns
+                found_K = tl.load(amax + at, mask=columns < K, other=0).to(tl.float32, bitcast=True)
+                s_K = scale_factor(found_K, DTYPE, POWER_OF_2)
+                tl.store(scale + at, scale_of(s_K), mask=(columns < K) & (block == first))
+                held = tl.min(tl.where(columns < K, s_K, float("inf")), 0)
+                top = tl.maximum(top, tl.max(found_K, 0))
+                codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
+            else:
+                found = _amax(x_MK, ROWS, COLS)
+                s = scale_factor(found, DTYPE, POWER_OF_2)
+                held = _store_scales(scale, s, row, column, end, block, K, WIDE, ROWS, COLS, TRANSPOSED)
+                top = tl.maximum(top, peak(found))
+                codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, 128, BLOCK_K), DTYPE, COUNT or RECORD)
+            _store_codes(q, codes_MK, row, column, end, block, K, WIDE, TRANSPOSED)
+            least = tl.minimum(least, held)
+            flushed += lost
+            nonfinite += bad
     if amax is not None:
         for expert in range(tl.program_id(0), EXPERTS, tl.num_programs(0)):
             empty = tl.load(bounds + expert) == tl.load(bounds + expert + 1)
@@ -169,7 +204,8 @@ def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed:
     scale = torch.empty(shape if by_column or not transposed else shape[::-1], dtype=torch.float32, device=where)
     if x_TK.numel() == 0:
         return q, scale.fill_(1.0)
-    block_k = COLUMNS if by_column else max(COLUMNS, how.cols)
+    piece = COLUMNS if describable(x_TK) and k % MULTIPLE == 0 else NARROW
+    block_k = piece if by_column else max(piece, how.cols)
     programs = _programs(wide, k, block_k, where)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
     lengths = [WORK * record, experts * k * by_column]
@@ -191,7 +227,7 @@ def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed:
         *sizes, wide, slot.index if slot is not None else 0, stride_live, stride_counts,  # sizes
         WIDTH=width(experts), DTYPE=triton_dtype(how.dtype), POWER_OF_2=how.power_of_2,  # constants
         ROWS=how.rows, COLS=how.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
-        BLOCK_K=block_k, num_warps=WARPS,
+        BLOCK_K=block_k, PIECE=piece, num_warps=WARPS,
     )  # fmt: skip
     return q, scale
 

@@ -22,17 +22,21 @@ from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
 from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
+from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward
 from fp8engine.kernels.quantize import quantize, quantize_given
+from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.scale_update import scale_update
 from fp8engine.kernels.split_k import add_parts
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops.reference.grouped import BLOCK, most_blocks
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SIZE = 4096  # of a matmul
 ODD = 50257  # GPT-2's vocabulary, which nothing divides
 M, K, SLOTS = 8192, 4096, 64  # of a cast, and of the table that its slot is in
+EXPERTS = 8
 GLUON = {
     "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
     "promoted": Config(128, 128, 128, kernel="gluon"),
@@ -79,7 +83,8 @@ def cases() -> Iterator[Case]:
             launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
-    for name, architectures, wide, launch in (*_memory(), *_odd(), *attention.launches()):
+    yield from _grouped()
+    for name, architectures, wide, launch in (*_memory(), *_odd(), *_of_experts(), *attention.launches()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
 
@@ -124,7 +129,7 @@ def _forms(
 
 
 def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
-    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result, new or added to."""
     bias, one = _meta(n, dtype=BF16), _meta(1)
     counts = _meta(2, dtype=torch.int64)
     everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
@@ -133,7 +138,65 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
         "row": Epilogue(bias),
         "gelu+amax": everything,
         "fp32": Epilogue(None, torch.float32),
-    }
+    } | ({"added": Epilogue(None, torch.float32, into=_meta(SIZE, n))} if fp8 else {})  # a main_grad
+
+
+def _grouped() -> Iterator[Case]:
+    """The matmuls of experts under Hopper's configurations and Ada's first: rows with a bias, sums in FP32; odd rows."""
+    seen = set()
+    for operation in ("matmul_fp8", "matmul_fp8_promoted", "matmul_block"):
+        for arch in ("sm_90", "sm_89"):
+            for size, config in table()[operation][arch].items():
+                config, hopper = config._replace(ratio=None, kernel="triton"), arch == "sm_90"
+                if (operation, arch, config) in seen or not (hopper or size == "large"):
+                    continue
+                seen.add((operation, arch, config))
+                unaligned = hopper and not config.descriptors
+                for n in (SIZE + 1,) if unaligned else (SIZE, SIZE + 1) if hopper and size == "large" else (SIZE,):
+                    yield from _grouped_under(config, operation, arch, n, SIZE + unaligned)
+
+
+def _grouped_under(config: Config, operation: str, arch: str, n: int, k: int) -> Iterator[Case]:
+    a, b, of_x, of_dy = _experts(operation == "matmul_block", n, k)
+    given = _bounds(), Result(torch.bfloat16, _meta(EXPERTS, n, dtype=BF16)), operation != "matmul_fp8", config
+    name, architecture = f"{operation} {arch} {config}{'' if n == SIZE else ' odd N'}", int(arch.removeprefix("sm_"))
+    yield Case(f"grouped rows {name}", architecture, config, True, partial(grouped_rows, a, b, *given))
+    if k == SIZE:
+        given = _bounds(), Result(torch.float32), *given[2:]
+        yield Case(f"grouped sums {name}", architecture, config, True, partial(grouped_sums, of_dy, of_x, *given))
+
+
+def _experts(in_blocks: bool, n: int, k: int) -> tuple[Operand, Operand, Operand, Operand]:
+    """x, the weights; x^T [n, T] and dy^T [SIZE, T] in blocks."""
+    t, wide = M, most_blocks(M, EXPERTS) * BLOCK
+    if in_blocks:
+        b = _operand(EXPERTS * -(-n // 128) * 128, k, 128, 128)
+        b = b._replace(data=_meta(EXPERTS * n, k, dtype=E4M3))
+        return _operand(t, k, 1, 128), b, _operand(n, wide, 1, 128), _operand(SIZE, wide, 1, 128)
+    b = _operand(EXPERTS * n, k, 1, -1)
+    of_x, of_dy = (Operand(_meta(size, wide, dtype=E4M3), _meta(EXPERTS, size), 1, -1) for size in (n, SIZE))
+    return _operand(t, k, 1, -1), b, of_x, of_dy
+
+
+def _of_experts() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:
+    """Casts whose groups begin anew at each expert, the transpose of codes, sums of rows."""
+    hopper, fp8, bounds, wide = (90,), (90, 89), _bounds(), ("_expert_cast_kernel", "_expert_transpose_kernel")
+    for name, group in {"column": (-1, 1), "128x1": (128, 1), "32x32": (32, 32), "128x128": (128, 128)}.items():
+        how = How(E4M3, *group, True)
+        for dtype in (BF16, torch.float32):
+            word = str(dtype).removeprefix("torch.")
+            x, transposed = _meta(M, K, dtype=dtype), group[0] != 128 or group[1] == 1
+            form = f"quantize_experts {name} {word}"
+            yield _form(form, fp8, wide, quantize_experts, x, how, bounds, _slot(), transposed)
+        x = _meta(M - 1, K + 1, dtype=BF16)
+        yield _form(f"quantize_experts {name} odd", hopper, (), quantize_experts, x, how, bounds, _slot(), transposed)
+    yield _form("transpose_experts", fp8, wide, transpose_experts, _meta(M, K, dtype=E4M3), bounds)
+    yield _form("transpose_experts odd", hopper, (), transpose_experts, _meta(M - 1, K + 1, dtype=E4M3), bounds)
+    yield _form("expert_sums", fp8, (), expert_sums, _meta(M, K, dtype=BF16), bounds)
+
+
+def _bounds() -> torch.Tensor:
+    return _meta(2, EXPERTS + 1, dtype=torch.int32)
 
 
 def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8engine.autograd.groups import Groups
+from fp8engine.autograd.groups import counted
 from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError, ShapeError, UnsupportedDtype
 from fp8engine.numerics.cast import PerTensor
@@ -145,11 +145,10 @@ def _counted(x_TK, sizes, experts: int, columns: int, name: str) -> tuple[torch.
         )
     if x_TK.dim() != 2 or x_TK.shape[1] != columns:
         raise ShapeError(f"{name}: input is {list(x_TK.shape)}; want [T, {columns}], the rows of each expert together")
-    groups = Groups(sizes, x_TK, experts, name)
-    if groups.counts is None:
-        counts_E = torch.tensor(groups.sizes, device=x_TK.device)
+    counts_E, checked = counted(sizes, x_TK, experts, name)
+    if checked:
         return counts_E, counts_E.new_zeros(())
-    counts_E = groups.counts.long()
+    counts_E = counts_E.long()
     wrong = (counts_E < 0).any() | (counts_E.sum() != len(x_TK))
     return counts_E.clamp(min=0), wrong.long()
 

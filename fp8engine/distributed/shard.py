@@ -66,7 +66,9 @@ class Sharding:
         return self.leaves(linear(part, local(weight_NK), None, numerics, True), bias_N, numerics, needs_w)
 
     @_torch.outside_of_graphs
-    def norm_linear(self, x: Any, norm: NormOf, layers: Sequence[Layer], memory: Memory) -> tuple[torch.Tensor, ...]:
+    def norm_linear(
+        self, x: Any, norm: NormOf | None, layers: Sequence[Layer], memory: Memory
+    ) -> tuple[torch.Tensor, ...]:
         """`autograd.norm_linear`: where tokens are gathered, the norm is rounded to 16 bits in between."""
         every = [layer.numerics for layer in layers]
         _check_together(every, [COLUMNS] * len(every))

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from fp8engine.auto.attention import LEAST_DB, predicted_db, sample
 from fp8engine.autograd.attention import Scores, attention
 from fp8engine.autograd.fp8_attention import fp8_attention
+from fp8engine.autograd.packed import Packed, slow
 from fp8engine.errors import AttentionWarning, StrictError, UnknownName
 from fp8engine.files import HostCopy
 from fp8engine.nn.class_swap import Mixin
@@ -95,9 +96,12 @@ class Softmax:
         return Form(wanted.scale, wanted.causal, wanted.window, wanted.offset, self.asked != "fp8 unrotated")
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | Packed | None, scores: Scores
     ) -> torch.Tensor:
         """`fp8engine.autograd.attention.attention`, in the format that was asked for."""
+        if isinstance(mask, Packed):
+            self._say_packed(q)
+            return attention(q, k, v, mask, scores)
         if self.asked == "16 bits":
             return attention(q, k, v, mask, scores)
         offset, window = k.shape[2] - q.shape[2], scores.window or 0
@@ -120,6 +124,17 @@ class Softmax:
         if form is None:
             return F.scaled_dot_product_attention(query, key, value, *given, **how)
         return fp8_attention(query, key, value, form)
+
+    def _say_packed(self, q: torch.Tensor) -> None:
+        """Say once what packed sequences do not get: FP8 where it was asked for, and a CPU's speed."""
+        why = "packed sequences, which the FP8 kernels do not take" if self.asked != "16 bits" else ""
+        why = "; ".join(filter(None, (why, slow(q))))
+        if why and self.strict:
+            raise StrictError(f"strict=True: {self.name}: {why}")
+        if why and not self.said and not torch.compiler.is_compiling():
+            self.said = True
+            warnings.warn(f"{self.name}: {why}", AttentionWarning, stacklevel=2)
+        self._in_16_bits(why)
 
     def _in_16_bits(self, why: str) -> None:
         self.ran, self.why = "16 bits", why

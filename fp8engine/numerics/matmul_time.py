@@ -3,11 +3,12 @@
     y[M, N] = sum_k a[m, k] b[n, k]         tiles of BM x BN, shared among the card's multiprocessors
 
     pass        BM BN BK / (multiply-adds a clock)                      clocks that the Tensor Cores need
-    main loop   ceil(K / BK / split) max(pass / (ceiling LOOP), bytes of a and b / bytes a clock from L2)
+    main loop   ceil(K / BK / parts) max(pass / (ceiling LOOP), bytes of a and b / bytes a clock from L2)
     tile        main loop + exposed clocks: LATENCY until the first tiles arrive, BM BN out_bytes / STORE to write y
-    compute     ceil(tiles split / multiprocessors) tile / clock
+    compute     ceil(tiles parts / multiprocessors) tile / clock
     memory      (a + b + y, and a and b again where a wave's share of them does not fit into L2) / (MEMORY bandwidth)
-    time        START + max(compute, memory)
+    time        START + max(compute, memory); and where parts of K are added by a second launch, START and their bytes
+                through L2 again
 
 The clock is the data sheet's in a short burst.  A card that multiplies without pause reaches its power limit, and its
 clock falls until it draws no more.  Per multiprocessor, with u the share of clocks in which Tensor Cores multiply:
@@ -23,7 +24,7 @@ all other rows.  What limits its truth: the values of the operands alone move th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8engine.numerics.cards import Card, multiply_adds
 
@@ -38,6 +39,7 @@ ACTIVITY = {16: 1.0, 8: 1.17}  # power of a clock with products of so many bits,
 RESTING = 0.35  # the same without products
 L2_OF_CARD, L2_OF_PROCESSOR = 5120.0, 64.0  # bytes a clock: NVIDIA's A100 paper, H100's is not published; one load port
 TILE_SHARE = 0.6  # of L2 that a wave's operands can keep
+SHORTEST_PART = 512  # values of K
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Kernel:
 
     ceiling: share of the Tensor Cores' rate that its main loop allows (benchmarks/codegen.py, column "ceiling").
     group_m: rows of tiles visited together.  programs: that run on a multiprocessor at once.  bits: of an operand.
-    overlapped: the next tile's first loads do not wait for this tile's epilogue.  split: parts of K.
+    overlapped: the next tile's first loads do not wait for this tile's epilogue.  split: most parts that K is cut into,
+    where a multiprocessor is free for each and a part is at least SHORTEST_PART long.
     cluster: programs that share the loads of one operand (TMA multicast).
     """
 
@@ -91,14 +94,19 @@ class Prediction:
     exposed: float
 
 
-def predict(card: Card, kernel: Kernel, m: int, n: int, k: int, *, out_bytes=2, sustained=True) -> Prediction:
-    """The Prediction of one matmul.  sustained: the card has been multiplying for longer than a moment.
+def predict(
+    card: Card, kernel: Kernel, shape: tuple[int, int, int], *, out_bytes: int = 2, sustained: bool = True
+) -> Prediction:
+    """The Prediction of one matmul of shape M, N, K.  sustained: the card has multiplied for longer than a moment.
 
-    >>> found = predict(H100_SXM, Kernel(128, 256), 8192, 8192, 8192)
+    >>> from fp8engine.numerics.cards import H100_SXM
+    >>> found = predict(H100_SXM, Kernel(128, 256), (8192, 8192, 8192))
     >>> found.limit, round(found.seconds * 1e6, -1)
-    ('L2', 790.0)
+    ('L2', 880.0)
     """
+    m, n, k = shape
     tiles = math.ceil(m / kernel.block_m) * math.ceil(n / kernel.block_n)
+    kernel = replace(kernel, split=max(1, min(kernel.split, card.processors // tiles, k // SHORTEST_PART)))
     loop, tensor, by_l2 = _loop(card, kernel, tiles, k)
     exposed = _exposed(kernel, out_bytes)
     if kernel.programs > 1 and tiles * kernel.split > card.processors:
@@ -108,28 +116,33 @@ def predict(card: Card, kernel: Kernel, m: int, n: int, k: int, *, out_bytes=2, 
     if sustained:
         clock = sustained_clock(card, kernel.bits, tensor / (loop + exposed))
     compute = waves * (loop + exposed) / clock
-    memory = _bytes(card, kernel, (m, n, k), out_bytes) / (MEMORY * card.memory)
+    memory = _bytes(card, kernel, shape, out_bytes) / (MEMORY * card.memory)
     limit = "memory" if memory > compute else "L2" if by_l2 else "Tensor Cores"
-    return Prediction(START + max(compute, memory), compute, memory, clock, limit, loop, exposed)
+    seconds = START + max(compute, memory)
+    if kernel.split > 1:  # FP32 sums, written and read
+        seconds += START + 8 * m * n * kernel.split / (L2_OF_CARD * clock)
+    return Prediction(seconds, compute, memory, clock, limit, loop, exposed)
 
 
 def library(card: Card, sums: str, bits: int, shape: tuple[int, int, int], *, sustained: bool = True) -> Prediction:
     """The Prediction of cuBLASLt: the best of its tiles, loads shared by two programs.  sums: as in CEILINGS.
 
+    >>> from fp8engine.numerics.cards import H100_SXM
     >>> round(library(H100_SXM, "fast", 16, (8192, 8192, 8192)).seconds * 1e6, -1)
     1400.0
     """
     tiles = TILES if sums == "fast" else TILES[-2:]  # FP32 sums twice in registers leave room for 128x128
     ceiling = CEILINGS["cublas"][sums]
     kernels = (Kernel(m, n, 1024 // bits, ceiling, bits=bits, overlapped=True, cluster=2) for m, n in tiles)
-    return min((predict(card, one, *shape, sustained=sustained) for one in kernels), key=lambda found: found.seconds)
+    return min((predict(card, one, shape, sustained=sustained) for one in kernels), key=lambda found: found.seconds)
 
 
 def sustained_clock(card: Card, bits: int, busy: float) -> float:
     """Hz at which a card ends that multiplies without pause.  busy: share of clocks in which Tensor Cores multiply.
 
+    >>> from fp8engine.numerics.cards import H100_PCIE
     >>> round(sustained_clock(H100_PCIE, 16, 0.9) / 1e9, 2)
-    1.23
+    1.13
     """
     activity = busy * ACTIVITY[bits] + (1 - busy) * RESTING
     watts = (card.watts - card.idle_watts) / card.processors
@@ -156,11 +169,10 @@ def _bytes(card: Card, kernel: Kernel, shape: tuple[int, int, int], out_bytes: i
     """Bytes from and to memory."""
     m, n, k = shape
     a, b, y = m * k * kernel.bits / 8, n * k * kernel.bits / 8, m * n * out_bytes
-    parts = y / out_bytes * 8 * kernel.split if kernel.split > 1 else 0.0  # FP32 sums, written and read
     if a + b <= TILE_SHARE * card.l2:
-        return a + b + y + parts
+        return a + b + y
     # Of the larger sizes a wave reads a rectangle of tiles, group_m high; the rows of a stay while it walks along n.
     high = min(kernel.group_m, math.ceil(m / kernel.block_m))
     again = max(math.ceil(m / (high * kernel.block_m)), 1)
     kept = min(1.0, TILE_SHARE * card.l2 / b)
-    return a + b * (1 + (again - 1) * (1 - kept)) + y + parts
+    return a + b * (1 + (again - 1) * (1 - kept)) + y

@@ -9,12 +9,16 @@ Nothing here is measured, and nothing is chosen by it that runs without having b
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from fp8engine.numerics.cards import Card
 from fp8engine.numerics.matmul_time import CEILINGS, Kernel, Prediction, predict
 
+HOPPER = torch.device("cpu")  # for which kernels/tuning.py answers as for Hopper, the model's only architecture
 SUMS = {"matmul_fp8": "fast", "matmul_fp8_promoted": "promoted", "matmul_block": "block", "matmul_fp16": "fast"}
 
 
@@ -23,10 +27,11 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
 
     sums: what the main loop does with them, a key of CEILINGS; None: what the operation says, for blocks "block".
 
-    >>> from types import SimpleNamespace
-    >>> config = SimpleNamespace(block_m=128, block_n=128, block_k=128, group_m=8, descriptors=True, kernel="triton")
-    >>> kernel_of("matmul_block", config).ceiling
+    >>> from fp8engine.kernels.tuning import Config
+    >>> kernel_of("matmul_block", Config(128, 128, 128)).ceiling
     0.63
+    >>> kernel_of("matmul_fp8", Config(64, 128, 128, warps=4)).programs
+    2
     """
     family = config.kernel if config.descriptors else "pointers"
     ceilings = CEILINGS.get(family, CEILINGS["triton"])
@@ -37,8 +42,9 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
         ceilings[sums or SUMS[operation]],
         config.group_m,
         bits=16 if operation == "matmul_fp16" else 8,
-        overlapped=config.kernel == "gluon" or getattr(config, "flatten", False),
-        split=getattr(config, "split_k", 1),
+        programs=importlib.import_module("fp8engine.kernels.tuning").programs(operation, config, HOPPER),
+        overlapped=config.kernel == "gluon" or config.flatten,
+        split=config.split_k,
     )
 
 
@@ -53,4 +59,4 @@ def fastest(operation: str, configs: Iterable[Any], shape: tuple[int, int, int],
 
 
 def _prediction(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> Prediction:
-    return predict(card, kernel_of(operation, config), *shape, sustained=False)
+    return predict(card, kernel_of(operation, config), shape, sustained=False)

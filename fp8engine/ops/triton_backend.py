@@ -104,16 +104,26 @@ def _not_compiled(where: torch.device) -> str | None:
     return None
 
 
-def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False) -> torch.Tensor:
-    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason."""
+def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, config=None) -> torch.Tensor:
+    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason.
+
+    config: of kernels/tuning.py or its fields in a dict, where operands are aligned; None: the tuning table's.
+    """
     if reason := unsupported(a, b):
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
-    a, b = a._replace(data=_along_k(a.data)), b._replace(data=_along_k(b.data))
+    a, b = _suited(a, b)
     with _on(a.data.device):
-        if a.scaled_along_k or b.scaled_along_k:
-            size = a.cols if a.scaled_along_k else b.cols
-            return _kernel("matmul_block")(_in_groups(a, size), _in_groups(b, size), epilogue)
-        return _kernel("matmul_fp8")(a, b, epilogue, not fast)
+        how = {} if config is None else {"config": _configured(config, a, b)}
+        if a.scaled_along_k:
+            return _kernel("matmul_block")(a, b, epilogue, **how)
+        return _kernel("matmul_fp8")(a, b, epilogue, not fast, **how)
+
+
+def _configured(config, a: Operand, b: Operand):
+    """A configuration as kernels take it; None where its descriptors cannot describe these operands."""
+    made = _kernel("tuning", "Config")(**config) if isinstance(config, dict) else config
+    describable = _kernel("launch", "describable")
+    return made if not made.descriptors or (describable(a.data) and describable(b.data)) else None
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -155,6 +165,49 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
     """((codes, scale), (codes of the transpose, their scale)), and sums of columns where asked, from one read of x."""
     with _on(x_MK.device):
         return _kernel("cast_transpose")(_addressable(x_MK), how, slot, sums)
+
+
+def quantize_experts(x_TK: torch.Tensor, how: How, bounds_2E1, slot: Slot | None = None, transposed: bool = False):
+    """The twin of reference/grouped.py's, for groups that `casts_groups` knows."""
+    with _on(x_TK.device):
+        return _kernel("quantize_experts")(_addressable(x_TK), how, bounds_2E1, slot, transposed)
+
+
+def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
+    """Codes [K, 128 * blocks] of codes [T, K] in any strides."""
+    with _on(q_TK.device):
+        return _kernel("quantize_experts", "transpose_experts")(_addressable(q_TK), bounds_2E1)
+
+
+def expert_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
+    """The sums of each expert's rows, FP32 [E, N]."""
+    with _on(x_TN.device):
+        return _kernel("quantize_experts", "expert_sums")(_addressable(x_TN), bounds_2E1)
+
+
+def grouped_rows(a: Operand, b: Operand, bounds_2E1, bias_EN, out: torch.dtype, fast: bool) -> torch.Tensor:
+    """Each row of a times its expert's matrix of the stack b, for operands that `unsupported` takes."""
+    a, b = _suited(a, b)
+    with _on(a.data.device):
+        result = _kernel("matmul_grouped", "Result")(out, bias_EN)
+        return _kernel("matmul_grouped", "grouped_rows")(a, b, bounds_2E1, result, not fast)
+
+
+def grouped_sums(a: Operand, b: Operand, bounds_2E1, out: torch.dtype, fast: bool) -> torch.Tensor:
+    """The sums over each expert's rows, of operands in blocks that `unsupported` takes."""
+    a, b = _suited(a, b)
+    with _on(a.data.device):
+        result = _kernel("matmul_grouped", "Result")(out)
+        return _kernel("matmul_grouped", "grouped_sums")(a, b, bounds_2E1, result, not fast)
+
+
+def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Both contiguous along what is summed, and in groups along it where one of them is."""
+    a, b = a._replace(data=_along_k(a.data)), b._replace(data=_along_k(b.data))
+    if not (a.scaled_along_k or b.scaled_along_k):
+        return a, b
+    size = a.cols if a.scaled_along_k else b.cols
+    return _in_groups(a, size), _in_groups(b, size)
 
 
 def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:

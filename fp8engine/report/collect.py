@@ -145,7 +145,8 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
         backend = (numerics.ran or matmul.choose(device, numerics.plan.by_block)) if ran else "none"
-    told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
+    told = [_main_grad(numerics, backend)] if numerics.fused_wgrad else []
+    told += [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
     return {
         "recipe": recipe.name,
         "backend": backend,
@@ -160,6 +161,13 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         **slots,
         "output": _output(numerics, dtype, tables),
     }
+
+
+def _main_grad(numerics: Numerics, backend: str) -> str:
+    """How the weight's gradient reaches its main_grad."""
+    if numerics.plan.fp8 and numerics.plan.wgrad[0].fp8 and backend == "triton":
+        return "wgrad is added to main_grad by its matmul"
+    return f"wgrad is added to main_grad after its matmul (backend {backend})"
 
 
 def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
@@ -201,7 +209,10 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return BYPASSED if numerics.bypassed else NEVER_RAN
     if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
-    return ""
+    plan = numerics.plan
+    if numerics.sizes is None or plan.kind is None:
+        return ""
+    return matmul.why_chosen(numerics.state.device, numerics.sizes, plan.precision["forward"], plan.kind)
 
 
 def _fused(module: nn.Module) -> str:

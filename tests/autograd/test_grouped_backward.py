@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd import grouped, groups
-from fp8engine.autograd.groups import Groups
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.numerics.recipe import Recipe, resolve
-from fp8engine.ops import casts, scaled_mm
+from fp8engine.ops import casts, scaled_grouped, scaled_mm
+from fp8engine.ops.reference import Operand
+from fp8engine.ops.reference import grouped as twin
 
 E4M3_ROWS, E4M3 = fe.Cast(fe.E4M3, fe.PerRow()), fe.Cast(fe.E4M3)
 SQUARE = fe.Cast(fe.E4M3, fe.PerBlock(32, 32), power_of_2=True)
@@ -115,8 +116,8 @@ def test_a_byte_an_element_is_saved(recipe: str, turned: bool):
     weight = nn.Parameter(torch.randn(4, 128, 64) if turned else torch.randn(4, 64, 128))
     layer, sizes, k = GroupedLinear.of(weight, recipe=recipe, turned=turned), [130, 0, 100, 26], 128
     size = sum(t.nbytes for t in kept(layer, torch.randn(256, k, requires_grad=True), sizes))
-    # Of x reduced along its rows: per column of each expert; per 128 rows of each expert.
-    scales = {"current": 1, "delayed": 1, "rowwise": 4 * k, "blockwise": (2 + 0 + 1 + 1) * k}
+    # Of x reduced along its rows: per column of each expert; per 128 rows, as many as 256 rows of four experts can have.
+    scales = {"current": 1, "delayed": 1, "rowwise": 4 * k, "blockwise": (256 + 4 * 127) // 128 * k}
     assert size == (2 * 256 * k if recipe == "rowwise_gw_hp" else 256 * k + 4 * scales[recipe])
     layer.requires_grad_(False)
     assert kept(layer, torch.randn(256, k, requires_grad=True), sizes) == []
@@ -223,15 +224,16 @@ def test_a_gradient_of_the_gradient_and_a_changed_weight_are_refused(recipe: str
         y.sum().backward()
 
 
-class OnCard(Groups):
-    """Rows counted by a tensor on a card, which nobody may wait for."""
+@pytest.fixture
+def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of rows lie on a card, and nobody may wait for them."""
 
-    def __init__(self, sizes: Any, x_TK, experts, name):
-        self.rows, self.experts, self.where, self.name, self.counts = len(x_TK), experts, x_TK.device, name, sizes
-
-    @property
-    def sizes(self) -> list[int]:
+    def waited(bounds_2E1):
         raise AssertionError("waited for the card")
+
+    monkeypatch.setattr(groups, "on_host", lambda sizes: False)
+    for module in (twin, grouped):
+        monkeypatch.setattr(module, "parts_of", waited)
 
 
 def scaled_grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
@@ -252,7 +254,7 @@ def scaled_grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum
 def card(monkeypatch: pytest.MonkeyPatch) -> list:
     """torch's grouped matmul of FP8 as a card has it; the calls of it."""
     calls = []
-    monkeypatch.setattr(grouped, "has_scaled_grouped", lambda where: True)
+    monkeypatch.setattr(scaled_grouped, "has_scaled_grouped", lambda where: True)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *a, **k: calls.append(k) or scaled_grouped_mm(*a, **k))
     return calls
 
@@ -293,20 +295,20 @@ def test_unaligned_experts_go_one_by_one(shape, card: list):
 
 
 @pytest.mark.parametrize("name", ["rowwise_gw_hp", "bf16"])
-def test_a_step_does_not_wait_for_the_card(name: str, card: list, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_does_not_wait_for_the_card(name: str, card: list, request: pytest.FixtureRequest):
     layer = layer_of(name, bias=name == "bf16")
     x = torch.randn(144, 32)
     torch.manual_seed(1)
     want = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
     layer.zero_grad()
-    monkeypatch.setattr(grouped, "Groups", OnCard)
+    request.getfixturevalue("on_card")
     torch.manual_seed(1)
     found = as_on_a_card(layer, torch.tensor(SIZES), x.clone())
     assert torch.equal(found.y, want.y)
     assert torch.equal(found.x.grad, want.x.grad)
     assert torch.equal(found.dw, want.dw)
     for wrong in ([5, 0, 130, 8], [5, -1, 131, 9]):
-        with fe.backend("cublas"), pytest.raises(RuntimeError, match="are negative, or do not sum to 144 rows"):
+        with fe.backend("cublas"), pytest.raises(RuntimeError, match="are negative, or do not sum to the number of rows"):
             layer(x, torch.tensor(wrong))
 
 
@@ -321,8 +323,8 @@ def test_a_backward_runs_where_its_forward_was_asked_to(monkeypatch: pytest.Monk
     assert len(ran) == 9
 
 
-def test_inference_per_tensor_does_not_wait_for_the_card(card: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grouped, "Groups", OnCard)
+@pytest.mark.usefixtures("on_card")
+def test_inference_per_tensor_does_not_wait_for_the_card(card: list):
     for recipe in ("current", "delayed", "rowwise"):
         with torch.no_grad(), fe.backend("cublas"):
             layer_of(recipe)(torch.randn(144, 32), torch.tensor(SIZES))
@@ -331,11 +333,11 @@ def test_inference_per_tensor_does_not_wait_for_the_card(card: list, monkeypatch
 
 def test_a_card_without_it_says_why():
     cpu, codes = torch.device("cpu"), torch.zeros(32, 32).to(torch.float8_e4m3fn)
-    assert not groups.has_scaled_grouped(cpu)
+    assert not scaled_grouped.has_scaled_grouped(cpu)
     one = torch.ones(())
-    operand = lambda data=codes, scale=one, rows=-1: groups.Operand(data, scale, rows, -1)  # noqa: E731 - for brevity
-    assert groups.ungroupable(operand(), operand(), 2) is None
-    assert "E4M3" in str(groups.ungroupable(operand(codes.view(torch.float8_e5m2)), operand(), 2))
-    assert "per row" in str(groups.ungroupable(operand(scale=torch.ones(1, 1), rows=32), operand(), 2))
-    assert "multiples of 16" in str(groups.ungroupable(operand(), operand(), 4))
-    assert "no rows" in str(groups.ungroupable(operand(codes[:0]), operand(), 2))
+    operand = lambda data=codes, scale=one, rows=-1: Operand(data, scale, rows, -1)  # noqa: E731 - for brevity
+    assert scaled_grouped.ungroupable(operand(), operand(), 2) is None
+    assert "E4M3" in str(scaled_grouped.ungroupable(operand(codes.view(torch.float8_e5m2)), operand(), 2))
+    assert "per row" in str(scaled_grouped.ungroupable(operand(scale=torch.ones(1, 1), rows=32), operand(), 2))
+    assert "multiples of 16" in str(scaled_grouped.ungroupable(operand(), operand(), 4))
+    assert "no rows" in str(scaled_grouped.ungroupable(operand(codes[:0]), operand(), 2))

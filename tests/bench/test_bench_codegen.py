@@ -347,10 +347,10 @@ def test_multiply_adds_of_a_pass(product, warps, each):
 
 
 CEILINGS = {
-    "FP8, one scale per tensor or row, fast": "matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma plain",
+    "FP8, one scale per tensor or row, fast": "matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma flat plain",
     "the same, promoted every 128 of K": "matmul_fp8_promoted tensor sm_90 128x128x128 g8 w8 s4 p1 tma plain",
-    "blocks 1x128 by 128x128 (forward, dgrad)": "matmul_block 1x128 128x128 sm_90 128x128x128 g8 w8 s4 p1 tma plain",
-    "blocks 1x128 by 1x128 (wgrad)": "matmul_block 1x128 1x128 sm_90 128x128x128 g8 w8 s4 p1 tma plain",
+    "blocks 1x128 by 128x128 (forward, dgrad)": "matmul_block 1x128 128x128 sm_90 128x128x128 g8 w8 s4 p1 tma flat plain",
+    "blocks 1x128 by 1x128 (wgrad)": "matmul_block 1x128 1x128 sm_90 128x128x128 g8 w8 s4 p1 tma flat plain",
 }
 
 

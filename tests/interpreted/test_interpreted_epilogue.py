@@ -173,6 +173,21 @@ def test_activations_of_every_matmul(matmul, activation):
 
 
 @pytest.mark.parametrize("matmul", MATMULS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_result_is_added_to_what_its_memory_holds(matmul, config):
+    for m, n in ((70, 136), (33, 67), (1, 1)):
+        a, b = integers(m, n)
+        into, sums = torch.randint(-99, 99, (m, n)).float(), (a.double() @ b.double().t()).float()
+        twin = finish(sums.clone(), Epilogue(None, torch.float32, "relu", **statistics(), into=into.clone()))
+        ends = [Epilogue(None, torch.float32, "relu", **statistics(), into=into)]
+        assert matmul.run(a, b, ends[0], config) is into
+        assert torch.equal(into, twin)
+        plain = twin.clone()
+        matmul.run(a, b, Epilogue(None, torch.float32, into=plain), config)
+        assert torch.equal(plain, twin + sums)
+
+
+@pytest.mark.parametrize("matmul", MATMULS, ids=str)
 def test_what_lies_beyond_the_matrix_is_not_counted(matmul):
     # Beyond M the rows hold the bias alone, here larger than every result, then Inf; beyond N scale by Inf makes NaN.
     for config in CONFIGS:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.numerics.formats import Format
-from fp8engine.ops.reference.matmul import column_sums, matmul_fp8
+from fp8engine.ops.reference.matmul import column_sums, matmul_fp8, matmul_fp16
 from fp8engine.ops.reference.operand import How, Operand, Slot
 from fp8engine.ops.reference.quantize import largest, note, quantize
 from fp8engine.ops.reference.scale import scale_factor
@@ -124,9 +124,10 @@ def grouped_rows(
         if part.end > part.start:
             bias_N = None if bias_EN is None else bias_EN[e]
             found.append(multiply(part_of_rows(a, part, e), part_of_stack(b, len(parts), e), bias_N, out))
-    if parts[-1].end < rows or not found:
-        n = b.data.shape[0] // len(parts)
-        found.append(torch.zeros(rows - parts[-1].end, n, dtype=out, device=a.data.device))
+    if not found:  # no rows: the result has the shape, dtype and device that one expert's would have
+        found.append(multiply(part_of_rows(a, parts[0], 0), part_of_stack(b, len(parts), 0), None, out))
+    if parts[-1].end < rows:
+        found.append(found[0].new_zeros(rows - parts[-1].end, found[0].shape[1]))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -147,6 +148,16 @@ def grouped_sums(
                 part_of_columns(x, part, e) if in_blocks else part_of_rows(x, part, e).t() for x in (a, b)
             )  # fmt: skip
             dw_EMN[e].copy_(multiply(a_e, b_e, None, out))
+    return dw_EMN
+
+
+def sums_16(a_TM: torch.Tensor, b_TN: torch.Tensor, bounds_2E1: torch.Tensor, out: torch.dtype) -> torch.Tensor:
+    """dw [E, M, N] of rows in 16 or 32 bits, each expert's sums rounded once to a's dtype."""
+    parts = parts_of(bounds_2E1)
+    dw_EMN = torch.zeros(len(parts), a_TM.shape[1], b_TN.shape[1], dtype=out, device=a_TM.device)
+    for e, part in enumerate(parts):
+        if part.end > part.start:
+            dw_EMN[e].copy_(matmul_fp16(a_TM[part.start : part.end].t(), b_TN[part.start : part.end].t()))
     return dw_EMN
 
 
@@ -178,7 +189,7 @@ def quantize_experts(
     if parts[-1].end < t or not codes:
         codes.append(torch.zeros(t - parts[-1].end, k, dtype=torch.float32, device=where).to(how.held or how.dtype))
     q_TK = codes[0] if len(codes) == 1 else torch.cat(codes)
-    if slot is not None and (slot.count or slot.record):
+    if slot is not None and (slot.count or slot.record) and x_TK.numel():
         _note(x_TK, q_TK, slot, how, parts)
     if not transposed:
         return q_TK, scale

@@ -1,0 +1,219 @@
+"""The kernels of experts from their PTX: one launch over all of them, with every number of rows that a router can give.
+
+Operands are small integers under power-of-two scales, whose products and sums are exact in any order: bit for bit.
+What lies behind an expert's rows, behind the last expert's and behind a matrix is NaN: nobody may let it in.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experts import SIZES, run, uneven
+from support import sqnr
+
+import fp8engine as fe
+from benchmarks.checks.operands import differs
+from fp8engine.kernels import quantize_experts
+from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
+from fp8engine.kernels.tuning import Config, table
+from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops.reference import grouped as twin
+from fp8engine.ops.reference.operand import COUNTERS
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+K = 272  # two blocks of 128 and one of 16
+MANY = [17] * 64
+DIVISIONS = {
+    "uneven": [17, 0, 130, 64, 5],
+    "all in one": [0, 300, 0],
+    "whole blocks": [128, 256, 128],
+    "one": [200],
+    "first and last are empty": [0, 1, 0],
+}
+KINDS = {"tensor": (-1, -1), "row": (1, -1), "block": (1, 128)}
+# Kind, promoted, architecture, configuration: each committed one once.
+COMMITTED = sorted(
+    {
+        (kind, operation != "matmul_fp8", int(arch.removeprefix("sm_")), config._replace(ratio=None))
+        for operation, kind in (("matmul_fp8", "row"), ("matmul_fp8_promoted", "row"), ("matmul_block", "block"))
+        for arch, configs in table()[operation].items()
+        for config in configs.values()
+        if config.kernel == "triton"
+    },
+    key=str,
+)
+
+
+def codes(rows: int, columns: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.randint(-1, 2, (rows, columns)).float().to(dtype)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.exp2(torch.randint(-3, 4, shape).float())
+
+
+def operand(kind: str, rows: int, columns: int, square: bool = False, dtype: torch.dtype = E4M3) -> Operand:
+    """Rows of experts, or a stack of their matrices where `square`."""
+    across = -(-columns // 128)
+    if kind == "tensor":
+        return Operand(codes(rows, columns, dtype), torch.tensor(0.5))
+    if kind == "row":
+        return Operand(codes(rows, columns, dtype), scales(rows, 1), 1, -1)
+    if square:
+        return Operand(codes(rows, columns, dtype), scales(-(-rows // 128), across), 128, 128, True)
+    return Operand(codes(rows, columns, dtype), scales(rows, across), 1, 128, True)
+
+
+def stack(kind: str, experts: int, rows: int, columns: int) -> Operand:
+    """Experts' matrices; squares begin anew at each."""
+    parts = [operand(kind, rows, columns, square=True) for _ in range(experts)]
+    data, scale = (torch.cat([part[i] for part in parts]) if parts[0][i].dim() else parts[0][i] for i in (0, 1))
+    return parts[0]._replace(data=data, scale=scale)
+
+
+def transposed(kind: str, sizes: list[int], bounds: torch.Tensor, columns: int, dtype=E4M3) -> Operand:
+    """Columns of experts, in blocks."""
+    data = twin.transpose_experts(codes(sum(sizes), columns, dtype), bounds)
+    blocks = data.shape[1] // 128
+    if kind == "tensor":
+        return Operand(data, torch.tensor(0.25))
+    if kind == "row":
+        return Operand(data, scales(len(sizes), columns), 1, -1)
+    return Operand(data, scales(columns, blocks), 1, 128, True)
+
+
+def check_rows(kind: str, sizes: list[int], n: int, k: int, promoted: bool, config: Config | None, beyond: int = 3):
+    """Rows of NaN behind the last expert's; a bias; every output's dtype by turns."""
+    bounds, rows = twin.bounds_of(torch.tensor(sizes)), sum(sizes) + beyond
+    a, b = operand(kind, rows, k), stack(kind, len(sizes), n, k)
+    if beyond:
+        a.data[-beyond:] = float("nan")
+    bias = torch.randint(-3, 4, (len(sizes), n)).bfloat16()
+    for out, bias_EN in ((torch.float32, None), (torch.bfloat16, bias)):
+        found = grouped_rows(a, b, bounds, Result(out, bias_EN), promoted, config)
+        assert differs(found, twin.grouped_rows(a, b, bounds, bias_EN, torch.float32).to(out)) is None
+
+
+def check_sums(kind: str, sizes: list[int], m: int, n: int, promoted: bool, config: Config | None):
+    bounds = twin.bounds_of(torch.tensor(sizes))
+    a, b = transposed(kind, sizes, bounds, m), transposed(kind, sizes, bounds, n)
+    for x in (a, b):  # blocks that are not there
+        x.data[:, 128 * int(bounds[1, -1]) :] = float("nan")
+    found = grouped_sums(a, b, bounds, Result(torch.float32), promoted, config)
+    assert differs(found, twin.grouped_sums(a, b, bounds)) is None
+    for e, size in enumerate(sizes):
+        assert size or not found[e].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "promoted", "architecture", "config"), COMMITTED, ids=str)
+def test_a_committed_configuration_is_exact(kind: str, promoted: bool, architecture: int, config: Config, card):
+    card(architecture)
+    odd = 0 if config.descriptors else 1
+    check_rows(kind, DIVISIONS["uneven"], config.block_n + 16 + odd, K + odd, promoted, config)
+    check_sums(kind, DIVISIONS["uneven"], config.block_m + 9, 40 + odd, promoted, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_division_of_rows(kind: str, division: str, card):
+    card()
+    check_rows(kind, DIVISIONS[division], 40, 144, kind != "tensor", None)
+    check_sums(kind, DIVISIONS[division], 40, 24, kind != "tensor", None)
+
+
+@pytest.mark.slow
+def test_64_experts_of_17_rows(card):
+    card()
+    check_rows("row", MANY, 16, 32, True, Config(64, 32, 32, warps=4, stages=3, descriptors=True))
+    check_sums("row", MANY, 16, 16, True, Config(64, 32, 64, warps=4, stages=2, descriptors=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_its_expert(bad: float, card):
+    sizes = [30, 3, 0, 70]
+    bounds = twin.bounds_of(torch.tensor(sizes))
+    card()
+    a, b = operand("row", sum(sizes), 48), stack("row", len(sizes), 24, 48)
+    a = a._replace(data=a.data.float().to(E5M2))
+    a.data[31, 7], b.data[24 + 3, 5] = bad, float("nan")  # both of the second expert
+    found = grouped_rows(a, b, bounds, Result(torch.float32))
+    assert differs(found[:30], twin.grouped_rows(a, b, bounds, out=torch.float32)[:30]) is None
+    assert found[33:].isfinite().all()
+    assert not found[31].isfinite().any()
+    x = torch.randn(sum(sizes), 24)
+    x[31, 7] = bad
+    how = How(E4M3, -1, 1, True)
+    q, scale = quantize_experts.quantize_experts(x, how, bounds, None, True)
+    a = Operand(q, scale, 1, -1, True)
+    dw = grouped_sums(a, a, bounds, Result(torch.float32))
+    assert dw[[0, 2, 3]].isfinite().all()
+    assert dw[1].isnan().any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("group", [(-1, 1), (128, 1), (32, 32), (128, 128)], ids=str)
+def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int], transpose: bool, card, whole: bool):
+    card()
+    for i, (dtype, sizes) in enumerate((
+        (torch.bfloat16, DIVISIONS["uneven"]),
+        (torch.float32, DIVISIONS["all in one"]),
+        (torch.float16, DIVISIONS["whole blocks"]),
+    )):  # fmt: skip
+        bounds, rows, columns = twin.bounds_of(torch.tensor(sizes)), sum(sizes) + 2 * (i == 0), 65 + 15 * i
+        x = (torch.randn(rows, columns) * torch.exp2(torch.randint(-9, 6, (rows, columns)))).to(dtype)
+        if i == 1:
+            x[7, 3], x[100, 9] = float("inf"), float("nan")
+        how = How(E5M2 if i == 1 else E4M3, *group, power_of_2=i != 1)
+        slots = [Slot(torch.full((2, 3), -1.0), torch.zeros(len(COUNTERS), 3, dtype=torch.int64), 1) for _ in "ab"]
+        found = quantize_experts.quantize_experts(x, how, bounds, slots[0], transpose)
+        wanted = twin.quantize_experts(x, how, bounds, slots[1], transpose)
+        used = 128 * int(bounds[1, -1]) if transpose else sum(sizes)
+        assert torch.equal(_used(found[0].float(), used, transpose).nan_to_num(1e9), _used(wanted[0].float(), used, transpose).nan_to_num(1e9))
+        if group[0] != -1:
+            used = 128 * int(bounds[1, -1]) // group[0]
+            found, wanted = ((None, _used(one[1], used, transpose)) for one in (found, wanted))
+        assert differs(found[1], wanted[1]) is None
+        assert torch.equal(slots[0].live_2S, slots[1].live_2S)
+        assert torch.equal(slots[0].counts_CS, slots[1].counts_CS)
+
+
+def _used(x: torch.Tensor, size: int, transpose: bool) -> torch.Tensor:
+    return x[:, :size] if transpose else x[:size]
+
+
+@pytest.mark.parametrize("division", ["uneven", "all in one"])
+def test_codes_are_transposed_and_rows_summed(division: str, card):
+    bounds = twin.bounds_of(torch.tensor(DIVISIONS[division]))
+    rows = sum(DIVISIONS[division]) + 1
+    q, x = torch.randint(0, 256, (rows, 70), dtype=torch.uint8).view(E4M3), torch.randint(-9, 10, (rows, 70)).float()
+    card()
+    found = quantize_experts.transpose_experts(q, bounds).view(torch.uint8)
+    used = 128 * int(bounds[1, -1])
+    assert torch.equal(found[:, :used], twin.transpose_experts(q, bounds).view(torch.uint8)[:, :used])
+    assert torch.equal(quantize_experts.expert_sums(x, bounds), twin.expert_sums(x, bounds))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "blockwise", "squares"])
+def test_a_layers_step_is_that_of_its_emulation(recipe: str, card):
+    square = fe.Cast(fe.E4M3, fe.PerBlock(32, 32), power_of_2=True)
+    squares = fe.Recipe(name="squares", input=square, weight=square, grad_output=square)
+    results, there = [], card()
+    for backend in ("triton", "reference"):
+        torch.manual_seed(0)
+        layer = uneven(GroupedLinear(4, 144, 48, recipe=squares if recipe == "squares" else recipe))
+        with fe.backend(backend):
+            ran = run(layer, SIZES)
+        assert not ran.dw[1].any()
+        assert layer.numerics.ran == backend
+        slots = fe.scaling_state(layer)
+        results.append(((ran.y, ran.x.grad, ran.dw, ran.db), [slots[role].amax for role in ("input", "weight", "grad_output")]))
+    assert {"_grouped_rows_kernel", "_grouped_sums_kernel"} <= {done.kernel for done in there.done}
+    # The emulation rounds a product to BF16 (2^-8, 53 dB on average), and both sum in another order.
+    assert all(sqnr(want, found) > 50 for found, want in zip(results[0][0], results[1][0], strict=True))
+    assert results[0][1] == results[1][1]
