@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache
+from fp8engine.autograd.packed import Packed
 from fp8engine.errors import AttentionWarning, ConversionError, StrictError, UnknownName
 from fp8engine.nn.fp8_attention import INTERVAL
 
@@ -83,6 +84,12 @@ def test_fe_attention_in_fp8_is_near_its_16_bits_and_is_reported():
     assert not torch.equal(found["fp8"][0], found["fp8 unrotated"][0])
     with pytest.raises(UnknownName, match="fp8 unrotated"):
         fe.Attention(128, fe.Heads(2, softmax="fp9"), recipe="current")
+
+
+def test_packed_sequences_run_in_16_bits():
+    layer = fe.Attention(128, fe.Heads(2, causal=True, softmax="fp8"), recipe="current")
+    with pytest.warns(AttentionWarning, match="packed sequences, which the FP8 kernels do not take"):
+        layer(x_of(5)[0], Packed(torch.tensor([0, 2, 5], dtype=torch.int32), 3))
 
 
 def test_cached_keys_are_seen_as_in_one_call():
