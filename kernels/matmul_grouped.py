@@ -11,9 +11,9 @@ them; the host knows only a bound of how many there are.
     sums    a and b are laid out in blocks with zeros behind each expert's rows: whole blocks are multiplied, without a
             mask in the loop.  An expert without rows gets zeros
 
-Scales per tensor; per row (of a: each row; of b: each row of each expert; in sums one per expert and row of a or b); or
-along what is summed, 1 x 128 or 128 x 128 (or 32, 64), promoted as in matmul_block.py.  A row that belongs to no expert,
-behind the last one, gets zeros.
+Scales per tensor; per row (of a: each row; of b: each row of each expert; in sums one per expert and row of a or b);
+or along what is summed, 1 x 128 or 128 x 128 (or 32, 64), promoted as in matmul_block.py.  A row that belongs to no
+expert, behind the last one, gets zeros.
 
 Cost: 2 T N K operations each; of a ragged tile all 128 rows are multiplied: an expert of 17 rows costs what 64 cost.
 Twin: fp8engine/ops/reference/grouped.py.
@@ -106,7 +106,6 @@ def _grouped_rows_kernel(
     """ROWS_A, ROWS_B: rows that share a scale; -1: all of them."""
     BY_ROW_A: tl.constexpr = ROWS_A == 1
     BY_ROW_B: tl.constexpr = ROWS_B == 1
-    PER_BLOCK: tl.constexpr = 128 // BLOCK_M
     ends = last_blocks(bounds, EXPERTS, WIDTH)
     down = tl.load(bounds + 2 * EXPERTS + 1) * 128  # rows of all blocks
     tiles = (down // BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -114,7 +113,7 @@ def _grouped_rows_kernel(
         place, column = place_of(tile, down, N, BLOCK_M, BLOCK_N, GROUP_M)
         block = place // 128
         expert = expert_of(block, ends)
-        row, end, start, first = rows_of(bounds, EXPERTS, expert, block)
+        row, end, _ = rows_of(bounds, EXPERTS, expert, block)
         row += place % 128
         row_b = expert * N + column
         scale_row_a = place if ROWS_A > 1 else row
@@ -182,7 +181,9 @@ def _grouped_sums_kernel(
             )  # fmt: skip
 
 
-def grouped_rows(a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None) -> torch.Tensor:
+def grouped_rows(
+    a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None
+) -> torch.Tensor:
     """y [T, N] of rows a.data [T, K] and a stack of experts' matrices b.data [E * N, K], both contiguous along K.
 
     Scales FP32: (); a [T, 1] and b [E * N, 1]; or along K, a [T, G] or [128 * blocks / rows, G], where groups span

@@ -134,7 +134,7 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
 
 
 def _grouped() -> Iterator[Case]:
-    """The matmuls of experts under Hopper's configurations and Ada's first: rows with a bias, sums in FP32; odd rows."""
+    """The matmuls of experts under Hopper's configurations and Ada's first: rows with a bias, sums in FP32."""
     seen = set()
     for operation in ("matmul_fp8", "matmul_fp8_promoted", "matmul_block"):
         for arch in ("sm_90", "sm_89"):
