@@ -99,6 +99,7 @@ def _benches() -> dict[str, tuple[str, Callable[[Record], str]]]:
         "casts": ("casts", casts.line),
         "linear": ("a Linear, forward and backward", linear.line),
         "steps": ("blocks and models, forward and backward", steps.line),
+        "experts": ("grouped matmuls of experts, TFLOP/s", experts.line),
         "graphs": ("eager beside a CUDA graph, and the host's time", peers.graph_line),
         "generate": ("generation", generate.line),
     }

@@ -71,8 +71,8 @@ def operand(kind: str, rows: int, columns: int, square: bool = False, dtype: tor
 def stack(kind: str, experts: int, rows: int, columns: int) -> Operand:
     """Experts' matrices; squares begin anew at each."""
     parts = [operand(kind, rows, columns, square=True) for _ in range(experts)]
-    data, scale = (torch.cat([part[i] for part in parts]) if parts[0][i].dim() else parts[0][i] for i in (0, 1))
-    return parts[0]._replace(data=data, scale=scale)
+    scale = parts[0].scale if kind == "tensor" else torch.cat([part.scale for part in parts])
+    return parts[0]._replace(data=torch.cat([part.data for part in parts]), scale=scale)
 
 
 def transposed(kind: str, sizes: list[int], bounds: torch.Tensor, columns: int, dtype=E4M3) -> Operand:
