@@ -22,6 +22,7 @@ from fp8engine.nn import (
     LayerNormMLP,
     Linear,
     TransformerLayer,
+    fuse_wgrad_accumulation,
     weights_changed,
 )
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
@@ -77,6 +78,7 @@ __all__ = [
     "distributed",
     "errors",
     "flow",
+    "fuse_wgrad_accumulation",
     "hf",
     "high_precision",
     "inspect",

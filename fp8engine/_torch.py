@@ -70,6 +70,11 @@ assert_async = torch._assert_async  # an assertion on a card that the host does 
 update_loss_scale = torch._amp_update_scale_  # what torch.amp.GradScaler itself calls
 
 
+def graph_break(why: str) -> None:
+    """End the graph that Dynamo traces; with fullgraph=True it raises with these words."""
+    torch._dynamo.graph_break(msg=why)
+
+
 def ordered_effect(operator: str) -> None:
     """Let torch.compile keep the order of an operator that writes a table nobody returns: never dropped nor moved.
 
@@ -218,6 +223,11 @@ def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
     # A group of `replicate` has no shards, and reduces by an all-reduce.
     sharded = [group for group in groups if hasattr(getattr(group, "mesh_info", None), "shard_process_group")]
     return [group._reduce_scatter_process_group for group in sharded]
+
+
+def default_store() -> dist.Store:
+    """The store by which the ranks of the default process group met: small messages without a collective."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def begin_fake_ranks(ranks: int) -> None:

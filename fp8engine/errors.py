@@ -101,6 +101,10 @@ class BypassWarning(UserWarning):
     """Warning, once per model after its first forward: the model reads a layer's weight without calling the layer."""
 
 
+class AttentionWarning(UserWarning):
+    """Warning, once per attention: FP8 was asked for, and it runs in 16 bits; the message says why."""
+
+
 class ReportError(Fp8EngineError, ValueError):
     """A report that cannot be written: losses that are not numbers, a missing folder, a missing package."""
 

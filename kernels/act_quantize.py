@@ -1,17 +1,15 @@
 """Activations, plain and gated, stored in the format that the next matmul reads; and their backward with dbias.
 
-    plain      y[m, n] = f(x[m, n])                    dx = dy f'(x)                f: relu, gelu, gelu_tanh, silu
-    gated      y[m, n] = f(gate[m, n]) up[m, n]        dgate = dy up f'(gate)       dup = dy f(gate)
-               x[m, 2 n] = [gate | up]                 swiglu: silu, geglu: gelu, geglu_tanh: gelu_tanh
+    plain      y[m, n] = f(x[m, n])                    dx = dy f'(x)
+    gated      y[m, n] = f(gate[m, n]) u(up[m, n])     dgate = dy u(up) f'(gate)    dup = dy f(gate) u'(up)
+               x[m, 2 n] = [gate | up]
     backward   dbias[k] = sum_m dx[m, k] in FP32, before dx is rounded
 
-    f'         relu x > 0    gelu Phi(x) + x phi(x)    silu g (1 + x (1 - g)), g = sigmoid(x)
-               gelu_tanh g + x g (1 - g) u'(x), g = sigmoid(u), u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
-
-All of it in FP32.  Bytes an element of BF16: 2 read and 1 written (+ 1 transposed) under a predicted scale, 1 x 128
-scales, or row scales of rows up to 16,384; 2 more read where the scale has to be measured first.  dbias is summed
-within a tile of rows, then over tiles, in a fixed order; it adds 4 / BLOCK_M bytes written and read.
-Twin: fp8engine/ops/reference/act_quantize.py, which names the papers.
+f and u of each kind: activations.py.  All of it in FP32.  Bytes an element of BF16: 2 read and 1 written
+(+ 1 transposed) under a predicted scale, 1 x 128 scales, or row scales of rows up to 16,384; 2 more read where the
+scale has to be measured first.  dbias is summed within a tile of rows, then over tiles, in a fixed order; it adds
+4 / BLOCK_M bytes written and read.
+Twin: fp8engine/ops/reference/act_quantize.py, and activations.py beside it, which names the sources.
 """
 
 from typing import NamedTuple
@@ -20,24 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.activations import FUNCTIONS, GATED, LIMIT, activate, gradient, linear_part
 from fp8engine.kernels.column_sums import column_sums
-from fp8engine.kernels.epilogue import activate
 from fp8engine.kernels.launch import MULTIPLE
 from fp8engine.kernels.produce import GROUP_COLUMNS, Target, begin, cannot_store, end, nothing_seen, programs, put
 
-FUNCTIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_tanh",
-}
-GATED = ("swiglu", "geglu", "geglu_tanh")
-INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
-INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
-TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 WIDEST_ROW = 16384  # a whole row in the registers of one program
 
 
@@ -47,23 +32,6 @@ class Tile(NamedTuple):
     m: int
     n: int
     warps: int
-
-
-@triton.jit
-def gradient(dy, x, ACTIVATION: tl.constexpr):
-    """dy * f'(x) in FP32."""
-    if ACTIVATION == "relu":
-        dx = tl.where(x <= 0, 0.0, dy)  # False for NaN, whose gradient passes, as in torch
-    elif ACTIVATION == "gelu":
-        density = tl.exp(-0.5 * x * x) * INVERSE_SQRT_2_PI
-        dx = dy * (0.5 * (1.0 + tl.erf(x * INVERSE_SQRT_2)) + x * density)
-    elif ACTIVATION == "gelu_tanh":
-        g = tl.sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
-        dx = dy * (g + x * g * (1.0 - g) * (TWICE_SQRT_2_OVER_PI * (1.0 + 0.134145 * x * x)))
-    else:
-        g = tl.sigmoid(x)
-        dx = dy * (g * (1.0 + x * (1.0 - g)))
-    return dx
 
 
 @triton.jit
@@ -95,7 +63,8 @@ def _act_kernel(
         columns = first + tl.arange(0, BLOCK_N)
         y_MN = activate(read(x, rows, columns, M, N, stride_m, stride_n), ACTIVATION)
         if IS_GATED:
-            y_MN *= read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
+            up_MN = read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
+            y_MN *= linear_part(up_MN, ACTIVATION)
         seen = put(
             y_MN, rows, first, N, M, N, s, outputs, seen,
             HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
@@ -129,6 +98,9 @@ def _act_backward_kernel(
         x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
         if IS_GATED:
             dup_MN = dy_MN * activate(x_MN, ACTIVATION)
+            if ACTIVATION == "clamped":  # read here, and again below: it is not held in registers between
+                up_MN = read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
+                dup_MN = tl.where(tl.abs(up_MN) > LIMIT, 0.0, dup_MN)
             if not SECOND:
                 tl.store(part + down.to(tl.int64) * K + N + columns, tl.sum(dup_MN, 0), mask=columns < N)
             seen = put(
@@ -136,7 +108,8 @@ def _act_backward_kernel(
                 HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
             )  # fmt: skip
             tl.debug_barrier()  # one half's registers are free before the other's are taken
-            dy_MN *= read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
+            up_MN = read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
+            dy_MN *= linear_part(up_MN, ACTIVATION)
         dx_MN = gradient(dy_MN, x_MN, ACTIVATION)
         if not SECOND:
             tl.store(part + down.to(tl.int64) * K + columns, tl.sum(dx_MN, 0), mask=columns < N)

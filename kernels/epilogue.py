@@ -1,6 +1,7 @@
 """The epilogue of a matmul: a tile of FP32 sums is finished in registers before it is stored.
 
-    y    = f(acc * (scale_a[m] * scale_b[n]) + bias[n])    f: none, relu, gelu, gelu_tanh or silu
+    y    = f(acc * (scale_a[m] * scale_b[n]) + into[m, n] + bias[n])    f: none, or a plain kind of activations.py
+    into: what the memory of an FP32 result held before, where the epilogue adds to it
     amax = max |y| over finite y     saturated = how many |y| / scale > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -12,26 +13,13 @@ Twin: fp8engine/ops/reference/epilogue.py.
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.activations import PLAIN, activate
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
-from fp8engine.kernels.tile import pieces, store_tile
+from fp8engine.kernels.tile import pieces, store_tile, stored_tile
 
 # |y / scale| over MAX by less than the rounding of 1 / scale itself is not saturation.
 SATURATES = tl.constexpr(1 + 2.0**-22)
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """f(x) in FP32.  tanh by way of the sigmoid, (1 + tanh u) / 2 = sigmoid(2 u): the interpreter has no tanh."""
-    if ACTIVATION == "relu":
-        x = tl.where(x < 0, 0.0, x)  # NaN stays, and -0
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
-    return x
+ACTIVATIONS = ("none", *PLAIN)
 
 
 @triton.jit
@@ -100,8 +88,12 @@ def store_result(
     BY_DESCRIPTOR: tl.constexpr,
     PARTS: tl.constexpr,
     COUNT: tl.constexpr,
+    ADD: tl.constexpr = False,
 ):
-    """Finish a tile of sums whose first element is [row, column], piece by piece; return its statistics."""
+    """Finish a tile of sums whose first element is [row, column], piece by piece; return its statistics.
+
+    ADD: to what y, a pointer then, holds.
+    """
     rows = row + tl.arange(0, acc_MN.shape[0])
     PART_N: tl.constexpr = acc_MN.shape[1] // PARTS
     amax = 0.0
@@ -112,6 +104,8 @@ def store_result(
         first = column + part * PART_N
         columns = first + tl.arange(0, PART_N)
         y_MN = real_values(runs[part], rows, columns, M, N, scale_a, scale_b, BY_ROW_A, BY_ROW_B)
+        if ADD:
+            y_MN += stored_tile(y, y_MN, row, first, M, N)
         stored, top, over, bad = finish(y_MN, rows, columns, M, N, bias, output_scale, ACTIVATION, OUT, COUNT)
         store_tile(y, stored, row, first, M, N, BY_DESCRIPTOR)
         if COUNT:

@@ -89,9 +89,14 @@ def reader(x: torch.Tensor, load: str, rows: int, columns: int) -> TensorDescrip
     return descriptor(x.t(), (columns, rows)) if load == TRANSPOSED else x
 
 
-def writable(y_MN: torch.Tensor, config) -> bool:
-    """Whether a kernel of that configuration writes y by descriptor."""
-    return config.descriptors and describable(y_MN)
+def result_of(m: int, n: int, epilogue, where: torch.device) -> torch.Tensor:
+    """Memory of the result [m, n]: what the epilogue adds to, or new."""
+    return torch.empty(m, n, dtype=epilogue.out, device=where) if epilogue.into is None else epilogue.into
+
+
+def writable(y_MN: torch.Tensor, config, epilogue) -> bool:
+    """Whether a kernel of that configuration writes y by descriptor; what it adds to goes by pointers, both ways."""
+    return config.descriptors and describable(y_MN) and epilogue.into is None
 
 
 def stages(config, y_MN: torch.Tensor) -> int:
@@ -103,13 +108,17 @@ def parts(config, epilogue, y_MN: torch.Tensor) -> int:
     """Into how many pieces a tile is cut for the epilogue.
 
     Four where it needs registers beside 128 sums a thread.  PIECE sums a thread where y is written by pointers and its
-    width is not known to be a multiple of 16: every element then has a store, an address and a mask of its own.
+    width is not known to be a multiple of 16: every element then has a store, an address and a mask of its own; and
+    where y is added to what is there, which is in registers too.
+    Two at least for an FP32 result by descriptor: a piece then takes the shared memory of a 16-bit tile.
     """
     sums = config.block_m * config.block_n // (THREADS * config.warps)
     rich = epilogue.activation != "none" or epilogue.amax is not None or epilogue.counts is not None
-    if not writable(y_MN, config) and y_MN.shape[1] % MULTIPLE:
+    described = writable(y_MN, config, epilogue)
+    if epilogue.into is not None or (not described and y_MN.shape[1] % MULTIPLE):
         return max(config.parts, sums // PIECE)
-    return 4 if sums >= 128 and rich else config.parts
+    least = 2 if described and y_MN.dtype == torch.float32 else 1
+    return 4 if sums >= 128 and rich else max(config.parts, least)
 
 
 def writer(y_MN: torch.Tensor, by_descriptor: bool, rows: int, columns: int) -> TensorDescriptor | torch.Tensor:
@@ -122,10 +131,10 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return _DTYPES[dtype]
 
 
-def persistent_grid(m: int, n: int, config, where: torch.device) -> tuple[int]:
-    """One program per multiprocessor, or per tile where there are fewer tiles."""
+def persistent_grid(m: int, n: int, config, where: torch.device, programs: int = 1, shares: int = 1) -> tuple[int]:
+    """`programs` programs a multiprocessor, or one per tile and share of K where there are fewer of these."""
     tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
-    return (min(tiles, processors(where)),)
+    return (min(tiles * shares, processors(where) * programs),)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ A scale covers `rows` rows of its operand: one per row (1), or one for a tile's 
 tile does not cross a block.  Tiles are 128 wide at most: a second accumulator of 128x256 would spill.
 
 Cost: 2 M N K operations, and 2 M N K / 128 outside of the Tensor Core, which waits for them: all warps multiply, then
-all scale.  So at most 64 % of its rate with 128x128 scales of b, 49 % with 1x128 (`make codegen`, column ceiling).
+all scale.  So at most 69 % of its rate with 128x128 scales of b, 57 % with 1x128 (`make codegen`, column ceiling).
 Twin: fp8engine/ops/reference/matmul.py.
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3 (fine-grained quantisation, increased accumulation precision).
 """
@@ -18,9 +18,19 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.epilogue import publish, store_result
-from fp8engine.kernels.launch import describable, parts, persistent_grid, reader, stages, triton_dtype, writable, writer
-from fp8engine.kernels.tile import load_tile, place_of
-from fp8engine.kernels.tuning import Config, capability, pick
+from fp8engine.kernels.launch import (
+    describable,
+    parts,
+    persistent_grid,
+    reader,
+    result_of,
+    stages,
+    triton_dtype,
+    writer,
+)
+from fp8engine.kernels.split_k import sums_of
+from fp8engine.kernels.tile import load_tile, part_of, place_of
+from fp8engine.kernels.tuning import Config, capability, pick, programs
 
 
 @triton.jit
@@ -54,10 +64,12 @@ def _matmul_block_kernel(
     stride_scale_ak,
     stride_scale_bn,
     stride_scale_bk,
+    depth,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
     LOAD: tl.constexpr,
     STORE_BY_DESCRIPTOR: tl.constexpr,
     PARTS: tl.constexpr,
@@ -65,6 +77,7 @@ def _matmul_block_kernel(
     ROWS_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OUT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     COUNT: tl.constexpr = amax_ptr is not None or counts_ptr is not None
     ONE_SCALE_A: tl.constexpr = ROWS_A % BLOCK_M == 0
@@ -72,11 +85,14 @@ def _matmul_block_kernel(
     amax = 0.0
     saturated = 0
     nonfinite = 0
+    SPLIT: tl.constexpr = depth is not None
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    items = tiles * tl.cdiv(K, depth) if SPLIT else tiles
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=FLATTEN):
+        row, column = place_of(item % tiles if SPLIT else item, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        part, first, end = part_of(item, tiles, K, depth)
         acc_MN = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, K, BLOCK_K):
+        for k in range(first, end, BLOCK_K):
             a_MK = load_tile(a, row, k, M, K, (stride_a, 1), BLOCK_M, BLOCK_K, LOAD)
             b_NK = load_tile(b, column, k, N, K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
             group = k // BLOCK_K
@@ -92,8 +108,9 @@ def _matmul_block_kernel(
             else:
                 acc_MN += sums_MN * (s_a[:, None] * s_b[None, :])
         top, over, bad = store_result(
-            y, acc_MN, row, column, M, N, None, None, bias, output_scale,
-            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT,
+            y + part * (tl.cast(M, tl.int64) * N) if SPLIT else y, acc_MN, row, column, M, N,
+            None, None, bias, output_scale,
+            OUT, ACTIVATION, False, False, STORE_BY_DESCRIPTOR, PARTS, COUNT, ADD,
         )  # fmt: skip
         if COUNT:
             amax = tl.maximum(amax, top)
@@ -107,26 +124,25 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from operands (data, scale, rows, cols, ...) of FP8 codes contiguous along K.
 
     Scales FP32, one per `rows` rows and `cols` of K; cols is the same for both, and rows 1 or a multiple of it.
-    epilogue: bias_N, activation, out, scale (of an FP8 result), amax and counts, as in the twin's Epilogue.
+    epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
     """
-    m, k = a.data.shape
-    n = b.data.shape[0]
-    y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)
+    (m, k), n, where = a.data.shape, b.data.shape[0], a.data.device
     if m == 0 or n == 0:
-        return y_MN
+        return result_of(m, n, epilogue, where)
     if config is None:
-        config = pick("matmul_block", capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
+        config = pick("matmul_block", capability(where), m, n, describable(a.data) and describable(b.data))
     load = "descriptor" if config.descriptors else "pointer"
-    store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
-    _matmul_block_kernel[persistent_grid(m, n, config, y_MN.device)](
+    sums = sums_of(m, n, k, config._replace(block_k=a.cols), epilogue, where)
+    end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)
+    _matmul_block_kernel[persistent_grid(m, n, config, where, programs("matmul_block", config, where), sums.parts)](
         reader(a.data, load, config.block_m, a.cols), reader(b.data, load, config.block_n, a.cols),
-        a.scale, b.scale, epilogue.bias_N, epilogue.scale,  # inputs
-        writer(y_MN, store_by_descriptor, config.block_m, config.block_n // cut),
-        epilogue.amax, epilogue.counts,  # outputs
-        m, n, k, a.data.stride(0), b.data.stride(0), *a.scale.stride(), *b.scale.stride(),  # sizes
+        a.scale, b.scale, end.bias_N, end.scale,  # inputs
+        writer(sums.y, sums.described, config.block_m, config.block_n // cut),
+        end.amax, end.counts,  # outputs
+        m, n, k, a.data.stride(0), b.data.stride(0), *a.scale.stride(), *b.scale.stride(), sums.depth,  # sizes
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=a.cols, GROUP_M=config.group_m,  # constants
-        LOAD=load, STORE_BY_DESCRIPTOR=store_by_descriptor, PARTS=cut, ROWS_A=a.rows, ROWS_B=b.rows,
-        ACTIVATION=epilogue.activation, OUT=triton_dtype(epilogue.out),
-        num_warps=config.warps, num_stages=stages(config, y_MN),
+        LOAD=load, STORE_BY_DESCRIPTOR=sums.described, PARTS=cut, ROWS_A=a.rows, ROWS_B=b.rows,
+        ACTIVATION=end.activation, OUT=triton_dtype(end.out), ADD=end.into is not None,
+        FLATTEN=config.flatten, num_warps=config.warps, num_stages=stages(config, sums.y),
     )  # fmt: skip
-    return y_MN
+    return sums.end((None, None), epilogue)

@@ -288,6 +288,8 @@ def unsupported(a, b, epilogue) -> str | None:
         return f"N = {n} is no multiple of 8: rows of the result are not 16-byte aligned"
     if epilogue.activation != "none":
         return f"activation {epilogue.activation}"
+    if epilogue.into is not None:
+        return "a result that is added to what is there"
     if epilogue.scale is not None:
         return "a scale of the result"
     if epilogue.amax is not None or epilogue.counts is not None:

@@ -31,7 +31,7 @@ from fp8engine.kernels.epilogue import store_result
 from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
 from fp8engine.kernels.launch import describable, parts, processors, reader, stages, triton_dtype
 from fp8engine.kernels.tile import load_tile, place_of, store_tile
-from fp8engine.kernels.tuning import Config, capability, pick
+from fp8engine.kernels.tuning import Config, capability, pick, programs
 
 CLEARED = 16  # rows that a program clears at a time, of those that belong to no expert
 
@@ -44,6 +44,7 @@ class Result(NamedTuple):
     activation: str = "none"
     amax: None = None
     counts: None = None
+    into: None = None
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def grouped_rows(
     config = config or _config(a, b, promoted, blocks * BLOCK, n)
     tiles = blocks * (BLOCK // config.block_m) * math.ceil(n / config.block_n)
     strides = (*a.scale.stride(), *b.scale.stride()) if _in_blocks(a) else (0, 0, 0, 0)
-    _grouped_rows_kernel[(min(tiles, processors(y_TN.device)),)](
+    _grouped_rows_kernel[_grid(tiles, a, promoted, config)](
         *_readers(a, b, config), a.scale, b.scale, result.bias_EN, bounds_2E1,  # inputs
         y_TN,  # output
         t, n, k, experts, a.data.stride(0), b.data.stride(0), *strides,  # sizes
@@ -220,7 +221,7 @@ def grouped_sums(a, b, bounds_2E1, result: Result, promoted: bool = True, config
     config = config or _config(a, b, promoted, m * experts, n)
     tiles = experts * math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
     strides = (*a.scale.stride(), *b.scale.stride()) if _in_blocks(a) else (0, 0, 0, 0)
-    _grouped_sums_kernel[(min(tiles, processors(y_EMN.device)),)](
+    _grouped_sums_kernel[_grid(tiles, a, promoted, config)](
         *_readers(a, b, config), a.scale, b.scale, bounds_2E1,  # inputs
         y_EMN,  # output
         m, n, t, experts, a.data.stride(0), b.data.stride(0), *strides,  # sizes
@@ -235,9 +236,19 @@ def _in_blocks(a) -> bool:
 
 
 def _config(a, b, promoted: bool, m: int, n: int) -> Config:
-    operation = "matmul_block" if _in_blocks(a) else "matmul_fp8_promoted" if promoted else "matmul_fp8"
-    config = pick(operation, capability(a.data.device), m, n, describable(a.data) and describable(b.data))
-    return config if config.kernel == "triton" else config._replace(kernel="triton")
+    aligned = describable(a.data) and describable(b.data)
+    return pick(_operation(a, promoted), capability(a.data.device), m, n, aligned)
+
+
+def _operation(a, promoted: bool) -> str:
+    """The dense matmul whose configurations are taken."""
+    return "matmul_block" if _in_blocks(a) else "matmul_fp8_promoted" if promoted else "matmul_fp8"
+
+
+def _grid(tiles: int, a, promoted: bool, config: Config) -> tuple[int]:
+    """A program for each tile that there may be, as many as the card surely holds at once."""
+    where = a.data.device
+    return (min(tiles, processors(where) * programs(_operation(a, promoted), config, where)),)
 
 
 def _readers(a, b, config: Config) -> tuple:

@@ -26,6 +26,16 @@ def place_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: 
 
 
 @triton.jit
+def part_of(item, tiles, K, depth):
+    """(number, first k, end) of the part of K that item `item` sums: all of K where depth is None (split_k.py)."""
+    if depth is None:
+        return 0, 0, K
+    else:
+        number = item // tiles
+        return number, number * depth, tl.minimum(number * depth + depth, K)
+
+
+@triton.jit
 def load_tile(x, row, k, ROWS, K, strides, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, LOAD: tl.constexpr):
     """x[row : row + BLOCK_ROWS, k : k + BLOCK_K], zeros outside of ROWS x K.
 
@@ -54,6 +64,15 @@ def store_tile(y, value, row, column, M, N, BY_DESCRIPTOR: tl.constexpr):
         across = tl.arange(0, value.shape[1])[None, :]
         corner = y + tl.cast(row, tl.int64) * N + column
         tl.store(corner + (down * N + across), value, mask=(down < M - row) & (across < N - column))
+
+
+@triton.jit
+def stored_tile(y, like, row, column, M, N):
+    """What y[row :, column :] holds, of a tile of like's shape; zeros outside of M x N.  y: a row-major pointer."""
+    down = tl.arange(0, like.shape[0])[:, None]
+    across = tl.arange(0, like.shape[1])[None, :]
+    corner = y + tl.cast(row, tl.int64) * N + column
+    return tl.load(corner + (down * N + across), mask=(down < M - row) & (across < N - column), other=0.0)
 
 
 @triton.jit

@@ -40,6 +40,8 @@ SHARED_MEMORY = {
     **dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 232_448),
 }
 BARRIERS = 1024  # bytes beside the tiles: barriers, scales of one step, alignment
+RESERVED = 1024  # bytes that the system takes of every program; a multiprocessor has so many more than one may have
+REGISTERS, MOST_REGISTERS = 65_536, 32 * 256  # of a multiprocessor; the most that a warp takes, in steps of 256
 
 
 class Config(NamedTuple):
@@ -47,6 +49,10 @@ class Config(NamedTuple):
 
     parts: into how many columns of sub-tiles the epilogue cuts a tile.  descriptors: read and written by TMA.
     kernel: "triton" or "gluon".
+    flatten: the loops over tiles and over K are one, so that the next tile's first loads are issued before a tile's
+    epilogue instead of after it.  A pass gets longer, which costs more than that where instructions bound it.
+    split_k: into how many parts K may be cut, each summed by a program of its own (split_k.py).
+    A row of a file that lacks fields has their defaults.
     ratio: torch's time over this kernel's, or None.
     """
 
@@ -59,12 +65,15 @@ class Config(NamedTuple):
     parts: int = 1
     descriptors: bool = True
     kernel: str = "triton"
+    flatten: bool = False
+    split_k: int = 1
     ratio: float | None = None
 
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         how = ("tma" if self.descriptors else "ptr") if self.kernel == "triton" else self.kernel
-        return f"{tile} g{self.group_m} w{self.warps} s{self.stages} p{self.parts} {how}"
+        more = (" flat" if self.flatten else "") + (f" k/{self.split_k}" if self.split_k > 1 else "")
+        return f"{tile} g{self.group_m} w{self.warps} s{self.stages} p{self.parts} {how}{more}"
 
 
 def shape_class(m: int, n: int, aligned: bool = True) -> str:
@@ -84,7 +93,8 @@ def shape_class(m: int, n: int, aligned: bool = True) -> str:
 def shared_memory(operation: str, config: Config) -> int:
     """Bytes of shared memory that a program takes at most, whatever its epilogue (tests: never less than compiled).
 
-    With descriptors, all stages of both operands and a piece of the result, of 16 bits or, with `launch.stages`, FP32.
+    With descriptors, all stages of both operands and a piece of the result, of 16 bits or, with `launch.stages` and
+    `launch.parts`, FP32.
     Without, the operands' memory is used again for the result.
 
     >>> shared_memory("matmul_fp8", Config(128, 256, 128, stages=4, parts=2))
@@ -96,7 +106,22 @@ def shared_memory(operation: str, config: Config) -> int:
     if not config.descriptors:
         return max(config.stages * stage, 4 * elements) + BARRIERS
     fewer = config.stages - 1 if config.block_n > 128 else config.stages
-    return max(config.stages * stage + 2 * elements, fewer * stage + 4 * elements) + BARRIERS
+    halves = config.block_m * config.block_n // max(config.parts, 2)  # `launch.parts` of an FP32 result
+    return max(config.stages * stage + 2 * elements, fewer * stage + 4 * halves) + BARRIERS
+
+
+def programs(operation: str, config: Config, where: torch.device) -> int:
+    """How many programs of a configuration a multiprocessor surely holds, whatever their epilogue: at least 1.
+
+    By shared memory, and by registers as if each thread had all that it can have (tests: never more than compiled).
+
+    >>> small, large = Config(64, 128, 128, warps=4), Config(128, 256, 128, parts=2)
+    >>> [programs("matmul_fp8", config, torch.device("cpu")) for config in (small, large)]
+    [2, 1]
+    """
+    limit = SHARED_MEMORY.get(capability(where), min(SHARED_MEMORY.values()))
+    by_shared_memory = (limit + RESERVED) // (shared_memory(operation, config) + RESERVED)
+    return max(1, min(by_shared_memory, REGISTERS // (MOST_REGISTERS * config.warps)))
 
 
 def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: bool = True) -> Config:

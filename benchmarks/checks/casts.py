@@ -20,7 +20,7 @@ from fp8engine.ops import scale_update as update
 from fp8engine.ops.backends import backend
 from fp8engine.ops.casts import cast_transpose, quantize
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
 
 CASTS, MORE_CASTS = ((3, 7), (130, 129)), ((1, 1), (0, 32), (4099, 2053), (8192, 4096), (1024, 20000))

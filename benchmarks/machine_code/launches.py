@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
 from fp8engine.kernels.matmul_block import matmul_block
@@ -26,6 +27,7 @@ from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backwar
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.scale_update import scale_update
+from fp8engine.kernels.split_k import add_parts
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
 from fp8engine.ops.reference.grouped import BLOCK, most_blocks
@@ -39,6 +41,7 @@ GLUON = {
     "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
     "promoted": Config(128, 128, 128, kernel="gluon"),
 }
+ACT_KINDS = ("gelu", "swiglu", "clamped_swiglu", "srelu", "qgelu", "sreglu", "qgeglu", "glu", "geglu_tanh")
 CASTS = {
     "tensor": How(E4M3, -1, -1),
     "tensor predicted": How(E5M2, -1, -1, False, True),
@@ -81,7 +84,7 @@ def cases() -> Iterator[Case]:
             kind = "row" if rows == 1 else "tensor"
             yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
     yield from _grouped()
-    for name, architectures, wide, launch in (*_memory(), *_odd(), *_of_experts()):
+    for name, architectures, wide, launch in (*_memory(), *_odd(), *_of_experts(), *attention.launches()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)
 
@@ -96,32 +99,37 @@ def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]
         for end, epilogue in _epilogues(fp8, n).items():
             name = f"{operation} {{}} sm_{architecture} {config}{aligned}{'' if n == SIZE else ' odd N'} {end}"
             if n == SIZE or end in most_registers:
-                for form, launch in _forms(operation, n, k, end, epilogue, config):
+                for form, launch in _forms(operation, (SIZE, n, k), end, epilogue, config):
                     yield Case(name.format(form), architecture, config, fp8, launch)
+    if config.split_k > 1:
+        name = f"{operation} {{}} sm_{architecture} {config}{aligned} split"
+        for form, launch in _forms(operation, (config.block_m, config.block_n, k), "split", Epilogue(), config):
+            yield Case(name.format(form), architecture, config, fp8, launch)
 
 
 def _forms(
-    operation: str, n: int, k: int, end: str, epilogue: Epilogue, config: Config
+    operation: str, sizes: tuple[int, int, int], end: str, epilogue: Epilogue, config: Config
 ) -> Iterator[tuple[str, Callable]]:
-    """(name, launch) of the layouts or scales that a matmul has machine code of its own for."""
+    """(name, launch) of the layouts or scales that a matmul of sizes (M, N, K) has machine code of its own for."""
+    m, n, k = sizes
     if operation == "matmul_fp16":
         if end != "row":  # scales of rows are FP8's
-            yield "along K", partial(matmul_fp16, _matrix(SIZE, k, False), _matrix(n, k, False), epilogue, config)
-            if n == SIZE:
-                yield "across K", partial(matmul_fp16, _matrix(SIZE, k, True), _matrix(n, k, True), epilogue, config)
+            yield "along K", partial(matmul_fp16, _matrix(m, k, False), _matrix(n, k, False), epilogue, config)
+            if n != ODD:
+                yield "across K", partial(matmul_fp16, _matrix(m, k, True), _matrix(n, k, True), epilogue, config)
     elif operation == "matmul_block":
-        for rows in (1, 128) if n == SIZE else (1,):
+        for rows in (1, 128) if n != ODD else (1,):
             # 1: wgrad, whose operands were quantised down their columns and transposed
-            a, b = _operand(SIZE, k, 1, 128, rows == 1), _operand(n, k, rows, 128, rows == 1)
+            a, b = _operand(m, k, 1, 128, rows == 1), _operand(n, k, rows, 128, rows == 1)
             yield f"1x128 {rows}x128", partial(matmul_block, a, b, epilogue, config)
     else:
         rows = 1 if end == "row" else -1
-        a, b, promoted = _operand(SIZE, k, rows, -1), _operand(n, k, rows, -1), operation == "matmul_fp8_promoted"
+        a, b, promoted = _operand(m, k, rows, -1), _operand(n, k, rows, -1), operation == "matmul_fp8_promoted"
         yield "row" if rows == 1 else "tensor", partial(matmul_fp8, a, b, epilogue, promoted, config)
 
 
 def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
-    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result."""
+    """plain; with a bias (and row scales, for FP8); everything at once; an FP32 result, new or added to."""
     bias, one = _meta(n, dtype=BF16), _meta(1)
     counts = _meta(2, dtype=torch.int64)
     everything = Epilogue(bias, E4M3 if fp8 else torch.bfloat16, "gelu", one if fp8 else None, one, counts)
@@ -130,7 +138,7 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
         "row": Epilogue(bias),
         "gelu+amax": everything,
         "fp32": Epilogue(None, torch.float32),
-    }
+    } | ({"added": Epilogue(None, torch.float32, into=_meta(SIZE, n))} if fp8 else {})  # a main_grad
 
 
 def _grouped() -> Iterator[Case]:
@@ -139,7 +147,7 @@ def _grouped() -> Iterator[Case]:
     for operation in ("matmul_fp8", "matmul_fp8_promoted", "matmul_block"):
         for arch in ("sm_90", "sm_89"):
             for size, config in table()[operation][arch].items():
-                config, hopper = config._replace(ratio=None, kernel="triton"), arch == "sm_90"
+                config, hopper = config._replace(ratio=None, kernel="triton", flatten=False, split_k=1), arch == "sm_90"
                 if (operation, arch, config) in seen or not (hopper or size == "large"):
                     continue
                 seen.add((operation, arch, config))
@@ -212,6 +220,10 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
     for steps in (16, 1024):
         tables = _meta(steps, 10_000), _meta(2, 10_000), _meta(3, 10_000)
         yield _form(f"scale_update {steps} steps", every, ("_scale_update_kernel",), scale_update, *tables)
+    part, scales = _meta(8, 64, SIZE), (_meta(64, 1), _meta(SIZE, 1))
+    for end, epilogue in _epilogues(True).items():
+        by_row = scales if end == "row" else (_meta(), _meta())
+        yield _form(f"add_parts {end}", hopper, ("_add_parts_kernel",), add_parts, part, by_row, epilogue)
     stores = {
         "plain": Store(),
         "predicted": Store(CASTS["tensor predicted"], False, _slot()),
@@ -219,8 +231,8 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         "1x128": Store(CASTS["1x128"], False, _slot()),
     }
     for name, to in stores.items():
-        for kind in ("gelu", "swiglu"):
-            x = _meta(M, 2 * K if kind == "swiglu" else K, dtype=BF16)
+        for kind in ACT_KINDS if name == "predicted" else ("gelu", "swiglu", "clamped_swiglu"):
+            x = _meta(M, 2 * K if kind.endswith("glu") else K, dtype=BF16)
             yield _form(f"act {kind} {name}", hopper, (), act_quantize, x, kind, to)
             yield _form(
                 f"act backward {kind} {name}", hopper, (), act_quantize_backward, _meta(M, K, dtype=BF16), x, kind, to
@@ -243,6 +255,8 @@ def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[],
         yield _form(f"quantize {name} odd", cards, (), quantize, x, groups[name], _slot())
     for name in ("tensor predicted", "row", "1x128", "128x1", "128x128"):
         yield _form(f"cast_transpose {name} odd sums", hopper, (), cast_transpose, x, groups[name], _slot(), True)
+    odd = _meta(8, 63, ODD), (_meta(63, 1), _meta(ODD, 1))
+    yield _form("add_parts gelu+amax odd", hopper, (), add_parts, *odd, _epilogues(True, ODD)["gelu+amax"])
     yield _form("transpose_codes odd", hopper, (), transpose_codes, _meta(m, k, dtype=E4M3))
     yield _form("act relu plain odd", hopper, (), act_quantize, x, "relu", Store())
     wide = _meta(m, 2 * k, dtype=BF16)

@@ -1,6 +1,8 @@
 """A kernel's main loop and memory accesses, read from nvdisasm's text and from PTX.
 
-The main loop is the shortest one that holds a Tensor Core instruction.  Of one pass of it, in clocks:
+The main loop is the shortest one that holds a Tensor Core instruction.  A block of it that a pass can jump over, and
+that has no such instruction, is left out: in a flattened loop (`tl.range(..., flatten=True)`) the epilogue and the
+coordinates of the next tile, which most passes jump over.  Of one pass, in clocks:
 
     tensor    multiply-adds / the multiprocessor's rate: 4096 a clock in FP8, 2048 in 16 bits on Hopper
     issue     instructions * warps / 4 schedulers, each of which issues one a clock
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 ASYNCHRONOUS = ("QGMMA", "HGMMA")
@@ -32,6 +35,7 @@ TENSOR_CORE = (*ASYNCHRONOUS, "QMMA", "HMMA", "UTCQMMA", "UTCHMMA")  # the last 
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
 LABEL = re.compile(r"^(\.L_\w+):")
 PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+STORES = ("UTMASTG", "STG")
 WGMMA_SHAPE = re.compile(r"[QH]GMMA\.(\d+)x(\d+)x(\d+)")  # of a warpgroup: "QGMMA.64x256x32"
 MMA_SHAPE = re.compile(r"[QH]MMA\.(16)(8)(\d+)")  # of a warp: "QMMA.16832"
 GROUPS = re.compile(r"DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -43,12 +47,15 @@ class Loop:
     """A main loop: its length, how many of its instructions are of which kind, and which Tensor Core shapes it uses.
 
     exposed: instructions at which no product of their warp is in flight; 0 where products are not asynchronous.
+    ahead: the loop holds the epilogue too, and every load by TMA stands before its first store: when the pass of a
+    tile's last product comes to the epilogue, the loads of the next tile's first blocks are under way.
     """
 
     length: int
     kinds: Counter[str]
     shapes: tuple[str, ...]
     exposed: int = 0
+    ahead: bool = False
 
     @property
     def products(self) -> int:
@@ -87,17 +94,24 @@ def main_loop(sass: str) -> Loop:
     ...         /*0110*/              @P0 BRA `(.L_x_1) ;
     ... '''
     >>> main_loop(text)
-    Loop(length=2, kinds=Counter({'QGMMA': 1, 'BRA': 1}), shapes=('QGMMA.64x256x32',), exposed=0)
+    Loop(length=2, kinds=Counter({'QGMMA': 1, 'BRA': 1}), shapes=('QGMMA.64x256x32',), exposed=0, ahead=False)
     """
-    instructions, loops = _read(sass)
+    instructions, jumps = _read(sass)
     best: list[str] = []
-    for start, end in loops:
-        body = instructions[start : end + 1]
+    whole: list[str] = []
+    for end, start in jumps.items():
+        body = [instructions[place] for place in _pass(instructions, jumps, start, end)] if start <= end else []
+        if any(
+            text.strip() == "EXIT" for text in body
+        ):  # no loop: the way back from a block that lies behind the program's end
+            continue
         if (not best or len(body) < len(best)) and any(_kind(text) in TENSOR_CORE for text in body):
-            best = body
+            best, whole = body, instructions[start : end + 1]
     kinds = Counter(_kind(text) for text in best)
-    shapes = {".".join(text.split()[0].split(".")[:2]) for text in best if _kind(text) in TENSOR_CORE}
-    return Loop(len(best), kinds, tuple(sorted(shapes)), _exposed(best))
+    shapes = {
+        ".".join(PREDICATE.sub("", text).split()[0].split(".")[:2]) for text in best if _kind(text) in TENSOR_CORE
+    }
+    return Loop(len(best), kinds, tuple(sorted(shapes)), _exposed(best), _ahead(whole))
 
 
 def _exposed(body: list[str]) -> int:
@@ -117,28 +131,45 @@ def _exposed(body: list[str]) -> int:
     return exposed
 
 
+def _ahead(body: list[str]) -> bool:
+    """Whether a loop's body has loads by TMA and stores, and the last load stands before the first store."""
+    kinds = [_kind(text) for text in body]
+    stores = [place for place, kind in enumerate(kinds) if kind in STORES]
+    loads = [place for place, kind in enumerate(kinds) if kind == "UTMALDG"]
+    return bool(stores and loads) and max(loads) < min(stores)
+
+
 def accesses(ptx: str) -> tuple[str, ...]:
     """Kinds of access to global memory, widest vector and all: "ld.global.v4.b32", "cp.async.bulk.tensor.2d..."."""
     return tuple(sorted(set(ACCESS.findall(ptx))))
 
 
-def _read(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Instructions in order, without their predicates, and (first, last) of every backward jump."""
+def _pass(instructions: list[str], jumps: dict[int, int], start: int, end: int) -> Iterator[int]:
+    """Places of the instructions of one pass of the loop [start, end], without what it can jump over."""
+    place = start
+    while place <= end:
+        yield place
+        target = jumps.get(place, 0)
+        inside = place < target <= end and instructions[place].startswith("@")
+        over = inside and not any(_kind(text) in TENSOR_CORE for text in instructions[place:target])
+        place = target if over else place + 1
+
+
+def _read(sass: str) -> tuple[list[str], dict[int, int]]:
+    """Instructions in order, and the place of every jump with that of its target."""
     instructions: list[str] = []
     places: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
+    targets: dict[int, str] = {}
     for line in sass.splitlines():
         if label := LABEL.match(line):
             places[label[1]] = len(instructions)
         elif found := INSTRUCTION.match(line):
-            text = PREDICATE.sub("", found[1])
-            if text.startswith(("BRA", "UBRA")) and (target := re.search(r"\((\.L_\w+)\)", text)):
-                start = places.get(target[1])
-                if start is not None:
-                    loops.append((start, len(instructions)))
-            instructions.append(text)
-    return instructions, loops
+            bare = PREDICATE.sub("", found[1])
+            if bare.startswith(("BRA", "UBRA")) and (target := re.search(r"\((\.L_\w+)\)", bare)):
+                targets[len(instructions)] = target[1]
+            instructions.append(found[1])
+    return instructions, {place: places[name] for place, name in targets.items() if name in places}
 
 
 def _kind(text: str) -> str:
-    return text.split()[0].split(".")[0]
+    return PREDICATE.sub("", text).split()[0].split(".")[0]

@@ -32,6 +32,7 @@ from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import MOST_CHANGES, decide, enough, needs_of, per_tensor, widen
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe
+from fp8engine.numerics.cards import card_of
 from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
 from fp8engine.ops import device
@@ -257,21 +258,23 @@ class Controller:
         return f"{self.layers[slot[0]].name}.{slot[1]}"
 
     def _slower_in_fp8(self, choice: Choice, counts: torch.Tensor) -> str:
-        """Why a group stays in 16 bits whatever its statistics: FP8 would take longer on this card; "" if not."""
+        """Why a group stays in 16 bits whatever its statistics: FP8 is predicted to take longer here; "" if not."""
         where = self.state.device
         if where.type != "cuda" or device.capability(where) < (8, 9):
             return ""
+        card = card_of(device.name(where), device.processors(where))
         took, flops = 0.0, 0.0
         for i in {i for i, _ in choice.formats}:
             n, k = self.shapes[i][-2:]
             calls, elements = (int(counts[row, len(ROLES) * self.layers[i].layer]) for row in (CALLS, ELEMENTS))
             m = elements // max(calls * k, 1)
             flops += m * n * k
-            took += m * n * k / speedup(m, n, k, "amax pass") if m else 0.0
+            took += m * n * k / speedup(recipe_of(self.recipes[i], choice, i), m, n, k, card) if m else 0.0
         if took <= flops:
             return ""
         return (
-            f"in FP8 it would take {took / flops:.2f}x its time in 16 bits on this card (by fp8engine/numerics/cost.py)"
+            f"in FP8 it is predicted to take {took / flops:.2f}x its time in 16 bits on this card "
+            "(fp8engine/numerics/cost.py)"
         )
 
     def _saturated(self, choice: Choice, counts: torch.Tensor) -> float:

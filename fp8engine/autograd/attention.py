@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fp8engine.autograd.packed import Packed, packed_attention
 from fp8engine.errors import ShapeError
 
 
@@ -68,7 +69,11 @@ class Cache:
     >>> k = torch.ones(1, 2, 3, 4)
     >>> [part.shape[2] for _ in range(2) for part in cache.append(k, k)]
     [3, 3, 6, 6]
+
+    of_context: keys and values of cross attention's context, as the projections gave them; made once.
     """
+
+    of_context: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self):
         self.key: torch.Tensor | None = None
@@ -126,14 +131,14 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Packed | None = None,
     scores: Scores = Scores(),  # noqa: B008 - a frozen value
 ) -> torch.Tensor:
     """[batch, heads, T, D] of q [batch, heads, T, D] and k, v [batch, heads of k, S, D]; S - T positions are cached.
 
     mask: bool, True where a key may be seen, [batch, S] (padding) or broadcastable to [batch, heads, T, S]; or floating
-    point, added to the scores.  A query that may see no key gives zeros.
-    Raises ShapeError for heads that are no multiple of k's, or a mask that does not fit.
+    point, added to the scores.  A query that may see no key gives zeros.  Or a Packed: sequences one after another.
+    Raises ShapeError for heads that are no multiple of k's, or a mask that does not fit; as `packed_attention` does.
 
     >>> q = torch.randn(2, 4, 3, 8)
     >>> k = v = torch.randn(2, 2, 3, 8)
@@ -143,6 +148,8 @@ def attention(
     heads, t, s = q.shape[1], q.shape[2], k.shape[2]
     if heads % k.shape[1]:
         raise ShapeError(f"attention: {heads} heads of queries do not share {k.shape[1]} of keys evenly")
+    if isinstance(mask, Packed):
+        return packed_attention(q, k, v, mask, scores)
     softmax = functools.partial(
         F.scaled_dot_product_attention, dropout_p=scores.dropout, enable_gqa=heads != k.shape[1]
     )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine._torch import graph_task
-from fp8engine.autograd import gathered, stored
+from fp8engine.autograd import gathered, main_grad, stored
 from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
@@ -68,7 +68,9 @@ class Call:
             self.backend, self.asked, self.count = graphs_run_on(x.device), None, True
         else:
             rows = x.numel() // max(x.shape[-1], 1)
-            self.backend = numerics.ran = matmul.choose(x.device, plan.by_block, (rows, weight.shape[-2]))
+            numerics.sizes = sizes = (rows, weight.shape[-2], weight.shape[-1])
+            precision = plan.precision["forward"]
+            self.backend = numerics.ran = matmul.choose(x.device, plan.by_block, sizes, precision, plan.kind)
             self.asked = asked()
             self.count = graph_task() == -1  # a forward inside a backward is counted no second time
         on_codes = self.backend in ON_CODES
@@ -76,6 +78,10 @@ class Call:
         self.transposes_weight = on_codes and plan.weight_serves_both
         self.transposes_grad = self.needs_x and self.needs_w and on_codes and plan.grad_serves_both
         self.bias_dtype = None if bias_N is None else bias_N.dtype
+        # The parameter itself: a checkpoint hands backward another tensor of its memory, without its attributes.
+        self.parameter = weight if numerics.fused_wgrad and self.needs_w else None
+        if self.parameter is not None:
+            main_grad.main_grad_of(self.parameter, numerics.name)
         self.groups: list | None = None  # what an Operand has beside data and scale, of the saved input
         self.weights: Kept = {}
 
@@ -215,7 +221,11 @@ class Call:
             data, scale = saved
             b = data if self.groups is None else Operand(data, scale, *self.groups)
             b = b if self.transposes_input else _transposed(b)
-            dw_NK = self._multiply(a_t, b, None, weight[0].dtype, "wgrad")
+            if self.parameter is None:
+                dw_NK = self._multiply(a_t, b, None, weight[0].dtype, "wgrad")
+            else:
+                precision = "exact" if self.plan.exact else self.plan.precision["wgrad"]
+                dw_NK = main_grad.accumulate(a_t, b, self.parameter, numerics.name, precision)
         if not self.needs_b:
             return dx_MK, dw_NK, None
         if db_N is None and isinstance(dy, torch.Tensor):

@@ -13,6 +13,7 @@ import torch
 from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.gathered import GatheredWeight
+from fp8engine.autograd.main_grad import SWITCH, AddedToMainGrad, leave_graph
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
@@ -37,11 +38,16 @@ def linear(
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
     compiling = torch.compiler.is_compiling()
+    if numerics.fused_wgrad and compiling:
+        leave_graph()
+        return _linear_in_eager(x, weight_NK, bias_N, numerics, part)
     if numerics.state.on_step is not None and not compiling:
         numerics.state.enter()  # a step that begins here may change this layer's recipe
     if isinstance(x, Float8Tensor):
         x = suited(x, numerics)
     if not numerics.plan.fp8:
+        if numerics.fused_wgrad and weight_NK.requires_grad and torch.is_grad_enabled():
+            weight_NK = AddedToMainGrad.apply(weight_NK, numerics.name)
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
         return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
     transformed = not compiling and _torch.transforms_active()
@@ -49,6 +55,8 @@ def linear(
     if transformed:
         if type(weight_NK) is GatheredWeight:
             raise no_transform(numerics.name, "torch.func's transforms where fe.distributed.fsdp gathers its weight")
+        if numerics.fused_wgrad:
+            raise no_transform(numerics.name, f"torch.func's transforms where {SWITCH} is on")
         y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
     return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
@@ -108,6 +116,9 @@ def check(
         )
     if weight_NK.device != x.device or (bias_N is not None and bias_N.device != x.device):
         device.check_one(name, x, weight=weight_NK, bias=bias_N)
+
+
+_linear_in_eager = _torch.outside_of_graphs(linear)
 
 
 class _Linear(torch.autograd.Function):

@@ -15,7 +15,6 @@ act(y) [M, F]; N = 2 F of a gated activation, else F:
     X2    M F and its scales    recompute_activation: none; rowwise_gw_hp: 2 M F
 
 y only where x or a parameter before it takes a gradient; X2 only where w2 does.
-Sources: arXiv 1606.08415 (GELU, SiLU), arXiv 2002.05202 (gated).
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from typing import Any
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
+from fp8engine.autograd.main_grad import leave_graph
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import (
     KEEP,
@@ -47,7 +48,7 @@ from fp8engine.autograd.parts import (
 from fp8engine.autograd.ready import suited, take_gradient
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops import norm_act
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 
 MIDDLE = 4  # tensors saved of y and of X2: data and scale each
@@ -64,7 +65,7 @@ def norm_mlp(
     """x [..., K] through a norm (None: none), a layer, an activation and another layer; [..., N2] as `linear` has it.
 
     first: its output is [gate | up] for a gated kind; or the layers (gate, up), for a gated kind only.
-    kind: relu, gelu, gelu_tanh, silu, swiglu, geglu or geglu_tanh.
+    kind: a name of ops/reference/activations.py's table.
     memory: what is kept for backward (the table above); without effect on layers whose recipe has no FP8.
     Raises as `norm_linear` does; UnknownName for an activation, ShapeError for widths that do not fit it.
 
@@ -81,6 +82,9 @@ def norm_mlp(
     if (shard := second.numerics.shard) is not None and not isinstance(second, Part):
         return shard.norm_mlp(x, norm, firsts, second, (kind, memory))
     layers = (*firsts, second)
+    if torch.compiler.is_compiling() and any(layer.numerics.fused_wgrad for layer in layers):
+        leave_graph()
+        return _in_eager(x, norm, first, second, kind, memory)
     out = _check(x, layers, kind)
     if not all(layer.numerics.plan.fp8 for layer in layers):
         made = (
@@ -123,10 +127,10 @@ def _check(x: torch.Tensor, layers: Sequence[Layer], kind: str) -> torch.dtype:
 def _activation(made: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     """The activation as torch computes it, in the dtype of what it is given."""
     activation = ACTIVATIONS[kind]
-    if not activation.gated:
-        return activation.forward(made[0])
-    gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
-    return activation.forward(gate) * up
+    return activation(made[0]) if len(made) == 1 else activation.of(*made)
+
+
+_in_eager = _torch.outside_of_graphs(norm_mlp)
 
 
 class _NormMLP(torch.autograd.Function):

@@ -25,18 +25,21 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
+from fp8engine.autograd.main_grad import leave_graph
 from fp8engine.autograd.norm import norm_in_16_bits
 from fp8engine.autograd.parts import KEEP, Layer, Memory, NormOf, Part, Spec, check_memory
 from fp8engine.autograd.ready import suited
 
 
 def norm_linear(
-    x: torch.Tensor, norm: NormOf, layers: Sequence[Layer], memory: Memory = KEEP
+    x: torch.Tensor, norm: NormOf | None, layers: Sequence[Layer], memory: Memory = KEEP
 ) -> tuple[torch.Tensor, ...]:
     """norm(x) through each of the layers: x [..., K] to one [..., N_i] for each, in x's dtype or autocast's.
 
+    norm: None for none: the layers read x, and share its casts.
     memory: what is kept for backward (the table above); without effect on layers whose recipe has no FP8.
     Raises as `linear` does, naming the layer; UnknownName for a norm or a store, ShapeError and UnsupportedDtype for
     gamma or beta; GradientError for the gradient of a gradient.
@@ -54,20 +57,27 @@ def norm_linear(
     check_memory(memory)
     if layers and (shard := layers[0].numerics.shard) is not None and not isinstance(layers[0], Part):
         return shard.norm_linear(x, norm, layers, memory)
+    if torch.compiler.is_compiling() and any(layer.numerics.fused_wgrad for layer in layers):
+        leave_graph()
+        return _in_eager(x, norm, layers, memory)
     out = x.dtype
     for weight_NK, bias_N, numerics in layers:
         check(x, weight_NK, bias_N, numerics.name)
         out = dtype_of_result(x, weight_NK, numerics.name)
     if not layers:
         return ()
-    x = suited(x, layers[0].numerics, why="a norm reads it")
+    x = suited(x, *(layer.numerics for layer in layers), why="a norm reads it" if norm else "")
     if not all(layer.numerics.plan.fp8 for layer in layers):
-        n = norm_in_16_bits(x, norm)
+        n = x if norm is None else norm_in_16_bits(x, norm)
         return tuple(linear(n, *layer, part=isinstance(layer, Part)) for layer in layers)
     record = [enter(x, layer.weight_NK, layer.numerics) for layer in layers]
-    spec = Spec(tuple(layer.numerics for layer in layers), norm.norm, memory, out, any(record))
+    which, *of_norm = (None, None, None) if norm is None else norm
+    spec = Spec(tuple(layer.numerics for layer in layers), which, memory, out, any(record))
     parameters = [parameter for layer in layers for parameter in layer[:2]]
-    return _NormLinear.apply(spec, x, norm.weight_K, norm.bias_K, *parameters)
+    return _NormLinear.apply(spec, x, *of_norm, *parameters)
+
+
+_in_eager = _torch.outside_of_graphs(norm_linear)
 
 
 class _NormLinear(torch.autograd.Function):

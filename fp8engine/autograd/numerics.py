@@ -18,6 +18,7 @@ from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, PerTensor, Recipe
 from fp8engine.ops import casts
+from fp8engine.ops.card_trials import kind_of
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.sample import observe
@@ -53,6 +54,8 @@ class CastPlan:
         self.grad_serves_both = serves_both(self.dgrad[0], self.wgrad[0])
         self.weight_serves_both = serves_both(self.forward[1], self.dgrad[1])
         self.by_block = any(isinstance(cast.granularity, PerBlock) for cast in ready)
+        # Of the forward matmul's scales; None in 16 bits.
+        self.kind = kind_of(*(cast.how[None] for cast in self.forward)) if self.forward[0].fp8 else None
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
         self.fp8 = recipe.is_fp8
         self.exact = recipe.output.dtype == torch.float32
@@ -71,6 +74,8 @@ class Numerics:
     candidate: whether all of them could read FP8, so that the result is sampled.
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
+    sizes: M, N, K of the latest eager forward's matmul.
+    fused_wgrad: the weight's gradient is added to its main_grad (main_grad.py).
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     """
@@ -86,6 +91,8 @@ class Numerics:
     ready: dict[str, int] = field(default_factory=dict)
     bypassed: bool = False
     shard: Any = None
+    sizes: tuple[int, int, int] | None = None
+    fused_wgrad: bool = False
 
     def __post_init__(self):
         self.plan = plan(self.recipe)

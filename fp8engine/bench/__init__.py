@@ -7,6 +7,7 @@
 | cases.py, networks.py | what is measured: shapes and operands; blocks and models |
 | gemm.py, casts.py, linear.py, steps.py, generate.py | one benchmark each: its cases, its variants, its check |
 | tune.py | search for the fastest configuration of each kernel |
+| predict.py | predicted times of a model's linear layers, without a card |
 
 Needs torch and nothing else; Triton where there is a card for it.
 """

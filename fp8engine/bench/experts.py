@@ -67,7 +67,9 @@ def compare(case: Case, where: torch.device, timer: Timer) -> list[Row]:
     y = torch.nn.functional.grouped_mm(x, w.view(experts, n, k).mT, offs=ends)
     dw = grouped.sums_16(dy, x, bounds, torch.bfloat16)
     found: dict[str, Callable[[Row], harness.Call]] = {
-        BASE: lambda row: _right(row, lambda: torch.nn.functional.grouped_mm(x, w.view(experts, n, k).mT, offs=ends), y),
+        BASE: lambda row: _right(
+            row, lambda: torch.nn.functional.grouped_mm(x, w.view(experts, n, k).mT, offs=ends), y
+        ),
         f"{BASE}, wgrad": lambda row: _right(row, lambda: grouped.sums_16(dy, x, bounds, torch.bfloat16), dw),
     }
 
@@ -103,7 +105,12 @@ def line(row: Row) -> str:
     """A row as plain text."""
     label = f"{row['case']:58s} {row['name']:36s}"
     return harness.line(
-        label, row, ("ms", "{:9.3f} ms"), ("spread", " {:5.0%}"), ("tflops", " {:7.1f}"), ("over_bf16", " {:5.2f}x BF16")
+        label,
+        row,
+        ("ms", "{:9.3f} ms"),
+        ("spread", " {:5.0%}"),
+        ("tflops", " {:7.1f}"),
+        ("over_bf16", " {:5.2f}x BF16"),
     )
 
 

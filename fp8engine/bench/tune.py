@@ -2,10 +2,12 @@
 
 For each operation and shape class, one step after another, starting from the committed configuration:
 
-    1. tiles and warps    2. stages and parts    3. rows of tiles visited together    4. descriptors, Gluon
+    1. tiles and warps    2. stages and parts    3. order of tiles, flattened loops    4. descriptors, Gluon
 
-Within a step every candidate runs on every shape of the class: its result is checked first, then it is timed in turns
-with the others and with what would run otherwise.  The highest geometric mean over the shapes goes on to the next step.
+Within a step every candidate runs on every shape of the class, those that are predicted to be the fastest first
+(ops/predicted.py), BATCH at a time: its result is checked, then it is timed in turns with the others and with what
+would run otherwise.  The highest geometric mean over the shapes goes on to the next step.  Where the time is up, the
+rest is left untried, and its rows say so: the prediction gives the order, the measurement the configuration.
 
     ratio = the other's time / ours, the least over the shapes, rounded down
 
@@ -23,6 +25,7 @@ import itertools
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,13 +37,16 @@ from fp8engine.bench.gemm import FAST, PROMOTED, SETS, Variant, kernel
 from fp8engine.bench.harness import Call, Row, Timer, compare, machine
 from fp8engine.bench.timing import Clock, clock
 from fp8engine.errors import BackendError, UnknownName
-from fp8engine.ops import device, reference, scaled_mm, triton_backend
+from fp8engine.numerics.cards import Card, card_of
+from fp8engine.ops import device, predicted, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Epilogue
 
 if TYPE_CHECKING:
     from fp8engine.kernels.tuning import Config
 
 TURNS = 15
+BATCH = 8  # candidates timed together: so many are under way when the time is up
+NOT_TRIED = "not tried: the time was up"
 TMA = (9, 0)  # capability from which there are tensor descriptors
 GLUON = (9, 0)  # the one that kernels/matmul_gluon.py is written for
 # FP32 sums a thread holds: 128 leave room for the rest in 255 registers, 256 spill.
@@ -65,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Tried:
-    """One candidate.  ratios: the other's time over ours, by shape.  why: it was left out, or None."""
+    """One candidate.  ratios: the other's time over ours, by shape, measured.  why: it was left out, or None."""
 
     config: Config
     ratios: tuple[float, ...] = ()
@@ -78,6 +84,32 @@ class Tried:
 
 
 Trial = Callable[[Shape, "Sequence[Config]"], "list[float | str]"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of trials, and when they end.
+
+    seconds: predicted time of a configuration at a shape; None: as they come.  left: seconds that remain.
+    """
+
+    seconds: Callable[[Config, Shape], float] | None = None
+    left: Callable[[], float] = lambda: math.inf
+
+    def first(self, configs: Sequence[Config], shapes: Sequence[Shape]) -> list[Config]:
+        """The configurations, the shortest predicted time first: the geometric mean over the shapes."""
+        if self.seconds is None:
+            return list(configs)
+        return sorted(configs, key=lambda config: self.mean(config, shapes) or 0.0)
+
+    def mean(self, config: Config, shapes: Sequence[Shape]) -> float | None:
+        """Predicted seconds of a configuration: the geometric mean over the shapes."""
+        if self.seconds is None:
+            return None
+        return statistics.geometric_mean(self.seconds(config, shape) for shape in shapes)
+
+
+AS_THEY_COME = Order()
 
 
 def trial(job: Job, shape: Shape, configs: Sequence[Config]) -> list[float | str]:
@@ -106,7 +138,13 @@ def trial(job: Job, shape: Shape, configs: Sequence[Config]) -> list[float | str
     return [row["ratio"] if row["correct"] else row["why"] for row in rows]
 
 
-def search(start: Config, steps: Sequence[Callable[[Config], list[Config]]], shapes: Sequence[Shape], run: Trial):
+def search(
+    start: Config,
+    steps: Sequence[Callable[[Config], list[Config]]],
+    shapes: Sequence[Shape],
+    run: Trial,
+    order: Order = AS_THEY_COME,
+):
     """(best, everything tried): the configuration with the highest geometric mean, its ratio the least over the shapes.
 
     None where nothing ran and was right.  steps: a configuration -> candidates around it.
@@ -115,8 +153,8 @@ def search(start: Config, steps: Sequence[Callable[[Config], list[Config]]], sha
     best: Tried | None = None
     for step in steps:
         around = best.config if best else start
-        configs = list(dict.fromkeys([around, *step(around)]))
-        found = _try_all(configs, shapes, run)
+        configs = order.first([one for one in dict.fromkeys(step(around)) if one != around], shapes)
+        found = _try_all([around, *configs], shapes, run, order)
         tried += found
         # The first of equals: what went into the step stays unless something was faster.
         top = max(found, key=lambda one: one.mean)
@@ -126,7 +164,18 @@ def search(start: Config, steps: Sequence[Callable[[Config], list[Config]]], sha
     return best.config._replace(ratio=math.floor(min(best.ratios) * 1000) / 1000), tried
 
 
-def _try_all(configs: list[Config], shapes: Sequence[Shape], run: Trial) -> list[Tried]:
+def _try_all(configs: list[Config], shapes: Sequence[Shape], run: Trial, order: Order) -> list[Tried]:
+    found: list[Tried] = []
+    for first in range(0, len(configs), BATCH):
+        batch = configs[first : first + BATCH]
+        if first and order.left() <= 0:  # the configuration that the step began with is always measured
+            found += [Tried(config, why=NOT_TRIED) for config in batch]
+        else:
+            found += _try_batch(batch, shapes, run)
+    return found
+
+
+def _try_batch(configs: list[Config], shapes: Sequence[Shape], run: Trial) -> list[Tried]:
     state = {config: Tried(config) for config in configs}
     for shape in shapes:
         left = [config for config in configs if state[config].why is None]
@@ -157,7 +206,9 @@ def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], lis
         return [base._replace(stages=s, parts=p) for s, p in itertools.product((3, 4, 5), (1, 2, 4))]
 
     def order(base: Config) -> list[Config]:
-        return [base._replace(group_m=rows) for rows in (4, 8, 16)]
+        return [
+            base._replace(group_m=rows, flatten=flat) for rows, flat in itertools.product((4, 8, 16), (False, True))
+        ]
 
     def means(base: Config) -> list[Config]:
         found = [base._replace(descriptors=way) for way in (True, False)] if tma else []
@@ -202,9 +253,11 @@ def tune(
     shapes: Sequence[Shape],
     where: torch.device,
     note: Callable[[str], None] = lambda line: None,
+    limit: float = math.inf,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the new table, everything tried) on this card.  note: called with a line on each class's result.
 
+    limit: seconds after which no further candidates are tried, shared by the classes.
     Raises BackendError without a card or without Triton.
     """
     if where.type != "cuda":
@@ -217,7 +270,8 @@ def tune(
     capability = device.capability(where)
     architecture = "sm_{}{}".format(*capability)
     ticks, tried, rows = clock(where), [], {}
-    gluon = capability == GLUON
+    gluon, card = capability == GLUON, card_of(device.name(where), device.processors(where))
+    end = time.monotonic() + limit
     with torch.no_grad():
         for operation in rows_for(content, operations, architecture):
             job = job_of(operation, where, ticks)
@@ -225,9 +279,11 @@ def tune(
                 start = tuning.Config(**content["operations"][operation][architecture][name])._replace(ratio=None)
                 tma = capability >= TMA and name != tuning.UNALIGNED
                 grid = steps(operation, tma, gluon and operation.startswith("matmul_fp8"))
-                best, found = search(start, grid, mine, lambda shape, configs, job=job: trial(job, shape, configs))
-                tried += [_as_row(operation, name, one) for one in found]
-                note(f"{operation} {architecture} {name}: {best or 'nothing ran'}, ratio {best and best.ratio}")
+                order = _order(operation, card, end)
+                run = lambda shape, configs, job=job: trial(job, shape, configs)  # noqa: E731
+                best, found = search(start, grid, mine, run, order)
+                tried += [_as_row(operation, name, one, order.mean(one.config, mine)) for one in found]
+                note(f"{operation} {architecture} {name}: {_told(best, found, order, mine)}")
                 if best is not None:
                     rows[operation, name] = best._asdict()
     return merged(content, architecture, rows, machine(where)), tried
@@ -295,9 +351,26 @@ def difference(old: str, new: str) -> str:
     )
 
 
-def _as_row(operation: str, name: str, one: Tried) -> dict[str, Any]:
+def _order(operation: str, card: Card, end: float) -> Order:
+    return Order(
+        lambda config, shape: predicted.seconds(operation, config, shape, card), lambda: end - time.monotonic()
+    )
+
+
+def _told(best: Config | None, found: Sequence[Tried], order: Order, shapes: Sequence[Shape]) -> str:
+    """A class's result in a line: what was measured, what was predicted of it, and how many were left."""
+    left = sum(one.why == NOT_TRIED for one in found)
+    rest = f"; {left} not tried: the time was up" if left else ""
+    if best is None:
+        return f"nothing ran{rest}"
+    mean = order.mean(best, shapes)
+    said = "" if mean is None else f", predicted {1e6 * mean:.0f} us"
+    return f"{best}, measured ratio {best.ratio}{said}{rest}"
+
+
+def _as_row(operation: str, name: str, one: Tried, mean: float | None) -> dict[str, Any]:
     config = {"operation": operation, "class": name, "config": str(one.config)}
-    return config | {"ratios": list(one.ratios), "why": one.why}
+    return config | {"ratios": list(one.ratios), "predicted_us": mean and 1e6 * mean, "why": one.why}
 
 
 def _tuning():

@@ -1,8 +1,12 @@
-"""`fp8engine bench gemm | quantize | linear | block | model | tune`: benchmarks of this machine, and the tuner."""
+"""`fp8engine bench gemm | quantize | linear | block | model | tune`: benchmarks of this machine, and the tuner.
+
+`bench predict` is in predict.py.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +22,8 @@ from fp8engine.bench.tune import OPERATIONS, difference, dump, tune
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
 
-bench = typer.Typer(no_args_is_help=True, help="Measure the matmuls on this machine; tune the kernels on a card.")
+HELP = "Measure the matmuls on this machine; tune the kernels on a card; predict without one."
+bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
 
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
@@ -121,12 +126,18 @@ def command(
     replace: Annotated[
         bool, typer.Option("--write/--dry-run", help="Replace kernels/tuning.json, or only show the difference.")
     ] = False,
+    limit: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="After it, no further candidates.", show_default="none")
+    ] = math.inf,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Search the kernels' configurations on this card: each verified, then timed; the fastest goes into the table."""
+    """Search the kernels' configurations on this card: each verified, then timed; the fastest goes into the table.
+
+    Candidates that are predicted to be fast come first; what is measured decides.
+    """
     where = _where(device)
-    table, tried = tune(operation, cases.parse(shapes), where, note=lambda line: typer.echo(line, err=True))
+    table, tried = tune(operation, cases.parse(shapes), where, lambda line: typer.echo(line, err=True), limit)
     from fp8engine.kernels.tuning import TABLE  # optional, and there once `tune` has run
 
     new = dump(table)

@@ -21,9 +21,10 @@ from fp8engine.convert.select import linear_layers
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import mix
 from fp8engine.nn.families import Block, Experts
-from fp8engine.nn.lazy import GATED, FusedActivation, FusedNorm, Group
+from fp8engine.nn.lazy import FusedActivation, FusedNorm, Group
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops.reference import Norm
+from fp8engine.ops.reference.activations import GATED
 
 ACTS = {  # name of the class -> its formula's key in ACTIVATIONS
     "SiLUActivation": "silu",
@@ -33,6 +34,8 @@ ACTS = {  # name of the class -> its formula's key in ACTIVATIONS
     "GELUTanh": "gelu_tanh",
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "qgelu",
+    "ReLUSquaredActivation": "srelu",
 }
 WHERE = ("transformers.activations", "torch.nn.modules.activation")
 AFTER = "its norm comes after the residual, which reads the norm too"

@@ -12,8 +12,10 @@ from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.convert.bypassed import READ, FirstForward, Watched
 from fp8engine.convert.swap import RECORD, Record, compiled_in_place
 from fp8engine.errors import ConversionError
+from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.experts import Float8Experts
+from fp8engine.nn.fp8_attention import Float8Sdpa, Softmax
 from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served
@@ -48,6 +50,8 @@ def revert(model: nn.Module) -> nn.Module:
                 change_class(module, plain)
             for name in _attached(kind, swapped):
                 vars(module).pop(name, None)
+            if isinstance(module, Attention):
+                module.softmax = Softmax(module.heads.softmax, "Attention")
         for hooks in (root._forward_pre_hooks, root._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState):
@@ -90,6 +94,8 @@ def _attached(kind: type[nn.Module], swapped: bool) -> tuple[str, ...]:
     """Attributes that a conversion has set on a module of this class; others are the user's."""
     if issubclass(kind, FusedNorm | FusedActivation):
         return ("group",)
+    if issubclass(kind, Float8Sdpa):
+        return ("softmax",)
     if not issubclass(kind, Float8Module):
         return ()
     own = ("parts" if issubclass(kind, Float8Experts) else "numerics",) if swapped else ()

@@ -21,6 +21,7 @@ from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan, flow
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan as numerics_plan
+from fp8engine.convert import attention as attending
 from fp8engine.convert import fuse as fusing
 from fp8engine.convert.bypassed import FirstForward, call_layers
 from fp8engine.convert.describe import describe
@@ -67,6 +68,7 @@ def convert(
     example_inputs: object = None,
     strict: bool = False,
     fuse: bool = False,
+    attention: str | None = None,
 ) -> nn.Module:
     """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
 
@@ -78,6 +80,8 @@ def convert(
     strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
     fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
     families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
+    attention: "fp8", "fp8 unrotated" or "auto": how modules that call torch's scaled_dot_product_attention compute it
+    (nn/fp8_attention.py); None leaves it in 16 bits.  What FP8 does not take runs in 16 bits, with an AttentionWarning.
 
     Raises UnknownName (recipe, or a pattern that matches nothing), ConversionError (nothing to convert, converted
     twice, already under DDP, FSDP or torch.compile), StrictError.
@@ -90,7 +94,7 @@ def convert(
     Linear(in_features=32, out_features=64, bias=True, recipe=rowwise (E4M3xE4M3, grad E4M3))
     """
     _check_unwrapped(model)
-    decisions = decide(model, recipe, skip, overrides)
+    decisions, attentions = decide(model, recipe, skip, overrides), attending.attentions(model, attention)
     if example_inputs is not None:
         decisions = _leave_uncalled(model, decisions, example_inputs)
     chosen = [(decision, decision.recipe) for decision in decisions if decision.recipe is not None]
@@ -107,6 +111,7 @@ def convert(
     record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(chosen))
     record.controllers = _control(chosen, repeat, consumers)
     fusion = fusing.fuse(model) if fuse else None
+    attending.put(attentions, attention or "", strict)
     call_layers(model)
     FirstForward(model, strict)
     for state in record.states:

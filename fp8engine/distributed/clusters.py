@@ -7,7 +7,7 @@
     sent    bytes that a rank sends in a ring (traffic.py); NCCL makes a ring for each network adapter, and each ring
             leaves a node once, so that each of the g adapters carries sent / g
     nvlink  bytes/s that a card sends to cards of its node; nic: to other nodes
-    R       16-bit matmuls of 8192^3 on an H200, measured (numerics/cost.py); speedup: of FP8, from there too
+    R       16-bit matmuls of 8192^3 on an H200, measured; speedup: of FP8 on an H100, predicted (numerics/cost.py)
 
 Left out, all of which make a step longer: norms, activations and the optimizer, latency, and the first gather and the
 last reduction, which nothing hides.  Compute without them is short, so the batch from which communication is predicted
@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8engine.numerics.cost import speedup
+from fp8engine.numerics.recipe import Recipe
 
 RATE = 790e12  # R, FLOP/s
-CASTS = "amax pass"  # how weights and activations are cast, of numerics/cost.py
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,24 @@ CLUSTERS = (
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a rank's step.  layers: (N, K, how many) of the FP8 linear layers; flops: of all, in 16 bits."""
+    """FLOPs of a rank's step.
+
+    layers: (N, K, how many) of the linear layers under the recipe.  flops: of all layers, in 16 bits.
+    """
 
     tokens: int
     layers: tuple[tuple[int, int, int], ...]
     flops: float
+    recipe: Recipe
 
     def seconds(self, rate: float, fp8: bool) -> float:
         """Predicted time of the matmuls and casts."""
         linear = sum(6 * self.tokens * n * k * count for n, k, count in self.layers)
         if not fp8:
             return self.flops / rate
-        fast = (6 * self.tokens * n * k * count / speedup(self.tokens, n, k, CASTS) for n, k, count in self.layers)
+        fast = (
+            6 * self.tokens * n * k * count / speedup(self.recipe, self.tokens, n, k) for n, k, count in self.layers
+        )
         return (self.flops - linear + sum(fast)) / rate
 
 
@@ -78,7 +84,8 @@ def predict(cluster: Cluster, work: Work, fp8: bool, sent: Iterable[tuple[float,
 
     sent: (bytes, ranks, apart) of collectives, as `Cluster.seconds` takes them.
 
-    >>> work = Work(8192, ((4096, 4096, 32),), 6 * 8192 * 4096 * 4096 * 32)
+    >>> from fp8engine.numerics.recipe import rowwise
+    >>> work = Work(8192, ((4096, 4096, 32),), 6 * 8192 * 4096 * 4096 * 32, rowwise())
     >>> predict(CLUSTERS[0], work, False, [(40e9, 1024, 1)])["communication"]
     0.1
     """

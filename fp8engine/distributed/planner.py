@@ -16,7 +16,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -287,13 +287,13 @@ def _work(model: nn.Module, recipe: Recipe, tokens: int, flops: float) -> Work:
     """FLOPs of a rank's step, and the layers that FP8 makes faster; experts are counted at 16 bits."""
     decisions = decisions_of(model, recipe)
     shapes = Counter(tuple(d.shape) for d in decisions if d.recipe and d.recipe.is_fp8 and len(d.shape) == 2)
-    return Work(tokens, tuple((n, k, count) for (n, k), count in shapes.items()), flops)
+    return Work(tokens, tuple((n, k, count) for (n, k), count in shapes.items()), flops, recipe)
 
 
 def _share(work: Work, tp: int) -> Work:
     """A card's work where tp cards share each layer, and the tokens of all of them pass it."""
     layers = tuple((max(n // tp, 1), k, count) for n, k, count in work.layers)
-    return Work(work.tokens * tp, layers, work.flops)
+    return replace(work, tokens=work.tokens * tp, layers=layers)
 
 
 def _sent(step: Step, shards: int, tp: int) -> dict[str, dict[str, int]]:

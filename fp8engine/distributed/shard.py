@@ -28,7 +28,7 @@ from fp8engine.autograd.parts import Layer, Memory, NormOf, Part
 from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, granularity_of, wire_cast
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.tensor import Float8Tensor
 
 COLUMNS, ROWS = "columns", "rows"
@@ -66,7 +66,9 @@ class Sharding:
         return self.leaves(linear(part, local(weight_NK), None, numerics, True), bias_N, numerics, needs_w)
 
     @_torch.outside_of_graphs
-    def norm_linear(self, x: Any, norm: NormOf, layers: Sequence[Layer], memory: Memory) -> tuple[torch.Tensor, ...]:
+    def norm_linear(
+        self, x: Any, norm: NormOf | None, layers: Sequence[Layer], memory: Memory
+    ) -> tuple[torch.Tensor, ...]:
         """`autograd.norm_linear`: where tokens are gathered, the norm is rounded to 16 bits in between."""
         every = [layer.numerics for layer in layers]
         _check_together(every, [COLUMNS] * len(every))

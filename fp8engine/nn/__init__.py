@@ -4,7 +4,7 @@ from fp8engine.nn.attention import Attention, Heads
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
-from fp8engine.nn.linear import Linear, weights_changed
+from fp8engine.nn.linear import Linear, fuse_wgrad_accumulation, weights_changed
 from fp8engine.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "TransformerLayer",
+    "fuse_wgrad_accumulation",
     "weights_changed",
 ]

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, attention, rotated
+from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, rotated
 from fp8engine.autograd.norm import norm as norm_of_input
 from fp8engine.autograd.norm_linear import norm_linear
+from fp8engine.autograd.packed import Packed
 from fp8engine.autograd.parts import Memory, NormOf
 from fp8engine.errors import ShapeError, UnknownName
+from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, norm_of, share_state
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.recipe import Recipe, resolve
@@ -28,6 +30,8 @@ class Heads:
     count).  theta: base of rotary positions, or a `fp8engine.autograd.attention.Rotary`; None for none.
     causal: a query sees up to its own position; window: only that many of them.  dropout: of the softmax.
     qk_norm: eps of an RMSNorm of each head of q and k, before rotation (Qwen3); None for none.
+    softmax: format of its two products, q k^T and P v: "16 bits", "fp8", "fp8 unrotated" or "auto" (fp8_attention.py).
+    context_size: width of the context that keys and values are made of (cross attention); None: hidden size.
     """
 
     count: int
@@ -38,6 +42,8 @@ class Heads:
     dropout: float = 0.0
     window: int | None = None
     qk_norm: float | None = None
+    softmax: str = "16 bits"
+    context_size: int | None = None
 
 
 def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collection[str]:
@@ -51,11 +57,12 @@ def with_bias(bias: bool | Collection[str], names: Collection[str]) -> Collectio
 
 
 class Attention(nn.Module):
-    """Self-attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits.
+    """Attention: q_proj, k_proj, v_proj and o_proj in FP8, the softmax between them torch's SDPA in 16 bits, or FP8.
 
     hidden_size: width of input and output [batch, T, hidden_size].  heads: a number, or a `Heads`.  bias: of the four
     projections, or the names of those that have one.  recipe: a Recipe or its name.  The three that read the input
     share one quantised copy of it.
+    Called with a context, k_proj and v_proj read that and share one quantised copy of it (cross attention).
     Raises ShapeError for a width that heads do not divide, or an input that is not 3-D; UnknownName for a recipe or a
     name in bias.
 
@@ -64,6 +71,9 @@ class Attention(nn.Module):
     torch.Size([2, 5, 32])
     >>> sorted(dict(layer.named_parameters()))
     ['k_proj.weight', 'o_proj.weight', 'q_proj.weight', 'v_proj.weight']
+    >>> cross = Attention(32, Heads(4, context_size=48), recipe="current")
+    >>> cross(torch.randn(2, 5, 32), context=torch.randn(2, 7, 48)).shape
+    torch.Size([2, 5, 32])
     """
 
     def __init__(
@@ -85,11 +95,13 @@ class Attention(nn.Module):
                 "(or have a width of their own), and the heads of keys divide the heads"
             )
         self.width = width = heads.width or hidden_size // heads.count
+        self.softmax = Softmax(heads.softmax, "Attention")
         biased = with_bias(bias, PROJECTIONS)
         common = {"recipe": UNTIL_SHARED, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, heads.count * width, "q_proj" in biased, **common)
-        self.k_proj = Linear(hidden_size, of_keys * width, "k_proj" in biased, **common)
-        self.v_proj = Linear(hidden_size, of_keys * width, "v_proj" in biased, **common)
+        read = heads.context_size or hidden_size
+        self.k_proj = Linear(read, of_keys * width, "k_proj" in biased, **common)
+        self.v_proj = Linear(read, of_keys * width, "v_proj" in biased, **common)
         self.o_proj = Linear(heads.count * width, hidden_size, "o_proj" in biased, **common)
         if heads.qk_norm is not None:
             self.q_norm, self.k_norm = (nn.RMSNorm(width, heads.qk_norm, device=device, dtype=dtype) for _ in "qk")
@@ -98,31 +110,73 @@ class Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Packed | None = None,
         positions: torch.Tensor | None = None,
         cache: Cache | None = None,
+        context: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [batch, T, hidden] -> [batch, T, hidden].
+        """x [batch, T, hidden] -> [batch, T, hidden]; [T, hidden] of packed sequences.
 
-        mask: as autograd.attention.attention.  positions: of rotary, [T] or [batch, T]; None: counted on from the
-        cache.  cache: keys and values of earlier calls; this call's are appended.
+        mask: as autograd.attention.attention; a Packed for sequences one after another.  positions: of rotary, [T] or
+        [batch, T]; None: counted on from the cache, or in each packed sequence.  cache: keys and values of earlier
+        calls; this call's are appended.
+        context: [batch, S, context_size], of which keys and values are made (cross attention); a cache holds these
+        after the first call, and a later call's context is not read.
+        Raises ShapeError for heads with an order (causal, window, theta) or for another batch beside a context.
         """
-        return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
+        if context is None:
+            return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
+        return self.o_proj(self._mix((self.q_proj(x), *self._of_context(x, context, mask, cache)), mask))
 
     def of_norm(self, x: torch.Tensor, norm: NormOf, memory: Memory, *seen) -> torch.Tensor:
-        """`forward` of norm(x), which is written once, in FP8.  seen: mask, positions, cache."""
+        """`forward` of norm(x), which is written once, in FP8.  seen: mask, positions, cache, context."""
+        if len(seen) == 4 and seen[3] is not None:
+            mask, _, cache, context = seen
+            k, v = self._of_context(x, context, mask, cache)
+            return self.o_proj(self._mix((*norm_linear(x, norm, [layer_of(self.q_proj)], memory), k, v), mask))
         layers = [layer_of(p) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        return self.o_proj(self._mix(norm_linear(x, norm, layers, memory), *seen))
+        return self.o_proj(self._mix(norm_linear(x, norm, layers, memory), *seen[:3]))
+
+    def _of_context(self, x: torch.Tensor, context: torch.Tensor, mask, cache: Cache | None) -> tuple:
+        """k and v of the context, before they are divided into heads; those that the cache holds, if it does."""
+        heads = self.heads
+        if heads.causal or heads.window is not None or heads.theta is not None:
+            raise ShapeError(
+                f"Attention: x and context are two sequences without an order between them, and {heads} has one; make "
+                "the layer for cross attention with a Heads without causal, window and theta"
+            )
+        if isinstance(mask, Packed):
+            if context.dim() != 2 or mask.of_keys is None:
+                raise ShapeError(
+                    f"Attention: context is {list(context.shape)} beside packed sequences; want [S, context_size], "
+                    "packed too, and its sequences in Packed(..., of_keys, longest_key)"
+                )
+        elif context.dim() != 3 or context.shape[0] != x.shape[0]:
+            raise ShapeError(f"Attention: context is {list(context.shape)}; want [{x.shape[0]}, S, context_size]")
+        if cache is not None and cache.of_context is not None:
+            return cache.of_context
+        k, v = norm_linear(context, None, [layer_of(self.k_proj), layer_of(self.v_proj)])
+        if cache is not None:
+            cache.of_context = k, v
+        return k, v
 
     def _mix(self, projected: tuple, mask=None, positions=None, cache: Cache | None = None) -> torch.Tensor:
         heads = self.heads
-        if projected[0].dim() != 3:
-            raise ShapeError(f"Attention: input of {projected[0].dim()} dimensions; want [batch, T, hidden_size]")
+        packed = mask if isinstance(mask, Packed) else None
+        if projected[0].dim() != (2 if packed else 3) or (packed and cache is not None):
+            raise ShapeError(
+                f"Attention: input of {projected[0].dim()} dimensions; want [batch, T, hidden_size], or with a Packed "
+                "as mask [T, hidden_size] and no cache"
+            )
+        if packed:
+            projected = tuple(part[None] for part in projected)
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in projected)
         if heads.qk_norm is not None:
             q, k = self._of_heads(q, self.q_norm), self._of_heads(k, self.k_norm)
         if heads.theta is not None:
-            if positions is None:
+            if positions is None and packed:
+                positions = packed.positions(q.shape[2])
+            elif positions is None:
                 start = 0 if cache is None else len(cache)
                 positions = torch.arange(start, start + q.shape[2], device=q.device)
             cos_sin = angles(positions, self.width, heads.theta)
@@ -130,7 +184,11 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         scores = Scores(heads.causal, heads.dropout if self.training else 0.0, heads.window)
-        return attention(q, k, v, mask, scores).transpose(1, 2).flatten(-2)
+        mixed = self.softmax.attend(q, k, v, mask, scores).transpose(1, 2).flatten(-2)
+        return mixed[0] if packed else mixed
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__({"softmax": Softmax("16 bits", "Attention")} | state)  # 0.2 had none
 
     def _of_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
         """The norm of each head; where ranks divide the heads, its weight's gradient is summed over them."""

@@ -1,7 +1,6 @@
 """Translation of a Hugging Face block to fe.TransformerLayer: the options of its constructor, and its parameters.
 
     fused qkv     its rows are q, k, v, one after the other or by head; transformers' Conv1D holds the transpose
-    quick_gelu    x sigma(1.702 x) = silu(1.702 x) / 1.702: the factors go into `up` and into `down`'s weight
 
 A block with anything that TransformerLayer has not is refused, a parameter that is left over included.
 """
@@ -18,13 +17,12 @@ from fp8engine.autograd.attention import Rotary
 from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Heads
 from fp8engine.nn.families import FAMILIES, Block, Experts, match
-from fp8engine.nn.lazy import GATED
 from fp8engine.nn.linear import Linear
+from fp8engine.ops.reference.activations import GATED
 
 INSTEAD = "fe.convert(model, recipe) puts its linear layers under a recipe as they stand"
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu", "quick_gelu": "silu"}
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu", "quick_gelu": "qgelu", "relu2": "srelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-QUICK = 1.702
 CONV1D = ("Conv1D", "Float8Conv1D")  # by name: transformers need not be there
 UNFIT = {"t5": "its scores have relative positions added and are not divided by sqrt(head_dim)"}
 CAUSAL_OUTSIDE = ("clip_text_model",)  # causal, though is_causal of its attention is False
@@ -117,7 +115,6 @@ def _linears(block: Block, layer: nn.Module, who: str, taken: dict) -> None:
     """Put weights [N, K] and biases of the linear layers in `taken`, by TransformerLayer's names."""
     places = {role: f"self_attn.{role}_proj" for role in ("q", "k", "v")} | {"out": "self_attn.o_proj"}
     places |= {role: f"mlp.{role}_proj" for role in ("gate", "up", "down")}
-    quick = block.activation == "quick_gelu"
     for role, path in block.structure.parts().items():
         if "norm" in role:
             continue
@@ -130,8 +127,6 @@ def _linears(block: Block, layer: nn.Module, who: str, taken: dict) -> None:
             if parameter is None:
                 continue
             value = parameter.detach().t() if conv1d and key == "weight" else parameter.detach()
-            if quick and (role == "up" or (role == "down" and key == "weight")):
-                value = value * QUICK if role == "up" else value / QUICK
             if role == "qkv":
                 parts = dict(zip(("q", "k", "v"), _rows_of_qkv(value, block), strict=True))
             elif role == "gate_up":
@@ -202,7 +197,7 @@ def _activation(block: Block) -> str | None:
     mlp, name = block.structure.mlp, ACTIVATIONS.get(block.activation)
     if not (mlp.gate or mlp.gate_up) or name is None:
         return name
-    return None if block.activation == "quick_gelu" else GATED.get(name)
+    return GATED.get(name)
 
 
 def _rate(config: Any, name: str) -> float:

@@ -12,7 +12,7 @@ from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, make_norm, nor
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 
 RECOMPUTE = {False: (False, False), True: (True, True), "norm": (True, False), "activation": (False, True)}
 
@@ -21,7 +21,8 @@ class LayerNormMLP(nn.Module):
     """A transformer's MLP in FP8: norm and activation are written once, in the format that their matmul reads.
 
     hidden, intermediate: features of input and output, and between the two layers.  bias: of both layers.
-    activation: relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, geglu_tanh.
+    activation: relu, srelu, gelu, gelu_tanh, qgelu, silu, or gated: reglu, sreglu, geglu, geglu_tanh, qgeglu,
+        swiglu, glu, clamped_swiglu (formulas: ops/reference/activations.py).
     recompute: what runs again in backward instead of being kept: "norm", "activation", True for both.
     store: "16 bits", or "fp8": the inputs of norm and activation are kept in FP8 (E4M3, a scale per row).
     recipe, norm, eps, zero_centered, device, dtype, input and output: as of fe.LayerNormLinear.

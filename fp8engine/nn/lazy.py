@@ -34,8 +34,8 @@ from fp8engine.errors import ScriptError, StateError
 from fp8engine.nn.class_swap import Mixin
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops.reference import Norm
+from fp8engine.ops.reference.activations import GATED
 
-GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 

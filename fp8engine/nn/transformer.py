@@ -4,7 +4,8 @@
     post              y = n1(x + D(A(x)))            z = n2(y + D(M(y)))
     parallel          z = x + D(A(n1(x))) + D(M(n2(x)))          parallel shared: n2 is n1
 
-A: attention, M: MLP, D: dropout.  The children are ordinary modules, named as a Llama block's, whose state_dict loads;
+A: attention, M: MLP, D: dropout.  A decoder's layer has cross attention C between the two: y + D(C(nc(y), context)), or
+post, nc(y + D(C(y, context))).  The children are ordinary modules, named as a Llama block's, whose state_dict loads;
 forward calls the fused functions with their parameters: hooks of q_proj, k_proj, v_proj, of the
 MLP's layers and of the norms do not run.
 """
@@ -12,6 +13,7 @@ MLP's layers and of the norms do not run.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from torch.nn import functional as F
 from fp8engine.autograd import Memory, norm_mlp
 from fp8engine.autograd.attention import Cache
 from fp8engine.autograd.norm import norm as norm_of_input
+from fp8engine.autograd.packed import Packed
 from fp8engine.autograd.parts import KEEP, NormOf, check_memory
-from fp8engine.errors import UnknownName
+from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.nn.attention import PROJECTIONS, Attention, Heads, with_bias
 from fp8engine.nn.hf_block import read_block
 from fp8engine.nn.layernorm_linear import layer_of, make_norm, norm_of, share_state
@@ -30,7 +33,7 @@ from fp8engine.nn.layernorm_mlp import RECOMPUTE
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 
 PLACEMENTS = ("pre", "post", "parallel", "parallel shared")
 
@@ -66,16 +69,20 @@ class TransformerLayer(nn.Module):
 
     hidden, intermediate: features of input and output, and of the MLP between.  heads: a number, or an fe.Heads
     (grouped queries, rotary positions, causal, window, dropout of the softmax).
-    activation: relu, gelu, gelu_tanh, silu, or gated: swiglu, geglu, geglu_tanh.
+    activation: relu, srelu, gelu, gelu_tanh, qgelu, silu, or gated: reglu, sreglu, geglu, geglu_tanh, qgeglu,
+        swiglu, glu, clamped_swiglu (formulas: ops/reference/activations.py).
     bias: of all linear layers, or the names of those that have one: ("q_proj", "k_proj", "v_proj") is Qwen2's.
     placement: of the norms, "pre", "post", "parallel" or "parallel shared" (one norm for both).
     dropout: of what is added to the residual, in training; or a pair, after attention and after the MLP.
     recompute: what runs again in backward instead of being kept: "norm", "activation", True for both.
     store: "16 bits", or "fp8": the inputs of norms and activation are kept in FP8 (E4M3, a scale per row).
+    context_size: width of the context that cross attention reads: a decoder's layer, pre or post; None: no such layer.
+        Its heads are those of `heads`, without an order (causal, window, theta).
     recipe, norm, eps, zero_centered, device, dtype: as of fe.LayerNormLinear.
 
     Children: self_attn.{q,k,v,o}_proj; mlp.{gate,up,down}_proj; input_layernorm and post_attention_layernorm, or for
-    post-norm, which has none before attention, post_attention_layernorm and post_feedforward_layernorm.
+    post-norm, which has none before attention, post_attention_layernorm and post_feedforward_layernorm; of a decoder's
+    layer cross_attn.{q,k,v,o}_proj and cross_attn_layernorm.
     Raises UnknownName for a recipe, norm, activation, placement, recompute, store or name in bias; ShapeError for heads
     that do not divide hidden; for an input as fe.Linear does.
 
@@ -103,6 +110,7 @@ class TransformerLayer(nn.Module):
         dropout: float | tuple[float, float] = 0.0,
         recompute: bool | str = False,
         store: str = "16 bits",
+        context_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -122,11 +130,20 @@ class TransformerLayer(nn.Module):
         feeding = ("gate_proj", "up_proj", "down_proj") if ACTIVATIONS[activation].gated else ("up_proj", "down_proj")
         biased = with_bias(bias, (*PROJECTIONS, *feeding))
         common = {"recipe": recipe, "device": device, "dtype": dtype}
-        self.self_attn = Attention(hidden, heads, [name for name in biased if name in PROJECTIONS], **common)
+        projecting = [name for name in biased if name in PROJECTIONS]
+        self.self_attn = Attention(hidden, heads, projecting, **common)
         self.mlp = MLP(hidden, intermediate, activation, biased, **common)
         for name in self.norms():
             self.add_module(name, make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype))
         layers = [(f"self_attn.{name}", getattr(self.self_attn, name)) for name in PROJECTIONS]
+        if context_size is not None:
+            if placement not in ("pre", "post"):
+                raise UnknownName("placement of a layer with cross attention", placement, ["pre", "post"])
+            order = {"causal": False, "window": None, "theta": None}
+            across = replace(self.self_attn.heads, **order, context_size=context_size)
+            self.cross_attn = Attention(hidden, across, projecting, **common)
+            self.cross_attn_layernorm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
+            layers += [(f"cross_attn.{name}", getattr(self.cross_attn, name)) for name in PROJECTIONS]
         share_state([*layers, *((f"mlp.{name}", getattr(self.mlp, name)) for name in feeding)], recipe)
 
     @classmethod
@@ -171,19 +188,39 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | Packed | None = None,
         positions: torch.Tensor | None = None,
         cache: Cache | None = None,
+        context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | Packed | None = None,
     ) -> torch.Tensor:
-        """x [batch, T, hidden] -> [batch, T, hidden].  mask, positions, cache: as fe.Attention takes them."""
+        """x [batch, T, hidden] -> [batch, T, hidden]; [T, hidden] of packed sequences, whose mask is a Packed.
+
+        mask, positions, cache: as fe.Attention takes them.
+        context, context_mask: what cross attention reads, [batch, S, context_size], and its mask.
+        Raises ShapeError where there is one of context and cross attention without the other.
+        """
+        cross = getattr(self, "cross_attn", None)
+        if (context is None) != (cross is None):
+            has = (
+                "no cross attention: make it with context_size" if cross is None else "cross attention, which reads one"
+            )
+            raise ShapeError(f"TransformerLayer: context is {'missing' if cross else 'given'}, and the layer has {has}")
         seen = (mask, positions, cache)
         first, second = (norm_of(getattr(self, self.norms()[i])) for i in (0, -1))
         if self.placement == "post":
             y = self._norm(x + self._drop(self.self_attn(x, *seen), 0), first)
+            if cross is not None:
+                crossed = cross(y, context_mask, None, cache, context)
+                y = self._norm(y + self._drop(crossed, 0), norm_of(self.cross_attn_layernorm))
             return self._norm(y + self._drop(self.mlp.of_norm(y, None, self.memory), 1), second)
         attended = self._drop(self.self_attn.of_norm(x, first, self.memory, *seen), 0)
         if self.placement == "pre":
             x = x + attended
+            if cross is not None:
+                norm = norm_of(self.cross_attn_layernorm)
+                crossed = cross.of_norm(x, norm, self.memory, context_mask, None, cache, context)
+                x = x + self._drop(crossed, 0)
             return x + self._drop(self.mlp.of_norm(x, second, self.memory), 1)
         return x + attended + self._drop(self.mlp.of_norm(x, second, self.memory), 1)
 

@@ -1,51 +1,110 @@
-"""Cost model of FP8 on a card: the speed-up of a layer from its shape, the rates of the card and how casts are made.
+"""Predicted time of a linear layer's training step, in BF16 and under a recipe, on a card; nothing here is measured.
 
-A Linear's forward and backward are three matmuls, 6 M N K operations.  FP8 makes them ρ times as fast and adds casts,
-which move bytes that a 16-bit Linear does not.  In units of M N K / R:
+A Linear's forward and backward are three matmuls of the same size: y = x w^T, dx = dy w, dw = dy^T x.  FP8 multiplies
+faster and adds casts, which move bytes that a 16-bit Linear does not:
 
-    16 bits   6
-    FP8       6/ρ + (R/B) (c (1/N + 1/K) + w/M)
+    16 bits   3 matmuls
+    FP8       3 matmuls + casts of x, w and dy            cast = its bytes / bandwidth + the start of its kernels
 
-    ρ   rate of FP8 matmuls over 16-bit ones: 1.8 to 1.9 measured on an H200, not 2
-    R/B 16-bit matmul rate over memory bandwidth, FLOP/byte
-    c   extra bytes for each element of x and dy, w: of the weight
+    bytes of an element: 2 read, 1 written for each orientation in which a matmul reads it; 2 more where its scale is
+    that of a whole tensor, row or column, which has to be read before it is cast, and is not predicted
 
-The last three lines of `CASTS` are other engines' ways, for comparison.  The model predicts the published cost of
-Transformer Engine's quantisation on an H200 within 6 %.
+Which kernel multiplies follows from the recipe: cuBLASLt, and for scales in blocks ours (ops/matmul.py, `choose`).
+Times of matmuls are matmul_time.py's.
 """
 
 from __future__ import annotations
 
-RHO = 1.8
-H200 = 790e12 / 4.3e12  # FLOP/byte: 16-bit 8192^3 on random data, and device copy (reads and writes both counted)
+from dataclasses import dataclass
 
-# How a recipe's casts are made -> extra bytes per element (c, w).
-CASTS = {
-    "fused": (0, 4),  # in the producer, under a predicted scale
-    "amax from the producer": (4, 6),  # then one cast and transpose
-    "amax pass": (6, 6),  # then one cast and transpose
-    "separate passes": (7, 7),  # amax, cast, transpose
-    "eager": (35, 35),  # torch operators, one by one
-}
+from fp8engine.numerics.cards import H100_SXM, Card
+from fp8engine.numerics.matmul_time import CEILINGS, START, Kernel, Prediction, library, predict
+from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, Recipe
+
+BF16_BYTES = 2
+CAST_MEMORY = 0.88  # share of the bandwidth that a cast reaches: 85 to 94 % published of torchao's Triton kernels
+TILE = (128, 128)  # of our kernels of scales in blocks
 
 
-def speedup(m: int, n: int, k: int, casts: str, rho: float = RHO, intensity: float = H200) -> float:
-    """How much faster a Linear's forward and backward are than in 16 bits.  M tokens, N outputs, K inputs.
+@dataclass(frozen=True)
+class LayerTime:
+    """Predicted seconds of one training step of a linear layer.
 
-    casts: a key of CASTS.  rho: ρ above.  intensity: R/B above, FLOP/byte.
-
-    >>> round(speedup(8192, 14336, 4096, "amax pass"), 2), round(speedup(8192, 14336, 4096, "fused"), 2)
-    (1.57, 1.75)
+    bf16: in 16 bits.  matmuls: by name, forward, dgrad and wgrad.  casts: to FP8, all of them.
     """
-    c, w = CASTS[casts]
-    return 6 / (6 / rho + intensity * (c * (1 / n + 1 / k) + w / m))
+
+    bf16: float
+    matmuls: dict[str, Prediction]
+    casts: float
+
+    @property
+    def fp8(self) -> float:
+        """Seconds under the recipe."""
+        return self.casts + sum(one.seconds for one in self.matmuls.values())
+
+    @property
+    def speedup(self) -> float:
+        """How much faster than in 16 bits."""
+        return self.bf16 / self.fp8
 
 
-def break_even(casts: str, rho: float = RHO, intensity: float = H200) -> float:
-    """The size M = N = K at which FP8 begins to win: `speedup` is 1 there.
+def layer_time(recipe: Recipe, m: int, n: int, k: int, card: Card = H100_SXM) -> LayerTime:
+    """Predicted time of a Linear's forward and backward.  M tokens, N outputs, K inputs.
 
-    >>> [round(break_even(casts)) for casts in CASTS]
-    [276, 965, 1240, 1447, 7234]
+    >>> from fp8engine.numerics.recipe import blockwise, current, high_precision
+    >>> [round(layer_time(each(), 8192, 14336, 4096).speedup, 1) for each in (current, blockwise, high_precision)]
+    [1.4, 1.2, 1.0]
     """
-    c, w = CASTS[casts]
-    return intensity * (2 * c + w) / (6 - 6 / rho)
+    shapes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    bf16 = sum(library(card, "fast", 16, shape).seconds for shape in shapes.values())
+    matmuls = {name: matmul_time(recipe, name, shape, card) for name, shape in shapes.items()}
+    return LayerTime(bf16, matmuls, _casts(recipe, (m, n, k), card))
+
+
+def speedup(recipe: Recipe, m: int, n: int, k: int, card: Card = H100_SXM) -> float:
+    """How much faster than in 16 bits a Linear's forward and backward are predicted to be."""
+    return layer_time(recipe, m, n, k, card).speedup
+
+
+def sums_of(recipe: Recipe, matmul: str) -> str | None:
+    """What a matmul's main loop does with its sums, a key of CEILINGS; None where it is in 16 bits.
+
+    >>> from fp8engine.numerics.recipe import blockwise, rowwise_gw_hp
+    >>> [sums_of(blockwise(), name) for name in ("forward", "dgrad", "wgrad")]
+    ['block', 'block', 'block by block']
+    >>> sums_of(rowwise_gw_hp(), "wgrad")
+    """
+    a, b = recipe.operands(matmul)
+    if not a.is_fp8:
+        return None
+    blocks = [cast.granularity for cast in (a, b) if isinstance(cast.granularity, PerBlock)]
+    if blocks:
+        return "block" if any(min(block.rows, block.cols) > 1 for block in blocks) else "block by block"
+    return "fast" if matmul in recipe.fast_accumulation else "promoted"
+
+
+def matmul_time(recipe: Recipe, matmul: str, shape: tuple[int, int, int], card: Card) -> Prediction:
+    """Predicted time of one of a recipe's matmuls.  shape: M, N, K of that matmul."""
+    sums = sums_of(recipe, matmul)
+    if sums is None:
+        return library(card, "fast", 16, shape)
+    if not sums.startswith("block"):
+        return library(card, sums, 8, shape)
+    return predict(card, Kernel(*TILE, ceiling=CEILINGS["triton"][sums], overlapped=True), shape)
+
+
+def _casts(recipe: Recipe, shape: tuple[int, int, int], card: Card) -> float:
+    m, n, k = shape
+    read_by = {name: recipe.operands(name) for name in MATMULS}
+    (x, w), (dy, w_for_dx), (dy_for_dw, x_for_dw) = (read_by[name] for name in ("forward", "dgrad", "wgrad"))
+    operands = ((m * k, (x, x_for_dw)), (n * k, (w, w_for_dx)), (m * n, (dy, dy_for_dw)))
+    return sum(_cast(size, tuple(cast for cast in casts if cast.is_fp8), card) for size, casts in operands)
+
+
+def _cast(elements: int, casts: tuple[Cast, ...], card: Card) -> float:
+    """Seconds to cast one operand for the matmuls that read it in FP8."""
+    if not casts:
+        return 0.0
+    twice = any(not cast.delayed and not isinstance(cast.granularity, PerBlock) for cast in casts)
+    read = BF16_BYTES * (2 if twice else 1)
+    return elements * (read + len(casts)) / (CAST_MEMORY * card.memory) + START * (2 if twice else 1)

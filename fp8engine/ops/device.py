@@ -50,6 +50,12 @@ def name(device: torch.device) -> str:
     return f"{platform.machine()} CPU" if device.type == "cpu" else device.type
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA card; 0 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def check_one(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise BackendError, with the names of both, unless all the tensors that are there lie where the first one does.
 

@@ -2,6 +2,7 @@
 
     matmul           y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n], rounded to `out`
     matmul_epilogue  the same, ended by an activation, statistics or an FP8 result
+    accumulate       the same, added to an FP32 tensor in place: the gradient of a weight over several microbatches
     matmul_fp16      the same of ordinary tensors, without scales
 
 | backend | runs on | can multiply |
@@ -11,9 +12,10 @@
 | reference | any device, in plain torch | all of it; FP8 is emulated, and reports say so |
 
 The backend is the one that `fe.backend` asks for, else what `choose` says: triton where it was measured faster
-(kernels/tuning.json, never on a guess), cublas for other FP8 Tensor Cores, else reference.  Where scales change along
-K, cublas only where it was measured faster or there is no Triton.  It is chosen when the matmul runs, not when a graph
-is traced: a compiled graph follows `with fe.backend(...)` as eager code does.
+(kernels/tuning.json, else by this card of itself, card_trials.py; never on a guess), cublas for other FP8 Tensor Cores,
+else reference.  Where scales change along K, cublas only where it was measured faster or there is no Triton.  It is
+chosen when the matmul runs, not when a graph is traced: a compiled graph follows `with fe.backend(...)` as eager code
+does.
 
 >>> from fp8engine.ops.backends import backend
 >>> a = Operand(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.tensor(2.0))
@@ -27,20 +29,29 @@ from __future__ import annotations
 import torch
 
 from fp8engine import _torch
-from fp8engine.errors import BackendError, ShapeError, UnknownName
-from fp8engine.ops import device, reference, scaled_mm, triton_backend
+from fp8engine.errors import BackendError, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.ops import card_trials, device, reference, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
+from fp8engine.ops.choice_file import Choice
 from fp8engine.ops.library import LIBRARY, OPERATORS, direct, operation
 from fp8engine.ops.reference import Epilogue, Operand
 
 E5M2 = torch.float8_e5m2
+ALIGNED = 16  # of K: else tensor descriptors cannot describe the rows, and there is one kernel for it
 
 
-def choose(where: torch.device, by_block: bool, shape: tuple[int, int] | None = None, precision: str = "fast") -> str:
+def choose(
+    where: torch.device,
+    by_block: bool,
+    shape: tuple[int, ...] | None = None,
+    precision: str = "fast",
+    kind: str | None = None,
+) -> str:
     """The backend that an FP8 matmul runs on.
 
-    where: the operands' device.  by_block: whether a scale changes along K.  shape: (M, N) of the result, where it is
-    known.  precision: "fast", "promoted" or "exact".
+    where: the operands' device.  by_block: whether a scale changes along K.  shape: (M, N) of the result or (M, N, K),
+    where it is known.  precision: "fast", "promoted" or "exact".  kind: of the scales, of card_trials.kind_of; with it
+    and K, what the card measured of itself counts where the tuning table has nothing.
     """
     if (name := asked()) is not None:
         return name
@@ -52,11 +63,42 @@ def choose(where: torch.device, by_block: bool, shape: tuple[int, int] | None = 
         torch_can = scaled_mm.no_blocks(where) is None
         if not triton_backend.usable():
             return "cublas" if torch_can else "reference"
-        ratio = triton_backend.measured("matmul_block", device.capability(where), *shape) if shape else 0.0
+        ratio, found = _measured(where, "matmul_block", shape, kind)
+        if found is not None:
+            return found.backend
         return "cublas" if torch_can and 0.0 < ratio < 1.0 else "triton"
-    operation = "matmul_fp8" if precision == "fast" else "matmul_fp8_promoted"
-    faster = shape is not None and triton_backend.measured(operation, device.capability(where), *shape) >= 1.0
-    return "triton" if faster else "cublas"
+    ratio, found = _measured(where, _operation(precision), shape, kind)
+    if found is not None:
+        return found.backend
+    return "triton" if ratio >= 1.0 else "cublas"
+
+
+def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str, kind: str) -> str:
+    """Why an FP8 matmul runs on the backend that `choose` names, on a card with FP8 Tensor Cores; "" elsewhere."""
+    if not device.has_fp8(where):
+        return ""
+    ratio, found = _measured(where, "matmul_block" if "block" in kind else _operation(precision), shape, kind)
+    if found is not None:
+        return str(found)
+    if ratio:
+        return f"kernels/tuning.json: our kernel runs {ratio:.2f} times as fast as torch's"
+    return "our kernels were not measured on this card for this shape"
+
+
+def _operation(precision: str) -> str:
+    return "matmul_fp8" if precision == "fast" else "matmul_fp8_promoted"
+
+
+def _measured(
+    where: torch.device, operation: str, shape: tuple[int, ...] | None, kind: str | None
+) -> tuple[float, Choice | None]:
+    """(the tuning table's ratio or 0, what the card measured of itself where the table has nothing)."""
+    if shape is None:
+        return 0.0, None
+    ratio = triton_backend.measured(operation, device.capability(where), *shape[:2])
+    if ratio or kind is None or len(shape) < 3 or shape[2] % ALIGNED:
+        return ratio, None
+    return 0.0, card_trials.look(where, operation, kind, shape)
 
 
 def choose_16_bits(where: torch.device, shape: tuple[int, int]) -> str:
@@ -103,7 +145,7 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
 def _matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
     name = _backend_of(a, b, precision)
     if name == "triton":
-        return triton_backend.matmul(a, b, Epilogue(bias_N, out), fast=precision == "fast")
+        return _on_triton(a, b, Epilogue(bias_N, out), precision)
     if name == "cublas":
         return scaled_mm.matmul(a, b, bias_N, out, fast=precision == "fast")
     if _torch.autocast_active():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
@@ -118,10 +160,24 @@ def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -
     return reference.matmul_fp8(a, b, bias_N, out, exact=False)
 
 
+def _on_triton(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
+    """On our kernels, under the configuration that the card measured, if it did."""
+    found = None
+    if asked() is None and a.data.device.type == "cuda":
+        operation = "matmul_block" if a.scaled_along_k or b.scaled_along_k else _operation(precision)
+        _, found = _measured(a.data.device, operation, _sizes(a, b), card_trials.kind_of(a, b))
+    return triton_backend.matmul(a, b, epilogue, precision == "fast", found and found.config)
+
+
+def _sizes(a: Operand, b: Operand) -> tuple[int, int, int]:
+    return a.data.shape[0], b.data.shape[0], a.data.shape[1]
+
+
 def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str = "exact") -> torch.Tensor:
     """`matmul` with an activation, statistics or an FP8 result decided before the store; one launch on Triton.
 
     Elsewhere the FP32 product is finished in plain torch.  Raises as `matmul` does; UnknownName for an activation.
+    Of `epilogue`, `into` is left to `accumulate`.
 
     >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
     >>> end = Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5))
@@ -133,13 +189,48 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
         raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
     if direct(a.data):
         return _matmul_epilogue(a, b, epilogue, precision)
-    return OPERATORS.matmul_epilogue.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue)
+    return OPERATORS.matmul_epilogue.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue[:6])
 
 
 def _matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
     if _backend_of(a, b, precision) == "triton":
-        return triton_backend.matmul(a, b, epilogue, fast=precision == "fast")
+        return _on_triton(a, b, epilogue, precision)
     return reference.finish(_matmul(a, b, None, torch.float32, precision), epilogue)
+
+
+def accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str = "exact") -> None:
+    """into += a @ b.T, in FP32 and in place: by the matmul itself on Triton (`fused`), elsewhere by an addition after.
+
+    into_MN: FP32.  Raises as `matmul` does; ShapeError and UnsupportedDtype for another `into`.
+
+    >>> one = Operand(torch.ones(1, 2).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    >>> total = torch.tensor([[3.0]])
+    >>> accumulate(one, one, total)
+    >>> total.tolist()
+    [[5.0]]
+    """
+    _check(a, b, None)
+    if tuple(into_MN.shape) != (len(a.data), len(b.data)):
+        raise ShapeError(f"accumulate: into is {list(into_MN.shape)}; want {[len(a.data), len(b.data)]}, the result's")
+    if into_MN.dtype != torch.float32:
+        raise UnsupportedDtype(f"accumulate: into is {into_MN.dtype}; sums of several matmuls are kept in float32")
+    if direct(a.data):
+        _accumulate(a, b, into_MN, precision)
+    else:
+        OPERATORS.accumulate.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, into_MN)
+
+
+def _accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str) -> None:
+    name = _backend_of(a, b, precision)
+    if fused(name, into_MN):
+        triton_backend.matmul(a, b, Epilogue(None, torch.float32, into=into_MN), fast=precision == "fast")
+    else:
+        into_MN.add_(_matmul(a, b, None, torch.float32, precision))
+
+
+def fused(name: str, into_MN: torch.Tensor) -> bool:
+    """Whether the matmul of that backend adds to `into` itself, in one launch."""
+    return name == "triton" and into_MN.is_contiguous()
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, out: torch.dtype | None = None) -> torch.Tensor:
@@ -178,7 +269,7 @@ def _check(a: Operand, b: Operand, bias_N) -> None:
 def _backend_of(a: Operand, b: Operand, precision: str) -> str:
     if a.data.dtype.itemsize == b.data.dtype.itemsize == 1:
         by_block = a.scaled_along_k or b.scaled_along_k
-        name = choose(a.data.device, by_block, (a.data.shape[0], b.data.shape[0]), precision)
+        name = choose(a.data.device, by_block, _sizes(a, b), precision, card_trials.kind_of(a, b))
         if by_block and name == "cublas" and asked() is None and scaled_mm.unsupported(a, b):
             return "triton" if triton_backend.usable() else "reference"  # other blocks than 1x128 and 128x128
         return name
@@ -219,6 +310,16 @@ def _matmul_operator(a, b, scale_a, scale_b, *rest):
 def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
     groups, precision, *epilogue = rest
     return _matmul_epilogue(*operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
+
+
+@operation(
+    "accumulate(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor into) -> ()",
+    lambda *arguments: None,
+    effect=True,
+)
+def _accumulate_operator(a, b, scale_a, scale_b, *rest):
+    groups, precision, into = rest
+    _accumulate(*operands(a, b, scale_a, scale_b, groups), into, precision)
 
 
 @operation(

@@ -19,7 +19,8 @@ from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.library import call, direct, operation, refuse_gradient
 from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Store
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS, ActGradients
+from fp8engine.ops.reference.act_quantize import ActGradients
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.ops.reference.norm_quantize import KINDS, NormGradients
 from fp8engine.ops.ways import act_way, norm_way, produce, row_major
@@ -99,12 +100,11 @@ def act_quantize(
 ) -> tuple[torch.Tensor | Operand, Operand | None]:
     """An activation of x: (y [M, N], y transposed where asked); N = K, or K / 2 of a gated kind's [gate | up].
 
-    x_MK: FP32, BF16 or FP16, any strides.  kind: relu, gelu, gelu_tanh, silu, swiglu, geglu or geglu_tanh.
+    x_MK: FP32, BF16 or FP16, any strides.  kind: a name of reference/activations.py's table.
     y: a tensor of x's dtype where `to.how` is None, else an Operand; y transposed [N, M]: an Operand.
 
     Raises UnknownName for a kind, ShapeError, also for a gated kind of an odd K, UnsupportedDtype, InvalidRecipe for a
     transposed copy in 16 bits, BackendError for a backend asked for that cannot.
-    Sources: arXiv 1606.08415 (GELU, SiLU), arXiv 2002.05202 (gated).
 
     >>> q, _ = act_quantize(torch.tensor([[-1.0, 2.0]]), "relu", Store(How(torch.float8_e4m3fn, 1, -1)))
     >>> q.data.tolist(), round(q.scale.item() * 448, 6)

@@ -22,6 +22,7 @@ import torch
 from fp8engine.errors import BackendError, VersionError
 from fp8engine.ops import device
 from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops.reference.attention import LOG2_E, Form, factor_of, rotation_of, width_of
 
 OLDEST, TOO_NEW = (3, 6), (3, 10)
 CAPABILITY_16_BITS = (8, 0)
@@ -103,15 +104,26 @@ def _not_compiled(where: torch.device) -> str | None:
     return None
 
 
-def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False) -> torch.Tensor:
-    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason."""
+def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, config=None) -> torch.Tensor:
+    """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason.
+
+    config: of kernels/tuning.py or its fields in a dict, where operands are aligned; None: the tuning table's.
+    """
     if reason := unsupported(a, b):
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
     with _on(a.data.device):
+        how = {} if config is None else {"config": _configured(config, a, b)}
         if a.scaled_along_k:
-            return _kernel("matmul_block")(a, b, epilogue)
-        return _kernel("matmul_fp8")(a, b, epilogue, not fast)
+            return _kernel("matmul_block")(a, b, epilogue, **how)
+        return _kernel("matmul_fp8")(a, b, epilogue, not fast, **how)
+
+
+def _configured(config, a: Operand, b: Operand):
+    """A configuration as kernels take it; None where its descriptors cannot describe these operands."""
+    made = _kernel("tuning", "Config")(**config) if isinstance(config, dict) else config
+    describable = _kernel("launch", "describable")
+    return made if not made.descriptors or (describable(a.data) and describable(b.data)) else None
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -242,6 +254,36 @@ def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to
     """The twin of reference.act_quantize_backward, as a tuple, where `act_unsupported` says None."""
     with _on(x_MK.device):
         return _kernel("act_quantize", "act_quantize_backward")(dy_MN, x_MK, kind, to)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:
+    """The twin of reference.attention."""
+    shape = q.shape[2], k.shape[2], q.shape[3]
+    with _on(q.device):
+        cast = [_attention_cast(x, form.rotated) for x in (q, k)]
+        cast.append(_attention_cast(v, False, transposed=True))
+        return _kernel("attention")(*cast, form, factor_of(form, q.shape[3]), shape, q.dtype)
+
+
+def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> tuple:
+    """The twin of reference.attention_backward, as a tuple."""
+    do, q, k = (_in_rows(x) for x in (do, q, k))
+    with _on(q.device):
+        cast = (_attention_cast(x, form.rotated) for x in (do, v))
+        return _kernel("attention_backward")(do, q, k, *cast, form, form.scale * LOG2_E)
+
+
+def _attention_cast(x: torch.Tensor, rotated: bool, transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    width = width_of(x.shape[3])
+    half = x.dtype if x.dtype.itemsize == 2 else torch.bfloat16
+    rotation = rotation_of(width, half, x.device) if rotated else None
+    return _kernel("attention_cast")(_in_rows(x), rotation, width, transposed)
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, T, D] with its columns together, and rows near enough for 32-bit offsets inside a tile."""
+    launch = importlib.import_module("fp8engine.kernels.launch")
+    return x if x.stride(3) == 1 and x.stride(2) < launch.MOST_STRIDE else x.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from fp8engine.autograd.ready import TAKEN
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.distributed.gathers import gathers, totals
+from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
@@ -80,7 +81,17 @@ def inspect(model: nn.Module) -> Report:
     changes = sorted((c for controller in controllers for c in controller.log), key=lambda change: change.step)
     decisions = [line for change in changes for line in change.decisions()]
     alarms = sorted((a for controller in controllers for a in controller.history.alarms), key=lambda alarm: alarm.step)
-    return Report(layers, sums, decisions, controllers, [alarm._asdict() for alarm in alarms])
+    return Report(layers, sums, decisions, controllers, [alarm._asdict() for alarm in alarms], _attention(model))
+
+
+def _attention(model: nn.Module) -> tuple[dict, ...]:
+    """What each attention was asked to run in, what it ran in last, and why."""
+    found = ((name, getattr(module, "softmax", None)) for name, module in model.named_modules())
+    return tuple(
+        {"name": plain_name(model, name), "asked": softmax.asked, "ran": softmax.ran, "why": softmax.why}
+        for name, softmax in found
+        if isinstance(softmax, Softmax)
+    )
 
 
 def _records(model: nn.Module) -> list[tuple[str, Record]]:
@@ -134,7 +145,8 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
         backend = (numerics.ran or matmul.choose(device, numerics.plan.by_block)) if ran else "none"
-    told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
+    told = [_main_grad(numerics, backend)] if numerics.fused_wgrad else []
+    told += [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
     return {
         "recipe": recipe.name,
         "backend": backend,
@@ -149,6 +161,13 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         **slots,
         "output": _output(numerics, dtype, tables),
     }
+
+
+def _main_grad(numerics: Numerics, backend: str) -> str:
+    """How the weight's gradient reaches its main_grad."""
+    if numerics.plan.fp8 and numerics.plan.wgrad[0].fp8 and backend == "triton":
+        return "wgrad is added to main_grad by its matmul"
+    return f"wgrad is added to main_grad after its matmul (backend {backend})"
 
 
 def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
@@ -190,7 +209,10 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return BYPASSED if numerics.bypassed else NEVER_RAN
     if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
-    return ""
+    plan = numerics.plan
+    if numerics.sizes is None or plan.kind is None:
+        return ""
+    return matmul.why_chosen(numerics.state.device, numerics.sizes, plan.precision["forward"], plan.kind)
 
 
 def _fused(module: nn.Module) -> str:

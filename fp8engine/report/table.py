@@ -33,6 +33,7 @@ class Report:
     weight, grad_output and output.  totals: fp8_flops_share, converted, left_alone, ...  Shares are of elements.
     decisions: changes of format, oldest first (a fixed recipe makes none).  controllers: who made them.
     alarms: early warnings, oldest first: step, slot, ratio (amax/rms), growth over the last `steps` steps.
+    attention: one dict for each attention whose format was asked for or is fe.Attention's: name, asked, ran and why.
     """
 
     layers: list[dict]
@@ -40,6 +41,7 @@ class Report:
     decisions: list[dict] = field(default_factory=list)
     controllers: list[Controller] = field(default_factory=list, repr=False)
     alarms: list[dict] = field(default_factory=list)
+    attention: tuple[dict, ...] = ()
 
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
@@ -52,7 +54,9 @@ class Report:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return {"layers": self.layers, "totals": self.totals, "decisions": self.decisions, "alarms": self.alarms}
+        return {"layers": self.layers, "totals": self.totals, "decisions": self.decisions, "alarms": self.alarms} | (
+            {"attention": list(self.attention)} if self.attention else {}
+        )
 
     def to_html(
         self, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None
@@ -141,7 +145,19 @@ class Report:
             why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
             size = totals["kept_weight_bytes"] / 2**20
             lines.append(f"quantised weights kept between calls take {size:.1f} MiB ({why})")
-        return lines + self._gather()
+        return lines + self._attention() + self._gather()
+
+    def _attention(self) -> list[str]:
+        """What attention ran in, where FP8 was asked for."""
+        lines: dict[str, list[str]] = {}
+        for each in self.attention:
+            if each["asked"] != "16 bits":
+                ran = f"ran in {each['ran']}" if each["ran"] else "has not run"
+                lines.setdefault(": ".join(filter(None, [ran, each["why"]])), []).append(each["name"])
+        return [
+            f"attention {names[0]} and {len(names) - 1} more {what}" if names[1:] else f"attention {names[0]} {what}"
+            for what, names in lines.items()
+        ]
 
     def __str__(self) -> str:
         return self.table()

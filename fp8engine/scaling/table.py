@@ -26,6 +26,7 @@ from fp8engine._torch import graph_task
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
+from fp8engine.ops.card_trials import step_begins
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
@@ -262,6 +263,8 @@ class ScalingState:
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
+        if self._host is None:  # not on a CPU: a card may measure itself
+            step_begins(self.device)
         came, self.begun = self.backward_seen, True
         self.backward_seen = self.recomputed = False
         self._update()

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from activations import SQUARED
 from casts import plain
 from fused import (
     EXACT,
@@ -31,7 +32,7 @@ from fp8engine.autograd.numerics import plan
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import casts, matmul, reference
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 
 K, F = 48, 40
 ROWS = (24, 24, 40)
@@ -119,7 +120,7 @@ def worst(recipe: str, kind: str, memory: Memory) -> dict[str, float]:
     inputs = 2 * (1 + ACTIVATIONS[kind].gated)
     act = inputs * 2 * E4M3  # noise of f(y), of y with two operands' noise
     dy = (grad + E4M3) + inputs * (2 * E4M3 + kept)  # noise of dz @ w, then of f'(y)
-    if kind == "relu":  # y's sign flips in sqrt(noise) / pi of the elements, and half of them pass a gradient
+    if kind in ("relu", "reglu"):  # y's sign flips in sqrt(noise) / pi of the elements; half of them pass a gradient
         dy += 2 / math.pi * math.sqrt(2 * E4M3)
     again = inputs * kept if memory.recompute_activation else 0.0
     x_again = kept if memory.recompute_norm else 0.0
@@ -148,8 +149,9 @@ def test_gradients_against_float64(recipe, kind, memory):
     wanted = step(like(model, in_float64).double(), x.double(), [dy.double() for dy in dys])
     assert found.keys() == wanted.keys()
     for name, noise in worst(recipe, kind, memory).items():
-        # 0.5 dB for the spread of sums over few elements
-        assert sqnr(wanted[name], found[name]) > -10 * math.log10(noise) - 0.5, name
+        # 0.5 dB for the spread of sums over few elements; of squares, a few large ones outweigh the others
+        spread = 1.0 if kind in SQUARED else 0.5
+        assert sqnr(wanted[name], found[name]) > -10 * math.log10(noise) - spread, name
     assert sqnr(wanted["layers.1.bias"], found["layers.1.bias"]) > 100
 
 

@@ -90,6 +90,27 @@ def test_nothing_that_runs_leaves_nothing():
     assert len(tried) == 2
 
 
+def test_candidates_come_in_the_order_of_their_predicted_times():
+    slow, fast = BASE._replace(stages=3), BASE._replace(stages=5)
+    times = {BASE: 2.0, slow: 3.0, fast: 1.0}
+    order = tune.Order(lambda config, shape: times[config] * shape.m)
+    _, tried = tune.search(BASE, [lambda base: [slow, fast]], SHAPES, given({BASE: [1.0, 1.0]}), order)
+    assert [one.config for one in tried] == [BASE, fast, slow]  # what the step began with is measured in any case
+    assert order.mean(fast, SHAPES) == pytest.approx((64 * 128) ** 0.5)
+
+
+def test_when_the_time_is_up_what_was_predicted_to_be_slow_is_left_and_says_so():
+    many = [BASE._replace(group_m=rows) for rows in range(10, 30)]
+    left = iter([1.0, -1.0])  # one more batch, then the time is up
+    order = tune.Order(lambda config, shape: 100.0 - config.group_m, lambda: next(left))
+    best, tried = tune.search(BASE, [lambda base: many], SHAPES, given({BASE: [1.0, 1.0]}), order)
+    untried = [one.config for one in tried if one.why == tune.NOT_TRIED]
+    assert len(untried) == 1 + len(many) - 2 * tune.BATCH
+    assert max(one.group_m for one in untried) < min(one.config.group_m for one in tried[1 : 2 * tune.BATCH])
+    assert best == BASE._replace(ratio=1.0)
+    assert "not tried" in tune._told(best, tried, order, SHAPES)
+
+
 def job(ours) -> tune.Job:
     check = Variant("tensor", lambda pair: reference.matmul_fp8(pair.a, pair.b), PROMOTED, roundings=2)
     return tune.Job(check, ours, CPU, WallClock())
@@ -123,7 +144,7 @@ def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
     assert {c.block_k for c in tiles} == {64, 128}
     assert all(c.parts == (2 if c.block_n == 256 else 1) for c in tiles)
     assert {(c.stages, c.parts) for c in pipeline} == {(s, p) for s in (3, 4, 5) for p in (1, 2, 4)}
-    assert [c.group_m for c in order] == [4, 8, 16]
+    assert {(c.group_m, c.flatten) for c in order} == {(rows, flat) for rows in (4, 8, 16) for flat in (False, True)}
     assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 3]
     assert means[2] == BASE._replace(kernel="gluon")
     assert len(tiles) + len(pipeline) + len(order) + len(means) < 50  # each is compiled
@@ -217,6 +238,8 @@ def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
     }.items():
         monkeypatch.setattr(tune, name, fake)
     monkeypatch.setattr(tune.device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(tune.device, "name", lambda where: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(tune.device, "processors", lambda where: 132)
     monkeypatch.setattr(tune.triton_backend, "require", lambda: None)
     told = []
     new, tried = tune.tune(["matmul_fp8"], parse("tune"), torch.device("cuda"), told.append)
@@ -224,6 +247,8 @@ def test_from_card_to_table(monkeypatch: pytest.MonkeyPatch):
     assert {(row.group_m, row.descriptors, row.ratio) for row in rows.values()} == {(16, False, 1.2)}
     assert set(new["source"]) == {f"matmul_fp8 sm_90 {name}" for name in CLASSES}
     assert len(told) == len(CLASSES)
+    assert all("measured ratio 1.2, predicted " in line for line in told)
+    assert all(one["predicted_us"] > 0 for one in tried)
     assert {one["class"] for one in tried} == set(CLASSES)
     assert any("gluon" in one["config"] for one in tried)
     assert json.dumps([new, tried], allow_nan=False)

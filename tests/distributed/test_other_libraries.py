@@ -1,6 +1,7 @@
 """Accelerate's and Lightning's own FSDP2, with weights gathered as FP8 codes."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=3, **quiet)
 trainer.fit(module, data)
 gather = fe.inspect(module.model).totals["gather"]
-print("rank", trainer.global_rank, len(module.losses), gather["as_codes"], gather["weights"])
+with open(f"{trainer.global_rank}.txt", "w") as file:
+    file.write(f"{len(module.losses)} {gather['as_codes']} {gather['weights']}")
 """
 
 
@@ -101,6 +103,7 @@ def test_lightning_calls_fsdp_in_configure_model(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parents[2], *sys.path]))}
+    environment["MASTER_PORT"] = str(free_port())
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script],
         capture_output=True,
@@ -109,4 +112,22 @@ def test_lightning_calls_fsdp_in_configure_model(tmp_path: Path):
         cwd=tmp_path,
         check=False,
     )
-    assert "rank 0 3 7 7" in done.stdout, done.stdout + done.stderr
+    assert (result(tmp_path, 0), result(tmp_path, 1)) == ("3 7 7", "3 7 7"), done.stdout + done.stderr
+
+
+def result(folder: Path, rank: int) -> str:
+    """What this rank wrote.  Not read from a pipe: both ranks share it, and unbuffered prints of two processes mix."""
+    file = folder / f"{rank}.txt"
+    return file.read_text() if file.exists() else "nothing"
+
+
+def free_port() -> int:
+    """A free port below those that the system gives to connections, so no other test's connection can take it.
+
+    Lightning's own choice is one of those, closed again and bound seconds later, when its rank 1 has imported torch.
+    """
+    for port in range(15000 + os.getpid() % 5000, 30000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError("no port between 15000 and 30000 is free")

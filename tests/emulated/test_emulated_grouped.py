@@ -35,7 +35,12 @@ KINDS = {"tensor": (-1, -1), "row": (1, -1), "block": (1, 128)}
 # Kind, promoted, architecture, configuration: each committed one once.
 COMMITTED = sorted(
     {
-        (kind, operation != "matmul_fp8", int(arch.removeprefix("sm_")), config._replace(ratio=None))
+        (
+            kind,
+            operation != "matmul_fp8",
+            int(arch.removeprefix("sm_")),
+            config._replace(ratio=None, flatten=False, split_k=1),
+        )
         for operation, kind in (("matmul_fp8", "row"), ("matmul_fp8_promoted", "row"), ("matmul_block", "block"))
         for arch, configs in table()[operation].items()
         for config in configs.values()
@@ -44,7 +49,10 @@ COMMITTED = sorted(
     key=str,
 )
 # Of these `make test` runs two: one by descriptors, one by pointers.
-THIN = (table()["matmul_block"]["sm_90"]["small"], table()["matmul_fp8_promoted"]["sm_89"]["small"])
+THIN = [
+    table()[operation][arch]["small"]._replace(ratio=None, flatten=False, split_k=1)
+    for operation, arch in (("matmul_block", "sm_90"), ("matmul_fp8_promoted", "sm_89"))
+]
 QUICK = Config(64, 32, 64, group_m=2, warps=4, stages=3)
 
 

@@ -109,6 +109,19 @@ def test_the_larger_of_two_zeros_is_the_positive_one():
     assert several("min.f32 OUT, IN0, IN1;", [a, b], 4).tolist() == [1 << 31, 1 << 31]
 
 
+def test_two_bf16_products_are_rounded_once():
+    """A product of two BF16 numbers is exact in FP32 where it is normal, and rounded to BF16 from there."""
+    bits = GENERATOR.integers(0, 1 << 16, (2, 256)).astype(np.uint16)
+    with np.errstate(all="ignore"):
+        a, b = (numbers.view(ml_dtypes.bfloat16).astype(np.float64) for numbers in bits)
+        wanted = (a * b).astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+        found = several("mul.bf16x2 OUT, IN0, IN1;", [pair.view(np.uint32) for pair in bits], 4)
+        ours = found.view(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    normal = np.abs(wanted) >= 2.0**-120
+    assert np.array_equal(ours[normal], wanted[normal])
+    assert np.array_equal(np.isnan(ours), np.isnan(wanted))
+
+
 def test_fma_rounds_once():
     """Against integers: x y + z with exponents aside is an integer, which Python's fractions round exactly."""
     from fractions import Fraction

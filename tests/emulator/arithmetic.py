@@ -145,6 +145,10 @@ def _binary(program: Program, ins: Instruction) -> Execute:
         if "NaN" in ins.opcode or any(word in ins.opcode for word in ("rz", "rm", "rp")):
             raise unknown(ins)
         return computed(program, ins, _flushing(ins, FLOAT[name]), "f32", "f32")
+    if kind == "bf16x2" and name == "mul" and len(ins.opcode) == 2:
+        return computed(program, ins, _halves_multiplied, "b32", "b32")
+    if kind in ("f16x2", "bf16x2") and name in ("add", "sub", "mul") and len(ins.opcode) == 2:
+        return computed(program, ins, partial(_in_halves, kind, FLOAT[name]), "b32", "b32")
     if kind in FLOATS:
         raise unknown(ins)
     if name in INTEGER:
@@ -154,11 +158,36 @@ def _binary(program: Program, ins: Instruction) -> Execute:
     return computed(program, ins, partial(_quotient, name == "rem"), kind, kind)
 
 
+def _in_halves(kind: str, compute: Callable, a: Array, b: Array) -> Array:
+    """Both 16-bit halves of 32 bits, in FP32: 2 * 11 + 2 bits are enough for one rounding, but for tiny BF16 products."""
+    of, to = (_from_f16, numbers.to_f16) if kind == "f16x2" else (numbers.from_bf16, numbers.to_bf16)
+    low, high = (
+        to(compute(*[of((x >> np.uint32(shift)).astype(np.uint16)) for x in (a, b)])).astype(np.uint32)
+        for shift in (0, 16)
+    )
+    return high << np.uint32(16) | low
+
+
+def _from_f16(bits: Array) -> Array:
+    return bits.view(np.float16).astype(np.float32)
+
+
 def _flushing(ins: Instruction, compute: Callable) -> Callable:
     """compute, in FP32, with subnormal operands and results flushed where the instruction says .ftz."""
     if "ftz" not in ins.opcode:
         return compute
     return lambda *values: numbers.flush(compute(*[numbers.flush(value) for value in values]))
+
+
+def _halves_multiplied(a: Array, b: Array) -> Array:
+    """Products of two BF16 numbers each, rounded once: FP32 in between is rounded to odd, which leaves no tie."""
+    halves = [np.ascontiguousarray(x).view(np.uint16) for x in (a, b)]
+    exact = np.multiply(*[numbers.from_bf16(half).astype(np.float64) for half in halves])
+    nearest = exact.astype(np.float32)
+    inexact, beyond = nearest != exact, np.abs(nearest) > np.abs(exact)
+    odd = (nearest.view(np.uint32) - (inexact & beyond)).astype(np.uint32) | inexact
+    found = np.where(np.isfinite(nearest) & np.isfinite(exact), odd.astype(np.uint32).view(np.float32), nearest)
+    return numbers.to_bf16(found).view(np.uint32)
 
 
 def _product(program: Program, ins: Instruction) -> Execute:

@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 import torch
+from activations import exact
 from support import state_of, tables
 from torch import nn
 
@@ -17,7 +18,6 @@ from fp8engine.nn.layernorm_linear import layer_of, share_state
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops import reference
 from fp8engine.ops.reference import Norm, RowStatistics
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
 
 NORMS = [Norm("rms", 1e-6), Norm("rms", 1e-3, True), Norm("layer", 1e-5), Norm("layer", 1e-3, True)]
 MEMORIES = [Memory(), Memory(True, True), Memory(store="fp8"), Memory(True, True, "fp8")]
@@ -114,28 +114,8 @@ def in_float64(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     made = [nn.functional.linear(n, layer.weight, layer.bias) for layer in model.layers[: -1 if model.kind else None]]
     if not model.kind:
         return tuple(made)
-    y, f = torch.cat(made, dim=-1), PLAIN[model.kind]
-    if ACTIVATIONS[model.kind].gated:
-        gate, up = y.chunk(2, dim=-1)
-        a = f(gate) * up
-    else:
-        a = f(y)
+    a = exact(torch.cat(made, dim=-1), model.kind)
     return (nn.functional.linear(a, model.layers[-1].weight, model.layers[-1].bias),)
-
-
-def _gelu_tanh(x):
-    return nn.functional.gelu(x, approximate="tanh")
-
-
-PLAIN = {
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": nn.functional.silu,
-    "swiglu": nn.functional.silu,
-    "geglu": nn.functional.gelu,
-    "geglu_tanh": _gelu_tanh,
-}
 
 
 def like(model: Model, call, memory: Memory = MEMORIES[0]) -> Model:

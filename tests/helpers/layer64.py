@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from fused import PLAIN
+from activations import exact
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,9 +66,9 @@ class Exact:
         return self.linear("self_attn.o_proj", (weights @ v).transpose(1, 2).flatten(-2))
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        f, up = PLAIN[self.layer.mlp.activation], self.linear("mlp.up_proj", x)
-        a = f(self.linear("mlp.gate_proj", x)) * up if "mlp.gate_proj.weight" in self.p else f(up)
-        return self.linear("mlp.down_proj", a)
+        layers = [name for name in ("mlp.gate_proj", "mlp.up_proj") if f"{name}.weight" in self.p]
+        made = torch.cat([self.linear(name, x) for name in layers], dim=-1)
+        return self.linear("mlp.down_proj", exact(made, self.layer.mlp.activation))
 
     def __call__(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         match self.layer.placement:

@@ -215,7 +215,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
     ("name", "options", "words"),
     [
         ("llama", {"rope_parameters": YARN}, "its rotary positions are of type 'yarn'"),
-        ("llama", {"hidden_act": "relu"}, "its activation is 'relu'"),
+        ("llama", {"hidden_act": "mish"}, "its activation is 'mish'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "its scores are multiplied by 0.125, not by 1 / sqrt"),
         ("gpt2", {"add_cross_attention": True}, "corresponds to crossattention.c_attn.weight"),
         ("phi", {"qk_layernorm": True}, "corresponds to self_attn.q_layernorm.weight"),

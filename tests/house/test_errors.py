@@ -28,7 +28,13 @@ BUILTIN = {
     errors.LossScaleError: ValueError,
     errors.ReportError: ValueError,
 }
-WARNINGS = {errors.EmulationWarning, errors.FusionWarning, errors.BypassWarning, errors.ParallelWarning}
+WARNINGS = {
+    errors.AttentionWarning,
+    errors.EmulationWarning,
+    errors.FusionWarning,
+    errors.BypassWarning,
+    errors.ParallelWarning,
+}
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
 PROTOCOL = {"KeyError", "AttributeError"}
 

@@ -77,7 +77,8 @@ def _parameters(node: ast.AST, prefix: str, in_class: bool) -> Iterator[tuple[st
                 count = len(named) + (arguments.vararg is not None) + (arguments.kwarg is not None)
                 if in_class and named and named[0].arg in ("self", "cls", "ctx"):
                     count -= 1
-                if not any(ast.unparse(decorator).startswith("app.command(") for decorator in child.decorator_list):
+                commands = ("app.command(", "bench.command(")  # `fp8engine X`, `fp8engine bench X`
+                if not any(ast.unparse(decorator).startswith(commands) for decorator in child.decorator_list):
                     yield prefix + child.name, count
                 yield from _parameters(child, f"{prefix}{child.name}.", in_class=False)
             case ast.ClassDef():

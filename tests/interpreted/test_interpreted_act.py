@@ -21,7 +21,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from casts import E4M3, E5M2, FP8, MAX, assert_same, factor
+from activations import exact, factor, size, steepness
+from casts import E4M3, E5M2, FP8, MAX, assert_same
+from casts import factor as scale_factor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import UNIT
@@ -99,29 +101,25 @@ def numbers(m: int, k: int, dtype: torch.dtype, seed: int, strided: bool = False
     return wide[::2, :m].t()
 
 
-def slope(x: torch.Tensor, kind: str) -> torch.Tensor:
-    return 1.6 * (1 + 3 * 0.044715 * x * x) if kind.endswith("tanh") else torch.ones_like(x)
+def slope(x: torch.Tensor, kind: str) -> torch.Tensor | float:
+    """Of the sigmoid's argument; of gelu's, what is given away."""
+    if kind.endswith("tanh"):
+        return 1.6 * (1 + 3 * 0.044715 * x * x)
+    return 1.702 if kind in ("qgelu", "qgeglu", "clamped_swiglu") else 1.0
 
 
-def exact(x_MK: torch.Tensor, kind: str, dy_MN: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def in_float64(x_MK: torch.Tensor, kind: str, dy_MN: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(y or dx, bound of its error in FP32) by torch in float64."""
     x = x_MK.double().requires_grad_()
-    plain = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}.get(kind, kind)
-    gate, up = x.chunk(2, 1) if kind in kernel.GATED else (x, torch.ones((), dtype=torch.float64))
-    f = {
-        "relu": torch.relu,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "silu": torch.nn.functional.silu,
-    }[plain]
-    y = f(gate) * up
+    y = exact(x, kind)
+    gate, up = x.detach().chunk(2, 1) if kind in kernel.GATED else (x.detach(), torch.ones((), dtype=torch.float64))
     if dy_MN is None:
-        return y.detach(), (8 * U * gate * up).abs().detach()
+        return y.detach(), 8 * U * size(gate, kind) * factor(up, kind)
     dy = dy_MN.double()
     (dx,) = torch.autograd.grad(y, x, dy)
-    steep = 8 * U * (dy * up).abs() * (1 + gate.abs() * slope(gate, plain))
-    bounds = [steep, 8 * U * (dy * gate).abs()] if kind in kernel.GATED else [steep]
-    return dx, torch.cat(bounds, 1).detach()
+    steep = 8 * U * dy.abs() * steepness(gate, kind, slope(gate, kind)) * factor(up, kind)
+    bounds = [steep, 8 * U * dy.abs() * size(gate, kind)] if kind in kernel.GATED else [steep]
+    return dx, torch.cat(bounds, 1)
 
 
 def within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) -> None:
@@ -152,12 +150,12 @@ def values_are_those_of_float64(m, n, kind, dtype, strided, seed):
     y, y_t = act_quantize(x, kind, Store())
     assert y.dtype == dtype
     assert y_t is None
-    within(y, *exact(x, kind))
+    within(y, *in_float64(x, kind))
     dx, dx_t, dbias = act_quantize_backward(dy, x, kind, Store())
     assert dx.dtype == dtype
     assert dx_t is None
     assert dbias.dtype == torch.float32
-    wanted, bound = exact(x, kind, dy)
+    wanted, bound = in_float64(x, kind, dy)
     within(dx, wanted, bound)
     within(dbias, wanted.sum(0), bound.sum(0) + (m + 2) * U * (wanted.abs() + bound).sum(0))
 
@@ -228,7 +226,7 @@ def test_extreme_amaxes(form, value):
 )
 def test_a_prediction_holds_up_to_its_own_rounding(dtype, amax, of, over, recast):
     """s = MAX / of, rounded, may take an amax over MAX, as that of 1.745873 does; by 2^-22 of it is not saturation."""
-    s = factor(np.float32(of), MAX[dtype])
+    s = scale_factor(np.float32(of), MAX[dtype])
     assert (np.float32(amax) * s > MAX[dtype]) == over
     x = torch.tensor([[amax, 1.0, 0.0], [amax, -2.0, 1e-9]])
     to, fresh = (way(dtype, (-1, -1), False, False, float(s)) for _ in range(2))

@@ -17,10 +17,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from activations import PLAIN, size
 from casts import E4M3, E5M2, FP8, MAX
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 from fp8engine.kernels import epilogue as kernel
 from fp8engine.kernels.launch import parts, triton_dtype
@@ -32,11 +32,7 @@ from fp8engine.ops.reference import Epilogue, Operand, finish
 from fp8engine.ops.reference.epilogue import KINDS
 
 OUTPUTS = [torch.bfloat16, torch.float16, torch.float32, E4M3, E5M2]
-SMOOTH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-}
+SMOOTH = [kind for kind in PLAIN if kind != "relu"]
 CONFIGS = [
     Config(64, 64, 64, group_m=2, descriptors=False),
     Config(64, 128, 64, parts=2),
@@ -162,7 +158,7 @@ def test_activations_of_every_matmul(matmul, activation):
         epilogue = Epilogue(bias_N, out, activation, scale_for(out, 2.0**-7), **statistics())
         y_MN = matmul.run(a, b, epilogue, config)
         x = a.double() @ b.double().t() + bias_N
-        wanted, error = SMOOTH[activation](x), 16 * 2.0**-24 * x.abs()
+        wanted, error = PLAIN[activation](x), 16 * 2.0**-24 * size(x, activation)
         limit = MAX[out] * 2.0**-7 if out in FP8 else float("inf")
         assert ((wanted.abs() - limit).abs() > error).all(), "no element so close to saturation that rounding decides"
         over = int((wanted.abs() > limit).sum())
@@ -174,6 +170,21 @@ def test_activations_of_every_matmul(matmul, activation):
             wanted = wanted.clamp(-limit, limit)
             y_MN = y_MN.float() * 2.0**-7
         assert ((y_MN.double() - wanted).abs() <= error).all()
+
+
+@pytest.mark.parametrize("matmul", MATMULS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_result_is_added_to_what_its_memory_holds(matmul, config):
+    for m, n in ((70, 136), (33, 67), (1, 1)):
+        a, b = integers(m, n)
+        into, sums = torch.randint(-99, 99, (m, n)).float(), (a.double() @ b.double().t()).float()
+        twin = finish(sums.clone(), Epilogue(None, torch.float32, "relu", **statistics(), into=into.clone()))
+        ends = [Epilogue(None, torch.float32, "relu", **statistics(), into=into)]
+        assert matmul.run(a, b, ends[0], config) is into
+        assert torch.equal(into, twin)
+        plain = twin.clone()
+        matmul.run(a, b, Epilogue(None, torch.float32, into=plain), config)
+        assert torch.equal(plain, twin + sums)
 
 
 @pytest.mark.parametrize("matmul", MATMULS, ids=str)
@@ -265,7 +276,7 @@ def test_nan_and_inf_pass_every_activation(activation, out):
     assert found[[0, 1], [0, 0]].isnan().all()
     assert found[[0, 1], [1, 2]].isnan().all() if out == E4M3 else (found[[0, 1], [1, 2]] == inf).all()
     assert found[y_MN.isfinite()].isfinite().all()
-    assert 0.125 < epilogue.amax.item() <= 2.0
+    assert 0.125 < epilogue.amax.item() <= (4.0 if activation == "srelu" else 2.0)
     assert epilogue.counts.tolist() == [5, 7 + 4]
 
 

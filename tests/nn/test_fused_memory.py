@@ -7,7 +7,7 @@ from support import FP8_RECIPES
 from torch import nn
 
 from fp8engine.autograd import Memory
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 
 M, K, F = 256, 384, 256
 RMS, LAYER = NORMS[0], NORMS[2]

@@ -11,7 +11,7 @@ from support import FP8_RECIPES, sqnr
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, ShapeError, UnknownName
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 
 H, F = 32, 48
 GROUPED = fe.Heads(4, of_keys=2, theta=1e4, causal=True)

@@ -82,6 +82,13 @@ def test_a_grid_is_a_program_a_tile_and_no_more_than_there_are_processors(m, n, 
     assert launch.persistent_grid(m, n, Config(64, 128, 64), CPU) == (grid,)
 
 
+def test_a_grid_has_as_many_programs_a_multiprocessor_as_fit_and_one_a_share_of_a_tile():
+    config = Config(64, 128, 64)
+    assert launch.persistent_grid(10_000, 10_000, config, CPU, 2) == (2 * launch.PRETEND_PROCESSORS,)
+    assert launch.persistent_grid(64, 6 * 128, config, CPU, 2) == (6,)
+    assert launch.persistent_grid(64, 128, config, CPU, 1, 3) == (3,)
+
+
 def test_pieces_and_stages():
     plain, rich, counted = Epilogue(), Epilogue(activation="gelu"), Epilogue(counts=torch.zeros(2, dtype=torch.int64))
     wide, tile, narrow = Config(128, 256, 128, warps=8, parts=2), Config(128, 128, 128), Config(128, 128, 128, warps=4)
@@ -95,6 +102,12 @@ def test_pieces_and_stages():
         (narrow, rich, 4),  # 128
     ]:
         assert launch.parts(config, end, torch.empty(64, 4096, dtype=torch.bfloat16)) == cut
+    whole = torch.empty(64, 4096)  # FP32: a piece takes the shared memory of a 16-bit tile
+    assert [launch.parts(config, plain, whole) for config in (wide, tile, tile._replace(descriptors=False))] == [
+        2,
+        2,
+        1,
+    ]
     half, full = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     assert [launch.stages(wide, y) for y in (half, full)] == [4, 3]
     assert [launch.stages(tile, y) for y in (half, full)] == [4, 4]

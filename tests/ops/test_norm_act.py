@@ -8,10 +8,10 @@ import itertools
 
 import pytest
 import torch
+from activations import EXACT, OF_GATE, SQUARED, terms
+from activations import exact as exact_act
 from casts import E4M3, E5M2, plain
-from ops.reference.test_reference_act import EXACT, GATED
 from ops.reference.test_reference_act import assert_within as assert_act_within
-from ops.reference.test_reference_act import exact as exact_act
 from ops.reference.test_reference_norm import assert_within, exact, reach
 from support import same
 from torch._subclasses import FakeTensorMode
@@ -45,7 +45,7 @@ CALLS = {
     ),
     "act_quantize": lambda f, x, dy, kind, to: f.act_quantize(x, kind, to),
     "act_quantize_backward": lambda f, x, dy, kind, to: f.act_quantize_backward(
-        dy[:, : x.shape[1] // 2] if kind in GATED else dy, x, kind, to
+        dy[:, : x.shape[1] // 2] if kind in OF_GATE else dy, x, kind, to
     ),
 }  # each takes producers or reference, whose signatures are the same
 CASES = [(name, which) for name in CALLS for which in (NORMS if "norm" in name else EXACT)]
@@ -126,20 +126,18 @@ def test_norms_and_their_gradients_are_torchs_in_float64(norm: Norm, dtype: torc
 @pytest.mark.parametrize("kind", EXACT)
 def test_activations_and_their_gradients_are_torchs_in_float64(kind: str, dtype: torch.dtype):
     """Bounds: reference/test_reference_act.py, 16 u |x| and 32 u |dy| (1 + |x|), times what a gate multiplies."""
-    (x_MK, dy), n, u = inputs(13, 62, dtype), 31 if kind in GATED else 62, 2.0**-24
+    (x_MK, dy), n, u = inputs(13, 62, dtype), 31 if kind in OF_GATE else 62, 2.0**-24
+    x_MK = x_MK / 16 if kind in SQUARED else x_MK  # squares stay in FP16
     dy_MN, leaf = dy[:, :n], x_MK.double().requires_grad_()
-    wanted = exact_act(leaf, kind)
+    wanted, (of_y, of_x) = exact_act(leaf, kind), terms(x_MK, kind, dy_MN)
     (dx,) = torch.autograd.grad(wanted, leaf, dy_MN.double())
-    x, size = x_MK.double().abs(), dy_MN.double().abs() * (1 + x_MK.double().abs()[:, :n])
     y, y_t = norm_act.act_quantize(x_MK, kind)
     assert y_t is None
-    assert_act_within(plain(y), wanted.detach(), 16 * u * (x[:, :n] * x[:, n:] if kind in GATED else x), "y")
-    if kind in GATED:
-        size = torch.cat([size * x[:, n:], dy_MN.double().abs() * x[:, :n]], 1)
+    assert_act_within(plain(y), wanted.detach(), 16 * u * of_y, "y")
     found = norm_act.act_quantize_backward(dy_MN, x_MK, kind)
-    assert_act_within(plain(found.dx_MK), dx, 32 * u * size, "dx")
+    assert_act_within(plain(found.dx_MK), dx, 32 * u * of_x, "dx")
     assert found.dbias_K.dtype == torch.float32
-    assert_act_within(found.dbias_K, dx.sum(0), u * (13 * dx.abs() + 32 * size).sum(0), "dbias")
+    assert_act_within(found.dbias_K, dx.sum(0), u * (13 * dx.abs() + 32 * of_x).sum(0), "dbias")
 
 
 @pytest.mark.parametrize("group", [(-1, -1), (1, -1), (1, 128)], ids=str)

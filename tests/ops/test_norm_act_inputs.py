@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from activations import EXACT, OF_GATE
+from activations import exact as exact_act
 from casts import E4M3, E5M2, fp8
-from ops.reference.test_reference_act import EXACT, GATED
-from ops.reference.test_reference_act import exact as exact_act
 from ops.reference.test_reference_norm import exact
 from ops.test_norm_act import CALLS, NORMS, inputs, slot, tensors, vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,7 +149,7 @@ def test_the_table_of_ways(how: How | None, monkeypatch: pytest.MonkeyPatch):
         acts = "kernel" if plain == "kernel" and how != GROUPS else norms  # a tile has rows enough to turn it
         assert [ways.norm_way(x, which, to).name for which in NORMS] == [norms] * 4
         assert {ways.act_way(x, kind, to).name for kind in EXACT} == {acts}
-        assert {ways.act_way(x, kind, to, backward=True).name for kind in GATED} == {
+        assert {ways.act_way(x, kind, to, backward=True).name for kind in OF_GATE} == {
             acts if acts != "kernel" else uneven
         }
         found = ways.norm_way(x, LAYER, to)
@@ -177,7 +177,7 @@ def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: 
 
 def test_the_launchers_know_every_kind():
     assert {*act_kernels.FUNCTIONS} == {*EXACT}
-    assert {*act_kernels.GATED} == GATED
+    assert {*act_kernels.GATED} == {*OF_GATE}
 
 
 class _Watch(TorchDispatchMode):

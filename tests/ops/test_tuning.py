@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,36 @@ def test_no_kernel_takes_more_shared_memory_than_is_known_of_its_configuration(o
     ]
     assert len(of_config) >= 3  # epilogues
     assert max(of_config) <= shared_memory(operation, config)
+
+
+@pytest.mark.parametrize(("operation", "arch", "name", "config"), EVERY, ids=lambda value: str(value))
+def test_as_many_programs_fit_as_are_launched(operation, arch, name, config: Config, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tuning, "capability", lambda where: ARCHITECTURES[arch])
+    compiled = [
+        row["programs"]
+        for kernel, row in COMPILED.items()
+        if kernel.startswith(f"{operation} ") and f"{arch} {config} " in kernel and "add_parts" not in kernel
+    ]
+    assert 1 <= tuning.programs(operation, config, torch.device("cpu")) <= min(compiled)
+
+
+def test_two_narrow_tiles_share_a_multiprocessor_of_hopper():
+    for operation in OPERATIONS:
+        rows = table()[operation]["sm_90"]
+        held = {name: tuning.programs(operation, rows[name], torch.device("cpu")) for name in CLASSES}
+        assert held | {"unaligned": 1} == {"large": 1, "medium": 1, "small": 2, "unaligned": 1}
+
+
+def test_a_row_of_an_older_file_has_the_defaults_of_what_it_lacks():
+    row = {"block_m": 64, "block_n": 128, "block_k": 128, "warps": 4, "ratio": 1.2}
+    old = tuning.parse({"operations": {"matmul_fp8": {"sm_90": {"small": row}}}})
+    assert old["matmul_fp8"]["sm_90"]["small"] == Config(64, 128, 128, warps=4, flatten=False, split_k=1, ratio=1.2)
+
+
+def test_loops_are_flattened_where_that_keeps_the_tensor_core_s_ceiling():
+    for operation, arch, name, config in EVERY:
+        by_tma = arch == "sm_90" and name != "unaligned"
+        assert config.flatten == (by_tma and operation != "matmul_fp8_promoted")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,17 @@
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | grouped.py | kernels/matmul_grouped.py, quantize_experts.py, expert_rows.py | matmuls and casts of experts' rows |
+| split_k.py | kernels/split_k.py | a sum over K in parts, and the order in which they are added |
 | norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| activations.py | kernels/activations.py | the table of activations, and their formulas |
 | act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
+| attention.py | kernels/attention.py, attention_cast.py | attention in FP8: casts, forward |
+| attention_backward.py | kernels/attention_backward.py | its gradients |
 """
 
 from fp8engine.ops.reference.act_quantize import act_quantize, act_quantize_backward
+from fp8engine.ops.reference.attention import attention, attention_cast
+from fp8engine.ops.reference.attention_backward import attention_backward
 from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
 from fp8engine.ops.reference.matmul import column_sums, emulation_dtype, matmul_block, matmul_fp8, matmul_fp16
@@ -23,6 +29,7 @@ from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups, from_
 from fp8engine.ops.reference.quantize import quantize, quantize_given
 from fp8engine.ops.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.ops.reference.scale import scale_factor, scale_update
+from fp8engine.ops.reference.split_k import add_parts
 
 __all__ = [
     "KINDS",
@@ -35,7 +42,11 @@ __all__ = [
     "Store",
     "act_quantize",
     "act_quantize_backward",
+    "add_parts",
     "as_groups",
+    "attention",
+    "attention_backward",
+    "attention_cast",
     "cast_transpose",
     "column_sums",
     "decode",

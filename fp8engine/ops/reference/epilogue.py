@@ -1,6 +1,6 @@
 """Epilogue of a matmul, between its FP32 sums and the store: bias, activation, statistics, the output's format.
 
-    y    = f(y + bias[n])      f: none, relu, gelu, gelu_tanh or silu
+    y    = f(y + into[m, n] + bias[n])      f: none, or a plain kind of activations.py
     amax = max |y| over finite y     saturated = how many finite |y / scale| > MAX     nonfinite = how many NaN and Inf
     stored: y rounded once to 16 or 32 bits, or saturate(RNE(y / scale)) in FP8 under a scale given beforehand
 
@@ -15,7 +15,7 @@ import torch
 
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.formats import Format
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.quantize import SATURATES
 from fp8engine.ops.reference.rounding import saturating_cast
 
@@ -27,7 +27,8 @@ class Epilogue(NamedTuple):
 
     bias_N: added in FP32.  activation: one of KINDS.  out: dtype of the result; an FP8 one takes `scale`, FP32 with one
     element, y ≈ q * scale.  amax FP32 [1] rises to the largest finite |y|; to counts INT64 [2], of saturated and of
-    not finite elements, is added.
+    not finite elements, is added.  into: FP32 [M, N], row-major, an addend that the result
+    is written over.
     """
 
     bias_N: torch.Tensor | None = None
@@ -36,10 +37,11 @@ class Epilogue(NamedTuple):
     scale: torch.Tensor | None = None
     amax: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    into: torch.Tensor | None = None
 
 
 def finish(y_MN: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
-    """y as it is stored.  y_MN: FP32.
+    """y as it is stored.  y_MN: FP32.  Raises UnknownName for an activation.
 
     >>> y = finish(torch.tensor([[-1.0, 900.0]]), Epilogue(None, torch.float8_e4m3fn, "relu", torch.tensor(0.5)))
     >>> y.float().tolist()
@@ -47,6 +49,8 @@ def finish(y_MN: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     """
     if epilogue.activation not in KINDS:
         raise UnknownName("activation of a matmul", epilogue.activation, KINDS)
+    if epilogue.into is not None:
+        y_MN = y_MN + epilogue.into
     if epilogue.bias_N is not None:
         y_MN = y_MN + epilogue.bias_N.float()
     if epilogue.activation != "none":
@@ -61,4 +65,4 @@ def finish(y_MN: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         epilogue.counts.add_(torch.stack([over.sum(), (~finite).sum()]))
     if Format.of(epilogue.out).is_fp8:
         return saturating_cast(scaled.clone(), y_MN, epilogue.out)
-    return scaled.to(epilogue.out)
+    return scaled.to(epilogue.out) if epilogue.into is None else epilogue.into.copy_(scaled)

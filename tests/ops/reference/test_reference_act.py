@@ -1,15 +1,17 @@
 """Activations against float64 autograd, and their FP8 results against quantize of the FP32 result.
 
 Bounds: u = 2^-24 is FP32's largest relative rounding error.  f and f' are some ten FP32 operations of terms no larger
-than |x| and 1 + |x|, so they err by at most 16 u |x| and 32 u (1 + |x|); the gated forms multiply by `up`.
+than |x| and 1 + |x|, so they err by at most 16 u |x| and 32 u (1 + |x|); the gated forms multiply by `up`.  The sizes
+of kinds that grow otherwise: helpers/activations.py.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
+from activations import BOUNDED, EXACT, OF_GATE, SQUARED, exact, terms
 from casts import E4M3, E5M2, assert_same, bits, fp8, plain
-from torch.nn import functional
 
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops.reference import (
@@ -21,35 +23,18 @@ from fp8engine.ops.reference import (
     cast_transpose,
     quantize,
 )
-from fp8engine.ops.reference.act_quantize import ACTIVATIONS
+from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 HOWS = [How(E4M3, -1, -1), How(E5M2, -1, -1), How(E4M3, 1, -1, True), How(E4M3, 1, 128, True)]
-EXACT = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-    "swiglu": functional.silu,
-    "geglu": functional.gelu,
-    "geglu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
-GATED = {"swiglu", "geglu", "geglu_tanh"}
-
-
-def exact(x_MK: torch.Tensor, kind: str) -> torch.Tensor:
-    """The activation in float64, by torch's own functions; a gate is the first half."""
-    if kind not in GATED:
-        return EXACT[kind](x_MK)
-    half = x_MK.shape[1] // 2
-    return EXACT[kind](x_MK[:, :half]) * x_MK[:, half:]
 
 
 def sample(m: int, n: int, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, dy): x from well inside to far outside of where the functions bend."""
-    x_MK = torch.randn(m, n * (1 + (kind in GATED))) * torch.exp2(torch.randint(-5, 5, (m, 1)))
+    top = 2 if kind in SQUARED else 5  # x^2 up stays in FP16
+    x_MK = torch.randn(m, n * (1 + (kind in OF_GATE))) * torch.exp2(torch.randint(-5, top, (m, 1)))
     return x_MK.to(dtype), torch.randn(m, n).to(dtype)
 
 
@@ -72,35 +57,70 @@ def test_forward_and_backward_against_float64_autograd(kind, shape):
         leaf = x_MK.double().requires_grad_()
         wanted = exact(leaf, kind)
         (dx_MK,) = torch.autograd.grad(wanted, leaf, dy_MN.double())
-        u, x, dy = 2.0**-24, x_MK.double().abs(), dy_MN.double().abs()
+        u, (of_y, of_x) = 2.0**-24, terms(x_MK, kind, dy_MN)
 
         y_MN, y_NM = act_quantize(x_MK, kind)
         assert y_NM is None
         assert plain(y_MN).dtype == dtype
-        n = shape[1]
-        size = x[:, :n] * x[:, n:] if kind in GATED else x
-        assert_within(plain(y_MN), wanted.detach(), 16 * u * size, "y")
+        assert_within(plain(y_MN), wanted.detach(), 16 * u * of_y, "y")
 
         found = act_quantize_backward(dy_MN, x_MK, kind)
         assert plain(found.dx_MK).dtype == dtype
-        size = dy * (1 + x[:, :n])
-        if kind in GATED:
-            size = torch.cat([size * x[:, n:], dy * x[:, :n]], dim=1)
-        assert_within(plain(found.dx_MK), dx_MK, 32 * u * size, "dx")
+        assert_within(plain(found.dx_MK), dx_MK, 32 * u * of_x, "dx")
         # dbias sums dx as it was before it was rounded to x's dtype.
         assert found.dbias_K.dtype == torch.float32
-        sums = (shape[0] * dx_MK.abs() + 32 * size).sum(0)
+        sums = (shape[0] * dx_MK.abs() + 32 * of_x).sum(0)
         assert_within(found.dbias_K, dx_MK.sum(0), u * sums, "dbias")
 
 
-@pytest.mark.parametrize("kind", sorted(GATED))
+@pytest.mark.parametrize("kind", sorted(OF_GATE))
 def test_the_gate_is_the_first_half(kind):
     gate_MN, up_MN = torch.tensor([[30.0, -30.0]]), torch.tensor([[2.0, 3.0]])
     x_MK = torch.cat([gate_MN, up_MN], dim=1)
-    torch.testing.assert_close(act_quantize(x_MK, kind)[0], torch.tensor([[60.0, 0.0]]))
+    open, factor, slope = {"glu": (1.0, 2.0, 0.0), "clamped_swiglu": (7.0, 3.0, 0.0)}.get(kind, (30.0, 2.0, 1.0))
+    if kind in SQUARED:
+        open, slope = 900.0, 60.0
+    torch.testing.assert_close(act_quantize(x_MK, kind)[0], torch.tensor([[open * factor, 0.0]]), atol=1e-4, rtol=1e-5)
     # d/dgate = up where the gate is open, d/dup = the gate's value.
     found = act_quantize_backward(torch.ones(1, 2), x_MK, kind).dx_MK
-    torch.testing.assert_close(found, torch.tensor([[2.0, 0.0, 30.0, 0.0]]))
+    wanted = torch.tensor([[factor * slope, 0.0, open, 0.0]])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_gradcheck_in_float64(kind):
+    """Both sides of every edge: 0 of relu, 7 and -7 of the clamped one."""
+    x_MK = torch.tensor([[-9.0, -6.5, -1.0, -0.3, 0.4, 1.0, 6.5, 9.0]]).double()
+    x_MK = torch.cat([x_MK, x_MK.flip(1) - 0.2], dim=1).requires_grad_()
+    activation = ACTIVATIONS[kind]
+    assert torch.autograd.gradcheck(activation, (x_MK,))
+    assert torch.autograd.gradgradcheck(activation, (x_MK,))
+    y_MN = activation(x_MK)
+    dy_MN = torch.randn_like(y_MN)
+    (wanted,) = torch.autograd.grad(y_MN, x_MK, dy_MN)
+    torch.testing.assert_close(activation.gradient(dy_MN, x_MK.detach()), wanted, atol=1e-13, rtol=1e-13)
+    torch.testing.assert_close(y_MN, exact(x_MK, kind), atol=1e-13, rtol=1e-13)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_at_an_edge_the_gradient_is_torch_s(kind):
+    x_MK = torch.tensor([[0.0, -0.0, 7.0, 1.0, 1.0, 7.0, -7.0, 0.0]]).requires_grad_()
+    y_MN = exact(x_MK, kind)
+    (wanted,) = torch.autograd.grad(y_MN, x_MK, torch.ones_like(y_MN))
+    found = act_quantize_backward(torch.ones_like(y_MN), x_MK.detach(), kind).dx_MK
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_transformers_computes_the_same():
+    activations = pytest.importorskip("transformers.activations")
+    x_MK = torch.randn(5, 12).double() * 4
+    for name, kind in (("quick_gelu", "qgelu"), ("relu2", "srelu"), ("gelu_pytorch_tanh", "gelu_tanh")):
+        torch.testing.assert_close(ACTIVATIONS[kind](x_MK), activations.ACT2FN[name](x_MK))
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    experts = SimpleNamespace(limit=7.0, alpha=1.702)
+    interleaved = torch.stack(x_MK.chunk(2, dim=1), dim=-1).flatten(1)
+    wanted = gpt_oss.GptOssExperts._apply_gate(experts, interleaved)
+    torch.testing.assert_close(ACTIVATIONS["clamped_swiglu"](x_MK), wanted)
 
 
 def test_erf_and_tanh_are_told_apart():
@@ -151,7 +171,7 @@ def test_what_is_not_finite_stays_visible(kind):
     x_MK[1, 2], x_MK[2, 3] = float("nan"), float("inf")
     y = fp8(act_quantize(x_MK, kind, Store(How(E5M2, -1, -1)))[0]).data.float()
     assert y[1, 2].isnan()
-    assert not y[2, 3].isfinite()
+    assert y[2, 3].isfinite() == (kind in BOUNDED)  # Inf at a bounded gate is its bound
     assert y[[0, 3, 4]].isfinite().all()
     x_MK, _ = sample(5, 6, kind, torch.bfloat16)
     x_MK[1, 2] = dy_MN[3, 4] = float("nan")
@@ -159,8 +179,9 @@ def test_what_is_not_finite_stays_visible(kind):
     found = act_quantize_backward(dy_MN, x_MK, kind, Store(How(E4M3, -1, -1)))
     assert fp8(found.dx_MK).data.float()[3, 4].isnan()
     assert found.dbias_K[4].isnan()
-    if kind == "relu":  # its slope at NaN is 1, as torch has it
-        assert plain(act_quantize_backward(dy_MN, x_MK, kind).dx_MK)[1, 2] == dy_MN[1, 2]
+    if kind in ("relu", "reglu"):  # its slope at NaN is 1, as torch has it
+        slope = x_MK[1, 8] if kind == "reglu" else 1.0
+        assert plain(act_quantize_backward(dy_MN, x_MK, kind).dx_MK)[1, 2] == dy_MN[1, 2] * slope
     else:
         assert fp8(found.dx_MK).data.float()[1, 2].isnan()
 
@@ -169,7 +190,7 @@ def test_what_is_not_finite_stays_visible(kind):
 @pytest.mark.parametrize("kind", EXACT)
 def test_empty(kind, shape):
     x_MK = torch.empty(shape)
-    n = shape[1] // 2 if kind in GATED else shape[1]
+    n = shape[1] // 2 if kind in OF_GATE else shape[1]
     for to in (Store(), Store(How(E4M3, 1, -1), transposed=True)):
         y, _ = act_quantize(x_MK, kind, to)
         found = act_quantize_backward(torch.empty(shape[0], n), x_MK, kind, to)
@@ -180,7 +201,7 @@ def test_empty(kind, shape):
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_inputs_are_not_written_and_any_strides_do(kind):
-    x_KM, dy_MN = torch.randn(12, 7), torch.randn(1, 1).expand(7, 6 if kind in GATED else 12)
+    x_KM, dy_MN = torch.randn(12, 7), torch.randn(1, 1).expand(7, 6 if kind in OF_GATE else 12)
     before = x_KM.clone()
     y_MN, _ = act_quantize(x_KM.t(), kind)
     dx_MK = act_quantize_backward(dy_MN, x_KM.t(), kind).dx_MK

@@ -11,6 +11,8 @@ from fp8engine.ops.reference import KINDS, Epilogue, finish, saturating_cast
 FORMULAS = {
     "none": lambda x: x,
     "relu": lambda x: np.maximum(x, 0),
+    "srelu": lambda x: np.maximum(x, 0) ** 2,
+    "qgelu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(torch.from_numpy(x) / 2**0.5).numpy()),
     "gelu_tanh": lambda x: x * 0.5 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + np.exp(-x)),

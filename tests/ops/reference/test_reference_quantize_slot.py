@@ -14,7 +14,7 @@ from casts import E4M3, E5M2, FP8, MAX, assert_same, bits
 
 from fp8engine.ops.reference import How, Slot, quantize
 from fp8engine.ops.reference.operand import COUNTERS
-from fp8engine.ops.reference.quantize import _note, _quantize_groups
+from fp8engine.ops.reference.quantize import _quantize_groups, note
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128)}
 ROUTES = {"host": quantize, "card": _quantize_groups}
@@ -121,6 +121,6 @@ def test_a_card_s_tables(record, count, bad):
     x_MK = torch.tensor([[3.0, -5.0, 1e-9, 0.0, 0.0]])
     x_MK[0, 3 : 3 + bad] = float("nan")
     q_MK, slot, s = x_MK.to(E4M3), new_slot(0.0, record, count), torch.tensor([[1.0]])
-    _note(x_MK.as_subclass(OnCard), q_MK, slot, How(E4M3, -1, -1), (False, None, torch.tensor([[5.0]]), s))
+    note(x_MK.as_subclass(OnCard), q_MK, slot, How(E4M3, -1, -1), (False, None, torch.tensor([[5.0]]), s))
     assert slot.live_2S[:, 1].tolist() == ([5.0, 1.0] if record and not bad else [-1.0, 0.0])
     assert slot.counts_CS[:, 1].tolist() == ([1, 5, 5, 0, 1, bad, 0] if count else [0] * 7)

@@ -1,0 +1,191 @@
+"""Choice between FP8 and 16 bits for the two products of an attention's softmax, and what has run, for the report.
+
+| asked | what runs |
+| --- | --- |
+| "16 bits" | torch's scaled_dot_product_attention |
+| "fp8" | the FP8 kernels, q and k rotated before their cast; 16 bits for what they do not take, said once |
+| "fp8 unrotated" | the same without the rotation: cheaper casts, more error where q and k have outliers |
+| "auto" | 16 bits, until a sample of q, k and v predicts at least 22 dB for the output; then as "fp8" |
+
+What FP8 does not take, by name: a mask tensor, dropout, head dims other than 64, 96 and 128, heads of v of another
+width, a batch that is broadcast.  Under strict that is an error instead.
+
+`auto` samples in eager code, without waiting for the device, and decides anew with each sample.  A graph of
+torch.compile keeps what was decided when it was made.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fp8engine.auto.attention import LEAST_DB, predicted_db, sample
+from fp8engine.autograd.attention import Scores, attention
+from fp8engine.autograd.fp8_attention import fp8_attention
+from fp8engine.autograd.packed import Packed, slow
+from fp8engine.errors import AttentionWarning, StrictError, UnknownName
+from fp8engine.files import HostCopy
+from fp8engine.nn.class_swap import Mixin
+from fp8engine.ops.attention import unsupported
+from fp8engine.ops.library import in_backward, keepable
+from fp8engine.ops.reference.attention import Form
+
+FORMATS = ("16 bits", "fp8", "fp8 unrotated", "auto")
+INTERVAL = 64  # forwards between two samples of `auto`
+
+
+class Wanted(NamedTuple):
+    """One call of attention beside q, k and v.
+
+    mask: a tensor, or None.  causal: query i sees keys up to i + offset; window: only so many of them (0: all).
+    """
+
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    window: int
+    offset: int
+    scale: float
+
+
+class Softmax:
+    """What computes one module's attention: `asked`, one of FORMATS, and what ran last and why.
+
+    name: of the module, for messages.  strict: raise StrictError where 16 bits would run instead of FP8.
+    Raises UnknownName for a format.
+
+    >>> softmax, q = Softmax("fp8", "attn"), torch.randn(1, 1, 2, 64)
+    >>> softmax.form(q, q, q, Wanted(None, 0.0, True, 0, 0, 0.125))
+    Form(scale=0.125, causal=True, window=0, offset=0, rotated=True)
+    >>> softmax.ran
+    'fp8'
+    """
+
+    def __init__(self, asked: str, name: str, strict: bool = False):
+        if asked not in FORMATS:
+            raise UnknownName("format of attention", asked, FORMATS)
+        self.asked, self.name, self.strict = asked, name, strict
+        self.ran, self.why = ("16 bits", "asked for") if asked == "16 bits" else ("", "")
+        self.said = False
+        self.predicted: float | None = None
+        self.forwards = 0
+        self._copy: HostCopy | None = None
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"_copy": None}  # an event of a card is of this process
+
+    def form(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wanted: Wanted) -> Form | None:
+        """How the FP8 kernels compute this call; None where torch's attention does."""
+        if self.asked == "16 bits":
+            return None
+        if why := refused(q, k, v, wanted):
+            if self.strict:
+                raise StrictError(f"strict=True: {self.name}: attention would run in 16 bits: {why}")
+            if not self.said and not torch.compiler.is_compiling():
+                self.said = True
+                warnings.warn(f"{self.name}: attention runs in 16 bits: {why}", AttentionWarning, stacklevel=2)
+            return self._in_16_bits(why)
+        if self.asked == "auto" and (why := self._doubts(q, k, v, wanted)):
+            return self._in_16_bits(why)
+        self.ran = "fp8"
+        self.why = "" if self.predicted is None else f"predicted SQNR {self.predicted:.1f} dB"
+        return Form(wanted.scale, wanted.causal, wanted.window, wanted.offset, self.asked != "fp8 unrotated")
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | Packed | None, scores: Scores
+    ) -> torch.Tensor:
+        """`fp8engine.autograd.attention.attention`, in the format that was asked for."""
+        if isinstance(mask, Packed):
+            self._say_packed(q)
+            return attention(q, k, v, mask, scores)
+        if self.asked == "16 bits":
+            return attention(q, k, v, mask, scores)
+        offset, window = k.shape[2] - q.shape[2], scores.window or 0
+        wanted = Wanted(mask, scores.dropout, scores.causal, window, offset, q.shape[-1] ** -0.5)
+        form = self.form(q, k, v, wanted)
+        return attention(q, k, v, mask, scores) if form is None else fp8_attention(q, k, v, form)
+
+    def sdpa(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given, **how) -> torch.Tensor:
+        """torch's scaled_dot_product_attention, in the format that was asked for.
+
+        is_causal: query i sees keys up to i, as in torch, whatever the number of keys.
+        """
+        call: dict[str, Any] = dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False)) | how
+        scale = call.get("scale")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        causal, dropout = call.get("is_causal", False), call.get("dropout_p", 0.0)
+        form = None
+        if call.get("enable_gqa") or query.shape[1:2] == key.shape[1:2]:  # else torch refuses it
+            form = self.form(query, key, value, Wanted(call.get("attn_mask"), dropout, causal, 0, 0, scale))
+        if form is None:
+            return F.scaled_dot_product_attention(query, key, value, *given, **how)
+        return fp8_attention(query, key, value, form)
+
+    def _say_packed(self, q: torch.Tensor) -> None:
+        """Say once what packed sequences do not get: FP8 where it was asked for, and a CPU's speed."""
+        why = "packed sequences, which the FP8 kernels do not take" if self.asked != "16 bits" else ""
+        why = "; ".join(filter(None, (why, slow(q))))
+        if why and self.strict:
+            raise StrictError(f"strict=True: {self.name}: {why}")
+        if why and not self.said and not torch.compiler.is_compiling():
+            self.said = True
+            warnings.warn(f"{self.name}: {why}", AttentionWarning, stacklevel=2)
+        self._in_16_bits(why)
+
+    def _in_16_bits(self, why: str) -> None:
+        self.ran, self.why = "16 bits", why
+
+    def _doubts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wanted: Wanted) -> str | None:
+        """Why `auto` does not take FP8 now; None where it does.  A recompute in a backward decides nothing."""
+        if keepable(q.detach()) and not in_backward():
+            if self._copy is not None and self._copy.done():
+                self.predicted, self._copy = predicted_db(self._copy.wait(), wanted.scale, q.shape[3]), None
+            if self.forwards % INTERVAL == 0:
+                self._copy = HostCopy(sample(q, k, v))
+            self.forwards += 1
+        if self.predicted is None:
+            return "auto has seen no sample yet"
+        return f"predicted SQNR {self.predicted:.1f} dB < {LEAST_DB:g} dB" if self.predicted < LEAST_DB else None
+
+
+def refused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wanted: Wanted) -> str | None:
+    """Why the FP8 kernels do not take this call, or None where they do.
+
+    >>> q = torch.zeros(1, 1, 2, 64)
+    >>> refused(q, q, q, Wanted(None, 0.1, False, 0, 0, 0.125))
+    'dropout of 0.1; FP8 attention has none'
+    """
+    if wanted.mask is not None:
+        return "a mask tensor; FP8 attention takes causality and windows"
+    if wanted.dropout:
+        return f"dropout of {wanted.dropout:g}; FP8 attention has none"
+    return unsupported(q, k, v)
+
+
+class Float8Sdpa(Mixin):
+    """A module that calls torch's scaled_dot_product_attention: its calls are computed as `softmax` says."""
+
+    softmax: Softmax
+
+    def forward(self, *args, **kwargs):
+        """The module's own forward."""
+        with _Intercept(self.softmax):
+            return super().forward(*args, **kwargs)
+
+
+class _Intercept(TorchFunctionMode):
+    """Within it scaled_dot_product_attention is `Softmax.sdpa`."""
+
+    def __init__(self, softmax: Softmax):
+        super().__init__()
+        self.softmax = softmax
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        run = self.softmax.sdpa if func is F.scaled_dot_product_attention else func
+        if func is torch.Tensor.unflatten:  # calls super(), which torch.compile does not trace below a mode
+            run = torch.unflatten
+        return run(*args, **(kwargs or {}))

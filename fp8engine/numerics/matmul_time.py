@@ -1,0 +1,178 @@
+"""Predicted time of a matmul on a Hopper card, from what its machine code and its shape say.  Nothing here is measured.
+
+    y[M, N] = sum_k a[m, k] b[n, k]         tiles of BM x BN, shared among the card's multiprocessors
+
+    pass        BM BN BK / (multiply-adds a clock)                      clocks that the Tensor Cores need
+    main loop   ceil(K / BK / parts) max(pass / (ceiling LOOP), bytes of a and b / bytes a clock from L2)
+    tile        main loop + exposed clocks: LATENCY until the first tiles arrive, BM BN out_bytes / STORE to write y
+    compute     ceil(tiles parts / multiprocessors) tile / clock
+    memory      (a + b + y, and a and b again where a wave's share of them does not fit into L2) / (MEMORY bandwidth)
+    time        START + max(compute, memory); and where parts of K are added by a second launch, START and their bytes
+                through L2 again
+
+The clock is the data sheet's in a short burst.  A card that multiplies without pause reaches its power limit, and its
+clock falls until it draws no more.  Per multiprocessor, with u the share of clocks in which Tensor Cores multiply:
+
+    clock = min(boost, CLOCK (watts / (WATTS activity))^SLOPE)         activity = u A + (1 - u) RESTING
+
+LOOP, STORE, MEMORY, START, CLOCK, SLOPE and FP8's activity were fitted to the rows of benchmarks/published.json that
+are marked "calibration" and to no others; the rest are estimates.  `python -m benchmarks.published` prints the error on
+all other rows.  What limits its truth: the values of the operands alone move the clock by up to 15 % (H. He,
+"Strangely, matrix multiplications on GPUs run faster when given predictable data", thonking.ai, 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from fp8engine.numerics.cards import Card, multiply_adds
+
+LOOP = 0.95  # share of its static ceiling that a main loop reaches: barriers, latency of shared memory
+LATENCY = 1000.0  # clocks from the first load of a tile until its products begin
+STORE = 12.7  # bytes a clock that a multiprocessor writes of y, its epilogue included
+MEMORY = 0.77  # share of the data sheet's bandwidth that a kernel reaches
+START = 1.8e-6  # seconds from a kernel's start until all multiprocessors work, and for the last to end
+CLOCK, WATTS = 1.565e9, 4.55  # Hz at these watts a multiprocessor, multiplying BF16 without pause
+SLOPE = 0.60  # of the clock's logarithm over the power's: 1/3 where voltage follows the clock, 1 where it does not
+ACTIVITY = {16: 1.0, 8: 1.17}  # power of a clock with products of so many bits, relative to BF16's
+RESTING = 0.35  # the same without products
+L2_OF_CARD, L2_OF_PROCESSOR = 5120.0, 64.0  # bytes a clock: NVIDIA's A100 paper, H100's is not published; one load port
+TILE_SHARE = 0.6  # of L2 that a wave's operands can keep
+SHORTEST_PART = 512  # values of K
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A matmul kernel as the model sees it.
+
+    ceiling: share of the Tensor Cores' rate that its main loop allows (benchmarks/codegen.py, column "ceiling").
+    group_m: rows of tiles visited together.  programs: that run on a multiprocessor at once.  bits: of an operand.
+    overlapped: the next tile's first loads do not wait for this tile's epilogue.  split: most parts that K is cut into,
+    where a multiprocessor is free for each and a part is at least SHORTEST_PART long.
+    cluster: programs that share the loads of one operand (TMA multicast).
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int = 128
+    ceiling: float = 1.0
+    group_m: int = 8
+    programs: int = 1
+    bits: int = 8
+    overlapped: bool = False
+    split: int = 1
+    cluster: int = 1
+
+
+# Share of the Tensor Cores' rate that a main loop allows, by kernel and by what it does with its sums.  Ours: the least
+# of benchmarks/codegen.json over epilogues, 16-byte rows (tests/bench/test_predicted.py holds them against it).
+# cuBLASLt's loops are not public: those that scale or promote are taken for DeepGEMM's, fitted with the parameters.
+LIBRARY = 0.81
+CEILINGS = {
+    "triton": {"fast": 1.0, "promoted": 0.66, "block": 0.63, "block by block": 0.49},
+    "gluon": {"fast": 1.0, "promoted": 0.85, "block": 0.63, "block by block": 0.49},
+    "cublas": {"fast": 1.0, "promoted": LIBRARY, "block": LIBRARY, "block by block": LIBRARY},
+    "pointers": {"fast": 0.22, "promoted": 0.18, "block": 0.13, "block by block": 0.13},
+}
+TILES = ((128, 256), (256, 128), (192, 128), (128, 192), (128, 160), (128, 128), (64, 128))  # of a library
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time of one matmul: `seconds`, and what it is made of, in seconds too.
+
+    clock: Hz.  limit: "memory", "Tensor Cores" or "L2".  loop, exposed: clocks of one tile.
+    """
+
+    seconds: float
+    compute: float
+    memory: float
+    clock: float
+    limit: str
+    loop: float
+    exposed: float
+
+
+def predict(
+    card: Card, kernel: Kernel, shape: tuple[int, int, int], *, out_bytes: int = 2, sustained: bool = True
+) -> Prediction:
+    """The Prediction of one matmul of shape M, N, K.  sustained: the card has multiplied for longer than a moment.
+
+    >>> from fp8engine.numerics.cards import H100_SXM
+    >>> found = predict(H100_SXM, Kernel(128, 256), (8192, 8192, 8192))
+    >>> found.limit, round(found.seconds * 1e6, -1)
+    ('L2', 880.0)
+    """
+    m, n, k = shape
+    tiles = math.ceil(m / kernel.block_m) * math.ceil(n / kernel.block_n)
+    kernel = replace(kernel, split=max(1, min(kernel.split, card.processors // tiles, k // SHORTEST_PART)))
+    loop, tensor, by_l2 = _loop(card, kernel, tiles, k)
+    exposed = _exposed(kernel, out_bytes)
+    if kernel.programs > 1 and tiles * kernel.split > card.processors:
+        exposed /= kernel.programs  # another program multiplies meanwhile
+    waves = math.ceil(tiles * kernel.split / card.processors)
+    clock = card.clock
+    if sustained:
+        clock = sustained_clock(card, kernel.bits, tensor / (loop + exposed))
+    compute = waves * (loop + exposed) / clock
+    memory = _bytes(card, kernel, shape, out_bytes) / (MEMORY * card.memory)
+    limit = "memory" if memory > compute else "L2" if by_l2 else "Tensor Cores"
+    seconds = START + max(compute, memory)
+    if kernel.split > 1:  # FP32 sums, written and read
+        seconds += START + 8 * m * n * kernel.split / (L2_OF_CARD * clock)
+    return Prediction(seconds, compute, memory, clock, limit, loop, exposed)
+
+
+def library(card: Card, sums: str, bits: int, shape: tuple[int, int, int], *, sustained: bool = True) -> Prediction:
+    """The Prediction of cuBLASLt: the best of its tiles, loads shared by two programs.  sums: as in CEILINGS.
+
+    >>> from fp8engine.numerics.cards import H100_SXM
+    >>> round(library(H100_SXM, "fast", 16, (8192, 8192, 8192)).seconds * 1e6, -1)
+    1400.0
+    """
+    tiles = TILES if sums == "fast" else TILES[-2:]  # FP32 sums twice in registers leave room for 128x128
+    ceiling = CEILINGS["cublas"][sums]
+    kernels = (Kernel(m, n, 1024 // bits, ceiling, bits=bits, overlapped=True, cluster=2) for m, n in tiles)
+    return min((predict(card, one, shape, sustained=sustained) for one in kernels), key=lambda found: found.seconds)
+
+
+def sustained_clock(card: Card, bits: int, busy: float) -> float:
+    """Hz at which a card ends that multiplies without pause.  busy: share of clocks in which Tensor Cores multiply.
+
+    >>> from fp8engine.numerics.cards import H100_PCIE
+    >>> round(sustained_clock(H100_PCIE, 16, 0.9) / 1e9, 2)
+    1.13
+    """
+    activity = busy * ACTIVITY[bits] + (1 - busy) * RESTING
+    watts = (card.watts - card.idle_watts) / card.processors
+    return min(card.clock, CLOCK * (watts / (WATTS * activity)) ** SLOPE)
+
+
+def _loop(card: Card, kernel: Kernel, tiles: int, k: int) -> tuple[float, float, bool]:
+    """(clocks of a tile's main loop, those that its products take, whether L2 is the limit)."""
+    passes = math.ceil(math.ceil(k / kernel.block_k) / kernel.split)
+    tensor = kernel.block_m * kernel.block_n * kernel.block_k / multiply_adds(kernel.bits)
+    ceiling = min(1.0, kernel.ceiling * kernel.programs) if kernel.programs > 1 else kernel.ceiling
+    rows = kernel.block_m + kernel.block_n / kernel.cluster
+    active = min(tiles * kernel.split, card.processors)
+    from_l2 = rows * kernel.block_k * kernel.bits / 8 / min(L2_OF_PROCESSOR, L2_OF_CARD / active)
+    return passes * max(tensor / (ceiling * LOOP), from_l2), passes * tensor, from_l2 > tensor / (ceiling * LOOP)
+
+
+def _exposed(kernel: Kernel, out_bytes: int) -> float:
+    store = kernel.block_m * kernel.block_n * (4 if kernel.split > 1 else out_bytes) / STORE
+    return store if kernel.overlapped else LATENCY + store
+
+
+def _bytes(card: Card, kernel: Kernel, shape: tuple[int, int, int], out_bytes: int) -> float:
+    """Bytes from and to memory."""
+    m, n, k = shape
+    a, b, y = m * k * kernel.bits / 8, n * k * kernel.bits / 8, m * n * out_bytes
+    if a + b <= TILE_SHARE * card.l2:
+        return a + b + y
+    # Of the larger sizes a wave reads a rectangle of tiles, group_m high; the rows of a stay while it walks along n.
+    high = min(kernel.group_m, math.ceil(m / kernel.block_m))
+    again = max(math.ceil(m / (high * kernel.block_m)), 1)
+    kept = min(1.0, TILE_SHARE * card.l2 / b)
+    return a + b * (1 + (again - 1) * (1 - kept)) + y

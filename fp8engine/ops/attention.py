@@ -1,0 +1,102 @@
+"""Attention in FP8 as operations, forward and backward.
+
+Signatures and results are those of the twins in reference/.  The kernels run where casts run on Triton (`choose` in
+casts.py); elsewhere the twin does, which is exact and slow.
+
+>>> q, v = torch.zeros(1, 1, 1, 64), torch.eye(64)[None, None, :2]
+>>> attention(q, v, v, Form(0.125))[0, 0, 0, :3]
+tensor([0.5000, 0.5000, 0.0000])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8engine.errors import ShapeError
+from fp8engine.numerics.formats import FLOATS
+from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops.casts import choose
+from fp8engine.ops.library import OPERATORS, direct, operation, refuse_gradient
+from fp8engine.ops.reference.attention import HEAD_DIMS, Form
+from fp8engine.ops.reference.attention_backward import Gradients
+
+__all__ = ["attention", "attention_backward", "unsupported"]
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why these are not multiplied in FP8, or None when they are.
+
+    >>> unsupported(*[torch.ones(1, 1, 2, 80)] * 3)
+    'heads of 80 columns; FP8 attention takes 64, 96 or 128'
+    """
+    shapes = [list(x.shape) for x in (q, k, v)]
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        return f"q, k and v are {shapes}; FP8 attention takes [batch, heads, T, D]"
+    if q.shape[3] not in HEAD_DIMS:
+        return f"heads of {q.shape[3]} columns; FP8 attention takes 64, 96 or 128"
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+        return f"q, k and v are {shapes}; FP8 attention takes one head dim, and heads that share those of k evenly"
+    if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
+        return (
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; FP8 attention takes one of float32, bfloat16, float16"
+        )
+    return None
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:
+    """softmax(q k^T) v [B, T, H, D] in q's dtype, of q [B, H, T, D] and k, v [B, heads of k, S, D] cast to E4M3.
+
+    A query that sees no key gives zeros.  Raises ShapeError for what `unsupported` names, BackendError for tensors on
+    several devices.  Sources: arXiv 2407.08608, section 3.3.
+    """
+    _check("attention", q, k, v)
+    if all(direct(x) for x in (q, k, v)):
+        return _attention(q, k, v, *form)
+    return OPERATORS.attention.default(q, k, v, *form)
+
+
+def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> Gradients:
+    """Gradients of `attention`: dq [B, T, H, D], dk and dv [B, S, heads of k, D].  do [B, H, T, D].
+
+    do v^T is in FP8, the other products in 16 bits (FP32 is rounded to BF16).  Raises as `attention` does.
+    """
+    _check("attention_backward", q, k, v, do=do)
+    if do.shape != q.shape or do.dtype != q.dtype:
+        raise ShapeError(f"attention_backward: do is {do.dtype} {list(do.shape)}; want q's, {q.dtype} {list(q.shape)}")
+    if all(direct(x) for x in (do, q, k, v)):
+        return Gradients(*_backward(do, q, k, v, *form))
+    return Gradients(*OPERATORS.attention_backward.default(do, q, k, v, *form))
+
+
+def _check(operation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: torch.Tensor) -> None:
+    if reason := unsupported(q, k, v):
+        raise ShapeError(f"{operation}: {reason}; use torch's scaled_dot_product_attention")
+    device.check_one(operation, q, k=k, v=v, **others)
+
+
+def _fake(q, k, v, *form):
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+def _backward_fake(do, q, k, v, *form):
+    return tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
+
+
+FORM = "float scale, bool causal, SymInt window, SymInt offset, bool rotated"
+
+
+@operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", _fake)
+def _attention(q, k, v, *form):
+    module = triton_backend if choose(q.device) == "triton" else reference
+    return module.attention(q, k, v, Form(*form))
+
+
+@operation(
+    f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {FORM}) -> (Tensor, Tensor, Tensor)", _backward_fake
+)
+def _backward(do, q, k, v, *form):
+    module = triton_backend if choose(q.device) == "triton" else reference
+    return tuple(module.attention_backward(do, q, k, v, Form(*form)))
+
+
+refuse_gradient("attention", "attention_backward")

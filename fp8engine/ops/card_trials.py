@@ -1,0 +1,311 @@
+"""A card that was never measured measures itself: once, when its second FP8 training step begins.
+
+In the first step every FP8 matmul for which kernels/tuning.json has no measured row is noted.  When the second begins,
+cuBLASLt and the three of our configurations that are predicted to be the fastest (predicted.py) are timed for the
+shapes that occurred, the most work first, for at most BUDGET seconds in all; the fastest runs from then on.  What was
+measured is kept (choice_file.py), and the next process has it from its first step on.
+
+- Nothing is timed during CUDA-graph capture, in a compiled graph, inside `with fe.backend(...)`, without gradients, or
+  where the environment variable FP8ENGINE_MEASURE is 0.  A shape that was not timed follows the rule of `choose`.
+- Results do not depend on it beyond the order of sums: every configuration is the same arithmetic.
+- Of several ranks, rank 0 times and decides; the others take its choices from torch's store, and none waits in a
+  collective.  Until then all follow the rule of `choose`.
+- A trial that fails (out of memory, a compile error, a wrong result) is left out, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fp8engine import _torch
+from fp8engine.errors import BackendError, StateError
+from fp8engine.numerics.cards import card_of
+from fp8engine.ops import choice_file, device, predicted, scaled_mm, triton_backend
+from fp8engine.ops.backends import asked
+from fp8engine.ops.choice_file import Choice, Job
+from fp8engine.ops.reference import Epilogue, Operand
+
+SETTING = "FP8ENGINE_MEASURE"  # environment variable; 0 switches it off
+BUDGET = 2.0  # seconds in all
+FIRST_TRIAL = 0.7  # seconds that a trial may take before one is known: a compilation takes 0.2 to 0.6
+CONFIGURATIONS = 3  # of ours, for each shape
+CUBLAS = "cublas"
+REPEATS = 5
+WAIT = timedelta(seconds=30)  # for rank 0's choices: the first step has brought the ranks together
+STORE_KEY = "fp8engine/choices"
+DIFFERENT = 0.02  # relative difference from cuBLASLt's result that no order of sums explains (bench/gemm.py: 2.7e-3)
+BLOCK = 128
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Times the matmuls of a card."""
+
+    def configs(self, job: Job) -> list[Any]:
+        """Our configurations to try, at most CONFIGURATIONS."""
+        ...
+
+    def time(self, job: Job, config: Any | None) -> float:
+        """Seconds of one call under a configuration; None: cuBLASLt.  Raises whatever fails."""
+        ...
+
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
+        ...
+
+
+class CardTrials:
+    """What one card has measured of itself, and what it still has to.
+
+    key: choice_file.key_of; None: nothing is kept.  now: the clock, in seconds.
+    """
+
+    def __init__(self, runner: Runner, key: dict[str, Any] | None, now: Callable[[], float] = time.monotonic):
+        self.runner, self.key, self.now = runner, key, now
+        self.wanted: Counter[Job] = Counter()
+        self.choices: dict[Job, Choice] = {}
+        self.failed: dict[Job, str] = {}
+        self.steps, self.done = 0, False
+        self.kept: dict[Job, Choice] = self._kept()
+        if not _ranks():  # else rank 0's are everybody's, from the second step on
+            self.choices |= self.kept
+
+    def look(self, job: Job) -> Choice | None:
+        """What was measured for a matmul; None, and noted, where nothing was."""
+        if (found := self.choices.get(job)) is None and not self.done:
+            self.wanted[job] += 1
+        return found
+
+    def step_begins(self) -> None:
+        """A training step begins: the first is watched, the second measures."""
+        self.steps += 1
+        if self.done or self.steps < 2:
+            return
+        self.done = True
+        if not _ranks():
+            self.measure()
+        elif dist.get_rank() == 0:
+            try:
+                self.choices |= self.kept
+                self.measure()
+            finally:  # the others wait
+                _torch.default_store().set(STORE_KEY, self._message())
+        else:
+            self._take()
+
+    def measure(self) -> None:
+        """Time what is wanted, the most work first, within the budget; keep it and say so once."""
+        start, longest, timed = self.now(), FIRST_TRIAL, 0
+        missing = [job for job in self.wanted if job not in self.choices]
+        for job in sorted(missing, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
+            us: dict[str, float] = {}
+            configs = {}
+            for config in [None, *self.runner.configs(job)[:CONFIGURATIONS]]:
+                began = self.now()
+                if began - start + longest > BUDGET:
+                    break
+                name = CUBLAS if config is None else f"triton {config}"
+                configs[name] = config
+                try:
+                    us[name] = 1e6 * self.runner.time(job, config)
+                except Exception as error:  # any: out of memory, a compiler, a driver, a wrong result
+                    self.failed[job] = f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                longest = max(longest, self.now() - began)
+            # Where torch has no scales in blocks ours are compared with each other; else never without cuBLASLt's time.
+            if any(name != CUBLAS for name in us) and (CUBLAS in us or "block" in job.kind):
+                timed += 1
+                best = min(us, key=lambda name: us[name])
+                chosen = None if configs[best] is None else configs[best]._asdict()
+                self.choices[job] = Choice("cublas" if best == CUBLAS else "triton", chosen, us)
+        if missing:
+            self.runner.forget()
+            self._tell(timed, len(missing), self.now() - start)
+
+    def _tell(self, timed: int, wanted: int, seconds: float) -> None:
+        ours = sum(choice.backend == "triton" for choice in self.choices.values())
+        where = "not kept: this system does not tell its driver's version"
+        if self.key is not None:
+            try:
+                where = f"kept in {choice_file.write(self.key, self.choices)}"
+            except OSError as error:
+                where = f"not kept: {error}"
+        failed = f"; {len(self.failed)} with a trial that failed" if self.failed else ""
+        log.warning(
+            "fp8engine measured %d of %d matmul shapes on this card in %.1f s (once; %s=0 switches it off): "
+            "our kernels run %d, cuBLASLt the others%s; %s",
+            *(timed, wanted, seconds, SETTING, ours, failed, where),
+        )
+
+    def _kept(self) -> dict[Job, Choice]:
+        if self.key is None:
+            return {}
+        try:
+            return choice_file.read(self.key)
+        except StateError as error:
+            log.warning("%s", error)
+            return {}
+
+    def _card(self) -> list[Any]:
+        return [self.key and self.key[name] for name in ("card", "capability", "triton", "kernels")]
+
+    def _message(self) -> str:
+        return json.dumps({"card": self._card(), "choices": choice_file.to_rows(self.choices)})
+
+    def _take(self) -> None:
+        """Rank 0's choices, for a card like its own."""
+        try:
+            store = _torch.default_store()
+            store.wait([STORE_KEY], WAIT)
+            message = json.loads(store.get(STORE_KEY))
+        except (RuntimeError, ValueError) as error:
+            log.warning("no choice of kernels came from rank 0 (%s): this rank follows the committed rule", error)
+            return
+        if message["card"] != self._card():
+            log.warning("rank 0 measured another card, %s: this rank follows the committed rule", message["card"][0])
+            return
+        self.choices = choice_file.from_rows(message["choices"])
+
+
+class CardRunner:
+    """Times matmuls of random operands on a CUDA card, on an empty L2 cache."""
+
+    def __init__(self, where: torch.device):
+        self.where = where
+        self._made: tuple[Job, Operand, Operand] | None = None
+        self._exact: tuple[Job, torch.Tensor] | None = None  # cuBLASLt's result
+
+    def configs(self, job: Job) -> list[Any]:
+        """Committed configurations that are predicted to be the fastest; their machine code is checked in CI."""
+        tuning = importlib.import_module("fp8engine.kernels.tuning")
+        rows = tuning.table()[job.operation]
+        major, minor = device.capability(self.where)
+        known = rows.get(f"sm_{major}{minor}") or rows[f"sm_{device.FP8_CAPABILITY[0]}{device.FP8_CAPABILITY[1]}"]
+        found = [row._replace(ratio=None) for name, row in known.items() if name != tuning.UNALIGNED]
+        more = [row._replace(group_m=2 * row.group_m) for row in found]
+        card = card_of(device.name(self.where), device.processors(self.where))
+        return predicted.fastest(job.operation, dict.fromkeys([*found, *more]), job[2:], card)[:CONFIGURATIONS]
+
+    def time(self, job: Job, config: Any | None) -> float:
+        """Seconds of one call, the median of REPEATS."""
+        a, b = self._operands(job)
+        end, fast = Epilogue(None, torch.bfloat16), job.operation == "matmul_fp8"
+        if config is None:
+            call = lambda: scaled_mm.matmul(a, b, fast=fast)  # noqa: E731
+        else:
+            call = lambda: triton_backend.matmul(a, b, end, fast, config)  # noqa: E731
+        with torch.no_grad():
+            self._check(job, config, call())
+            return self._median(call)
+
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
+        self._made = self._exact = None
+        torch.cuda.empty_cache()
+
+    def _operands(self, job: Job) -> tuple[Operand, Operand]:
+        if self._made is None or self._made[0] != job:
+            self._made = self._exact = None  # the last job's memory first
+            self._made = (job, *operands(job, self.where))
+        return self._made[1:]
+
+    def _check(self, job: Job, config: Any | None, y_MN: torch.Tensor) -> None:
+        """Raise BackendError where our result is not cuBLASLt's but for the order of sums."""
+        if config is None:
+            self._exact = (job, y_MN)
+        elif self._exact is not None and self._exact[0] == job:
+            wanted = self._exact[1]
+            error = float((y_MN.float() - wanted.float()).norm() / wanted.float().norm())
+            if not error <= DIFFERENT:
+                raise BackendError(f"{config} is {error:.1e} from cuBLASLt's result for {job}")
+
+    def _median(self, call: Callable[[], object]) -> float:
+        flush = torch.empty(1 << 27, dtype=torch.uint8, device=self.where)  # more than twice the L2 cache
+        pairs = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize(self.where)
+        return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+
+def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
+    """Random E4M3 codes [M, K] and [N, K] with scales of 1, of the job's kind.
+
+    >>> a, b = operands(Job("matmul_block", "block", 4, 130, 256), torch.device("cpu"))
+    >>> list(a.scale.shape), list(b.scale.shape)
+    ([4, 2], [2, 2])
+    """
+    rows = {"tensor": (-1, -1), "row": (1, 1), "block": (1, BLOCK), "block by block": (1, 1)}[job.kind]
+    made = []
+    for size, group in zip((job.m, job.n), rows, strict=True):
+        codes = torch.randn(size, job.k, dtype=torch.bfloat16, device=where).to(torch.float8_e4m3fn)
+        cols = BLOCK if job.kind.startswith("block") else -1
+        shape = () if group == -1 else (-(-size // group), 1 if cols == -1 else -(-job.k // cols))
+        made.append(Operand(codes, torch.ones(shape, device=where), group, cols))
+    return made[0], made[1]
+
+
+def kind_of(a: Any, b: Any) -> str | None:
+    """The kind of scales of two operands, or of two ways to cast them: by their `rows` and `cols`.
+
+    None for blocks other than 1x128 and 128x128, which are not measured.
+
+    >>> from fp8engine.ops.reference import How
+    >>> row, line, square = (How(torch.float8_e4m3fn, *each) for each in ((1, -1), (1, 128), (128, 128)))
+    >>> kind_of(row, row), kind_of(line, square), kind_of(line, line)
+    ('row', 'block', 'block by block')
+    """
+    if a.cols != -1 or b.cols != -1:
+        if a.cols != BLOCK or b.cols != BLOCK or not {a.rows, b.rows} <= {1, BLOCK}:
+            return None
+        return "block by block" if a.rows == b.rows == 1 else "block"
+    return "tensor" if a.rows == b.rows == -1 else "row"
+
+
+def look(where: torch.device, operation: str, kind: str, shape: Sequence[int]) -> Choice | None:
+    """What this card measured for a matmul of shape M, N, K; None where it has not, or does not measure."""
+    found = trials_of(where)
+    return None if found is None else found.look(Job(operation, kind, *shape))
+
+
+def step_begins(where: torch.device) -> None:
+    """A training step begins on a device; nothing is measured in a capture, in a graph, or under `fe.backend`."""
+    if where.type != "cuda" or torch.compiler.is_compiling() or asked() is not None:
+        return
+    if (found := trials_of(where)) is not None and not found.done and not torch.cuda.is_current_stream_capturing():
+        found.step_begins()
+
+
+@functools.cache
+def trials_of(where: torch.device) -> CardTrials | None:
+    """The trials of a card; None where there is nothing to choose between, or the setting switches it off."""
+    if where.type != "cuda" or os.environ.get(SETTING, "1") == "0":
+        return None
+    if (
+        not device.has_fp8(where)
+        or not triton_backend.usable()
+        or device.capability(where)[0] in triton_backend.TCGEN05
+    ):
+        return None
+    return CardTrials(CardRunner(where), choice_file.key_of(where))
+
+
+def _ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

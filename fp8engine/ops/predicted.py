@@ -1,0 +1,62 @@
+"""Predicted times of our kernels' configurations: the tuning table's rows as the timing model sees them.
+
+    kernel_of    an operation's configuration -> numerics.matmul_time.Kernel
+    seconds      predicted time of one matmul on a card
+    fastest      configurations in the order of their predicted times: what a tuner tries first
+
+Nothing here is measured, and nothing is chosen by it that runs without having been measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fp8engine.numerics.cards import Card
+from fp8engine.numerics.matmul_time import CEILINGS, Kernel, Prediction, predict
+
+HOPPER = torch.device("cpu")  # for which kernels/tuning.py answers as for Hopper, the model's only architecture
+SUMS = {"matmul_fp8": "fast", "matmul_fp8_promoted": "promoted", "matmul_block": "block", "matmul_fp16": "fast"}
+
+
+def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
+    """A configuration as the model sees it.  config: of kernels/tuning.py.
+
+    sums: what the main loop does with them, a key of CEILINGS; None: what the operation says, for blocks "block".
+
+    >>> from fp8engine.kernels.tuning import Config
+    >>> kernel_of("matmul_block", Config(128, 128, 128)).ceiling
+    0.63
+    >>> kernel_of("matmul_fp8", Config(64, 128, 128, warps=4)).programs
+    2
+    """
+    family = config.kernel if config.descriptors else "pointers"
+    ceilings = CEILINGS.get(family, CEILINGS["triton"])
+    return Kernel(
+        config.block_m,
+        config.block_n,
+        config.block_k,
+        ceilings[sums or SUMS[operation]],
+        config.group_m,
+        bits=16 if operation == "matmul_fp16" else 8,
+        programs=importlib.import_module("fp8engine.kernels.tuning").programs(operation, config, HOPPER),
+        overlapped=config.kernel == "gluon" or config.flatten,
+        split=config.split_k,
+    )
+
+
+def seconds(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> float:
+    """Predicted time of a matmul of that shape, M, N, K, by one call after a pause: as a tuner times it."""
+    return _prediction(operation, config, shape, card).seconds
+
+
+def fastest(operation: str, configs: Iterable[Any], shape: tuple[int, int, int], card: Card) -> list[Any]:
+    """The configurations, the one that is predicted to be the fastest first; equals stay in their order."""
+    return sorted(configs, key=lambda config: seconds(operation, config, shape, card))
+
+
+def _prediction(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> Prediction:
+    return predict(card, kernel_of(operation, config), shape, sustained=False)

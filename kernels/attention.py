@@ -1,0 +1,157 @@
+"""Attention in FP8, forward: S = q k^T and P v from E4M3 operands, softmax statistics and sums in FP32.
+
+    s = factor scale_q scale_k (q8 k8^T), -Inf where masked
+    p = E4M3(2^(s - m + log2 448)), m: the row's maximum in the block
+    l <- l 2^(M_old - M) + 2^(m - M) sum p      o <- o 2^(M_old - M) + 2^(m - M) scale_v (p v8)      result o / l
+
+A program has 64 queries of one head, and goes over the keys that any of them sees, 64 at a time: one warpgroup, so that
+two or more programs of a multiprocessor overlap the softmax of one with the products of another.  v is read as
+[columns, keys], because FP8 Tensor Cores read both operands contiguous along their sum.  Each block's P v is a product
+of its own, added in FP32 registers: the Tensor Core's own accumulator is narrower.
+
+Cost: 4 T S D operations a head, and T S exponentials: at D = 128 the exponential unit (16 a clock and multiprocessor)
+takes as long as the products (8,192 operations a clock).
+Twin: fp8engine/ops/reference/attention.py, with the mathematics.
+Source: FlashAttention-3, arXiv 2407.08608, section 3.3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from fp8engine.kernels.rounding import E4M3_MAX, round_to_grid
+
+BLOCK = 64  # queries of a program, keys of a step: what shares a scale
+LOG2_448 = tl.constexpr(8.807354922057604)
+TINY = tl.constexpr(2.0**-126)  # a factor of 0 would make NaN of the -Inf of a masked score
+WARPS, STAGES = 4, 3
+
+
+@triton.jit
+def first_key(row, offset, WINDOW: tl.constexpr, window, ROWS: tl.constexpr):
+    """The first key of the first block of keys that a query from `row` on sees."""
+    if WINDOW:
+        return tl.maximum(row + offset - window + 1, 0) // ROWS * ROWS
+    else:
+        return 0
+
+
+@triton.jit
+def last_key(row, offset, S, CAUSAL: tl.constexpr, ROWS: tl.constexpr):
+    """The end of the keys that ROWS queries from `row` on see."""
+    if CAUSAL:
+        return tl.minimum(row + ROWS + offset, S)
+    else:
+        return S
+
+
+@triton.jit
+def sees(i, j, S, offset, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether queries i see keys j, for the shape that both give together."""
+    seen = j < S
+    if CAUSAL:
+        seen = seen & (j <= i + offset)
+    if WINDOW:
+        seen = seen & (j > i + offset - window)
+    return seen
+
+
+@triton.jit
+def finite(m):
+    """m, with 0 where no key is seen: -Inf less -Inf is no number."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def weight_codes(p):
+    """E4M3 of p >= 0, saturating; NaN stays NaN."""
+    p = tl.where(p > E4M3_MAX, E4M3_MAX, p)
+    if not cuda_capability_geq(9, 0):
+        p = round_to_grid(p, tl.float8e4nv)
+    return p.to(tl.float8e4nv)
+
+
+@triton.jit(do_not_specialize=["T", "S", "offset", "window"])  # they change from batch to batch; the code does not
+def _attention_kernel(
+    q,
+    k,
+    v,
+    scale_q,
+    scale_k,
+    scale_v,
+    o,
+    T,
+    S,
+    H,
+    GROUP,
+    offset,
+    window,
+    factor,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    # The last block of queries first: under causality it has the most keys.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)  # of B * H
+    of_keys = (head // H) * (H // GROUP) + head % H // GROUP
+    row = block * ROWS
+    key_blocks = tl.cdiv(S, ROWS)
+    down = tl.arange(0, ROWS)
+    across = tl.arange(0, W)
+    place = tl.cast(head, tl.int64) * tl.num_programs(0) + block
+    q_TD = tl.load(q + place * (ROWS * W) + (down[:, None] * W + across[None, :]))
+    factor_q = tl.load(scale_q + place) * factor
+    k += tl.cast(of_keys, tl.int64) * key_blocks * (ROWS * W)
+    v += tl.cast(of_keys, tl.int64) * key_blocks * (ROWS * W)
+    scale_k += tl.cast(of_keys, tl.int64) * key_blocks
+    scale_v += tl.cast(of_keys, tl.int64) * key_blocks
+    whole = key_blocks * ROWS
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    o_TD = tl.zeros((ROWS, W), tl.float32)
+    for key in tl.range(first_key(row, offset, WINDOW, window, ROWS), last_key(row, offset, S, CAUSAL, ROWS), ROWS):
+        k_SD = tl.load(k + tl.cast(key, tl.int64) * W + (down[:, None] * W + across[None, :]))
+        f = tl.maximum(factor_q * tl.load(scale_k + key // ROWS), TINY)
+        scores = tl.dot(q_TD, k_SD.T)
+        seen = sees((row + down)[:, None], (key + down)[None, :], S, offset, window, CAUSAL, WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        m = tl.fma(tl.max(scores, 1), f, 0.0)  # a plain product would be fused into `m - after`, and not cancel
+        p = weight_codes(tl.exp2(tl.fma(scores, f, (LOG2_448 - finite(m))[:, None])))
+        after = tl.maximum(top, m)
+        kept = tl.exp2(top - finite(after))
+        gained = tl.exp2(m - finite(after))
+        top = after
+        total = tl.fma(total, kept, gained * tl.sum(p.to(tl.float32), 1))
+        v_DS = tl.load(v + key + (across[:, None] * whole + down[None, :]))
+        weighted = tl.dot(p, v_DS.T)
+        weight = gained * tl.load(scale_v + key // ROWS)
+        o_TD = tl.fma(weighted, weight[:, None], o_TD * kept[:, None])
+    o_TD *= tl.where(total == 0, 0.0, tl.div_rn(1.0, total))[:, None]
+    inside = (row + down)[:, None] < T
+    if D < W:
+        inside = inside & (across < D)[None, :]
+    there = o + ((tl.cast(head // H, tl.int64) * T + row) * H + head % H) * D
+    tl.store(there + (down[:, None] * (H * D) + across[None, :]), o_TD.to(o.dtype.element_ty), mask=inside)
+
+
+def attention(q, k, v, form, factor: float, shape, dtype: torch.dtype) -> torch.Tensor:
+    """o [B, T, H, D] of that dtype from cast queries, keys [B, H, Tp, W] and values [B, H, W, Sp]: (codes, scale) each.
+
+    form: causal, window and offset, as in the twin's Form.  factor: of q8 k8^T, in units of log2.
+    shape: (T, S, D) of what was cast.
+    """
+    t, s, d = shape
+    b, h, padded, width = q[0].shape
+    o = torch.empty(b, t, h, d, dtype=dtype, device=q[0].device)
+    if o.numel():
+        _attention_kernel[(padded // BLOCK, b * h)](
+            q[0], k[0], v[0], q[1], k[1], v[1], o,  # inputs, output
+            t, s, h, h // k[0].shape[1], form.offset, form.window, factor,  # sizes
+            D=d, W=width, ROWS=BLOCK, CAUSAL=form.causal, WINDOW=form.causal and form.window > 0,  # constants
+            num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    return o

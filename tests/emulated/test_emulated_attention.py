@@ -1,0 +1,116 @@
+"""Attention in FP8 from its PTX, against its twin: casts and forward bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.checks.operands import differs
+from fp8engine.kernels.attention import attention
+from fp8engine.kernels.attention_backward import attention_backward
+from fp8engine.kernels.attention_cast import attention_cast
+from fp8engine.ops.reference import attention as twin
+from fp8engine.ops.reference.attention import Form
+from fp8engine.ops.reference.attention_backward import attention_backward as backward
+
+# batch, heads, heads of keys, queries, keys, head dim, form
+SHAPES = {
+    "causal, grouped": (1, 2, 1, 70, 70, 64, Form(0.125, True)),
+    "window, keys before": (2, 1, 1, 70, 150, 96, Form(0.1, True, 50, 80)),
+    "more queries, not rotated": (1, 1, 1, 70, 3, 128, Form(0.09, rotated=False)),
+    "some see nothing": (1, 1, 1, 70, 66, 64, Form(0.09, True, 0, -64)),
+}
+MORE = {"one block": (1, 1, 1, 64, 64, 64, Form(0.125)), "grouped": (2, 4, 2, 130, 130, 128, Form(0.125, True, 70))}
+
+
+def inputs(shape: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Form]:
+    """Queries, keys and values [batch, heads, rows, D], as projections leave them; normal, with a few outliers."""
+    batch, heads, of_keys, t, s, d, form = (SHAPES | MORE)[shape]
+    torch.manual_seed(len(shape))
+
+    def of(count: int, rows: int) -> torch.Tensor:
+        x = torch.randn(batch, rows, count, d)
+        x[torch.rand(x.shape) < 0.001] *= 20
+        return x.to(dtype).transpose(1, 2)
+
+    return of(heads, t), of(of_keys, s), of(of_keys, s), form
+
+
+def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
+    """The kernel's cast of x."""
+    width = twin.width_of(x.shape[-1])
+    rotation = twin.rotation_of(width, twin.halved(x[:0]).dtype, x.device) if rotated else None
+    return attention_cast(x, rotation, width, transposed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
+@pytest.mark.parametrize("head_dim", twin.HEAD_DIMS)
+def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, rotated: bool, dtype: torch.dtype, bad: bool, card):
+    x = (torch.randn(2, 70, 2, head_dim) * torch.exp2(torch.randint(-9, 10, (2, 70, 2, 1)))).to(dtype).transpose(1, 2)
+    if bad:
+        x[0, 0, 3, 5], x[1, 1, 69, 0] = float("nan"), float("inf")
+    card()
+    wanted, scale = twin.attention_cast(x, rotated)
+    for transposed in (False, True):
+        found, found_scale = cast(x, rotated, transposed)
+        codes = (found.mT if transposed else found).contiguous()
+        assert differs(codes.view(torch.uint8), wanted.view(torch.uint8)) is None
+        assert differs(found_scale, scale) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [90, 89])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_is_its_twin_bit_for_bit(shape: str, architecture: int, card):
+    q, k, v, form = inputs(shape, torch.bfloat16)
+    d = q.shape[-1]
+    card(architecture)
+    found = attention(
+        cast(q, form.rotated), cast(k, form.rotated), cast(v, False, True),
+        form, twin.factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype,
+    )  # fmt: skip
+    assert differs(found, twin.attention(q, k, v, form)) is None
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, form: Form):
+    """(dq, dk, dv) of the kernels."""
+    rows = cast(do, form.rotated), cast(v, form.rotated)
+    return attention_backward(do, q, k, *rows, form, form.scale * twin.LOG2_E)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "architecture"), [*((shape, 90) for shape in SHAPES), ("causal, grouped", 89)])
+def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card):
+    """Small integers under scales of powers of two, and a softmax in base 2: sums are exact in any order.
+
+    The largest of v and do is 1.75, so that their scales are 2^-8; the scores' range keeps p within 2^-16 and 1.
+    """
+    q, k, v, form = inputs(shape, torch.bfloat16)
+    do = torch.randn(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).bfloat16().transpose(1, 2)
+    q, k, v, do = ((x.float() * 0.6).round().clamp(-1, 1).bfloat16() for x in (q, k, v, do))
+    q[..., 8:] = 0
+    for x in (v, do):
+        x[..., ::64, 0] = 1.75
+    form = form._replace(scale=1 / twin.LOG2_E, rotated=False)
+    card(architecture)
+    for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
+        assert differs(ours, twins) is None, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["causal, grouped"])
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+def test_backward_is_its_twin_up_to_the_order_of_sums(shape: str, dtype: torch.dtype, card):
+    """A row's sums of p and p dP differ by 2^-17 with their order, so one in 2^9 of what follows is rounded otherwise.
+
+    Each such rounding is worth 2^-8 of a term in BF16: 2^-12.5 of the whole where terms are independent, twice over
+    (the result is rounded as well).  FP16 rounds 2^3 times as finely, and 2^3 times as many otherwise.
+    """
+    q, k, v, form = inputs(shape, dtype)
+    do = torch.randn(q.shape).to(dtype)
+    card()
+    for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
+        assert (ours.float() - twins.float()).norm() < 2.0**-11.5 * twins.float().norm(), name

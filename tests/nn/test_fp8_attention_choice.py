@@ -1,0 +1,202 @@
+"""Attention in FP8 in models: fe.Attention, fe.convert's `attention`, `auto`, what is refused, and the report."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8engine as fe
+from fp8engine.autograd.attention import Cache
+from fp8engine.errors import AttentionWarning, ConversionError, StrictError, UnknownName
+from fp8engine.nn.fp8_attention import INTERVAL
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+
+
+class Plain(nn.Module):
+    """Attention of somebody's own block."""
+
+    def __init__(self, heads: int = 2, width: int = 64):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(heads * width, 3 * heads * width)
+        self.out = nn.Linear(heads * width, heads * width)
+        self.options = {"is_causal": True}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, T, columns]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3 * self.heads, -1)).transpose(1, 2).chunk(3, 1)
+        return self.out(F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Plain(), Plain()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [batch, T, 128]."""
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def x_of(rows: int = 70) -> torch.Tensor:
+    return torch.randn(2, rows, 128, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradient of each parameter."""
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_fe_attention_in_fp8_is_near_its_16_bits_and_is_reported():
+    found = {}
+    for softmax in ("16 bits", "fp8", "fp8 unrotated"):
+        torch.manual_seed(0)
+        heads = fe.Heads(4, of_keys=2, width=64, theta=1e4, causal=True, window=50, softmax=softmax)
+        layer = fe.Attention(128, heads, recipe="current")
+        found[softmax] = step(layer, x_of())
+        (row,) = fe.inspect(layer).attention
+        assert (row["asked"], row["ran"]) == (softmax, softmax.split(" unrotated")[0])
+        assert ("attention  ran in fp8" in str(fe.inspect(layer))) == (softmax != "16 bits")
+    for softmax in ("fp8", "fp8 unrotated"):
+        for ours, plain in zip(found[softmax], found["16 bits"], strict=True):
+            assert 0 < near(ours, plain) < 0.15  # a projection's weight gradient: 19 dB
+    assert not torch.equal(found["fp8"][0], found["fp8 unrotated"][0])
+    with pytest.raises(UnknownName, match="fp8 unrotated"):
+        fe.Attention(128, fe.Heads(2, softmax="fp9"), recipe="current")
+
+
+def test_cached_keys_are_seen_as_in_one_call():
+    torch.manual_seed(0)
+    layer = fe.Attention(64, fe.Heads(1, causal=True, softmax="fp8"), recipe="bf16")
+    x = x_of(20)[..., :64]
+    with torch.no_grad():
+        whole, cache = layer(x), Cache()
+        parts = [layer(x[:, :12], cache=cache), layer(x[:, 12:], cache=cache)]
+    assert near(torch.cat(parts, 1), whole) < 0.06  # blocks of 64 rows have other scales
+
+
+def test_convert_puts_sdpa_in_fp8_and_revert_takes_it_back():
+    plain, x = Model(), x_of()
+    wanted = step(plain, x)
+    model = fe.convert(copy.deepcopy(plain), "bf16", attention="fp8")
+    found = step(model, x)
+    assert all(0 < near(a, b) < 0.2 for a, b in zip(found, wanted, strict=True))
+    rows = fe.inspect(model).attention
+    assert [(row["name"], row["ran"]) for row in rows] == [("blocks.0", "fp8"), ("blocks.1", "fp8")]
+    assert "attention blocks.0 and 1 more ran in fp8" in str(fe.inspect(model))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(torch.equal(a, b) for a, b in zip(step(again, x), found, strict=True))
+    fe.revert(model)
+    assert type(model.blocks[0]) is Plain
+    assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
+
+
+def test_compiled_and_checkpointed_it_is_the_same_bit_for_bit():
+    x = x_of()
+    model = fe.convert(Model(), "bf16", attention="fp8")
+    wanted = step(model, x)
+    model.forward = lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)  # pyright: ignore
+    assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
+    del model.forward
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(step(compiled, x), wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"attn_mask": torch.ones(70, 70, dtype=torch.bool)}, "a mask tensor; FP8 attention takes causality"),
+        ({"is_causal": True, "dropout_p": 0.1}, "dropout of 0.1; FP8 attention has none"),
+    ],
+)
+def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: str):
+    model = Model()
+    model.blocks[0].options = options
+    fe.convert(model, "bf16", attention="fp8")
+    with pytest.warns(AttentionWarning, match=f"blocks.0: attention runs in 16 bits: {why}"):
+        model(x_of())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x_of())
+    first, second = fe.inspect(model).attention
+    assert (first["ran"], second["ran"]) == ("16 bits", "fp8")
+    assert why in first["why"]
+    assert why in str(fe.inspect(model))
+    fe.revert(model)
+    model.blocks[1].options, model.blocks[0].options = options, {"is_causal": True}
+    fe.convert(model.bfloat16(), "current", attention="fp8")
+    vars(model.blocks[1])["softmax"].strict = True
+    with pytest.raises(StrictError, match=r"blocks.1: attention would run in 16 bits"):
+        model(x_of().bfloat16())
+
+
+def test_a_head_dim_that_fp8_does_not_take_is_named():
+    model = fe.convert(nn.Sequential(Plain(2, 32)), "bf16", attention="fp8")
+    with pytest.warns(AttentionWarning, match="heads of 32 columns; FP8 attention takes 64, 96 or 128"):
+        model(x_of()[..., :64])
+
+
+def test_convert_refuses_what_has_no_attention_and_changes_nothing():
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ConversionError, match="no module of Sequential calls torch's scaled_dot_product_attention"):
+        fe.convert(model, "bf16", attention="fp8")
+    with pytest.raises(UnknownName, match="format of attention"):
+        fe.convert(model, "bf16", attention="fp9")
+    assert type(model[0]) is nn.Linear
+
+
+def test_auto_takes_fp8_where_the_predicted_error_allows_it():
+    model = fe.convert(Model(), "bf16", attention="auto")
+    x = x_of()
+    with torch.no_grad():
+        model.blocks[1].qkv.weight[:256].mul_(40)  # scores far beyond one
+        model(x)
+        assert [row["why"] for row in fe.inspect(model).attention] == ["auto has seen no sample yet"] * 2
+        model(x)
+        first, second = fe.inspect(model).attention
+        assert (first["ran"], second["ran"]) == ("fp8", "16 bits")
+        assert "predicted SQNR" in first["why"]
+        assert "< 22 dB" in second["why"]
+        model.blocks[1].qkv.weight[:256].div_(40)
+        for _ in range(INTERVAL):
+            model(x)
+        assert fe.inspect(model).attention[1]["ran"] == "fp8"
+
+
+def test_a_transformers_model_in_fp8():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(40).view(1, 40)
+    wanted = model(ids).logits.detach()
+    fe.convert(model, "bf16", attention="fp8")
+    found = model(ids, labels=ids)
+    found.loss.backward()
+    (row,) = fe.inspect(model).attention
+    assert (row["name"], row["ran"]) == ("model.layers.0.self_attn", "fp8")
+    assert 0 < near(found.logits.detach(), wanted) < 0.1

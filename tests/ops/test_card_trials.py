@@ -1,0 +1,331 @@
+"""A card that measures itself, on a fake card under a fake clock: what is timed, what is kept, what runs afterwards."""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fp8engine as fe
+from benchmarks.distributed.processes import run
+from fp8engine.errors import StateError
+from fp8engine.kernels import tuning
+from fp8engine.kernels.tuning import Config
+from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backend
+from fp8engine.ops.card_trials import BUDGET, CardRunner, CardTrials
+from fp8engine.ops.choice_file import Choice, Job
+from fp8engine.scaling import table
+from fp8engine.scaling.table import ScalingState
+
+KEY = {"card": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "driver": "580.95.05", "triton": "3.6.0", "kernels": "ab"}
+LARGE, SMALL = Job("matmul_fp8", "tensor", 8192, 4096, 4096), Job("matmul_fp8", "row", 512, 512, 512)
+WGRAD = Job("matmul_block", "block by block", 4096, 4096, 16384)
+FAST, SLOW, WIDE = Config(128, 256, 128, parts=2), Config(64, 128, 128, warps=4), Config(128, 128, 128, warps=4)
+CUDA = torch.device("cuda", 0)
+
+
+class FakeCard:
+    """Times that are given; each trial moves the clock by `costs` seconds, or raises."""
+
+    def __init__(self, times: dict, costs: float = 0.1):
+        self.times, self.costs, self.clock, self.tried = times, costs, 100.0, []
+
+    def now(self) -> float:
+        return self.clock
+
+    def configs(self, job):
+        return [FAST, SLOW, WIDE, FAST._replace(group_m=16)]
+
+    def forget(self) -> None:
+        self.tried.append("forgotten")
+
+    def time(self, job, config) -> float:
+        self.tried.append((job, config))
+        self.clock += self.costs
+        found = self.times.get(config, 1e-3)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "fp8engine"
+
+
+def config_of(found: Choice | None) -> Config:
+    assert found is not None
+    return Config(**(found.config or {}))
+
+
+def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
+    """Trials after a first step in which these jobs occurred, and the beginning of a second."""
+    trials = CardTrials(card, key, card.now)
+    trials.step_begins()
+    for job in jobs:
+        assert trials.look(job) is None
+    trials.step_begins()
+    return trials
+
+
+def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
+    card = FakeCard({None: 400e-6, FAST: 380e-6, SLOW: 700e-6, WIDE: 500e-6})
+    trials = trained(card, LARGE)
+    assert [config for _, config in card.tried[:-1]] == [None, FAST, SLOW, WIDE]
+    assert card.tried[-1] == "forgotten"  # the memory
+    found = trials.look(LARGE)
+    assert found is not None
+    assert (found.backend, config_of(found)) == ("triton", FAST)
+    assert str(found).startswith("measured on this card: cublas 400 us, triton 128x256x128")
+    assert trained(FakeCard({None: 300e-6}), SMALL).look(SMALL).backend == "cublas"  # type: ignore[union-attr]
+
+
+def test_it_measures_once_says_so_once_and_keeps_it(caplog, cache):
+    with caplog.at_level(logging.WARNING):
+        trials = trained(FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
+        for _ in range(3):
+            trials.step_begins()
+    assert trials.look(SMALL) is None  # a later shape follows the rule, and is not waited for
+    (line,) = [record.getMessage() for record in caplog.records]
+    (file,) = cache.iterdir()
+    for part in ("measured 1 of 1 matmul shapes", "FP8ENGINE_MEASURE=0 switches it off", str(file)):
+        assert part in line
+    again = CardTrials(card := FakeCard({}), KEY, lambda: 0.0)
+    assert again.look(LARGE) == trials.look(LARGE)
+    again.step_begins()
+    again.step_begins()
+    assert not card.tried
+    assert len(caplog.records) == 1
+
+
+def test_two_seconds_in_all_the_most_work_first():
+    card = FakeCard({FAST: 1e-4}, costs=0.6)
+    trials = trained(card, SMALL, LARGE, WGRAD)
+    assert card.clock - 100.0 <= BUDGET
+    assert [job for job, _ in card.tried[:-1]] == [WGRAD] * 3  # twice LARGE's work; a fourth trial might pass the limit
+    assert trials.look(WGRAD) is not None
+    assert trials.look(LARGE) is None
+
+
+def test_a_slow_compilation_ends_the_trials():
+    card = FakeCard({}, costs=1.5)
+    trained(card, LARGE, WGRAD)
+    assert card.tried == [(WGRAD, None), "forgotten"]
+
+
+def test_a_trial_that_fails_is_left_out_and_the_rest_goes_on():
+    errors = {None: 4e-4, FAST: torch.OutOfMemoryError("CUDA out of memory\nTried"), SLOW: RuntimeError("ptxas")}
+    trials = trained(FakeCard(errors | {WIDE: 3e-4}), LARGE)
+    found = trials.look(LARGE)
+    assert found is not None
+    assert config_of(found) == WIDE
+    assert "ptxas" in trials.failed[LARGE]
+    nothing = FakeCard(dict.fromkeys([None, FAST, SLOW, WIDE], RuntimeError("no card after all")))
+    assert trained(nothing, LARGE, key={**KEY, "driver": "1"}).look(LARGE) is None
+
+
+def test_where_cublas_cannot_ours_are_compared_with_each_other():
+    found = trained(FakeCard({None: RuntimeError("no blocks"), FAST: 2e-4, SLOW: 1e-4}), WGRAD).look(WGRAD)
+    assert found is not None
+    assert config_of(found) == SLOW
+    scaled = FakeCard({None: torch.OutOfMemoryError("by chance"), FAST: 1e-4})
+    assert trained(scaled, LARGE, key={**KEY, "driver": "2"}).look(LARGE) is None  # nothing to hold ours against
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: text[: len(text) // 2], "not a measurement of this card"),
+        (lambda text: text.replace('"cublas": 400.0', '"cublas": 40.0'), "checksum"),
+        (lambda text: text.replace("580.95.05", "581.00.00"), "another card, driver or version"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "format 2, not 1"),
+        (lambda text: "[]", "TypeError"),
+        (lambda text: "\ufffd{", "not a measurement"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_refused_by_name_and_measured_anew(damage, reason, caplog, cache):
+    trained(FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
+    (file,) = cache.iterdir()
+    whole = file.read_text()
+    file.write_text(damage(whole))
+    caplog.clear()
+    card = FakeCard({None: 400e-6, FAST: 380e-6})
+    trained(card, LARGE)
+    assert str(file) in caplog.records[0].getMessage()
+    assert reason in caplog.records[0].getMessage()
+    assert len(card.tried) == 5
+    assert file.read_text() == whole
+
+
+def test_a_row_of_a_version_that_knows_more_is_refused():
+    choice_file.write(KEY, {LARGE: Choice("triton", FAST._asdict() | {"clusters": 2}, {"cublas": 1.0})})
+    with pytest.raises(StateError, match="unexpected keyword argument 'clusters'"):
+        choice_file.read(KEY)
+
+
+@pytest.mark.parametrize("part", KEY)
+def test_every_part_of_the_key_counts(part):
+    choice_file.write(KEY, {LARGE: Choice("cublas", None, {"cublas": 1.0})})
+    assert choice_file.read(KEY)
+    assert not choice_file.read({**KEY, part: "another"})
+
+
+def test_the_key_needs_a_driver_version(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA H100")
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(device, "processors", lambda where: 132)
+    monkeypatch.setattr(choice_file, "DRIVER", tmp_path / "none")
+    assert choice_file.key_of(CUDA) is None
+    told = tmp_path / "version"
+    told.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n")
+    monkeypatch.setattr(choice_file, "DRIVER", told)
+    key = choice_file.key_of(CUDA)
+    assert key is not None
+    assert key["driver"] == "580.95.05"
+    assert len(key["kernels"]) == 64
+    trials = trained(FakeCard({FAST: 1e-4}), LARGE, key=None)  # measured, and not kept
+    assert trials.look(LARGE) is not None
+
+
+def test_a_folder_that_cannot_be_written_is_said(caplog, cache):
+    cache.write_text("a file, where the folder should be")
+    trials = trained(FakeCard({FAST: 1e-4}), LARGE)
+    assert trials.look(LARGE) is not None
+    assert "not kept" in caplog.records[-1].getMessage()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A pretended H100 in this process, whose trials are given."""
+
+    def pretend(trials):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(card_trials, "trials_of", lambda where: trials)
+        device.capability.cache_clear()
+        triton_backend.measured.cache_clear()
+
+    measured = triton_backend.measured
+    yield pretend
+    device.capability.cache_clear()
+    measured.cache_clear()
+
+
+def test_the_choice_is_followed_and_told(hopper, monkeypatch):
+    trials = trained(FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
+    hopper(trials)
+    shape = LARGE.m, LARGE.n, LARGE.k
+    assert matmul.choose(CUDA, False, shape, "fast", "tensor") == "triton"
+    assert matmul.choose(CUDA, False, shape, "fast", "row") == "cublas"  # another kind was not measured
+    assert matmul.choose(CUDA, False, (8192, 4096, 4090), "fast", "tensor") == "cublas"  # no descriptors: one kernel
+    assert matmul.choose(CUDA, False, shape[:2]) == "cublas"
+    with fe.backend("reference"):
+        assert matmul.choose(CUDA, False, shape, "fast", "tensor") == "reference"
+    assert "380 us" in matmul.why_chosen(CUDA, shape, "fast", "tensor")
+    assert "not measured" in matmul.why_chosen(CUDA, shape, "promoted", "tensor")
+    monkeypatch.setattr(triton_backend, "measured", lambda *rest: 0.9)  # a committed row counts before it
+    assert matmul.choose(CUDA, False, shape, "fast", "tensor") == "cublas"
+    assert "0.90 times" in matmul.why_chosen(CUDA, shape, "fast", "tensor")
+
+
+def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_asked_for(hopper, monkeypatch):
+    trials = CardTrials(card := FakeCard({}), KEY, lambda: 0.0)
+    hopper(trials)
+    with fe.backend("cublas"):
+        card_trials.step_begins(CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    card_trials.step_begins(CUDA)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    card_trials.step_begins(CUDA)
+    card_trials.step_begins(torch.device("cpu"))
+    assert trials.steps == 0
+    assert not card.tried
+
+
+def test_a_training_step_of_a_table_that_is_on_a_card_is_told(monkeypatch):
+    state, told = ScalingState([("layer", fe.current())]), []
+    monkeypatch.setattr(table, "step_begins", told.append)
+    state.fold()
+    assert told == []  # on a CPU nothing is asked
+    state._host = None
+    state.fold()
+    assert told == [state.device]
+
+
+def test_the_setting_switches_it_off(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
+    device.capability.cache_clear()
+    monkeypatch.setenv(card_trials.SETTING, "0")
+    card_trials.trials_of.cache_clear()
+    assert card_trials.trials_of(CUDA) is None
+    assert card_trials.trials_of(torch.device("cpu")) is None
+    card_trials.trials_of.cache_clear()
+    device.capability.cache_clear()
+
+
+def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_operands(monkeypatch):
+    seen = []
+    launch = {
+        "matmul_fp8": lambda *rest, **options: seen.append(options.get("config")),
+        "matmul_block": lambda *rest, **options: seen.append(options.get("config")),
+        "tuning": Config,
+        "launch": lambda x: x.stride(0) % 16 == 0,
+    }
+    monkeypatch.setattr(triton_backend, "_kernel", lambda module, name=None: launch[module])
+    monkeypatch.setattr(triton_backend, "unsupported", lambda a, b: None)
+    monkeypatch.setattr(triton_backend, "_addressable", lambda x: x)
+    for kind, k in (("tensor", 64), ("block", 256), ("tensor", 60)):
+        a, b = card_trials.operands(Job("", kind, 32, 48, k), torch.device("cpu"))
+        triton_backend.matmul(a, b, SimpleNamespace(), True, FAST._asdict())  # type: ignore[arg-type]
+    assert seen == [FAST, FAST, None]
+
+
+def test_only_blocks_of_128_are_measured():
+    sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
+    for kind, groups in sizes.items():
+        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) == kind
+    for groups in [((1, 64), (64, 64)), ((-1, -1), (128, 128)), ((2, 128), (1, 128))]:
+        assert card_trials.kind_of(*(SimpleNamespace(rows=rows, cols=cols) for rows, cols in groups)) is None
+
+
+def test_the_model_names_three_committed_configurations(monkeypatch):
+    monkeypatch.setattr(device, "capability", lambda where: (9, 0))
+    monkeypatch.setattr(device, "name", lambda where: "NVIDIA H100")
+    monkeypatch.setattr(device, "processors", lambda where: 132)
+    committed = {row[:3] for row in tuning.table()["matmul_fp8"]["sm_90"].values() if row.descriptors}
+    for job in (LARGE, SMALL, WGRAD):
+        found = CardRunner(CUDA).configs(job)
+        assert len(set(found)) == 3
+        assert job.operation != "matmul_fp8" or {one[:3] for one in found} <= committed
+    assert CardRunner(CUDA).configs(LARGE)[0].block_n == 256
+    assert CardRunner(CUDA).configs(SMALL)[0].block_m == 64
+
+
+def _rank(rank: int, ranks: int, folder: str) -> dict:
+    """A rank on a fake card of its own speed: rank 1's finds cuBLASLt faster; at last it is another card."""
+    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
+    found = {}
+    for case, second in (("alike", KEY), ("apart", {**KEY, "card": "NVIDIA H200"})):
+        card_trials.STORE_KEY = case
+        card = FakeCard({None: (1e-3, 1e-6)[rank], FAST: 5e-4})
+        trials = CardTrials(card, second if rank else KEY, card.now)
+        trials.step_begins()
+        before = trials.look(LARGE)
+        trials.step_begins()
+        found[case] = {"before": before, "after": trials.look(LARGE), "tried": len(card.tried)}
+    return found
+
+
+def test_rank_0_decides_for_all_that_have_its_card(tmp_path):
+    first, second = run(_rank, 2, str(tmp_path))
+    assert first["alike"]["before"] is second["alike"]["before"] is None
+    assert first["alike"]["after"] == second["alike"]["after"]
+    assert first["alike"]["after"].backend == "triton"
+    assert (first["alike"]["tried"], second["alike"]["tried"]) == (5, 0)
+    assert len(list((tmp_path / "0" / "fp8engine").iterdir())) == 1
+    assert not (tmp_path / "1").exists()
+    # In the next run rank 0 has its choices from the file, and publishes these; another card follows the rule.
+    assert first["apart"] == {"before": None, "after": first["alike"]["after"], "tried": 0}
+    assert second["apart"] == {"before": None, "after": None, "tried": 0}
