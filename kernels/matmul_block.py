@@ -116,6 +116,11 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
         return y_MN
     if config is None:
         config = pick("matmul_block", capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
+    if config.kernel == "gluon":  # experimental in Triton: imported only where used
+        from fp8engine.kernels import matmul_gluon_scaled
+
+        if matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:
+            return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
     load = "descriptor" if config.descriptors else "pointer"
     store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
     _matmul_block_kernel[persistent_grid(m, n, config, y_MN.device)](

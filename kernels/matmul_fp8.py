@@ -100,11 +100,13 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     if config is None:
         operation = "matmul_fp8_promoted" if promoted else "matmul_fp8"
         config = pick(operation, capability(y_MN.device), m, n, describable(a.data) and describable(b.data))
-    if config.kernel == "gluon":
-        from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported  # experimental in Triton: only where used
+    if config.kernel == "gluon":  # experimental in Triton: imported only where used
+        from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled
 
-        if unsupported(a, b, epilogue) is None:
-            return matmul_gluon(a, b, epilogue, promoted, config)
+        if promoted and matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:
+            return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
+        if not promoted and matmul_gluon.unsupported(a, b, epilogue) is None:
+            return matmul_gluon.matmul_gluon(a, b, epilogue, config)
     load = "descriptor" if config.descriptors else "pointer"
     store_by_descriptor, cut = writable(y_MN, config), parts(config, epilogue, y_MN)
     _matmul_fp8_kernel[persistent_grid(m, n, config, y_MN.device)](

@@ -40,6 +40,7 @@ SHARED_MEMORY = {
     **dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 232_448),
 }
 BARRIERS = 1024  # bytes beside the tiles: barriers, scales of one step, alignment
+SCALE = 4  # bytes: Gluon's matmul in blocks keeps the scales of a tile's rows and columns beside each stage
 
 
 class Config(NamedTuple):
@@ -91,7 +92,7 @@ def shared_memory(operation: str, config: Config) -> int:
     230400
     """
     width = 2 if operation == "matmul_fp16" else 1
-    stage = (config.block_m + config.block_n) * config.block_k * width
+    stage = (config.block_m + config.block_n) * (config.block_k * width + (SCALE if config.kernel == "gluon" else 0))
     elements = config.block_m * config.block_n // config.parts
     if not config.descriptors:
         return max(config.stages * stage, 4 * elements) + BARRIERS

@@ -31,10 +31,7 @@ E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 SIZE = 4096  # of a matmul
 ODD = 50257  # GPT-2's vocabulary, which nothing divides
 M, K, SLOTS = 8192, 4096, 64  # of a cast, and of the table that its slot is in
-GLUON = {
-    "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
-    "promoted": Config(128, 128, 128, kernel="gluon"),
-}
+GLUON = Config(128, 256, 128, parts=2, kernel="gluon")  # of the fast matmul, where the table has Triton's kernel
 CASTS = {
     "tensor": How(E4M3, -1, -1),
     "tensor predicted": How(E5M2, -1, -1, False, True),
@@ -61,21 +58,23 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The committed table, each configuration once; Gluon's, which the table does not use; the memory-bound kernels."""
+    """The committed table, each configuration once; what the table does not use; the memory-bound kernels.
+
+    Not used: Gluon's fast matmul, and Triton's kernels where the table has Gluon's, which are for what those cannot do.
+    """
     seen = set()
     for operation, cards in table().items():
         for arch, configs in cards.items():
-            for config in configs.values():
+            every = [*configs.values(), *(c._replace(kernel="triton") for c in configs.values())]
+            for config in every:
                 key = (operation, arch, config._replace(ratio=None))
                 if key not in seen:
                     seen.add(key)
                     yield from _matmul(operation, int(arch.removeprefix("sm_")), config)
-    for name, config in GLUON.items():  # off in the table until measured, and yet it has to stay sound
-        for rows in (-1, 1):
-            a, b, bias = _operand(SIZE, SIZE, rows, -1), _operand(SIZE, SIZE, rows, -1), _epilogues(True)["row"].bias_N
-            launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
-            kind = "row" if rows == 1 else "tensor"
-            yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
+    for rows, end in ((-1, "plain"), (1, "row")):  # off in the table until measured, and yet it has to stay sound
+        a, b = _operand(SIZE, SIZE, rows, -1), _operand(SIZE, SIZE, rows, -1)
+        launch = partial(matmul_fp8, a, b, _epilogues(True)[end], False, GLUON)
+        yield Case(f"matmul_gluon fast {'row' if rows == 1 else 'tensor'} sm_90 {GLUON}", 90, GLUON, True, launch)
     for name, architectures, wide, launch in (*_memory(), *_odd()):
         for arch in architectures:
             yield Case(f"{name} sm_{arch}", arch, None, True, launch, wide)

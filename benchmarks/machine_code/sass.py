@@ -1,6 +1,8 @@
 """A kernel's main loop and memory accesses, read from nvdisasm's text and from PTX.
 
-The main loop is the shortest one that holds a Tensor Core instruction.  Of one pass of it, in clocks:
+The main loop is the innermost one with the most Tensor Core instructions: beside it there may be one for what is left of
+K.  Where two partitions of warps have a loop each (Gluon), it is the longer one, and both are taken to be like it.  Of
+one pass of it, in clocks:
 
     tensor    multiply-adds / the multiprocessor's rate: 4096 a clock in FP8, 2048 in 16 bits on Hopper
     issue     instructions * warps / 4 schedulers, each of which issues one a clock
@@ -17,6 +19,10 @@ has a barrier of all warps (BAR), which none passes a turn ahead of another.  Th
 of the Tensor Core's rate, with one program on a multiprocessor, as the matmuls are launched.  The latency of memory
 and barriers comes on top: a loop reaches its ceiling at best.
 
+Two partitions have a barrier each, of their own warps, and meet at mbarriers alone: nothing makes them promote their
+sums at the same moment.  The ceiling assumes that they do, which is the worst case; if they take turns, the products of
+one fill the gap of the other, and the ceiling is min(1, tensor / issue).
+
 Sources: PTX ISA, wgmma.wait_group and wgmma.commit_group, for what a wait says; NVIDIA H100 Tensor Core GPU
 architecture, table 2, for the rates (dense, per multiprocessor and clock), and four schedulers a multiprocessor.
 """
@@ -25,6 +31,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 ASYNCHRONOUS = ("QGMMA", "HGMMA")
@@ -79,7 +86,7 @@ class Loop:
 
 
 def main_loop(sass: str) -> Loop:
-    """The shortest loop with a Tensor Core instruction; an empty one where there is none.
+    """The innermost loop with the most Tensor Core instructions, the longest of these; an empty one if there is none.
 
     >>> text = '''
     ... .L_x_1:
@@ -89,15 +96,28 @@ def main_loop(sass: str) -> Loop:
     >>> main_loop(text)
     Loop(length=2, kinds=Counter({'QGMMA': 1, 'BRA': 1}), shapes=('QGMMA.64x256x32',), exposed=0)
     """
-    instructions, loops = _read(sass)
-    best: list[str] = []
-    for start, end in loops:
+    found = [_loop(body) for body in _innermost(*_read(sass))]
+    return max(found, key=lambda loop: (loop.products, loop.length), default=_loop([]))
+
+
+def _innermost(instructions: list[str], loops: list[tuple[int, int]]) -> Iterator[list[str]]:
+    """Loops with a Tensor Core instruction, shortest first, that share nothing with a shorter one.
+
+    A wait for an mbarrier that is laid behind the program's end jumps back into the middle of a loop: that is none, and
+    it holds or crosses one that is shorter.
+    """
+    taken: list[tuple[int, int]] = []
+    for start, end in sorted(loops, key=lambda loop: loop[1] - loop[0]):
         body = instructions[start : end + 1]
-        if (not best or len(body) < len(best)) and any(_kind(text) in TENSOR_CORE for text in body):
-            best = body
-    kinds = Counter(_kind(text) for text in best)
-    shapes = {".".join(text.split()[0].split(".")[:2]) for text in best if _kind(text) in TENSOR_CORE}
-    return Loop(len(best), kinds, tuple(sorted(shapes)), _exposed(best))
+        apart = all(end < first or last < start for first, last in taken)
+        if apart and any(_kind(text) in TENSOR_CORE for text in body):
+            taken.append((start, end))
+            yield body
+
+
+def _loop(body: list[str]) -> Loop:
+    shapes = {".".join(text.split()[0].split(".")[:2]) for text in body if _kind(text) in TENSOR_CORE}
+    return Loop(len(body), Counter(_kind(text) for text in body), tuple(sorted(shapes)), _exposed(body))
 
 
 def _exposed(body: list[str]) -> int:
