@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fp8engine.kernels.epilogue import activated, judged, real_values, rounded
 from fp8engine.kernels.launch import ALIGNMENT, Address, describable, interpreted, triton_dtype
-from fp8engine.kernels.tile import pieces, place_of
+from fp8engine.kernels.tile import place_of
 from fp8engine.kernels.tuning import capability
 
 # Registers of a producer's thread.  The least that setmaxnreg gives: 8 warps at 240 and 4 at 24 (it deals by fours) are

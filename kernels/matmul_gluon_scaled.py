@@ -36,7 +36,6 @@ from fp8engine.kernels import gluon_ring
 from fp8engine.kernels.gluon_ring import (
     PRODUCER_REGISTERS,
     advance,
-    as_rows,
     descriptor,
     new_barriers,
     no_statistics,
@@ -103,7 +102,7 @@ def _factors(runs, loaded, rings, slot, SCALES: gl.constexpr, PART: gl.constexpr
             factor = gl.convert_layout(loaded[0] * loaded[1], gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
         else:
             factor = 1.0
-        found = found + (factor,)
+        found += (factor,)
     return found
 
 
@@ -117,7 +116,7 @@ def _promoted(runs, sums_MN, factors, SCALES: gl.constexpr):
             acc = runs[part] + new[part]
         else:
             acc = runs[part] + new[part] * factors[part]
-        found = found + (_computed_here(acc),)
+        found += (_computed_here(acc),)
     return found
 
 
@@ -134,7 +133,7 @@ def _promote_last(runs, sums_MN, loaded, rings, empty, slot, SCALES: gl.constexp
     if SCALES == "ring":
         waited = ()
         for part in gl.static_range(len(runs)):
-            waited = waited + (_computed_here(factors[part]),)
+            waited += (_computed_here(factors[part]),)
         factors = waited
     done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))
     mbarrier.arrive(empty.index(slot), count=1)

@@ -1,8 +1,8 @@
 """A kernel's main loop and memory accesses, read from nvdisasm's text and from PTX.
 
-The main loop is the innermost one with the most Tensor Core instructions: beside it there may be one for what is left of
-K.  Where two partitions of warps have a loop each (Gluon), it is the longer one, and both are taken to be like it.  Of
-one pass of it, in clocks:
+The main loop is the innermost one with the most Tensor Core instructions: beside it there may be one for what is left
+of K.  Where two partitions of warps have a loop each (Gluon), it is the longer one, and both are taken to be like it.
+Of one pass of it, in clocks:
 
     tensor    multiply-adds / the multiprocessor's rate: 4096 a clock in FP8, 2048 in 16 bits on Hopper
     issue     instructions * warps / 4 schedulers, each of which issues one a clock

@@ -3,8 +3,8 @@
     none      promoted, scales per tensor and row: twin kernels/matmul_fp8.py
     loaded    1x128 by 128x128 (forward, dgrad), ring: 1x128 by 1x128 (wgrad): twin kernels/matmul_block.py
 
-The order of sums is checked with scales that are no powers of two, against FP32 arithmetic on the host: the Tensor Core's
-sum of 128 products of small integers is exact, then each is multiplied and added in the order of K with one rounding.
+The order of sums is checked with scales that are no powers of two, against FP32 arithmetic on the host: the Tensor
+Core's sum of 128 products of small integers is exact; each is multiplied and added in the order of K, rounded once.
 Six tiles, ragged, on the four programs of the emulated card, which runs warps in the order of a seed and delays copies.
 """
 
@@ -38,7 +38,7 @@ def operands(way: str, m: int = M, n: int = N, k: int = K) -> tuple[Operand, Ope
 
 
 def fused(a: Operand, b: Operand) -> torch.Tensor:
-    """sum_g fma(sum, scale_a * scale_b, acc) in the order of K.  FP64 holds sum * factor exactly, and rounds to FP32."""
+    """sum_g fma(sum, scale_a * scale_b, acc) in the order of K.  FP64 holds it before it is rounded to FP32."""
     acc = torch.zeros(a.data.shape[0], b.data.shape[0])
     for group in range(a.scale.shape[1]):
         along = slice(128 * group, 128 * group + 128)
