@@ -206,10 +206,10 @@ def _consume(
             runs = _promote_last(runs, sums_MN, now, rings, empty, slot, SCALES, PART)
             slot, parity = advance(slot, parity, STAGES)
         for g in range(whole, groups):
-            now = after
+            these = after
             after = _load_scales(scale_a, scale_b, rows, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B)
             sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
-            runs = _promote_last(runs, sums_MN, now, rings, empty, slot, SCALES, PART)
+            runs = _promote_last(runs, sums_MN, these, rings, empty, slot, SCALES, PART)
             slot, parity = advance(slot, parity, STAGES)
         statistics = store_runs(
             y, runs, row, column, M, N, scale_a if SCALES == "none" else None, scale_b, bias, output_scale, staging,
