@@ -287,10 +287,11 @@ def fast_product(matmul: Callable) -> bool:
 
 
 @pytest.mark.parametrize("bug", RING, ids=lambda bug: bug.what)
-def test_a_bug_in_the_ring_is_named_by_one_and_by_two_consumers(bug: Bug, tmp_path: Path, schedule: int):
+def test_a_bug_in_the_ring_is_named_by_two_and_by_one_consumer(bug: Bug, tmp_path: Path, schedule: int, whole: bool):
     modules = with_bug(tmp_path, "gluon_ring", bug.old, bug.new)
-    with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
-        fast_product(modules["matmul_gluon"].matmul_gluon)
+    if whole:
+        with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
+            fast_product(modules["matmul_gluon"].matmul_gluon)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
         scaled_product(modules["matmul_gluon_scaled"].matmul_gluon_scaled, "ring")
 
