@@ -46,9 +46,7 @@ def finish(
     y, rows, columns, M, N, bias, output_scale, ACTIVATION: tl.constexpr, OUT: tl.constexpr, COUNT: tl.constexpr
 ):
     """Return (y as it is stored, amax, saturated, nonfinite) of real values y.  COUNT: are the last three used."""
-    if bias is not None:
-        y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    y = activate(y, ACTIVATION)
+    y = activated(y, columns, N, bias, ACTIVATION)
     scaled = y
     if output_scale is not None:
         scaled = y * tl.div_rn(1.0, tl.load(output_scale))
@@ -56,17 +54,39 @@ def finish(
     saturated = 0
     nonfinite = 0
     if COUNT:
-        inside = (rows[:, None] < M) & (columns[None, :] < N)  # the rest holds bias, or what 0 activates to
-        finite = is_finite(y)
-        amax = tl.max(tl.max(tl.where(inside & finite, tl.abs(y), 0.0), 1), 0)
-        over = inside & finite & (tl.abs(scaled) > largest(OUT) * SATURATES)
-        saturated = tl.sum(tl.sum(over.to(tl.int32), 1), 0)
-        nonfinite = tl.sum(tl.sum((inside & (finite == 0)).to(tl.int32), 1), 0)
+        magnitude, over, bad = judged(y, scaled, rows, columns, M, N, OUT)
+        amax = tl.max(tl.max(magnitude, 1), 0)
+        saturated = tl.sum(tl.sum(over, 1), 0)
+        nonfinite = tl.sum(tl.sum(bad, 1), 0)
+    return rounded(y, scaled, OUT), amax, saturated, nonfinite
+
+
+@triton.jit
+def activated(y, columns, N, bias, ACTIVATION: tl.constexpr):
+    """f(y + bias)."""
+    if bias is not None:
+        y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    return activate(y, ACTIVATION)
+
+
+@triton.jit
+def judged(y, scaled, rows, columns, M, N, OUT: tl.constexpr):
+    """Of each element: |y| where it is finite, else 0; whether it saturates, and whether it is not finite, as INT32."""
+    inside = (rows[:, None] < M) & (columns[None, :] < N)  # the rest holds bias, or what 0 activates to
+    finite = is_finite(y)
+    magnitude = tl.where(inside & finite, tl.abs(y), 0.0)
+    over = inside & finite & (tl.abs(scaled) > largest(OUT) * SATURATES)
+    return magnitude, over.to(tl.int32), (inside & (finite == 0)).to(tl.int32)
+
+
+@triton.jit
+def rounded(y, scaled, OUT: tl.constexpr):
+    """The results as they are stored."""
     if OUT == tl.float8e4nv or OUT == tl.float8e5:
         stored = saturating_cast(scaled, y, OUT)
     else:
         stored = scaled.to(OUT)
-    return stored, amax, saturated, nonfinite
+    return stored
 
 
 @triton.jit

@@ -132,6 +132,11 @@ def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
         return result_of(m, n, epilogue, where)
     if config is None:
         config = pick("matmul_block", capability(where), m, n, describable(a.data) and describable(b.data))
+    if config.kernel == "gluon":  # experimental in Triton: imported only where used
+        from fp8engine.kernels import matmul_gluon_scaled
+
+        if matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:
+            return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
     load = "descriptor" if config.descriptors else "pointer"
     sums = sums_of(m, n, k, config._replace(block_k=a.cols), epilogue, where)
     end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)

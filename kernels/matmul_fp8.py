@@ -117,11 +117,13 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     operation = "matmul_fp8_promoted" if promoted else "matmul_fp8"
     if config is None:
         config = pick(operation, capability(where), m, n, describable(a.data) and describable(b.data))
-    if config.kernel == "gluon":
-        from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported  # experimental in Triton: only where used
+    if config.kernel == "gluon":  # experimental in Triton: imported only where used
+        from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled
 
-        if unsupported(a, b, epilogue) is None:
-            return matmul_gluon(a, b, epilogue, promoted, config)
+        if promoted and matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:
+            return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
+        if not promoted and matmul_gluon.unsupported(a, b, epilogue) is None:
+            return matmul_gluon.matmul_gluon(a, b, epilogue, config)
     load = "descriptor" if config.descriptors else "pointer"
     sums = sums_of(m, n, k, config, epilogue, where)
     whole, end, cut = sums.depth is None, sums.epilogue, parts(config, sums.epilogue, sums.y)

@@ -42,6 +42,7 @@ SHARED_MEMORY = {
 BARRIERS = 1024  # bytes beside the tiles: barriers, scales of one step, alignment
 RESERVED = 1024  # bytes that the system takes of every program; a multiprocessor has so many more than one may have
 REGISTERS, MOST_REGISTERS = 65_536, 32 * 256  # of a multiprocessor; the most that a warp takes, in steps of 256
+SCALE = 4  # bytes: Gluon's matmul in blocks keeps the scales of a tile's rows and columns beside each stage
 
 
 class Config(NamedTuple):
@@ -101,7 +102,7 @@ def shared_memory(operation: str, config: Config) -> int:
     230400
     """
     width = 2 if operation == "matmul_fp16" else 1
-    stage = (config.block_m + config.block_n) * config.block_k * width
+    stage = (config.block_m + config.block_n) * (config.block_k * width + (SCALE if config.kernel == "gluon" else 0))
     elements = config.block_m * config.block_n // config.parts
     if not config.descriptors:
         return max(config.stages * stage, 4 * elements) + BARRIERS

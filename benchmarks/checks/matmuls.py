@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
+from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers, uneven
 from fp8engine.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.reference import Epilogue, How, Operand
 
+GLUON = ("fast", "promoted", "128x128", "1x128")  # what is multiplied by the warp-specialised kernels
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 SHAPES = (
     (1, 1, 1),
@@ -59,9 +61,8 @@ def card_checks(where: torch.device) -> Iterator[tuple[str, Callable[[], str | N
     """(name, check) of what only a CUDA device with FP8 Tensor Cores can show."""
     yield "a matmul is one launch", lambda: launches(where)
     if device.capability(where) == (9, 0):
-        for promoted in (False, True):
-            name = "promoted" if promoted else "fast"
-            yield f"matmul_gluon, {name}: equals its twin bit for bit", lambda promoted=promoted: gluon(where, promoted)
+        for way in GLUON:
+            yield f"matmul_gluon, {way}: equals its twin bit for bit", lambda way=way: gluon(where, way)
 
 
 def rounding(where: torch.device, format: Format) -> str | None:
@@ -198,20 +199,38 @@ def launches(where: torch.device) -> str | None:
     return None if len(names) == 1 else f"{len(names)}: {names}"
 
 
-def gluon(where: torch.device, promoted: bool) -> str | None:
-    """The warp-specialised kernel against the Triton one: integers, and random data, whose sums come in one order."""
+def gluon(where: torch.device, way: str) -> str | None:
+    """A warp-specialised kernel against the Triton one, which takes its sums in the same order: bit for bit.
+
+    Integers, and scales that are no powers of two where they are added in FP32.
+    """
+    from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled
+    from fp8engine.kernels.matmul_block import matmul_block
     from fp8engine.kernels.matmul_fp8 import matmul_fp8
-    from fp8engine.kernels.matmul_gluon import matmul_gluon, unsupported
     from fp8engine.kernels.tuning import Config
 
-    config = Config(128, 128, 128, kernel="gluon") if promoted else Config(128, 256, 128, parts=2, kernel="gluon")
-    for m, n, k in ((1, 8, 16), (64, 64, 128), (130, 264, 144), (1024, 2048, 4096), (4100, 1032, 2064)):
+    tile = Config(128, 128, 128)
+    wide, scaled = Config(128, 256, 128, parts=2, kernel="gluon"), tile._replace(stages=5, parts=2, kernel="gluon")
+    for m, n, k in ((4, 16, 16), (64, 64, 128), (132, 272, 144), (1024, 2048, 4096), (4100, 1040, 2064)):
         for by_row in (False, True):
-            a, b = (integers(where, rows, k, E4M3, by_row) for rows in (m, n))
             end = Epilogue(torch.randint(-3, 4, (n,), device=where).bfloat16() if by_row else None)
-            if reason := unsupported(a, b, end):
+            if way in ("fast", "promoted"):
+                a, b = (integers(where, rows, k, E4M3, by_row) for rows in (m, n))
+            else:
+                a, b = uneven(in_blocks(where, m, k, 1)), uneven(in_blocks(where, n, k, 1 if way == "1x128" else 128))
+            if way == "fast":
+                reason = matmul_gluon.unsupported(a, b, end)
+                launch, twin = matmul_gluon.matmul_gluon, lambda a, b, end: matmul_fp8(a, b, end, False, tile)
+                config = wide
+            else:
+                reason = matmul_gluon_scaled.unsupported(a, b, end, scaled)
+                launch, config = matmul_gluon_scaled.matmul_gluon_scaled, scaled
+                twin = partial(matmul_block, config=tile)
+                if way == "promoted":
+                    twin = partial(matmul_fp8, promoted=True, config=tile)
+            if reason:
                 return f"{m}x{n}x{k}: {reason}"
-            found, twin = matmul_gluon(a, b, end, promoted, config), matmul_fp8(a, b, end, promoted)
-            if not torch.equal(found, twin):
-                return f"{m}x{n}x{k}, by_row={by_row}: {int((found != twin).sum())} of {twin.numel()} differ"
+            found, wanted = launch(a, b, end, config), twin(a, b, end)
+            if not torch.equal(found, wanted):
+                return f"{m}x{n}x{k}, by_row={by_row}: {int((found != wanted).sum())} of {wanted.numel()} differ"
     return None

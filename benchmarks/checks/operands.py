@@ -27,6 +27,15 @@ def in_blocks(where: torch.device, rows: int, k: int, size: int) -> Operand:
     return Operand(codes, torch.exp2(torch.randint(-2, 3, groups, device=where).float()), size, 128, True)
 
 
+def uneven(operand: Operand) -> Operand:
+    """The operand with scales that are no powers of two, so that what is scaled is rounded: the order of sums shows.
+
+    They are contiguous along the operand's rows, as a transposing cast leaves them for wgrad.
+    """
+    scale = operand.scale * (1 + torch.rand_like(operand.scale))
+    return operand._replace(scale=scale.t().contiguous().t(), power_of_2=False)
+
+
 def exact(a: Operand, b: Operand, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The product in float64 (exact), as FP32."""
     y_MN = _real(a) @ _real(b).t()

@@ -37,10 +37,7 @@ SIZE = 4096  # of a matmul
 ODD = 50257  # GPT-2's vocabulary, which nothing divides
 M, K, SLOTS = 8192, 4096, 64  # of a cast, and of the table that its slot is in
 EXPERTS = 8
-GLUON = {
-    "fast": Config(128, 256, 128, parts=2, kernel="gluon"),
-    "promoted": Config(128, 128, 128, kernel="gluon"),
-}
+GLUON = Config(128, 256, 128, parts=2, kernel="gluon")  # of the fast matmul, where the table has Triton's kernel
 ACT_KINDS = ("gelu", "swiglu", "clamped_swiglu", "srelu", "qgelu", "sreglu", "qgeglu", "glu", "geglu_tanh")
 CASTS = {
     "tensor": How(E4M3, -1, -1),
@@ -68,21 +65,23 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """The committed table, each configuration once; Gluon's, which the table does not use; the memory-bound kernels."""
+    """The committed table, each configuration once; what the table does not use; the memory-bound kernels.
+
+    Not used: Gluon's fast matmul, and Triton's kernels where the table has Gluon's, which are for what those cannot do.
+    """
     seen = set()
     for operation, cards in table().items():
         for arch, configs in cards.items():
-            for config in configs.values():
+            every = [*configs.values(), *(c._replace(kernel="triton") for c in configs.values())]
+            for config in every:
                 key = (operation, arch, config._replace(ratio=None))
                 if key not in seen:
                     seen.add(key)
                     yield from _matmul(operation, int(arch.removeprefix("sm_")), config)
-    for name, config in GLUON.items():  # off in the table until measured, and yet it has to stay sound
-        for rows in (-1, 1):
-            a, b, bias = _operand(SIZE, SIZE, rows, -1), _operand(SIZE, SIZE, rows, -1), _epilogues(True)["row"].bias_N
-            launch = partial(matmul_fp8, a, b, Epilogue(bias if rows == 1 else None), name == "promoted", config)
-            kind = "row" if rows == 1 else "tensor"
-            yield Case(f"matmul_gluon {name} {kind} sm_90 {config}", 90, config, True, launch)
+    for rows, end in ((-1, "plain"), (1, "row")):  # off in the table until measured, and yet it has to stay sound
+        a, b = _operand(SIZE, SIZE, rows, -1), _operand(SIZE, SIZE, rows, -1)
+        launch = partial(matmul_fp8, a, b, _epilogues(True)[end], False, GLUON)
+        yield Case(f"matmul_gluon fast {'row' if rows == 1 else 'tensor'} sm_90 {GLUON}", 90, GLUON, True, launch)
     yield from _grouped()
     for name, architectures, wide, launch in (*_memory(), *_odd(), *_of_experts(), *attention.launches()):
         for arch in architectures:
@@ -97,6 +96,8 @@ def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]
     most_registers = ("row", "gelu+amax") if architecture == 90 else ("gelu+amax",) if fp8 else ()
     for n in (SIZE, ODD):
         for end, epilogue in _epilogues(fp8, n).items():
+            if config.kernel == "gluon" and (n == ODD or end == "added"):
+                continue  # left to Triton's kernel, whose own these are
             name = f"{operation} {{}} sm_{architecture} {config}{aligned}{'' if n == SIZE else ' odd N'} {end}"
             if n == SIZE or end in most_registers:
                 for form, launch in _forms(operation, (SIZE, n, k), end, epilogue, config):

@@ -1,8 +1,9 @@
 """A kernel's main loop and memory accesses, read from nvdisasm's text and from PTX.
 
-The main loop is the shortest one that holds a Tensor Core instruction.  A block of it that a pass can jump over, and
-that has no such instruction, is left out: in a flattened loop (`tl.range(..., flatten=True)`) the epilogue and the
-coordinates of the next tile, which most passes jump over.  Of one pass, in clocks:
+The main loop is the innermost one with the most Tensor Core instructions: beside it there may be one for what is left
+of K.  Where two partitions of warps have a loop each (Gluon), it is the longer one, and both are taken to be like it.
+A block of it that a pass can jump over, and that has no such instruction, is left out: in a flattened loop
+(`tl.range(..., flatten=True)`) the epilogue and the coordinates of the next tile.  Of one pass, in clocks:
 
     tensor    multiply-adds / the multiprocessor's rate: 4096 a clock in FP8, 2048 in 16 bits on Hopper
     issue     instructions * warps / 4 schedulers, each of which issues one a clock
@@ -18,6 +19,10 @@ has a barrier of all warps (BAR), which none passes a turn ahead of another.  Th
 
 of the Tensor Core's rate, with one program on a multiprocessor, as the matmuls are launched.  The latency of memory
 and barriers comes on top: a loop reaches its ceiling at best.
+
+Two partitions have a barrier each, of their own warps, and meet at mbarriers alone: nothing makes them promote their
+sums at the same moment.  The ceiling assumes that they do, which is the worst case; if they take turns, the products of
+one fill the gap of the other, and the ceiling is min(1, tensor / issue).
 
 Sources: PTX ISA, wgmma.wait_group and wgmma.commit_group, for what a wait says; NVIDIA H100 Tensor Core GPU
 architecture, table 2, for the rates (dense, per multiprocessor and clock), and four schedulers a multiprocessor.
@@ -86,7 +91,7 @@ class Loop:
 
 
 def main_loop(sass: str) -> Loop:
-    """The shortest loop with a Tensor Core instruction; an empty one where there is none.
+    """The innermost loop with the most Tensor Core instructions, the longest of these; an empty one if there is none.
 
     >>> text = '''
     ... .L_x_1:
@@ -96,22 +101,31 @@ def main_loop(sass: str) -> Loop:
     >>> main_loop(text)
     Loop(length=2, kinds=Counter({'QGMMA': 1, 'BRA': 1}), shapes=('QGMMA.64x256x32',), exposed=0, ahead=False)
     """
-    instructions, jumps = _read(sass)
-    best: list[str] = []
-    whole: list[str] = []
-    for end, start in jumps.items():
-        body = [instructions[place] for place in _pass(instructions, jumps, start, end)] if start <= end else []
-        if any(
-            text.strip() == "EXIT" for text in body
-        ):  # no loop: the way back from a block that lies behind the program's end
-            continue
-        if (not best or len(body) < len(best)) and any(_kind(text) in TENSOR_CORE for text in body):
-            best, whole = body, instructions[start : end + 1]
-    kinds = Counter(_kind(text) for text in best)
-    shapes = {
-        ".".join(PREDICATE.sub("", text).split()[0].split(".")[:2]) for text in best if _kind(text) in TENSOR_CORE
-    }
-    return Loop(len(best), kinds, tuple(sorted(shapes)), _exposed(best), _ahead(whole))
+    found = [_loop(*each) for each in _innermost(*_read(sass))]
+    return max(found, key=lambda loop: (loop.products, loop.length), default=_loop([], []))
+
+
+def _innermost(instructions: list[str], jumps: dict[int, int]) -> Iterator[tuple[list[str], list[str]]]:
+    """(instructions of a pass, of the whole loop) of loops with products, shortest first, that share nothing.
+
+    A jump back from a block that is laid behind the program's end is no loop: it passes that end, or it holds or
+    crosses a loop that is shorter (a wait for an mbarrier).
+    """
+    taken: list[tuple[int, int]] = []
+    passes = [([*_pass(instructions, jumps, start, end)], start, end) for end, start in jumps.items() if start <= end]
+    for places, start, end in sorted(passes, key=lambda found: len(found[0])):
+        body = [instructions[place] for place in places]
+        apart = all(end < first or last < start for first, last in taken)
+        ends = any(text.strip() == "EXIT" for text in body)
+        if apart and not ends and any(_kind(text) in TENSOR_CORE for text in body):
+            taken.append((start, end))
+            yield body, instructions[start : end + 1]
+
+
+def _loop(body: list[str], whole: list[str]) -> Loop:
+    products = [PREDICATE.sub("", text) for text in body if _kind(text) in TENSOR_CORE]
+    shapes = {".".join(text.split()[0].split(".")[:2]) for text in products}
+    return Loop(len(body), Counter(map(_kind, body)), tuple(sorted(shapes)), _exposed(body), _ahead(whole))
 
 
 def _exposed(body: list[str]) -> int:

@@ -68,7 +68,9 @@ WAYS = {
         "kernels/tile.py": on_card(
             "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul_fp8"
         ),
-        "kernels/matmul_gluon.py": Suite((PLANTED,), "without_a_bug"),
+        "kernels/gluon_ring.py": Suite((PLANTED,), "without_a_bug"),
+        "kernels/matmul_gluon.py": Suite((PLANTED,), "without_a_bug and specialised"),
+        "kernels/matmul_gluon_scaled.py": Suite((PLANTED,), "without_a_bug and consumers"),
     },
 }
 

@@ -140,7 +140,8 @@ class Operands:
     def __getitem__(self, kind: str) -> Pair:
         """The operands in one of KINDS."""
         if kind not in self._made:
-            self._made[kind] = _pair(self._a, self._b, KINDS[kind])
+            pair = _pair(self._a, self._b, KINDS[kind])
+            self._made[kind] = Pair(*map(_transposed_scales, pair)) if kind == "block by block" else pair
         return self._made[kind]
 
 
@@ -150,6 +151,11 @@ def _pair(a_MK: torch.Tensor, b_NK: torch.Tensor, kind: tuple[How, How] | torch.
         return Pair(Operand(a_MK.to(kind), one), Operand(b_NK.to(kind), one))
     with torch.no_grad():
         return Pair(casts.quantize(a_MK, kind[0]), casts.quantize(b_NK, kind[1]))
+
+
+def _transposed_scales(operand: Operand) -> Operand:
+    """The same operand with its scales contiguous along its rows, as a transposing cast leaves them for wgrad."""
+    return operand._replace(scale=operand.scale.t().contiguous().t())
 
 
 def values(operand: Operand, first: int = 0, last: int | None = None) -> torch.Tensor:

@@ -119,17 +119,40 @@ def _triton_fp8(peers: Mapping[str, Variant]) -> dict[str, Variant]:
 
 
 def gluon_variants() -> dict[str, Variant]:
-    """The warp-specialised kernel beside the Triton one that it is a variant of, and torch's; sm_90 alone."""
+    """The warp-specialised kernels beside the Triton ones that they are variants of, and torch's; sm_90 alone."""
     config = importlib.import_module("fp8engine.kernels.tuning").Config
-    found = {BASE: Variant("bf16", _plain)}
-    for name, promoted, tile in (
-        ("fast", False, config(128, 256, 128, parts=2, kernel="gluon")),
-        ("promoted", True, config(128, 128, 128, kernel="gluon")),
-    ):
-        sums, peer = PROMOTED if promoted else FAST, f"triton fp8 tensor {name}"
-        found[f"torch fp8 tensor {name}"] = Variant("tensor", _torch_scaled(not promoted), sums)
-        found[peer] = Variant("tensor", _triton(promoted), sums, f"torch fp8 tensor {name}")
-        found[f"gluon fp8 tensor {name}"] = Variant("tensor", _gluon(promoted, tile), sums, f"torch fp8 tensor {name}")
+    end, tile = Epilogue(None, torch.bfloat16), config(128, 128, 128)
+    wide, scaled = config(128, 256, 128, parts=2), tile._replace(stages=5, parts=2, kernel="gluon")
+    found = {
+        BASE: Variant("bf16", _plain),
+        "torch fp8 tensor fast": Variant("tensor", _torch_scaled(True), FAST),
+        "torch fp8 tensor promoted": Variant("tensor", _torch_scaled(False), PROMOTED),
+    }
+    ways: dict[str, tuple[str, float, Any, Any]] = {
+        "tensor fast": (
+            "tensor",
+            FAST,
+            lambda pair: kernel("matmul_fp8")(pair.a, pair.b, end, False, wide),
+            lambda pair: kernel("matmul_gluon")(pair.a, pair.b, end, wide),
+        ),
+        "tensor promoted": (
+            "tensor",
+            PROMOTED,
+            lambda pair: kernel("matmul_fp8")(pair.a, pair.b, end, True, tile),
+            lambda pair: kernel("matmul_gluon_scaled")(pair.a, pair.b, end, scaled),
+        ),
+    }
+    for kind in _BLOCKS:
+        ways[kind] = (
+            kind,
+            PROMOTED,
+            lambda pair: kernel("matmul_block")(pair.a, pair.b, end, tile),
+            lambda pair: kernel("matmul_gluon_scaled")(pair.a, pair.b, end, scaled),
+        )
+    for name, (kind, sums, triton, gluon) in ways.items():
+        peer = f"torch fp8 {name}" if kind == "tensor" else None
+        found[f"triton fp8 {name}"] = Variant(kind, triton, sums, peer)
+        found[f"gluon fp8 {name}"] = Variant(kind, gluon, sums, peer or f"triton fp8 {name}")
     return found
 
 
@@ -152,11 +175,6 @@ def _torch_scaled(fast: bool) -> Callable[[Pair], torch.Tensor]:
 
 def _triton(promoted: bool) -> Callable[[Pair], torch.Tensor]:
     return lambda pair: kernel("matmul_fp8")(pair.a, pair.b, Epilogue(None, torch.bfloat16), promoted)
-
-
-def _gluon(promoted: bool, config: Any) -> Callable[[Pair], torch.Tensor]:
-    end = Epilogue(None, torch.bfloat16)
-    return lambda pair: kernel("matmul_gluon")(pair.a, pair.b, end, promoted, config)
 
 
 def _torch_blocks(pair: Pair) -> torch.Tensor:

@@ -48,7 +48,7 @@ TURNS = 15
 BATCH = 8  # candidates timed together: so many are under way when the time is up
 NOT_TRIED = "not tried: the time was up"
 TMA = (9, 0)  # capability from which there are tensor descriptors
-GLUON = (9, 0)  # the one that kernels/matmul_gluon.py is written for
+GLUON = (9, 0)  # the one that Gluon's matmuls are written for
 # FP32 sums a thread holds: 128 leave room for the rest in 255 registers, 256 spill.
 MOST_SUMS = 128
 BLOCK_K = {"matmul_fp8": (64, 128), "matmul_fp8_promoted": (64, 128), "matmul_block": (128,), "matmul_fp16": (64,)}
@@ -197,7 +197,7 @@ def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], lis
         ks = dict.fromkeys((base.block_k, *BLOCK_K[operation]))
         return [
             # A wide tile is stored in halves, or it does not fit beside its operands.
-            base._replace(block_m=m, block_n=n, block_k=k, warps=warps, parts=2 if n == 256 else 1)
+            base._replace(block_m=m, block_n=n, block_k=k, warps=warps, parts=2 if n == 256 else 1, kernel="triton")
             for m, n, k, warps in itertools.product((64, 128), (64, 128, 256), ks, (4, 8))
             if m * n <= MOST_SUMS * 32 * warps
         ]
@@ -211,10 +211,11 @@ def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], lis
         ]
 
     def means(base: Config) -> list[Config]:
-        found = [base._replace(descriptors=way) for way in (True, False)] if tma else []
+        found = [base._replace(descriptors=way, kernel="triton") for way in (True, False)] if tma else []
         if tma and gluon:  # a kernel of its own, which need not like the same tile
-            tile = base._replace(kernel="gluon", descriptors=True)
-            found += [tile, *(tile._replace(block_m=128, block_n=n, warps=8, parts=2) for n in (128, 256))]
+            tile = base._replace(block_m=128, block_k=128, warps=8, parts=2, descriptors=True, kernel="gluon")
+            widths = (128, 256) if operation == "matmul_fp8" else (128,)
+            found += [tile._replace(block_n=n, stages=s) for n in widths for s in dict.fromkeys((base.stages, 4, 5))]
         return found
 
     return [tiles, pipeline, order, means]
@@ -278,7 +279,7 @@ def tune(
             for name, mine in classes(shapes).items():
                 start = tuning.Config(**content["operations"][operation][architecture][name])._replace(ratio=None)
                 tma = capability >= TMA and name != tuning.UNALIGNED
-                grid = steps(operation, tma, gluon and operation.startswith("matmul_fp8"))
+                grid = steps(operation, tma, gluon and operation != "matmul_fp16")
                 order = _order(operation, card, end)
                 run = lambda shape, configs, job=job: trial(job, shape, configs)  # noqa: E731
                 best, found = search(start, grid, mine, run, order)

@@ -282,6 +282,21 @@ def test_a_pass_leaves_out_what_it_can_jump_over_and_keeps_what_it_cannot():
     assert not sass.main_loop(moved).ahead  # stored before the loads are issued
 
 
+def test_of_two_partitions_with_a_loop_for_the_rest_the_longer_main_loop_counts():
+    product, jump = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", "BRA `(.L_x_{})"
+    loops = [(product, product), (product,), (product, product, "FADD R1, R2, R3"), (product,)]
+    lines = [
+        line
+        for place, body in enumerate(loops)
+        for line in (f".L_x_{place}:", *(f"        /*0000*/    {text} ;" for text in (*body, jump.format(place))))
+    ]
+    # A retry of a wait behind the program's end jumps into the middle of the first loop: it is no loop.
+    lines.insert(2, ".L_x_9:")
+    lines.append("        /*0000*/    BRA `(.L_x_9) ;")
+    loop = sass.main_loop("\n".join(lines))
+    assert (loop.length, loop.products, loop.kinds["FADD"]) == (4, 2, 1)
+
+
 def pass_of(*instructions: str) -> sass.Loop:
     """The main loop of these instructions."""
     lines = [
@@ -348,17 +363,33 @@ def test_multiply_adds_of_a_pass(product, warps, each):
 
 TILE = "sm_90 128x128x128 g8 w8 s4 p1 tma"
 CEILINGS = {
-    "FP8, one scale per tensor or row, fast": "matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma flat plain",
-    "the same, promoted every 128 of K": f"matmul_fp8_promoted tensor {TILE} plain",
-    "blocks 1x128 by 128x128 (forward, dgrad)": f"matmul_block 1x128 128x128 {TILE} flat plain",
-    "blocks 1x128 by 1x128 (wgrad)": f"matmul_block 1x128 1x128 {TILE} flat plain",
+    "FP8, one scale per tensor or row, fast": ("matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma flat plain",) * 2,
+    "the same, promoted every 128 of K": (
+        "matmul_fp8_promoted tensor sm_90 128x128x128 g8 w8 s5 p4 gluon plain",
+        "matmul_fp8_promoted tensor sm_90 128x128x128 g8 w8 s5 p4 tma plain",
+    ),
+    "blocks 1x128 by 128x128 (forward, dgrad)": (
+        "matmul_block 1x128 128x128 sm_90 128x128x128 g8 w8 s5 p2 gluon plain",
+        "matmul_block 1x128 128x128 sm_90 128x128x128 g8 w8 s5 p2 tma plain",
+    ),
+    "blocks 1x128 by 1x128 (wgrad)": (
+        "matmul_block 1x128 1x128 sm_90 128x128x128 g8 w8 s5 p2 gluon plain",
+        "matmul_block 1x128 1x128 sm_90 128x128x128 g8 w8 s5 p2 tma plain",
+    ),
 }
 
 
 @pytest.mark.parametrize("words", CEILINGS)
 def test_the_documents_say_what_the_baseline_says(words: str):
-    ceiling = BASELINE[CEILINGS[words]]["ceiling"]
-    assert f"| {words} | {ceiling} % |" in (ROOT / "docs" / "performance.md").read_text()
+    used, plain = (BASELINE[name]["ceiling"] for name in CEILINGS[words])
+    assert f"| {words} | {used} % | {plain} % |" in (ROOT / "docs" / "performance.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "least"), [("promoted", 90), ("block 1x128 128x128", 90), ("block 1x128 1x128", 80)])
+def test_two_consumers_reach_what_they_are_for(name: str, least: int):
+    found = [row["ceiling"] for case, row in BASELINE.items() if name in case and "gluon" in case and "odd" not in case]
+    assert len(found) == 4  # epilogues
+    assert min(found) >= least
 
 
 def test_the_script_fails_on_a_kernel_that_got_worse(tmp_path: Path):

@@ -320,6 +320,8 @@ def test_the_warp_specialised_kernel_is_held_against_triton_and_torch():
     assert {name for name in found if name.startswith("gluon")} == {
         "gluon fp8 tensor fast",
         "gluon fp8 tensor promoted",
+        "gluon fp8 block",
+        "gluon fp8 block by block",
     }
     assert all(way.peer is None or way.peer in found for way in found.values())
     assert {way.sums for name, way in found.items() if name.endswith("fast")} == {FAST}

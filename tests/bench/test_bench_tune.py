@@ -145,9 +145,19 @@ def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
     assert all(c.parts == (2 if c.block_n == 256 else 1) for c in tiles)
     assert {(c.stages, c.parts) for c in pipeline} == {(s, p) for s in (3, 4, 5) for p in (1, 2, 4)}
     assert {(c.group_m, c.flatten) for c in order} == {(rows, flat) for rows in (4, 8, 16) for flat in (False, True)}
-    assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 3]
-    assert means[2] == BASE._replace(kernel="gluon")
+    assert [(c.descriptors, c.kernel) for c in means] == [(True, "triton"), (False, "triton"), *[(True, "gluon")] * 4]
+    tile = BASE._replace(parts=2, kernel="gluon")
+    assert means[2:] == [tile._replace(block_n=n, stages=stages) for n in (128, 256) for stages in (4, 5)]
     assert len(tiles) + len(pipeline) + len(order) + len(means) < 50  # each is compiled
+
+
+def test_promoted_and_block_matmuls_are_tried_by_both_kernels_whichever_the_table_has():
+    gluon = BASE._replace(stages=5, parts=2, kernel="gluon")
+    for operation in ("matmul_fp8_promoted", "matmul_block"):
+        tiles, *_, means = (step(gluon) for step in tune.steps(operation, tma=True, gluon=True))
+        assert {c.kernel for c in tiles} == {"triton"}  # tiles that the Gluon kernel has not
+        assert [c for c in means if c.kernel == "gluon"] == [gluon, gluon._replace(stages=4)]
+        assert gluon._replace(kernel="triton") in means
 
 
 def test_blocks_keep_their_k_and_pointers_stay_pointers():

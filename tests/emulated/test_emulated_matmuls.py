@@ -30,9 +30,8 @@ def committed() -> list:
         for arch, configs in cards.items()
         for config in configs.values()
     }
-    rows |= {
-        ("matmul_fp8_promoted" if name == "promoted" else "matmul_fp8", 90, config) for name, config in GLUON.items()
-    }
+    rows |= {(*row[:2], row[2]._replace(kernel="triton")) for row in rows}  # for what Gluon's cannot do
+    rows |= {("matmul_fp8", 90, GLUON)}
     return [
         pytest.param(*row, id=f"{row[0]} sm_{row[1]} {row[2]}")
         for row in sorted(rows, key=lambda row: (-row[1], str(row)))

@@ -6,6 +6,7 @@ In machine code: the PTX of a matmul of three stages is edited.  In a source: a 
 import contextlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,10 +22,11 @@ from emulator.faults import Deadlock, Fault, OutOfBounds, Race
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
-from benchmarks.checks.operands import differs, exact, integers
+from benchmarks.checks.operands import differs, exact, in_blocks, integers
 from fp8engine.kernels import tile as sound_tile
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_gluon import matmul_gluon
+from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3
 from fp8engine.ops.reference import Epilogue
@@ -32,9 +34,10 @@ from fp8engine.ops.reference import Epilogue
 CPU = torch.device("cpu")
 KERNELS = Path(__file__).parents[2] / "kernels"
 M, N = 150, 136
+M4 = 152  # TMA reads scales of rows where 4 divides their number
 SMALL = Config(64, 64, 64, group_m=2, warps=4, stages=3)  # nine tiles for four programs
 WIDE = Config(128, 128, 128, group_m=2, warps=8, stages=3, parts=2, kernel="gluon")
-K = {SMALL: 640, WIDE: 1408}  # ten and eleven blocks: more than stages, and an odd number where two go together
+K = {SMALL: 640, WIDE: 1408}  # ten and eleven blocks: more than stages, and three left over where four go together
 
 
 class Bug(NamedTuple):
@@ -107,16 +110,15 @@ MACHINE_CODE = [
         "before the wgmma",
     ),
 ]
-GLUON = [
-    Bug("the slot before is an alias of the slot", "before = slot + 0", "before = slot", Deadlock, "mbarrier"),
+RING = [  # in kernels/gluon_ring.py, which both Gluon matmuls use
     Bug("a round's parity never changes", "parity ^ around.to(gl.int32)", "parity", Fault, "mbarrier|write by TMA"),
     Bug("the producer waits for what nobody gave back", "parity ^ 1)", "parity)", Deadlock, "mbarrier"),
     Bug(
-        "the bytes of one tile are expected for two",
-        "(BLOCK_M + BLOCK_N) * BLOCK_K)",
-        "BLOCK_M * BLOCK_K)",
-        Race,
-        "read by TMA or wgmma",
+        "the bytes of the rows of a alone are expected",
+        "ROWS: gl.constexpr = BLOCK_M + BLOCK_N",
+        "ROWS: gl.constexpr = BLOCK_M",
+        Fault,
+        "mbarrier|read by TMA or wgmma",
     ),
     Bug(
         "no fence before a TMA store",
@@ -132,6 +134,9 @@ GLUON = [
         Race,
         "write is not ordered after the last asynchronous read",
     ),
+]
+FAST = [
+    Bug("the slot before is an alias of the slot", "before = slot + 0", "before = slot", Deadlock, "mbarrier"),
     Bug(
         "the program ends while TMA reads its memory",
         "tma.store_wait(0)  # shared memory",
@@ -147,6 +152,63 @@ GLUON = [
         "mbarrier|write by TMA",
     ),
 ]
+SCALED = [
+    Bug(
+        "the program ends while TMA reads its memory",
+        "tma.store_wait(0)  # shared memory",
+        "# shared memory",
+        Fault,
+        "no thread had waited for its last TMA store",
+    ),
+    Bug(
+        "one consumer gives a slot back for both",
+        "new_barriers(STAGES, CONSUMERS)",
+        "new_barriers(STAGES, 1)",
+        Fault,
+        "mbarrier|write by TMA",
+    ),
+    Bug(
+        "a slot waits for three consumers",
+        "new_barriers(STAGES, CONSUMERS)",
+        "new_barriers(STAGES, 3)",
+        Deadlock,
+        "mbarrier",
+    ),
+    Bug(
+        "the newest product's slot is given back",
+        "mbarrier.arrive(empty.index(before), count=1)  # its",
+        "mbarrier.arrive(empty.index(slot), count=1)  # its",
+        Fault,
+        "mbarrier|write by TMA",
+    ),
+    Bug(
+        "a slot is given back before its last product is done",
+        "done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n    mbarrier.arrive(empty.index(slot), count=1)",
+        "mbarrier.arrive(empty.index(slot), count=1)\n    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))",
+        Race,
+        "write by TMA",
+    ),
+    Bug(
+        "a product is promoted while it is in flight",
+        "warpgroup_mma_wait(1, deps=(sums_MN,))",
+        "warpgroup_mma_wait(2, deps=(sums_MN,))",
+        Fault,
+        "before the wgmma|while",
+    ),
+    Bug(
+        "both consumers share a staging buffer",
+        "amax_ptr, counts_ptr, rings, staging_1,",
+        "amax_ptr, counts_ptr, rings, staging_0,",
+        Race,
+        "TMA|write",
+    ),
+    Bug("what is left of K is not multiplied", "range(whole, groups)", "range(groups, groups)", Fault, "TMA load"),
+]
+WRONG = {  # of SCALED, those that break no rule of the card: the result is not right
+    "scales of the product after it": ("_factors(runs, last, rings, before,", "_factors(runs, now, rings, slot,"),
+    "the other consumer's scales": ("slice(ROWS * PART, ROWS, 1)", "slice(ROWS * (1 - PART), ROWS, 1)"),
+    "the other consumer's rows": ("slice(ROWS * PART, ROWS, 0)", "slice(ROWS * (1 - PART), ROWS, 0)"),
+}
 
 
 def product(matmul: Callable, config: Config, promoted: bool = False) -> bool:
@@ -199,23 +261,71 @@ def test_a_swapped_swizzle_multiplies_other_elements(tmp_path: Path, schedule: i
             assert product(matmul_fp8, SMALL) == right
 
 
-@pytest.mark.parametrize("bug", GLUON, ids=lambda bug: bug.what)
-def test_a_bug_in_the_warp_specialised_matmul_is_named(bug: Bug, tmp_path: Path, schedule: int):
+def with_bug(folder: Path, name: str, old: str, new: str) -> dict[str, ModuleType]:
+    """Copies of both Gluon matmuls, where the bug is in one of them or in what they share."""
+    names = ("matmul_gluon", "matmul_gluon_scaled")
+    if name in names:
+        return {name: source(folder, name, old, new)}
+    shared = {f"fp8engine.kernels.{name}": source(folder, name, old, new)}
+    with mock.patch.dict(sys.modules, shared):
+        return {user: source(folder, user, '"""FP8 matmul', '"""Matmul') for user in names}
+
+
+def scaled_product(matmul: Callable, way: str) -> bool:
+    """Whether a promoted ("none") or scaled product of two consumers is right to the bit."""
+    if way == "none":
+        return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE)
+    a, b = (in_blocks(CPU, rows, K[WIDE], 1 if rows == M4 or way == "ring" else 128) for rows in (M4, N))
+    if way == "ring":
+        a, b = (x._replace(scale=x.scale.t().contiguous().t()) for x in (a, b))
+    return differs(matmul(a, b, Epilogue(), WIDE), exact(a, b, None).bfloat16()) is None
+
+
+def fast_product(matmul: Callable) -> bool:
+    """Whether the fast Gluon matmul is right to the bit."""
+    return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE)
+
+
+@pytest.mark.parametrize("bug", RING, ids=lambda bug: bug.what)
+def test_a_bug_in_the_ring_is_named_by_two_and_by_one_consumer(bug: Bug, tmp_path: Path, schedule: int, whole: bool):
+    modules = with_bug(tmp_path, "gluon_ring", bug.old, bug.new)
+    if whole:
+        with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
+            fast_product(modules["matmul_gluon"].matmul_gluon)
+    with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
+        scaled_product(modules["matmul_gluon_scaled"].matmul_gluon_scaled, "ring")
+
+
+@pytest.mark.parametrize("bug", FAST, ids=lambda bug: bug.what)
+def test_a_bug_in_the_fast_gluon_matmul_is_named(bug: Bug, tmp_path: Path, schedule: int):
     module = source(tmp_path, "matmul_gluon", bug.old, bug.new)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
-        product(module.matmul_gluon, WIDE)
+        fast_product(module.matmul_gluon)
 
 
-@pytest.mark.parametrize("promoted", [False, True])
-def test_without_a_bug_the_warp_specialised_matmul_is_right(promoted: bool, schedule: int):
+@pytest.mark.parametrize("bug", SCALED, ids=lambda bug: bug.what)
+def test_a_bug_in_the_matmul_of_two_consumers_is_named(bug: Bug, tmp_path: Path, schedule: int):
+    module = source(tmp_path, "matmul_gluon_scaled", bug.old, bug.new)
+    with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
+        scaled_product(module.matmul_gluon_scaled, "ring")
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_bug_that_breaks_no_rule_gives_a_wrong_result(what: str, tmp_path: Path, schedule: int):
+    module = source(tmp_path, "matmul_gluon_scaled", *WRONG[what])
     with emulated(seed=schedule):
-        assert product(matmul_gluon, WIDE, promoted)
+        assert not scaled_product(module.matmul_gluon_scaled, "ring")
 
 
-def test_a_block_that_is_loaded_and_not_multiplied_is_named(tmp_path: Path, schedule: int):
-    module = source(tmp_path, "matmul_gluon", "if blocks % 2 == 1:", "if blocks % 2 == 2:")
-    with emulated(seed=schedule), pytest.raises(Fault, match="no thread had waited for its last TMA load"):
-        product(module.matmul_gluon, WIDE, promoted=True)
+def test_without_a_bug_the_warp_specialised_matmul_is_right(schedule: int):
+    with emulated(seed=schedule):
+        assert fast_product(matmul_gluon)
+
+
+@pytest.mark.parametrize("way", ["none", "loaded", "ring"])
+def test_without_a_bug_the_matmul_of_two_consumers_is_right(way: str, schedule: int):
+    with emulated(seed=schedule):
+        assert scaled_product(matmul_gluon_scaled, way)
 
 
 class Beyond:

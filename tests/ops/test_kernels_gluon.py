@@ -1,4 +1,4 @@
-"""The warp-specialised matmul as machine code for sm_90, since nothing without such a card can run it.
+"""The warp-specialised fast matmul as machine code for sm_90, since nothing without such a card can run it.
 
 Each variant is compiled from its launcher's own launch.  Its order of barriers is read from the PTX, a letter each:
 
@@ -16,6 +16,7 @@ from casts import E4M3, E5M2
 from triton import knobs
 
 from benchmarks.machine_code import offline, sass
+from fp8engine.kernels import gluon_ring
 from fp8engine.kernels import matmul_gluon as gluon
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops.reference import Operand
@@ -28,17 +29,14 @@ SQUARE = Config(128, 128, 128, group_m=8, warps=8, stages=4, parts=1, kernel="gl
 M, N, K = 4096, 4096, 4096
 BIAS_N = torch.empty(N, dtype=torch.bfloat16, device="meta")
 
-# name: promoted, configuration, by row, dtypes of a and b, epilogue
+# name: configuration, by row, dtypes of a and b, epilogue
 VARIANTS = {
-    "fast": (False, WIDE, False, (E4M3, E4M3), Epilogue()),
-    "fast, rows, bias": (False, WIDE, True, (E4M3, E4M3), Epilogue(BIAS_N)),
-    "fast, E5M2, FP16": (False, WIDE, False, (E5M2, E4M3), Epilogue(out=torch.float16)),
-    "fast, 128x128": (False, SQUARE, False, (E4M3, E4M3), Epilogue(BIAS_N)),
-    "promoted": (True, SQUARE, False, (E4M3, E4M3), Epilogue()),
-    "promoted, rows, bias": (True, SQUARE, True, (E4M3, E5M2), Epilogue(BIAS_N)),
+    "fast": (WIDE, False, (E4M3, E4M3), Epilogue()),
+    "fast, rows, bias": (WIDE, True, (E4M3, E4M3), Epilogue(BIAS_N)),
+    "fast, E5M2, FP16": (WIDE, False, (E5M2, E4M3), Epilogue(out=torch.float16)),
+    "fast, 128x128": (SQUARE, False, (E4M3, E4M3), Epilogue(BIAS_N)),
 }
-# SASS instructions of a main loop; a promoted one takes two BLOCK_K a pass, and 64 additions for each
-LONGEST = {(False, WIDE): 60, (False, SQUARE): 60, (True, SQUARE): 240}
+LONGEST = 60  # SASS instructions of a main loop
 EVENTS = {
     "W": r"wgmma\.wait_group",
     "A": r"mbarrier\.arrive\.shared",
@@ -61,11 +59,11 @@ def variant(request) -> tuple[str, offline.Compiled]:
     """A variant's name and machine code, made once."""
     name = request.param
     if name not in _compiled:
-        promoted, config, by_row, (dtype_a, dtype_b), epilogue = VARIANTS[name]
+        config, by_row, (dtype_a, dtype_b), epilogue = VARIANTS[name]
         a, b = operand(M, dtype_a, by_row), operand(N, dtype_b, by_row)
         assert gluon.unsupported(a, b, epilogue) is None
         with offline.caught(90) as launches:
-            y_MN = gluon.matmul_gluon(a, b, epilogue, promoted, config)
+            y_MN = gluon.matmul_gluon(a, b, epilogue, config)
         assert (y_MN.shape, y_MN.dtype) == ((M, N), epilogue.out)
         _compiled[name] = launches[0].compile()
     return name, _compiled[name]
@@ -86,12 +84,12 @@ def test_fits_the_card(variant):
 
 def test_the_main_loop_is_wgmma_that_is_not_serialized(variant):
     name, code = variant
-    promoted, config, *_ = VARIANTS[name]
+    config, *_ = VARIANTS[name]
     loop = sass.main_loop(code.sass)
     assert not code.serialized, code.notes
     assert loop.shapes == (f"QGMMA.64x{config.block_n}x32",)
-    assert loop.products == config.block_k // 32 * (2 if promoted else 1)
-    assert loop.length <= LONGEST[promoted, config]
+    assert loop.products == config.block_k // 32
+    assert loop.length <= LONGEST
 
 
 def test_warps_deal_their_registers(variant):
@@ -104,7 +102,7 @@ def test_warps_deal_their_registers(variant):
 
 def test_operands_and_results_travel_by_tma_alone(variant):
     name, code = variant
-    _, config, *_ = VARIANTS[name]
+    config, *_ = VARIANTS[name]
     kinds = sass.accesses(code.ptx)
     assert any(re.match(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global", kind) for kind in kinds)
     assert any(re.match(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", kind) for kind in kinds)
@@ -116,16 +114,15 @@ def test_operands_and_results_travel_by_tma_alone(variant):
 
 
 def test_a_slot_is_given_back_after_all_warps_products(variant):
-    name, code = variant
+    _, code = variant
     order = re.sub("[^WAB]", "", events(code.ptx))
-    promoted, *_ = VARIANTS[name]
-    assert order.count("A") == (3 if promoted else 2)  # in the loop, twice where it takes two, and after it
+    assert order.count("A") == 2  # in the loop, and after it
     assert len(re.findall("WBA", order)) == order.count("A")
 
 
 def test_a_staged_piece_is_read_before_the_next_and_fenced(variant):
     name, code = variant
-    _, config, *_ = VARIANTS[name]
+    config, *_ = VARIANTS[name]
     order = re.sub("[WA]", "", events(code.ptx))
     assert order.count("S") == config.parts
     assert len(re.findall("RBX+FBS", order)) == config.parts
@@ -133,14 +130,10 @@ def test_a_staged_piece_is_read_before_the_next_and_fenced(variant):
 
 
 def test_a_sum_begins_anew(variant):
-    """The first wgmma of a sum must not read the accumulator: a predicate in the fast loop, always in the promoted."""
-    name, code = variant
-    promoted, *_ = VARIANTS[name]
+    """The first wgmma of a sum must not read the accumulator: a predicate in the loop."""
+    _, code = variant
     products = [line for line in code.sass.splitlines() if "QGMMA" in line]
-    if promoted:
-        assert sum(re.search(r"RZ, !UPT", line) is not None for line in products) == len(products) // 4 == 3
-    else:
-        assert sum(re.search(r"R\d+, U?P\d", line) is not None for line in products) == len(products) // 4 == 1
+    assert sum(re.search(r"R\d+, U?P\d", line) is not None for line in products) == len(products) // 4 == 1
 
 
 GOOD = operand(M)
@@ -152,7 +145,7 @@ REASONS = {
     ],
     "a is not": [(operand(M, k=K + 1), GOOD, Epilogue()), (GOOD._replace(data=GOOD.data.t()), GOOD, Epilogue())],
     "b is not": [(GOOD, GOOD._replace(data=GOOD.data[:, 1:]), Epilogue())],
-    "N = 4100": [(GOOD, operand(4100), Epilogue())],
+    "rows of the result, 4100": [(GOOD, operand(4100), Epilogue())],
     "the result is not of 16 bits": [
         (GOOD, GOOD, Epilogue(out=torch.float32)),
         (GOOD, GOOD, Epilogue(out=E4M3, scale=torch.empty(1, device="meta"))),
@@ -180,7 +173,7 @@ def test_ragged_shapes_and_padded_rows_are_supported():
 
 def test_only_hopper_is_supported(monkeypatch):
     for capability, reason in {(8, 9): "sm_89", (10, 0): "sm_100", (12, 0): "sm_120"}.items():
-        monkeypatch.setattr(gluon, "capability", lambda where, capability=capability: capability)
+        monkeypatch.setattr(gluon_ring, "capability", lambda where, capability=capability: capability)
         assert str(gluon.unsupported(GOOD, GOOD, Epilogue())).endswith(reason)
 
 
@@ -192,7 +185,7 @@ def test_the_interpreter_is_not_supported():
 
 def test_one_stage_is_refused():
     with offline.caught(90) as launches:
-        gluon.matmul_gluon(GOOD, GOOD, Epilogue(), False, SQUARE._replace(stages=1))
+        gluon.matmul_gluon(GOOD, GOOD, Epilogue(), SQUARE._replace(stages=1))
     with pytest.raises(Exception, match="two products are in flight"):
         launches[0].compile()
 
