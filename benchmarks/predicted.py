@@ -88,13 +88,13 @@ def stale(rows: dict[str, Any]) -> list[str]:
     for family, sums in (("triton", "promoted"), ("triton", "block"), ("triton", "block by block"), *GLUON):
         found = [one.kernel.ceiling for one in map(_read_row, rows.items()) if one and _is(one, family, sums)]
         said = CEILINGS[family][sums]
-        if found and not said - 0.005 <= max(found) <= said + ROOM:
+        if found and not said - 0.005 <= max(found) <= said + ROOM:  # wider tiles may allow a little more
             lines.append(f"numerics/matmul_time.py: CEILINGS of {family}, {sums} is {said}; machine code {max(found)}")
     return lines
 
 
 GLUON = tuple(("gluon", sums) for sums in ("promoted", "block", "block by block"))
-ROOM = 0.09  # between the least and the best epilogue of one loop
+ROOM = 0.03
 
 
 def _is(one: Found, family: str, sums: str) -> bool:

@@ -120,7 +120,7 @@ def _attention_kernel(
         seen = sees((row + down)[:, None], (key + down)[None, :], S, offset, window, CAUSAL, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         m = tl.fma(tl.max(scores, 1), f, 0.0)  # a plain product would be fused into `m - after`, and not cancel
-        p = weight_codes(tl.exp2(tl.fma(scores, f, (LOG2_448 - finite(m))[:, None])))
+        p = weight_codes(tl.exp2(tl.fma(scores, f, (-finite(m) + LOG2_448)[:, None])))
         after = tl.maximum(top, m)
         kept = tl.exp2(top - finite(after))
         gained = tl.exp2(m - finite(after))

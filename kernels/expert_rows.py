@@ -35,11 +35,11 @@ def expert_of(block, ends):
 
 @triton.jit
 def rows_of(bounds, EXPERTS, expert, block):
-    """(first row of a block, where its expert's rows end, the expert's first row, its first block)."""
+    """(first row of a block, where its expert's rows end, its expert's first block)."""
     start = tl.load(bounds + expert)
     end = tl.load(bounds + expert + 1)
     first = tl.load(bounds + EXPERTS + 1 + expert)
-    return start + (block - first) * 128, end, start, first
+    return start + (block - first) * 128, end, first
 
 
 def most_blocks(rows: int, experts: int) -> int:

@@ -11,9 +11,9 @@ them; the host knows only a bound of how many there are.
     sums    a and b are laid out in blocks with zeros behind each expert's rows: whole blocks are multiplied, without a
             mask in the loop.  An expert without rows gets zeros
 
-Scales per tensor; per row (of a: each row; of b: each row of each expert; in sums one per expert and row of a or b); or
-along what is summed, 1 x 128 or 128 x 128 (or 32, 64), promoted as in matmul_block.py.  A row that belongs to no expert,
-behind the last one, gets zeros.
+Scales per tensor; per row (of a: each row; of b: each row of each expert; in sums one per expert and row of a or b);
+or along what is summed, 1 x 128 or 128 x 128 (or 32, 64), promoted as in matmul_block.py.  A row that belongs to no
+expert, behind the last one, gets zeros.
 
 Cost: 2 T N K operations each; of a ragged tile all 128 rows are multiplied: an expert of 17 rows costs what 64 cost.
 Twin: fp8engine/ops/reference/grouped.py.
@@ -31,7 +31,7 @@ from fp8engine.kernels.epilogue import store_result
 from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
 from fp8engine.kernels.launch import describable, parts, processors, reader, stages, triton_dtype
 from fp8engine.kernels.tile import load_tile, place_of, store_tile
-from fp8engine.kernels.tuning import Config, capability, pick
+from fp8engine.kernels.tuning import Config, capability, pick, programs
 
 CLEARED = 16  # rows that a program clears at a time, of those that belong to no expert
 
@@ -107,7 +107,6 @@ def _grouped_rows_kernel(
     """ROWS_A, ROWS_B: rows that share a scale; -1: all of them."""
     BY_ROW_A: tl.constexpr = ROWS_A == 1
     BY_ROW_B: tl.constexpr = ROWS_B == 1
-    PER_BLOCK: tl.constexpr = 128 // BLOCK_M
     ends = last_blocks(bounds, EXPERTS, WIDTH)
     down = tl.load(bounds + 2 * EXPERTS + 1) * 128  # rows of all blocks
     tiles = (down // BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -115,7 +114,7 @@ def _grouped_rows_kernel(
         place, column = place_of(tile, down, N, BLOCK_M, BLOCK_N, GROUP_M)
         block = place // 128
         expert = expert_of(block, ends)
-        row, end, start, first = rows_of(bounds, EXPERTS, expert, block)
+        row, end, _ = rows_of(bounds, EXPERTS, expert, block)
         row += place % 128
         row_b = expert * N + column
         scale_row_a = place if ROWS_A > 1 else row
@@ -183,7 +182,9 @@ def _grouped_sums_kernel(
             )  # fmt: skip
 
 
-def grouped_rows(a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None) -> torch.Tensor:
+def grouped_rows(
+    a, b, bounds_2E1, result: Result, promoted: bool = False, config: Config | None = None
+) -> torch.Tensor:
     """y [T, N] of rows a.data [T, K] and a stack of experts' matrices b.data [E * N, K], both contiguous along K.
 
     Scales FP32: (); a [T, 1] and b [E * N, 1]; or along K, a [T, G] or [128 * blocks / rows, G], where groups span
@@ -198,7 +199,7 @@ def grouped_rows(a, b, bounds_2E1, result: Result, promoted: bool = False, confi
     config = config or _config(a, b, promoted, blocks * BLOCK, n)
     tiles = blocks * (BLOCK // config.block_m) * math.ceil(n / config.block_n)
     strides = (*a.scale.stride(), *b.scale.stride()) if _in_blocks(a) else (0, 0, 0, 0)
-    _grouped_rows_kernel[(min(tiles, processors(y_TN.device)),)](
+    _grouped_rows_kernel[_grid(tiles, a, promoted, config)](
         *_readers(a, b, config), a.scale, b.scale, result.bias_EN, bounds_2E1,  # inputs
         y_TN,  # output
         t, n, k, experts, a.data.stride(0), b.data.stride(0), *strides,  # sizes
@@ -220,7 +221,7 @@ def grouped_sums(a, b, bounds_2E1, result: Result, promoted: bool = True, config
     config = config or _config(a, b, promoted, m * experts, n)
     tiles = experts * math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
     strides = (*a.scale.stride(), *b.scale.stride()) if _in_blocks(a) else (0, 0, 0, 0)
-    _grouped_sums_kernel[(min(tiles, processors(y_EMN.device)),)](
+    _grouped_sums_kernel[_grid(tiles, a, promoted, config)](
         *_readers(a, b, config), a.scale, b.scale, bounds_2E1,  # inputs
         y_EMN,  # output
         m, n, t, experts, a.data.stride(0), b.data.stride(0), *strides,  # sizes
@@ -235,9 +236,19 @@ def _in_blocks(a) -> bool:
 
 
 def _config(a, b, promoted: bool, m: int, n: int) -> Config:
-    operation = "matmul_block" if _in_blocks(a) else "matmul_fp8_promoted" if promoted else "matmul_fp8"
-    config = pick(operation, capability(a.data.device), m, n, describable(a.data) and describable(b.data))
-    return config if config.kernel == "triton" else config._replace(kernel="triton")
+    aligned = describable(a.data) and describable(b.data)
+    return pick(_operation(a, promoted), capability(a.data.device), m, n, aligned)
+
+
+def _operation(a, promoted: bool) -> str:
+    """The dense matmul whose configurations are taken."""
+    return "matmul_block" if _in_blocks(a) else "matmul_fp8_promoted" if promoted else "matmul_fp8"
+
+
+def _grid(tiles: int, a, promoted: bool, config: Config) -> tuple[int]:
+    """A program for each tile that there may be, as many as the card surely holds at once."""
+    where = a.data.device
+    return (min(tiles, processors(where) * programs(_operation(a, promoted), config, where)),)
 
 
 def _readers(a, b, config: Config) -> tuple:

@@ -1,7 +1,7 @@
 """Casts to FP8 whose groups span rows and begin anew at each expert's first row; transposes of codes by experts.
 
-    x [T, K] ~ q * scale      groups of rows x cols within one expert's rows: -1 x 1 (a column of an expert), or blocks of
-                              up to 128 x 128, of which those that span rows (32 x 32, 128 x 1) are cast here
+    x [T, K] ~ q * scale      groups of rows x cols within one expert's rows: -1 x 1 (a column of an expert), or blocks
+                              of up to 128 x 128, of which those that span rows (32 x 32, 128 x 1) are cast here
     transposed                q [K, 128 * blocks], laid out in blocks (expert_rows.py), zeros behind an expert's rows
 
 A column of an expert takes two launches, one for the amaxes (an atomic maximum per column and block), one to scale and
@@ -32,7 +32,7 @@ from fp8engine.kernels.scaling import (
 from fp8engine.kernels.tile import load_tile, store_tile
 
 COLUMNS, WARPS = 64, 16  # of a tile of 128 rows: 16 elements a thread
-NARROW = 32  # columns where x is read element by element
+NARROW = 32  # columns where x is read element by element, and of a group of 128, which is read twice
 SUM_COLUMNS = 32  # of a program that sums: rows of a whole line of 128 bytes
 
 
@@ -49,7 +49,7 @@ def _expert_amax_kernel(
     for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
         block, column = tile // across, tile % across * BLOCK_K
         expert = expert_of(block, ends)
-        row, end, _, _ = rows_of(bounds, EXPERTS, expert, block)
+        row, end, _ = rows_of(bounds, EXPERTS, expert, block)
         x_MK = load_tile(x, row, column, end, K, (stride_m, stride_k), 128, BLOCK_K, "pointer").to(tl.float32)
         top_K = tl.max(magnitude(x_MK), 0).to(tl.int32, bitcast=True)
         columns = column + tl.arange(0, BLOCK_K)
@@ -103,7 +103,7 @@ def _expert_cast_kernel(
     for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
         block, column = tile // across, tile % across * BLOCK_K
         expert = expert_of(block, ends)
-        row, end, _, first = rows_of(bounds, EXPERTS, expert, block)
+        row, end, first = rows_of(bounds, EXPERTS, expert, block)
         if PIECE < BLOCK_K:
             found = tl.zeros((128 // ROWS, 1), tl.float32)
             for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
@@ -168,7 +168,7 @@ def _expert_transpose_kernel(
     across = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tl.load(bounds + 2 * EXPERTS + 1) * across, tl.num_programs(0)):
         block, column = tile // across, tile % across * BLOCK_K
-        row, end, _, _ = rows_of(bounds, EXPERTS, expert_of(block, ends), block)
+        row, end, _ = rows_of(bounds, EXPERTS, expert_of(block, ends), block)
         codes = load_tile(q, row, column, end, K, (stride_m, stride_k), 128, BLOCK_K, "pointer")
         store_tile(q_t, codes.T, column, block * 128, K, WIDE, False)
 
@@ -204,7 +204,9 @@ def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed:
     scale = torch.empty(shape if by_column or not transposed else shape[::-1], dtype=torch.float32, device=where)
     if x_TK.numel() == 0:
         return q, scale.fill_(1.0)
-    piece = COLUMNS if describable(x_TK) and k % MULTIPLE == 0 else NARROW
+    wide_access = describable(x_TK) and k % MULTIPLE == 0
+    piece = COLUMNS if wide_access and how.cols <= COLUMNS else NARROW
+    warps = WARPS // 2 if wide_access and piece == NARROW else WARPS  # 16 elements a thread: stores of 16 bytes
     block_k = piece if by_column else max(piece, how.cols)
     programs = _programs(wide, k, block_k, where)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
@@ -227,7 +229,7 @@ def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed:
         *sizes, wide, slot.index if slot is not None else 0, stride_live, stride_counts,  # sizes
         WIDTH=width(experts), DTYPE=triton_dtype(how.dtype), POWER_OF_2=how.power_of_2,  # constants
         ROWS=how.rows, COLS=how.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
-        BLOCK_K=block_k, PIECE=piece, num_warps=WARPS,
+        BLOCK_K=block_k, PIECE=piece, num_warps=warps,
     )  # fmt: skip
     return q, scale
 

@@ -21,7 +21,7 @@ from benchmarks import checks
 from benchmarks.card.plan import CHUNKS
 from benchmarks.card.records import Sink
 from benchmarks.checks import smoke
-from fp8engine.bench import cases, casts, gemm, generate, harness, linear, peers, steps
+from fp8engine.bench import cases, casts, experts, gemm, generate, harness, linear, peers, steps
 from fp8engine.bench.harness import Limits, Timer
 from fp8engine.ops import device, triton_backend
 
@@ -117,6 +117,17 @@ def run_casts(group: Group) -> None:
             group.sink.rows("casts", casts.compare(shape, group.where, timer, limits))
 
     group.each(casts.SHAPES["cuda"], one)
+
+
+def run_experts(group: Group) -> None:
+    """The grouped matmuls of experts."""
+    timer = group.timer(20)
+
+    def one(case: experts.Case) -> None:
+        with torch.no_grad():
+            group.sink.rows("experts", experts.compare(case, group.where, timer))
+
+    group.each(experts.CASES, one)
 
 
 def run_linear(group: Group) -> None:
@@ -226,6 +237,7 @@ WORK: dict[str, Callable[[Group], None]] = {
     "smoke": run_smoke,
     "gemm": lambda group: run_gemm(group, by_value(cases.LLM)),
     "casts": run_casts,
+    "experts": run_experts,
     "linear": run_linear,
     "block": lambda group: run_steps(group, steps.CASES["cuda"]),
     "host": run_host,

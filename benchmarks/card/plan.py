@@ -26,6 +26,7 @@ PLAN = (
     Group("smoke", 90, "20 short checks, each kernel at least once"),
     Group("gemm", 120, "matmuls on shapes of language models, beside torch's scaled matmul and BF16"),
     Group("casts", 45, "casts, beside a copy"),
+    Group("experts", 60, "grouped matmuls of experts, ours and torch's, beside BF16"),
     Group("linear", 60, "a Linear's forward and backward under every recipe, beside BF16"),
     Group("block", 60, "a decoder block's forward and backward under every recipe, beside BF16"),
     Group("host", 40, "the host's time for a Linear, and a CUDA graph beside eager code"),

@@ -92,13 +92,14 @@ def _failures(every: list[Record], plan: Sequence[Group]) -> list[str]:
 
 def _benches() -> dict[str, tuple[str, Callable[[Record], str]]]:
     """Heading and line of each benchmark, in the order of the table."""
-    from fp8engine.bench import casts, gemm, generate, linear, peers, steps
+    from fp8engine.bench import casts, experts, gemm, generate, linear, peers, steps
 
     return {
         "gemm": (f"matmuls\n{gemm.HEADINGS}", gemm.line),
         "casts": ("casts", casts.line),
         "linear": ("a Linear, forward and backward", linear.line),
         "steps": ("blocks and models, forward and backward", steps.line),
+        "experts": ("grouped matmuls of experts, TFLOP/s", experts.line),
         "graphs": ("eager beside a CUDA graph, and the host's time", peers.graph_line),
         "generate": ("generation", generate.line),
     }

@@ -142,12 +142,12 @@ def _epilogues(fp8: bool, n: int = SIZE) -> dict[str, Epilogue]:
 
 
 def _grouped() -> Iterator[Case]:
-    """The matmuls of experts under Hopper's configurations and Ada's first: rows with a bias, sums in FP32; odd rows."""
+    """The matmuls of experts under Hopper's configurations and Ada's first: rows with a bias, sums in FP32."""
     seen = set()
     for operation in ("matmul_fp8", "matmul_fp8_promoted", "matmul_block"):
         for arch in ("sm_90", "sm_89"):
             for size, config in table()[operation][arch].items():
-                config, hopper = config._replace(ratio=None, kernel="triton"), arch == "sm_90"
+                config, hopper = config._replace(ratio=None, kernel="triton", flatten=False, split_k=1), arch == "sm_90"
                 if (operation, arch, config) in seen or not (hopper or size == "large"):
                     continue
                 seen.add((operation, arch, config))

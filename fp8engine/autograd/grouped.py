@@ -218,7 +218,7 @@ class _Experts(Call):
 
     def _each_row(self, a: Either, b: Either, transposed: bool, bias_EN, out: torch.dtype, matmul: str) -> torch.Tensor:
         """Each row of a times its expert's part of b; transposed: times that part's transpose."""
-        if not isinstance(a, Operand) or not isinstance(b, Operand):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             b_ENK = b.unflatten(0, (self.experts, -1))
             return _in_16_bits(a, b_ENK.mT if transposed else b_ENK, bias_EN, self.bounds_2E1, a.dtype).to(out)
         precision = self._precision(matmul)
@@ -228,7 +228,7 @@ class _Experts(Call):
 
     def _each_expert(self, a: Either, b: Either, dtype: torch.dtype) -> torch.Tensor:
         """dw: for each expert, the transpose of its rows of a times its rows of b."""
-        if not isinstance(a, Operand) or not isinstance(b, Operand):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return grouped.sums_16(a, b.to(a.dtype), self.bounds_2E1, dtype)
         if self.blocks:
             a, b = (grouped.transpose(x, self.bounds_2E1) if x.scale.dim() == 0 else x for x in (a, b))

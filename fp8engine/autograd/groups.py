@@ -1,4 +1,4 @@
-"""Division of rows among experts, checked: the first sizes[0] rows are the first expert's, the next sizes[1] the second's.
+"""Division of rows among experts: the first sizes[0] rows are the first expert's, the next sizes[1] the second's.
 
 Numbers of rows that lie on a card are checked and summed there: nothing here waits for it.
 """

@@ -111,7 +111,7 @@ class GroupedLinear(Float8Module):
         """y [T, N] of x [T, K], its first sizes[0] rows the first expert's, the next sizes[1] the second's, ...
 
         sizes: E numbers of rows, 0 allowed, that sum to T.  Ints, or an int tensor on a CPU or beside the input; one on
-        a card is waited for only where torch has no grouped matmul for the recipe (autograd/grouped.py).
+        a card with FP8 Tensor Cores is not waited for (ops/grouped.py has the table).
         Raises ShapeError, UnsupportedDtype and BackendError (several devices), naming the layer.
         """
         weight, bias = own_experts(self.weight, self.divided), own_experts(self.bias, self.divided)

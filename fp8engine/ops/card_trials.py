@@ -1,4 +1,4 @@
-"""A card that was never measured measures itself: once, when its second FP8 training step begins.
+"""A card that was never measured measures itself: once, when a model's second FP8 training step begins.
 
 In the first step every FP8 matmul for which kernels/tuning.json has no measured row is noted.  When the second begins,
 cuBLASLt and the three of our configurations that are predicted to be the fastest (predicted.py) are timed for the
@@ -78,7 +78,7 @@ class CardTrials:
         self.wanted: Counter[Job] = Counter()
         self.choices: dict[Job, Choice] = {}
         self.failed: dict[Job, str] = {}
-        self.steps, self.done = 0, False
+        self.done = False
         self.kept: dict[Job, Choice] = self._kept()
         if not _ranks():  # else rank 0's are everybody's, from the second step on
             self.choices |= self.kept
@@ -90,9 +90,8 @@ class CardTrials:
         return found
 
     def step_begins(self) -> None:
-        """A training step begins: the first is watched, the second measures."""
-        self.steps += 1
-        if self.done or self.steps < 2:
+        """A training step of a model begins that is not its first: what that one has wanted is measured."""
+        if self.done:
             return
         self.done = True
         if not _ranks():
@@ -286,7 +285,10 @@ def look(where: torch.device, operation: str, kind: str, shape: Sequence[int]) -
 
 
 def step_begins(where: torch.device) -> None:
-    """A training step begins on a device; nothing is measured in a capture, in a graph, or under `fe.backend`."""
+    """A model's next training step begins on a device, after a forward and a backward.
+
+    Nothing is measured in a capture, in a graph, or under `fe.backend`.
+    """
     if where.type != "cuda" or torch.compiler.is_compiling() or asked() is not None:
         return
     if (found := trials_of(where)) is not None and not found.done and not torch.cuda.is_current_stream_capturing():

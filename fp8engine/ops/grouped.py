@@ -8,7 +8,7 @@
 | --- | --- | --- |
 | triton | our kernels, one launch: FP8 per tensor, row and block, all three matmuls; from sm_89 on | never |
 | torch | its grouped matmul, one launch: `rows` of E4M3 per tensor and row; sm_90, sm_100 | never |
-| each | expert after expert on the backend that ops/matmul.py chooses; any device | once a call, for the numbers of rows |
+| each | expert after expert on the backend that ops/matmul.py chooses; any device | once a call |
 
 As elsewhere our kernel does not stand in for torch's where nobody has measured both: torch's multiplies what it takes,
 ours the rest, and all of it under `fe.backend("triton")`.  Where FP8 Tensor Cores are missing, experts go one by one.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.ops import casts, device, matmul, reference, scaled_grouped, triton_backend
+from fp8engine.ops import casts, device, matmul, scaled_grouped, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.library import OPERATORS, call, direct, operation
 from fp8engine.ops.reference import How, Operand, Slot
@@ -138,9 +138,9 @@ def runs_on(a: Operand, b: Operand, experts: int, precision: str) -> str:
     """What `rows` multiplies these on: "triton", "torch" or "each"."""
     where, name = a.data.device, asked()
     codes = a.data.dtype.itemsize == b.data.dtype.itemsize == 1
-    if codes and name in (None, "cublas") and precision != "exact" and scaled_grouped.has_scaled_grouped(where):
-        if scaled_grouped.ungroupable(a, b, experts) is None:
-            return "torch"
+    allowed = codes and name in (None, "cublas") and precision != "exact"
+    if allowed and scaled_grouped.has_scaled_grouped(where) and scaled_grouped.ungroupable(a, b, experts) is None:
+        return "torch"
     return "triton" if _kernels_take(a, b) else "each"
 
 
@@ -224,7 +224,8 @@ def of_rows(table_EN: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Te
     >>> of_rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 2, 3]), 3).tolist()
     [[1.0], [1.0], [3.0]]
     """
-    return table_EN[torch.searchsorted(ends_E, torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype), right=True)]
+    rows_T = torch.arange(rows, device=ends_E.device, dtype=ends_E.dtype)
+    return table_EN[torch.searchsorted(ends_E, rows_T, right=True)]
 
 
 def _groups(a: Operand, b: Operand) -> list[int]:

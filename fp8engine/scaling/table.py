@@ -263,9 +263,9 @@ class ScalingState:
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
-        if self._host is None:  # not on a CPU: a card may measure itself
-            step_begins(self.device)
         came, self.begun = self.backward_seen, True
+        if came and self._host is None:  # not on a CPU: a card may measure itself
+            step_begins(self.device)
         self.backward_seen = self.recomputed = False
         self._update()
         if self.on_step is not None:

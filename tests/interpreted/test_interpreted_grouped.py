@@ -9,7 +9,7 @@ from fp8engine.kernels import expert_rows
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import How, Operand
+from fp8engine.ops.reference import How, Operand, quantize
 from fp8engine.ops.reference import grouped as twin
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -23,8 +23,6 @@ def cast(x: torch.Tensor, rows: int, cols: int, bounds: torch.Tensor, transposed
     """x by the twins, groups within an expert."""
     how = How(E4M3, rows, cols, power_of_2=True)
     if rows == 1 or (rows, cols) == (-1, -1):
-        from fp8engine.ops.reference import quantize
-
         return Operand(*quantize(x, how), rows, cols, True)
     q, scale = twin.quantize_experts(x, how, bounds, None, transposed)
     return Operand(q, scale, *((cols, rows) if transposed else (rows, cols)), True)
@@ -102,7 +100,8 @@ def test_transposes_and_sums_of_any_division(sizes, n):
     bounds, t = twin.bounds_of(torch.tensor(sizes)), sum(sizes)
     codes, x = torch.randint(0, 256, (t, n), dtype=torch.uint8).view(E4M3), torch.randint(-9, 10, (t, n)).bfloat16()
     used = 128 * int(bounds[1, -1])
-    found, wanted = (each(codes, bounds).view(torch.uint8)[:, :used] for each in (transpose_experts, twin.transpose_experts))
+    both = transpose_experts, twin.transpose_experts
+    found, wanted = (each(codes, bounds).view(torch.uint8)[:, :used] for each in both)
     assert torch.equal(found, wanted)
     assert torch.equal(expert_sums(x, bounds), twin.expert_sums(x, bounds))
 

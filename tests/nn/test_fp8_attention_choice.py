@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache
+from fp8engine.autograd.packed import Packed
 from fp8engine.errors import AttentionWarning, ConversionError, StrictError, UnknownName
 from fp8engine.nn.fp8_attention import INTERVAL
 
@@ -28,7 +30,7 @@ class Plain(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(heads * width, 3 * heads * width)
         self.out = nn.Linear(heads * width, heads * width)
-        self.options = {"is_causal": True}
+        self.options: dict[str, Any] = {"is_causal": True}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [batch, T, columns]."""
@@ -42,20 +44,19 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Plain(), Plain()])
+        self.first, self.second = Plain(), Plain()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [batch, T, 128]."""
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        x = x + self.first(x)
+        return x + self.second(x)
 
 
 def x_of(rows: int = 70) -> torch.Tensor:
     return torch.randn(2, rows, 128, generator=torch.Generator().manual_seed(1))
 
 
-def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def step(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """The output, and the gradient of each parameter."""
     model.zero_grad()
     y = model(x)
@@ -85,6 +86,12 @@ def test_fe_attention_in_fp8_is_near_its_16_bits_and_is_reported():
         fe.Attention(128, fe.Heads(2, softmax="fp9"), recipe="current")
 
 
+def test_packed_sequences_run_in_16_bits():
+    layer = fe.Attention(128, fe.Heads(2, causal=True, softmax="fp8"), recipe="current")
+    with pytest.warns(AttentionWarning, match="packed sequences, which the FP8 kernels do not take"):
+        layer(x_of(5)[0], Packed(torch.tensor([0, 2, 5], dtype=torch.int32), 3))
+
+
 def test_cached_keys_are_seen_as_in_one_call():
     torch.manual_seed(0)
     layer = fe.Attention(64, fe.Heads(1, causal=True, softmax="fp8"), recipe="bf16")
@@ -98,22 +105,22 @@ def test_cached_keys_are_seen_as_in_one_call():
 def test_convert_puts_sdpa_in_fp8_and_revert_takes_it_back():
     plain, x = Model(), x_of()
     wanted = step(plain, x)
-    model = fe.convert(copy.deepcopy(plain), "bf16", attention="fp8")
+    model: Any = fe.convert(copy.deepcopy(plain), "bf16", attention="fp8")
     found = step(model, x)
     assert all(0 < near(a, b) < 0.2 for a, b in zip(found, wanted, strict=True))
     rows = fe.inspect(model).attention
-    assert [(row["name"], row["ran"]) for row in rows] == [("blocks.0", "fp8"), ("blocks.1", "fp8")]
-    assert "attention blocks.0 and 1 more ran in fp8" in str(fe.inspect(model))
+    assert [(row["name"], row["ran"]) for row in rows] == [("first", "fp8"), ("second", "fp8")]
+    assert "attention first and 1 more ran in fp8" in str(fe.inspect(model))
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(torch.equal(a, b) for a, b in zip(step(again, x), found, strict=True))
     fe.revert(model)
-    assert type(model.blocks[0]) is Plain
+    assert type(model.first) is Plain
     assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
 
 
 def test_compiled_and_checkpointed_it_is_the_same_bit_for_bit():
     x = x_of()
-    model = fe.convert(Model(), "bf16", attention="fp8")
+    model: Any = fe.convert(Model(), "bf16", attention="fp8")
     wanted = step(model, x)
     model.forward = lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)  # pyright: ignore
     assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
@@ -131,10 +138,10 @@ def test_compiled_and_checkpointed_it_is_the_same_bit_for_bit():
     ],
 )
 def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: str):
-    model = Model()
-    model.blocks[0].options = options
+    model: Any = Model()
+    model.first.options = options
     fe.convert(model, "bf16", attention="fp8")
-    with pytest.warns(AttentionWarning, match=f"blocks.0: attention runs in 16 bits: {why}"):
+    with pytest.warns(AttentionWarning, match=f"first: attention runs in 16 bits: {why}"):
         model(x_of())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -144,15 +151,15 @@ def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: st
     assert why in first["why"]
     assert why in str(fe.inspect(model))
     fe.revert(model)
-    model.blocks[1].options, model.blocks[0].options = options, {"is_causal": True}
+    model.second.options, model.first.options = options, {"is_causal": True}
     fe.convert(model.bfloat16(), "current", attention="fp8")
-    vars(model.blocks[1])["softmax"].strict = True
-    with pytest.raises(StrictError, match=r"blocks.1: attention would run in 16 bits"):
+    vars(model.second)["softmax"].strict = True
+    with pytest.raises(StrictError, match=r"second: attention would run in 16 bits"):
         model(x_of().bfloat16())
 
 
 def test_a_head_dim_that_fp8_does_not_take_is_named():
-    model = fe.convert(nn.Sequential(Plain(2, 32)), "bf16", attention="fp8")
+    model: Any = fe.convert(nn.Sequential(Plain(2, 32)), "bf16", attention="fp8")
     with pytest.warns(AttentionWarning, match="heads of 32 columns; FP8 attention takes 64, 96 or 128"):
         model(x_of()[..., :64])
 
@@ -167,10 +174,10 @@ def test_convert_refuses_what_has_no_attention_and_changes_nothing():
 
 
 def test_auto_takes_fp8_where_the_predicted_error_allows_it():
-    model = fe.convert(Model(), "bf16", attention="auto")
+    model: Any = fe.convert(Model(), "bf16", attention="auto")
     x = x_of()
     with torch.no_grad():
-        model.blocks[1].qkv.weight[:256].mul_(40)  # scores far beyond one
+        model.second.qkv.weight[:256].mul_(40)  # scores far beyond one
         model(x)
         assert [row["why"] for row in fe.inspect(model).attention] == ["auto has seen no sample yet"] * 2
         model(x)
@@ -178,7 +185,7 @@ def test_auto_takes_fp8_where_the_predicted_error_allows_it():
         assert (first["ran"], second["ran"]) == ("fp8", "16 bits")
         assert "predicted SQNR" in first["why"]
         assert "< 22 dB" in second["why"]
-        model.blocks[1].qkv.weight[:256].div_(40)
+        model.second.qkv.weight[:256].div_(40)
         for _ in range(INTERVAL):
             model(x)
         assert fe.inspect(model).attention[1]["ran"] == "fp8"

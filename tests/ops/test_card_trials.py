@@ -63,7 +63,6 @@ def config_of(found: Choice | None) -> Config:
 def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
     """Trials after a first step in which these jobs occurred, and the beginning of a second."""
     trials = CardTrials(card, key, card.now)
-    trials.step_begins()
     for job in jobs:
         assert trials.look(job) is None
     trials.step_begins()
@@ -94,7 +93,6 @@ def test_it_measures_once_says_so_once_and_keeps_it(caplog, cache):
         assert part in line
     again = CardTrials(card := FakeCard({}), KEY, lambda: 0.0)
     assert again.look(LARGE) == trials.look(LARGE)
-    again.step_begins()
     again.step_begins()
     assert not card.tried
     assert len(caplog.records) == 1
@@ -240,16 +238,20 @@ def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_as
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     card_trials.step_begins(CUDA)
     card_trials.step_begins(torch.device("cpu"))
-    assert trials.steps == 0
+    assert not trials.done
     assert not card.tried
 
 
-def test_a_training_step_of_a_table_that_is_on_a_card_is_told(monkeypatch):
+def test_a_table_on_a_card_tells_when_a_step_has_ended_and_another_begins(monkeypatch):
     state, told = ScalingState([("layer", fe.current())]), []
     monkeypatch.setattr(table, "step_begins", told.append)
+    state.backward_seen = True
     state.fold()
     assert told == []  # on a CPU nothing is asked
     state._host = None
+    state.fold()
+    assert told == []  # the first step: no backward has come
+    state.backward_seen = True
     state.fold()
     assert told == [state.device]
 
@@ -311,7 +313,6 @@ def _rank(rank: int, ranks: int, folder: str) -> dict:
         card_trials.STORE_KEY = case
         card = FakeCard({None: (1e-3, 1e-6)[rank], FAST: 5e-4})
         trials = CardTrials(card, second if rank else KEY, card.now)
-        trials.step_begins()
         before = trials.look(LARGE)
         trials.step_begins()
         found[case] = {"before": before, "after": trials.look(LARGE), "tried": len(card.tried)}

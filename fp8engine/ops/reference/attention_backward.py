@@ -77,8 +77,8 @@ class _Given(NamedTuple):
         """Whether queries see keys."""
         return visible(self.form, rows, keys, self.keys, self.q.device)
 
-    def dp(self, rows: slice, keys: slice) -> torch.Tensor:
-        """do v^T of some rows and keys, before and with its scale."""
+    def dp(self, rows: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """do v^T of the codes of some rows and keys, and its scale."""
         (do, scale_do), (v, scale_v) = self.do8, self.v8
         scale = scale_do[..., rows, :] * scale_v[..., keys, :].mT
         return product(do[..., rows, :], v[..., keys, :], FP8_STEP), scale

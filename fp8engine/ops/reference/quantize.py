@@ -129,7 +129,7 @@ def largest(x_MK: torch.Tensor, how: How) -> torch.Tensor:
 
 
 def note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
-    """Write one call, of which (finite, over, amax, s) was found, to the slot: on the host for a CPU, without a sync for any other device."""
+    """Write one call, of which (finite, over, amax, s) was found, to the slot: without a sync but for a CPU."""
     finite, over, amax, s = found
     bad = 0 if finite else (~torch.isfinite(x_MK)).sum()
     lost, recast = 0, False
