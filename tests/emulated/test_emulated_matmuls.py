@@ -16,7 +16,7 @@ from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.ops import reference
-from fp8engine.ops.reference import Epilogue
+from fp8engine.ops.reference import Epilogue, Operand
 
 CPU = torch.device("cpu")
 K = 784  # six blocks of 128 and one of 16: more than a pipeline of four stages, an odd number, and a ragged one
@@ -86,3 +86,24 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
             assert ours is not None
             assert twins is not None
             assert ours.tolist() == twins.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 16, 400])
+def test_a_flattened_loop_computes_the_same_bits(k: int, card):
+    """3 x 2 tiles on 4 programs, whose next tile is loaded before the one before is stored; random sums."""
+    card(90)
+    apart = Config(64, 64, 128, warps=4, descriptors=k > 0)  # nothing describes rows of no elements
+    a, b = (Operand(torch.randn(rows, k).to(E4M3.dtype), torch.rand(rows, 1), 1, -1) for rows in (137, 80))
+    groups = max(-(-k // 128), 1)
+    in_groups = [x._replace(scale=torch.rand(len(x.data), groups), cols=128) for x in (a, b)]
+    for launch in (
+        lambda config: matmul_fp8(a, b, Epilogue(torch.randn(80)), False, config),
+        lambda config: matmul_fp8(a, b, Epilogue(out=torch.float32), True, config),
+        lambda config: matmul_block(*in_groups, Epilogue(), config),
+        lambda config: matmul_fp16(a.data.bfloat16(), b.data.bfloat16(), Epilogue(), config._replace(block_k=64)),
+    ):
+        torch.manual_seed(0)
+        first = launch(apart)
+        torch.manual_seed(0)
+        assert differs(launch(apart._replace(flatten=True)), first) is None

@@ -39,8 +39,9 @@ def run(operation: str, config, epilogue: Epilogue, k: int) -> tuple[torch.Tenso
     """(y, a, b, the scales that the parts have not got yet) of operands whose sums are exact."""
     if operation == "matmul_fp16":
         a, b = (torch.randint(-2, 3, (rows, k)).bfloat16() for rows in (M, N))
-        operands = [reference.Operand(x, torch.ones(())) for x in (a, b)]
-        return matmul_fp16(a, b, epilogue, config), *operands, (None, None)
+        one = torch.ones(())
+        y_MN = matmul_fp16(a, b, epilogue, config)
+        return y_MN, reference.Operand(a, one), reference.Operand(b, one), (None, None)
     if operation == "matmul_block":
         a, b = in_blocks(CPU, M, k, 1), in_blocks(CPU, N, k, 128)
         return matmul_block(a, b, epilogue, config), a, b, (None, None)
@@ -62,7 +63,8 @@ def test_parts_are_exact_and_added_as_the_twin_adds_them(card, monkeypatch: pyte
         part_SMN, depth = kept[-1], split_k.depth_of(k, config, 4)
         assert [done.ctas for done in there.done] == [4, 1]  # unsplit it is one program
         for part_MN, first in zip(part_SMN, range(0, k, depth), strict=True):
-            assert differs(part_MN, exact(*(_columns(x, first, first + depth) for x in (a, b)), None)) is None
+            a_part, b_part = (_columns(x, first, first + depth) for x in (a, b))
+            assert differs(part_MN, exact(a_part, b_part, None)) is None
         assert differs(y_MN.float(), reference.add_parts(part_SMN, scales, twins).float()) is None
         assert [ours.amax.item(), ours.counts.tolist()] == [twins.amax.item(), twins.counts.tolist()]
 
