@@ -31,6 +31,7 @@ from fp8engine.errors import AttentionWarning, StrictError, UnknownName
 from fp8engine.files import HostCopy
 from fp8engine.nn.class_swap import Mixin
 from fp8engine.ops.attention import unsupported
+from fp8engine.ops.device import has_fp8
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference.attention import Form
 
@@ -91,8 +92,13 @@ class Softmax:
             return self._in_16_bits(why)
         if self.asked == "auto" and (why := self._doubts(q, k, v, wanted)):
             return self._in_16_bits(why)
-        self.ran = "fp8"
-        self.why = "" if self.predicted is None else f"predicted SQNR {self.predicted:.1f} dB"
+        emulated = not torch.compiler.is_compiling() and not has_fp8(q.device)
+        if emulated and self.strict:
+            raise StrictError(
+                f"strict=True: {self.name}: attention would be emulated, {q.device} has no FP8 Tensor Cores"
+            )
+        found = "" if self.predicted is None else f"predicted SQNR {self.predicted:.1f} dB"
+        self.ran, self.why = "fp8", "; ".join(filter(None, ("emulated" if emulated else "", found)))
         return Form(wanted.scale, wanted.causal, wanted.window, wanted.offset, self.asked != "fp8 unrotated")
 
     def attend(

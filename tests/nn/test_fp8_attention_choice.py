@@ -77,6 +77,7 @@ def test_fe_attention_in_fp8_is_near_its_16_bits_and_is_reported():
         found[softmax] = step(layer, x_of())
         (row,) = fe.inspect(layer).attention
         assert (row["asked"], row["ran"]) == (softmax, softmax.split(" unrotated")[0])
+        assert row["why"] == ("asked for" if softmax == "16 bits" else "emulated")
         assert ("attention  ran in fp8" in str(fe.inspect(layer))) == (softmax != "16 bits")
     for softmax in ("fp8", "fp8 unrotated"):
         for ours, plain in zip(found[softmax], found["16 bits"], strict=True):
@@ -156,6 +157,13 @@ def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: st
     vars(model.second)["softmax"].strict = True
     with pytest.raises(StrictError, match=r"second: attention would run in 16 bits"):
         model(x_of().bfloat16())
+
+
+def test_strict_refuses_emulation():
+    model: Any = fe.convert(Model(), "bf16", attention="fp8")
+    model.first.softmax.strict = True
+    with pytest.raises(StrictError, match="first: attention would be emulated, cpu has no FP8 Tensor Cores"):
+        model(x_of())
 
 
 def test_a_head_dim_that_fp8_does_not_take_is_named():
