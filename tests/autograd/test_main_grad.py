@@ -6,6 +6,7 @@ With BF16 weights .grad is rounded to BF16 (2^-8) once a microbatch and once a s
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -27,27 +28,27 @@ LAYERS = {
 }
 
 
-def make(layer: str, recipe: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+def make(layer: str, recipe: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """(a module, its copy whose weights have a main_grad)."""
-    plain = LAYERS[layer](recipe=recipe, dtype=dtype)
+    plain: Any = LAYERS[layer](recipe=recipe, dtype=dtype)
     fused = copy.deepcopy(plain)
     fe.fuse_wgrad_accumulation(fused)
     give(fused)
     return plain, fused
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, Any]:
     return {name: p for name, p in model.named_parameters() if p.dim() == 2}
 
 
 def give(model: nn.Module, **attributes) -> None:
     for weight in weights(model).values():
-        weight.main_grad = torch.zeros(weight.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        weight.main_grad = torch.zeros(weight.shape)
         for name, value in attributes.items():
             setattr(weight, name, value)
 
 
-def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def run(model: Any, x: torch.Tensor) -> torch.Tensor:
     """dx of one microbatch."""
     leaf = x.clone().requires_grad_()
     y = model(leaf)
@@ -108,7 +109,7 @@ def test_main_grad_is_nearer_to_float64_than_bf16_sums_are():
 
 def test_what_autograd_is_given_is_megatrons():
     """As Megatron's hook on the gradient's accumulator reads it: never added a second time, and never missing."""
-    layer = fe.Linear(48, 33, recipe="current")
+    layer: Any = fe.Linear(48, 33, recipe="current")
     fe.fuse_wgrad_accumulation(layer)
     give(layer, grad_added_to_main_grad=False)
     accumulator = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
@@ -154,7 +155,7 @@ def test_a_checkpoint_changes_nothing(recipe: str, layer: str, reentrant: bool):
     again.load_state_dict(straight.state_dict())
     x = torch.randn(2, 7, 48)
     run(straight, x)
-    run(lambda x: checkpoint(again, x, use_reentrant=reentrant), x)  # pyright: ignore[reportArgumentType]
+    run(lambda x: checkpoint(again, x, use_reentrant=reentrant), x)
     for one, other in zip(weights(straight).values(), weights(again).values(), strict=True):
         assert other.grad is None
         assert torch.equal(one.main_grad, other.main_grad)
@@ -174,7 +175,7 @@ def test_torch_compile_runs_these_layers_between_graphs_and_says_so():
 
 
 def test_a_weight_without_main_grad_is_an_error_in_forward():
-    layer = fe.Linear(48, 33, recipe="current")
+    layer: Any = fe.Linear(48, 33, recipe="current")
     fe.fuse_wgrad_accumulation(layer)
     x = torch.randn(5, 48)
     with pytest.raises(GradientError, match=r"^Linear: .*has none: give every weight an FP32 tensor"):
@@ -203,7 +204,7 @@ def test_the_same_error_without_fp8():
 def test_what_it_does_not_take_is_refused_by_name():
     with pytest.raises(ConversionError, match="no converted layers"):
         fe.fuse_wgrad_accumulation(nn.Linear(4, 4))
-    model = nn.Sequential(fe.Linear(32, 32, recipe="current"), fe.GroupedLinear(2, 32, 32, recipe="current"))
+    model: Any = nn.Sequential(fe.Linear(32, 32, recipe="current"), fe.GroupedLinear(2, 32, 32, recipe="current"))
     with pytest.raises(ConversionError, match="is a GroupedLinear"):
         fe.fuse_wgrad_accumulation(model)
     assert not model[0].numerics.fused_wgrad, "all or nothing"
@@ -222,9 +223,9 @@ def test_copies_and_pickles_keep_it_and_old_ones_have_it_off():
     _, layer = make("linear", "current")
     assert copy.deepcopy(layer).numerics.fused_wgrad
     assert pickle.loads(pickle.dumps(layer)).numerics.fused_wgrad
-    state = layer.numerics.__getstate__()
+    state: Any = layer.numerics.__getstate__()
     del state["fused_wgrad"]
-    old = object.__new__(type(layer.numerics))
+    old: Any = object.__new__(type(layer.numerics))
     old.__setstate__(state)
     assert old.fused_wgrad is False
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import sqnr
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd import packed as module
@@ -96,7 +97,7 @@ def test_cross_attention_of_packed_contexts(checkpointed: bool):
         return layer(x, packed_of(t), context=context, context_mask=packed_of(t, s))
 
     leaf = x.clone().requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(run, leaf, use_reentrant=False) if checkpointed else run(leaf)
+    y = checkpoint(run, leaf, use_reentrant=False) if checkpointed else run(leaf)
     alone = [
         layer(part[None], context=other[None])[0] for part, other in zip(x.split(t), context.split(s), strict=True)
     ]
@@ -132,11 +133,12 @@ def test_what_does_not_fit_is_refused():
     for ends in ([0, 3, 7], [1, 3, 8], [0, 9, 8], [0, 3, 9]):
         with pytest.raises(ShapeError, match=r"cu_seqlens is .*; want numbers that rise from 0 to 8"):
             layer(x, Packed(torch.tensor(ends, dtype=torch.int32), 5))
+    q = torch.randn(1, 2, 8, 4)
     for wrong in (torch.tensor([[0, 8]]), torch.tensor([0.0, 8.0]), torch.tensor([0])):
         with pytest.raises(ShapeError, match="want int32"):
-            packed_attention(*[torch.randn(1, 2, 8, 4)] * 3, Packed(wrong, 8), Scores())
+            packed_attention(q, q, q, Packed(wrong, 8), Scores())
     with pytest.raises(ShapeError, match="move it there"):
-        packed_attention(*[torch.randn(1, 2, 8, 4)] * 3, Packed(torch.tensor([0, 8], device="meta"), 8), Scores())
+        packed_attention(q, q, q, Packed(torch.tensor([0, 8], device="meta"), 8), Scores())
     for wrong, cache in ((torch.randn(1, 8, 32), None), (x, Cache())):
         with pytest.raises(ShapeError, match=r"with a Packed as mask \[T, hidden_size\] and no cache"):
             layer(wrong, packed_of((3, 5)), cache=cache)
@@ -186,7 +188,7 @@ def test_what_torchs_varlen_attention_is_given(scores: Scores, monkeypatch):
     ends = packed.cu_seqlens.long().as_subclass(Card)  # any integers: it is given int32
     found = packed_attention(q, k, v, Packed(ends, 6), scores)
     plain = [x.as_subclass(torch.Tensor).float() for x in (q, k, v)]
-    wanted = packed_attention(*plain, packed, scores)
+    wanted = packed_attention(plain[0], plain[1], plain[2], packed, scores)
     assert given == [(torch.int32, torch.int32, 6, 6, True)]
     assert torch.allclose(found.as_subclass(torch.Tensor).float(), wanted, atol=2.0**-7)
 

@@ -57,8 +57,9 @@ def assert_adds(multiply, wanted_MN: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "architecture", "config"), committed())
-def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card):
+def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card, whole: bool):
     m, n, k = sizes(config)
+    adds = whole or config.descriptors  # by pointers every load has a fault to look for, which takes ten times as long
     card(architecture)
     if operation == "matmul_fp16":
         a, b = (torch.randint(-2, 3, (rows, k)).bfloat16() for rows in (m, n))
@@ -69,7 +70,8 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
             a, b = in_blocks(CPU, m, k, 1), in_blocks(CPU, n, k, rows)
             found = matmul_block(a, b, Epilogue(None, torch.float32), config)
             assert differs(found, exact(a, b, None)) is None
-        assert_adds(lambda end: matmul_block(a, b, end, config), exact(a, b, None))
+        if adds:
+            assert_adds(lambda end: matmul_block(a, b, end, config), exact(a, b, None))
     else:
         promoted = operation.endswith("promoted")
         a, b = integers(CPU, m, k, E5M2, by_row=True), integers(CPU, n, k, E4M3, by_row=False)
@@ -81,7 +83,8 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
         ]
         found, wanted = matmul_fp8(a, b, ends[0], promoted, config), reference.finish(exact(a, b, None), ends[1])
         assert differs(found.float(), wanted.float()) is None
-        assert_adds(lambda end: matmul_fp8(a, b, end, promoted, config), exact(a, b, None))
+        if adds:
+            assert_adds(lambda end: matmul_fp8(a, b, end, promoted, config), exact(a, b, None))
         for ours, twins in zip(ends[0][4:6], ends[1][4:6], strict=True):
             assert ours is not None
             assert twins is not None

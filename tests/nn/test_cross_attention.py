@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import FP8_RECIPES, sqnr
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache
@@ -134,7 +135,7 @@ def barts(activation: str = "gelu"):
 
     config = BartConfig(
         d_model=32, decoder_ffn_dim=48, decoder_attention_heads=4, activation_function=activation, dropout=0.0,
-        attention_dropout=0.0, activation_dropout=0.0, attn_implementation="eager",
+        attention_dropout=0.0, activation_dropout=0.0, attn_implementation="eager",  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return modeling.BartDecoderLayer(config).double()
 
@@ -167,9 +168,7 @@ def test_a_decoders_layer_is_barts(recipe: str, checkpointed: bool):
     x64, context64 = (each.detach().double().requires_grad_() for each in (x, context))
     seen = torch.arange(9) < torch.tensor([[9], [4]])
     if checkpointed:
-        y = torch.utils.checkpoint.checkpoint(
-            lambda x, context: layer(x, context=context, context_mask=seen), x, context, use_reentrant=False
-        )
+        y = checkpoint(lambda x, context: layer(x, context=context, context_mask=seen), x, context, use_reentrant=False)
     else:
         y = layer(x, context=context, context_mask=seen)
     causal = torch.full((6, 6), float("-inf")).triu(1)[None, None].double()
