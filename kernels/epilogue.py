@@ -66,7 +66,8 @@ def activated(y, columns, N, bias, ACTIVATION: tl.constexpr):
     """f(y + bias)."""
     if bias is not None:
         y += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    return activate(y, ACTIVATION)
+    y = activate(y, ACTIVATION)
+    return y
 
 
 @triton.jit
