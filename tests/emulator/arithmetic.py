@@ -159,7 +159,7 @@ def _binary(program: Program, ins: Instruction) -> Execute:
 
 
 def _in_halves(kind: str, compute: Callable, a: Array, b: Array) -> Array:
-    """Both 16-bit halves of 32 bits, in FP32: 2 * 11 + 2 bits are enough for one rounding, but for tiny BF16 products."""
+    """Both 16-bit halves of 32 bits, in FP32: 24 bits are enough for one rounding, but for tiny BF16 products."""
     of, to = (_from_f16, numbers.to_f16) if kind == "f16x2" else (numbers.from_bf16, numbers.to_bf16)
     low, high = (
         to(compute(*[of((x >> np.uint32(shift)).astype(np.uint16)) for x in (a, b)])).astype(np.uint32)
