@@ -44,12 +44,13 @@ class Process(Protocol):
 
 
 class World(NamedTuple):
-    """What a test replaces: the clock, the start of a group within so many seconds, and where text goes."""
+    """What a test replaces: the clock, the start of a group in its seconds, where text goes, later groups' variables."""
 
     now: Callable[[], float]
     sleep: Callable[[float], None]
     start: Callable[[Group, float], Process]
     show: Callable[[str], None]
+    set: Callable[[str, str], None] = lambda name, value: None
 
 
 def run(plan: Sequence[Group], file: Path, seconds: float, world: World) -> int:
@@ -82,6 +83,9 @@ def run(plan: Sequence[Group], file: Path, seconds: float, world: World) -> int:
         ended, why = ending(status, limit)
         last = [line[:LONGEST] for line in process.lines()[-LAST_LINES:]] if ended != "done" else []
         sink.write("end", status=ended, why=why, seconds=round(world.now() - start, 1), last=last)
+        if group.else_set and (ended != "done" or table.failed(file)):
+            world.set(*group.else_set)
+            sink.write("note", text=f"it went wrong: the groups after it run with {'='.join(group.else_set)}")
         world.show(table.line_of(group.name, file))
         show_at_marks()
     world.show(table.text(file, plan))
@@ -174,7 +178,7 @@ class Processes:
 
     def world(self, show: Callable[[str], None]) -> World:
         """The real one."""
-        return World(time.monotonic, time.sleep, self.group, show)
+        return World(time.monotonic, time.sleep, self.group, show, self._environment.__setitem__)
 
     def _spawn(self, name: str, *arguments: str) -> Spawned:
         command = [sys.executable, str(SCRIPT), "--file", str(self.file), "--cache", str(self.cache), *arguments]

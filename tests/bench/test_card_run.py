@@ -15,6 +15,7 @@ import torch
 from benchmarks.card import records, run, table
 from benchmarks.card.plan import NAMES, PLAN, Group
 from benchmarks.card.records import Sink
+from fp8engine.kernels import gluon_ring
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -100,6 +101,18 @@ def test_a_group_that_fails_costs_itself_alone(tmp_path: Path, group: str, bad: 
         assert f"{other:10s} done, 5 s" in text
 
 
+@pytest.mark.parametrize(("ends", "wrong"), [("well", None), ("well", "3 differ"), ("hang", None), ("signal", None)])
+def test_where_gluon_goes_wrong_the_other_groups_run_without_it(tmp_path: Path, ends: str, wrong: str | None):
+    file, shown, environment = tmp_path / "gpu.jsonl", [], {}
+    if wrong:
+        Sink(file, "gluon").write("check", name="matmul_gluon", wrong=wrong)
+    world = fake_world(file, lambda it: ends if it.name == "gluon" else "well", shown)._replace(
+        set=environment.__setitem__
+    )
+    run.run(PLAN, file, 3600, world)
+    assert environment == ({} if (ends, wrong) == ("well", None) else {gluon_ring.SETTING: "0"})
+
+
 def test_every_group_may_fail(tmp_path: Path):
     file, shown = tmp_path / "gpu.jsonl", []
     ends = {group.name: BAD[place % len(BAD)] for place, group in enumerate(PLAN)}
@@ -124,8 +137,8 @@ def test_the_table_after_three_six_and_nine_minutes(tmp_path: Path):
     first = next(text for text in shown if text.startswith("after 3"))
     assert "smoke      failed, 90 s" in first
     assert "casts      not begun" in first
-    assert "gluon      not begun" in table.text(file)
-    assert not [record for record in records.read(file)[0] if record["group"] == "gluon" and record["kind"] == "start"]
+    assert "model      not begun" in table.text(file)
+    assert not [record for record in records.read(file)[0] if record["group"] == "model" and record["kind"] == "start"]
 
 
 def test_a_group_that_cannot_be_started(tmp_path: Path):
@@ -249,8 +262,7 @@ def test_every_group_has_work_and_work_has_a_group():
 
     assert set(measure.WORK) == set(NAMES)
     assert len(NAMES) == len(set(NAMES))
-    assert NAMES[:5] == ("smoke", "gemm", "casts", "linear", "block")
-    assert NAMES[-1] == "gluon"
+    assert NAMES[:6] == ("gluon", "smoke", "gemm", "casts", "linear", "block")
 
 
 def test_lines_are_on_disk_at_once(tmp_path: Path):

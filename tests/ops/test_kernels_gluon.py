@@ -171,6 +171,21 @@ def test_ragged_shapes_and_padded_rows_are_supported():
     assert gluon.unsupported(padded, operand(8)._replace(data=padded.data[:8]), Epilogue()) is None
 
 
+def test_a_setting_leaves_everything_to_plain_triton(monkeypatch):
+    a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), torch.ones(()), -1, -1) for _ in "ab")
+    monkeypatch.setattr(gluon_ring, "capability", lambda where: (9, 0))
+    assert gluon_ring.unsupported(a, b, Epilogue()) is None
+    monkeypatch.setenv("FP8ENGINE_GLUON", "0")
+    assert gluon_ring.unsupported(a, b, Epilogue()) == "FP8ENGINE_GLUON is 0"
+
+
+def test_a_result_that_is_added_to_is_left_to_plain_triton(monkeypatch):
+    a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), torch.ones(()), -1, -1) for _ in "ab")
+    monkeypatch.setattr(gluon_ring, "capability", lambda where: (9, 0))
+    into = torch.empty(64, 64, device="meta")
+    assert "added to" in str(gluon_ring.unsupported(a, b, Epilogue(out=torch.float32, into=into)))
+
+
 def test_only_hopper_is_supported(monkeypatch):
     for capability, reason in {(8, 9): "sm_89", (10, 0): "sm_100", (12, 0): "sm_120"}.items():
         monkeypatch.setattr(gluon_ring, "capability", lambda where, capability=capability: capability)
