@@ -44,7 +44,7 @@ class Process(Protocol):
 
 
 class World(NamedTuple):
-    """What a test replaces: the clock, the start of a group in its seconds, where text goes, later groups' variables."""
+    """What a test replaces: clock, sleep, the start of a group, where text goes, variables of later groups."""
 
     now: Callable[[], float]
     sleep: Callable[[float], None]

@@ -56,6 +56,7 @@ WAYS = {
         "kernels/matmul_fp16.py": interpreted("matmul_fp16", "epilogue"),
         "kernels/split_k.py": interpreted("split_k"),
         "kernels/epilogue.py": interpreted("epilogue", "matmul_fp8"),
+        "kernels/activations.py": interpreted("epilogue", "act"),
         "kernels/tile.py": interpreted("tile", "matmul_fp8", "matmul_fp16"),
     },
     "emulated": {
