@@ -50,7 +50,7 @@ def main_grad_of(weight: Any, name: str) -> torch.Tensor:
     return found
 
 
-def accumulate(a: Operand | torch.Tensor, b: Any, weight: Any, name: str, precision: str) -> torch.Tensor | None:
+def accumulate(a: Any, b: Any, weight: Any, name: str, precision: str) -> torch.Tensor | None:
     """Add a @ b.T to the weight's main_grad; what autograd is given as the weight's gradient.
 
     a [N, M], b [K, M]: in FP8, or both tensors of 16 or 32 bits.

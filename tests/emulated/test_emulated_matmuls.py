@@ -103,7 +103,7 @@ def test_a_flattened_loop_computes_the_same_bits(k: int, card):
     for launch in (
         lambda config: matmul_fp8(a, b, Epilogue(torch.randn(80)), False, config),
         lambda config: matmul_fp8(a, b, Epilogue(out=torch.float32), True, config),
-        lambda config: matmul_block(*in_groups, Epilogue(), config),
+        lambda config: matmul_block(in_groups[0], in_groups[1], Epilogue(), config),
         lambda config: matmul_fp16(a.data.bfloat16(), b.data.bfloat16(), Epilogue(), config._replace(block_k=64)),
     ):
         torch.manual_seed(0)
