@@ -97,7 +97,7 @@ def test_only_write_writes_the_table(option: str | None, tmp_path: Path, monkeyp
     table = json.loads(old)
     table["operations"]["matmul_fp8"]["sm_90"]["large"]["ratio"] = 1.125
     monkeypatch.setattr(tuning, "TABLE", path)
-    monkeypatch.setattr(bench, "tune", lambda operation, shapes, where, note: (table, [{"operation": operation}]))
+    monkeypatch.setattr(bench, "tune", lambda operation, *rest: (table, [{"operation": operation}]))
     options = () if option is None else (option,)
     printed = json.loads(call("tune", "--operation", "matmul_fp8", "--json", *options).stdout)
     assert printed["tried"] == [{"operation": ["matmul_fp8"]}]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.card import child, measure, records
+from benchmarks.card.plan import NAMES
 from benchmarks.card.records import Record, Sink
 from fp8engine.bench import harness
 from fp8engine.ops import device
@@ -80,9 +81,10 @@ def test_a_group_says_which_kernels_it_had_even_where_it_fails(card, monkeypatch
         of.sink.write("note", text=f"{of.where}")
         lost()
 
-    monkeypatch.setitem(measure.WORK, "smoke", work)
+    first = NAMES[0]  # which writes down the machine
+    monkeypatch.setitem(measure.WORK, first, work)
     with pytest.raises(RuntimeError):
-        child.work("smoke", tmp_path / "gpu.jsonl", tmp_path, 60.0)
+        child.work(first, tmp_path / "gpu.jsonl", tmp_path, 60.0)
     found = written(tmp_path)
     assert [one["kind"] for one in found] == ["begin", "machine", "note", "kernels"]
     assert found[1]["card"] == "pretended"
