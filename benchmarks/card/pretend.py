@@ -119,7 +119,7 @@ def _replace_names() -> None:
     """Let the library take meta tensors for a card's, and benchmarks run each variant once."""
     from fp8engine.bench import cases, harness
     from fp8engine.kernels import launch
-    from fp8engine.ops import casts, device, library, matmul, scaled_mm, triton_backend
+    from fp8engine.ops import casts, device, library, matmul, scaled_grouped, scaled_mm, triton_backend
 
     plain = (torch.Tensor, torch.nn.Parameter)
     asked = matmul.asked
@@ -133,6 +133,8 @@ def _replace_names() -> None:
         (matmul.choose, lambda where, by_block, *rest: asked() or ("triton" if by_block else "cublas")),
         (matmul.choose_16_bits, lambda where, shape: "triton" if asked() == "triton" else "torch"),
         (scaled_mm.matmul, _scaled),
+        (scaled_grouped.has_scaled_grouped, lambda where: True),
+        (scaled_grouped.scaled_grouped, _scaled_grouped),
         (library.direct, lambda x: type(x) in plain and not torch.is_grad_enabled()),
         (library.keepable, lambda x: type(x) in plain and not x.is_inference()),
         (harness.compare, _once),
@@ -166,6 +168,12 @@ class _HostGenerator(torch.Generator):
 
 def _scaled(a, b, bias_N=None, out: torch.dtype = torch.bfloat16, fast: bool = False) -> torch.Tensor:
     return torch.empty(a.data.shape[0], b.data.shape[0], dtype=out, device=a.data.device)
+
+
+def _scaled_grouped(a, b, transposed: bool, ends_E: torch.Tensor, fast: bool) -> torch.Tensor:
+    rows, columns = b.data.shape
+    out = columns if transposed else rows // len(ends_E)
+    return torch.empty(len(a.data), out, dtype=torch.bfloat16, device=a.data.device)
 
 
 def _once(common, checks, derive, timer, forget=None) -> list[dict]:

@@ -252,7 +252,7 @@ def test_the_table_is_made_anew_from_a_file(tmp_path: Path):
 
 
 def test_a_group_that_does_not_exist():
-    assert "no group is called gem; there are smoke, gemm" in script("--groups", "gem").stderr
+    assert "no group is called gem; there are gluon, smoke" in script("--groups", "gem").stderr
 
 
 def test_every_group_has_work_and_work_has_a_group():
