@@ -70,9 +70,9 @@ _SEARCHED = (
     ("loss|cross_entropy|kl_div", "loss"),
     ("attention|attn", "attention"),
     ("norm", "norm"),
-    ("rotary|rope|quantize|cast_transpose|upsample|_pad|dropout", "view_like"),
+    ("rotary|rope|quantize|cast_transpose|transpose_experts|upsample|_pad|dropout", "view_like"),
     ("swiglu|geglu|gelu|silu|relu", "unary"),
-    ("matmul|linear|gemm", "matmul"),
+    ("matmul|linear|gemm|grouped_rows|grouped_sums", "matmul"),
 )
 OVERWRITES = frozenset(("fill", "zero", "normal", "uniform", "copy", "resize", "set"))  # in place; others read it too
 
