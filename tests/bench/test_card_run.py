@@ -302,7 +302,7 @@ def test_the_whole_script_on_a_pretended_card(monkeypatch: pytest.MonkeyPatch, t
     assert len(pool) == 2
     assert all(process.poll() is not None for process in pool)
     (file,), (text,) = (list((tmp_path / "out").glob(f"*-gpu.{ending}")) for ending in ("jsonl", "txt"))
-    assert text.read_text() == table.text(file, [PLAN[-1]]) + "\n"
+    assert text.read_text() == table.text(file, [PLAN[0]]) + "\n"
     out = capsys.readouterr().out
     assert "NVIDIA H200: results go to " in out
     assert "gluon: on a card" in out
