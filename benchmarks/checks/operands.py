@@ -32,7 +32,7 @@ def uneven(operand: Operand) -> Operand:
 
     They are contiguous along the operand's rows, as a transposing cast leaves them for wgrad.
     """
-    scale = torch.empty(operand.scale.shape[::-1], device=operand.scale.device).t()  # its strides, for one group too
+    scale = torch.zeros(operand.scale.shape[::-1], device=operand.scale.device).t()  # its strides, for one group too
     scale.copy_(operand.scale * (1 + torch.rand_like(operand.scale)))
     return operand._replace(scale=scale, power_of_2=False)
 

@@ -107,7 +107,7 @@ def test_every_epilogue_is_the_twins(way: str, end: str, card, whole: bool):
     else:  # another exp and tanh: a unit in the last place of the result's format, or of FP32 beneath it
         step = {E5M2.dtype: 2.0**-2, torch.float16: 2.0**-10}[out]
         torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step * 2.0**-6)
-    for name, mine, theirs in zip(("amax", "counts"), ours[4:], twins[4:], strict=True):
+    for name, mine, theirs in zip(("amax", "counts"), ours[4:6], twins[4:6], strict=True):
         assert differs(mine, theirs) is None, name
 
 
