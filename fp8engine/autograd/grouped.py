@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -221,8 +222,7 @@ class _Experts(Call):
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             b_ENK = b.unflatten(0, (self.experts, -1))
             return _in_16_bits(a, b_ENK.mT if transposed else b_ENK, bias_EN, self.bounds_2E1, a.dtype).to(out)
-        assert isinstance(a, Operand)  # one recipe's casts: both are FP8, or neither
-        assert isinstance(b, Operand)
+        a, b = cast("Operand", a), cast("Operand", b)  # one recipe's casts: both are FP8, or neither
         precision = self._precision(matmul)
         if not self.compiling and matmul == "forward":
             self.numerics.ran = RAN.get(grouped.runs_on(a, b, self.experts, precision), self.numerics.ran)
@@ -232,8 +232,7 @@ class _Experts(Call):
         """dw: for each expert, the transpose of its rows of a times its rows of b."""
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return grouped.sums_16(a, b.to(a.dtype), self.bounds_2E1, dtype)
-        assert isinstance(a, Operand)
-        assert isinstance(b, Operand)
+        a, b = cast("Operand", a), cast("Operand", b)
         if self.blocks:
             a, b = (grouped.transpose(x, self.bounds_2E1) if x.scale.dim() == 0 else x for x in (a, b))
         return grouped.sums(a, b, self.bounds_2E1, dtype, (self._precision("wgrad"), self.blocks))
