@@ -1,4 +1,4 @@
-"""Where the rows of each expert lie, read by every kernel that runs over all experts in one launch.
+"""Bounds of the experts' rows and how a program reads them, for every kernel that runs over all experts in one launch.
 
     bounds [2, E + 1] INT32    row 0: the first row of each expert, and where the last one ends
                                row 1: the same in blocks of 128 rows, each expert beginning a block of its own

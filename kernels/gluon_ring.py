@@ -1,4 +1,4 @@
-"""What the Gluon matmuls for Hopper share: the ring of slots, the producer's warp, the epilogue, and who may use them.
+"""Common parts of the Gluon matmuls for Hopper: the ring of slots, the producer's warp, the epilogue, the refusals.
 
 One warp loads (`produce`), the others multiply and store.  They meet at mbarriers alone.
 

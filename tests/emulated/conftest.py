@@ -1,7 +1,8 @@
 """Kernels on the emulated card (tests/emulator): compiled by Triton for a GPU, executed from their PTX on the CPU.
 
-`make test` runs a thin set: every committed configuration of every kernel once, ten seeds of schedules dealt over the
-cases.  `make emulated` (--whole) runs each case under all ten, and more cases.  The last lines count what ran.
+`make test` runs a thin set: every committed configuration of every kernel once, but two alone of grouped matmuls; ten
+seeds of schedules are dealt over the cases.  `make emulated` (--whole) runs each case under all ten, and the cases that
+are marked `whole`, which nothing else collects.  The last lines count what ran.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """In the whole set every test that uses a card runs under every seed."""
     if "schedule" in metafunc.fixturenames and metafunc.config.getoption("--whole"):
         metafunc.parametrize("schedule", SEEDS, ids=lambda seed: f"seed {seed}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases marked `whole` are a part of the whole set alone."""
+    if not config.getoption("--whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -68,11 +68,9 @@ def test_scaled_sums_are_added_in_the_order_of_k(way: str, card):
     assert differs(found, fused(a, b)) is None
 
 
-@pytest.mark.slow
+@pytest.mark.whole  # both give the bits of the same sums on the host
 @pytest.mark.parametrize("way", ["loaded", "ring"])
-def test_the_plain_kernel_gives_the_same_bits(way: str, card, whole: bool):
-    if not whole:
-        pytest.skip("both give the bits of the same sums on the host: with --whole")
+def test_the_plain_kernel_gives_the_same_bits(way: str, card):
     card(90)
     a, b = map(uneven, operands(way))
     plain = TILE._replace(kernel="triton", parts=1)
@@ -85,14 +83,17 @@ ENDS = {
     "FP32, counts": (torch.float32, "none", True),
     "FP16, gelu_tanh": (torch.float16, "gelu_tanh", False),
 }
+# `make test` runs each epilogue with one kind of scales.
+CASES = [
+    pytest.param(way, end, marks=() if place % len(WAYS) == WAYS.index(way) else pytest.mark.whole)
+    for way in WAYS
+    for place, end in enumerate(ENDS)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_epilogue_is_the_twins(way: str, end: str, card, whole: bool):
-    if not whole and list(ENDS).index(end) % len(WAYS) != WAYS.index(way):
-        pytest.skip("each epilogue with one kind of scales; all with --whole")
+@pytest.mark.parametrize(("way", "end"), CASES)
+def test_every_epilogue_is_the_twins(way: str, end: str, card):
     card(90)
     out, activation, statistics = ENDS[end]
     a, b = operands(way)

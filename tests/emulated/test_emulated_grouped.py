@@ -39,12 +39,11 @@ COMMITTED = sorted(
             kind,
             operation != "matmul_fp8",
             int(arch.removeprefix("sm_")),
-            config._replace(ratio=None, flatten=False, split_k=1),
+            config._replace(ratio=None, kernel="triton", flatten=False, split_k=1),
         )
         for operation, kind in (("matmul_fp8", "row"), ("matmul_fp8_promoted", "row"), ("matmul_block", "block"))
         for arch, configs in table()[operation].items()
         for config in configs.values()
-        if config.kernel == "triton"
     },
     key=str,
 )
@@ -118,12 +117,12 @@ def check_sums(kind: str, sizes: list[int], m: int, n: int, promoted: bool, conf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "promoted", "architecture", "config"), COMMITTED, ids=str)
-def test_a_committed_configuration_is_exact(
-    kind: str, promoted: bool, architecture: int, config: Config, card, whole: bool
-):
-    if not whole and config not in THIN:
-        pytest.skip("make emulated runs every configuration")
+@pytest.mark.parametrize(
+    ("kind", "promoted", "architecture", "config"),
+    [pytest.param(*case, marks=() if case[-1] in THIN else pytest.mark.whole) for case in COMMITTED],
+    ids=str,
+)
+def test_a_committed_configuration_is_exact(kind: str, promoted: bool, architecture: int, config: Config, card):
     card(architecture)
     odd = 0 if config.descriptors else 1
     check_rows(kind, DIVISIONS["uneven"], config.block_n + 16 + odd, K + odd, promoted, config)
@@ -218,10 +217,15 @@ def test_codes_are_transposed_and_rows_summed(division: str, card):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "blockwise", "squares"])
-def test_a_layers_step_is_that_of_its_emulation(recipe: str, card, whole: bool):
-    if not whole and recipe not in ("current", "blockwise"):
-        pytest.skip("make emulated runs every recipe")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "current",
+        "blockwise",
+        *(pytest.param(name, marks=pytest.mark.whole) for name in ("delayed", "rowwise", "squares")),
+    ],
+)
+def test_a_layers_step_is_that_of_its_emulation(recipe: str, card):
     square = fe.Cast(fe.E4M3, fe.PerBlock(32, 32), power_of_2=True)
     squares = fe.Recipe(name="squares", input=square, weight=square, grad_output=square)
     results, there = [], card()
