@@ -35,7 +35,7 @@ from fp8engine.kernels.tuning import Config, capability, pick, programs
 
 
 @triton.jit
-def _scale_of(scale, index, row, ROWS, stride_row, stride_k, SCALE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def scale_of(scale, index, row, ROWS, stride_row, stride_k, SCALE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Scales of BLOCK_ROWS rows in one group of K: a vector, or one number where all rows share it."""
     if SCALE_ROWS % BLOCK_ROWS == 0:
         return tl.load(scale + (row // SCALE_ROWS) * stride_row + index * stride_k)
@@ -97,8 +97,8 @@ def _matmul_block_kernel(
             a_MK = load_tile(a, row, k, M, K, (stride_a, 1), BLOCK_M, BLOCK_K, LOAD)
             b_NK = load_tile(b, column, k, N, K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
             group = k // BLOCK_K
-            s_a = _scale_of(scale_a, group, row, M, stride_scale_am, stride_scale_ak, ROWS_A, BLOCK_M)
-            s_b = _scale_of(scale_b, group, column, N, stride_scale_bn, stride_scale_bk, ROWS_B, BLOCK_N)
+            s_a = scale_of(scale_a, group, row, M, stride_scale_am, stride_scale_ak, ROWS_A, BLOCK_M)
+            s_b = scale_of(scale_b, group, column, N, stride_scale_bn, stride_scale_bk, ROWS_B, BLOCK_N)
             sums_MN = tl.dot(a_MK, b_NK.T)
             if ONE_SCALE_A and ONE_SCALE_B:
                 acc_MN += sums_MN * (s_a * s_b)

@@ -30,6 +30,7 @@ from triton.language.target_info import cuda_capability_geq
 from fp8engine.kernels.epilogue import store_result
 from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blocks, most_blocks, rows_of, width
 from fp8engine.kernels.launch import describable, parts, processors, reader, stages, triton_dtype
+from fp8engine.kernels.matmul_block import scale_of
 from fp8engine.kernels.tile import load_tile, place_of, store_tile
 from fp8engine.kernels.tuning import Config, capability, pick, programs
 
@@ -45,17 +46,6 @@ class Result(NamedTuple):
     amax: None = None
     counts: None = None
     into: None = None
-
-
-@triton.jit
-def _block_scale(scale, index, row, ROWS, stride_row, stride_k, SCALE_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Scales of BLOCK_ROWS rows in one group of what is summed: a vector, or one number where all rows share it."""
-    if SCALE_ROWS % BLOCK_ROWS == 0:
-        return tl.load(scale + (row // SCALE_ROWS) * stride_row + index * stride_k)
-    else:
-        rows = row + tl.arange(0, BLOCK_ROWS)
-        where = (rows // SCALE_ROWS) * stride_row + index * stride_k
-        return tl.load(scale + where, mask=rows < ROWS, other=0.0)
 
 
 @triton.jit
@@ -75,8 +65,8 @@ def _sums(
         b_NK = load_tile(b, row_b, k, LIMIT_B, LIMIT_K, (stride_b, 1), BLOCK_N, BLOCK_K, LOAD)
         if IN_BLOCKS:
             group = k // BLOCK_K
-            s_a = _block_scale(scale_a, group, scale_row_a, LIMIT_SCALE_A, strides_a[0], strides_a[1], ROWS_A, BLOCK_M)
-            s_b = _block_scale(scale_b, group, scale_row_b, LIMIT_SCALE_B, strides_b[0], strides_b[1], ROWS_B, BLOCK_N)
+            s_a = scale_of(scale_a, group, scale_row_a, LIMIT_SCALE_A, strides_a[0], strides_a[1], ROWS_A, BLOCK_M)
+            s_b = scale_of(scale_b, group, scale_row_b, LIMIT_SCALE_B, strides_b[0], strides_b[1], ROWS_B, BLOCK_N)
             sums_MN = tl.dot(a_MK, b_NK.T)
             if ROWS_A % BLOCK_M == 0 and ROWS_B % BLOCK_N == 0:
                 acc_MN += sums_MN * (s_a * s_b)

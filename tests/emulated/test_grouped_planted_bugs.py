@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+from edited_kernels import edited_kernel
 from emulator.card import emulated
 from emulator.faults import Fault
 from emulator.launch import Done, Launch
@@ -23,7 +22,6 @@ from fp8engine.ops import triton_backend
 from fp8engine.ops.reference import How, Operand
 from fp8engine.ops.reference import grouped as twin
 
-KERNELS = Path(__file__).parents[2] / "kernels"
 E4M3 = torch.float8_e4m3fn
 SIZES = [17, 0, 140]
 SMALL = Config(64, 32, 64, group_m=2, warps=4, stages=2, descriptors=False)
@@ -38,20 +36,6 @@ BUGS = [
     ("quantize_experts", "mask=(columns < K) & empty", "mask=(columns < K) & (empty == 0)"),
     ("quantize_experts", "codes_MK.T, column, block * 128", "codes_MK.T, column, row"),
 ]  # fmt: skip
-
-
-def planted(folder: Path, name: str, old: str, new: str) -> ModuleType:
-    """A copy of kernels/<name>.py with `new` for `old`, imported."""
-    text = (KERNELS / f"{name}.py").read_text()
-    assert text.count(old) == 1, old
-    path = folder / f"{name}_with_a_bug.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def right(matmuls: ModuleType, casts: ModuleType) -> bool:
@@ -85,7 +69,7 @@ def test_without_a_bug_all_is_right(schedule: int):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "old", "new"), BUGS, ids=lambda value: value[:40])
 def test_a_planted_bug_is_found(name: str, old: str, new: str, tmp_path, schedule: int, monkeypatch):
-    module = planted(tmp_path, name, old, new)
+    module = edited_kernel(tmp_path, name, old, new)
     modules = (module, quantize_experts) if name == "matmul_grouped" else (matmul_grouped, module)
     with contextlib.suppress(Fault), emulated(seed=schedule) as there:
         monkeypatch.setattr(torch, "empty", _unwritten(there))

@@ -4,7 +4,6 @@ In machine code: the PTX of a matmul of three stages is edited.  In a source: a 
 """
 
 import contextlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from edited_kernels import edited_kernel
 from emulator.card import emulated
 from emulator.faults import Deadlock, Fault, OutOfBounds, Race
 from triton import knobs
@@ -32,7 +32,6 @@ from fp8engine.numerics.formats import E4M3
 from fp8engine.ops.reference import Epilogue
 
 CPU = torch.device("cpu")
-KERNELS = Path(__file__).parents[2] / "kernels"
 M, N = 150, 136
 M4 = 152  # TMA reads scales of rows where 4 divides their number
 SMALL = Config(64, 64, 64, group_m=2, warps=4, stages=3)  # nine tiles for four programs
@@ -232,20 +231,6 @@ def machine_code(folder: Path, old: str, new: str | Callable[[re.Match[str]], st
         yield
 
 
-def source(folder: Path, name: str, old: str, new: str) -> ModuleType:
-    """A copy of kernels/<name>.py with `new` for `old`, imported."""
-    text = (KERNELS / f"{name}.py").read_text()
-    assert text.count(old) == 1, old
-    path = folder / f"{name}_with_a_bug.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("bug", MACHINE_CODE, ids=lambda bug: bug.what)
 def test_a_bug_in_machine_code_is_named(bug: Bug, tmp_path: Path, schedule: int):
     with machine_code(tmp_path, bug.old, bug.new, schedule), pytest.raises(bug.fault, match=bug.words):
@@ -265,10 +250,10 @@ def with_bug(folder: Path, name: str, old: str, new: str) -> dict[str, ModuleTyp
     """Copies of both Gluon matmuls, where the bug is in one of them or in what they share."""
     names = ("matmul_gluon", "matmul_gluon_scaled")
     if name in names:
-        return {name: source(folder, name, old, new)}
-    shared = {f"fp8engine.kernels.{name}": source(folder, name, old, new)}
+        return {name: edited_kernel(folder, name, old, new)}
+    shared = {f"fp8engine.kernels.{name}": edited_kernel(folder, name, old, new)}
     with mock.patch.dict(sys.modules, shared):
-        return {user: source(folder, user, '"""FP8 matmul', '"""Matmul') for user in names}
+        return {user: edited_kernel(folder, user, '"""FP8 matmul', '"""Matmul') for user in names}
 
 
 def scaled_product(matmul: Callable, way: str) -> bool:
@@ -298,21 +283,21 @@ def test_a_bug_in_the_ring_is_named_by_two_and_by_one_consumer(bug: Bug, tmp_pat
 
 @pytest.mark.parametrize("bug", FAST, ids=lambda bug: bug.what)
 def test_a_bug_in_the_fast_gluon_matmul_is_named(bug: Bug, tmp_path: Path, schedule: int):
-    module = source(tmp_path, "matmul_gluon", bug.old, bug.new)
+    module = edited_kernel(tmp_path, "matmul_gluon", bug.old, bug.new)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
         fast_product(module.matmul_gluon)
 
 
 @pytest.mark.parametrize("bug", SCALED, ids=lambda bug: bug.what)
 def test_a_bug_in_the_matmul_of_two_consumers_is_named(bug: Bug, tmp_path: Path, schedule: int):
-    module = source(tmp_path, "matmul_gluon_scaled", bug.old, bug.new)
+    module = edited_kernel(tmp_path, "matmul_gluon_scaled", bug.old, bug.new)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
         scaled_product(module.matmul_gluon_scaled, "ring")
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_bug_that_breaks_no_rule_gives_a_wrong_result(what: str, tmp_path: Path, schedule: int):
-    module = source(tmp_path, "matmul_gluon_scaled", *WRONG[what])
+    module = edited_kernel(tmp_path, "matmul_gluon_scaled", *WRONG[what])
     with emulated(seed=schedule):
         assert not scaled_product(module.matmul_gluon_scaled, "ring")
 
@@ -367,4 +352,4 @@ def copied(tile: ModuleType, seed: int) -> bool:
 def test_an_offset_that_overflows_and_a_mask_beyond_the_last_row_leave_their_allocation(old, new, tmp_path, schedule):
     assert copied(sound_tile, schedule)
     with pytest.raises(OutOfBounds, match="beyond its allocation"):
-        copied(source(tmp_path, "tile", old, new), schedule)
+        copied(edited_kernel(tmp_path, "tile", old, new), schedule)
