@@ -28,7 +28,7 @@ OF_WEIGHTS_DB = 31.6  # numbers spread over binades, in E4M3
 def sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """The statistics of the three, on their device."""
     with torch.no_grad():
-        return [measure(x.detach().float(), (), SAMPLE) for x in (q, k, v)]
+        return [measure(x.detach().float(), SAMPLE) for x in (q, k, v)]
 
 
 def predicted_db(tables: list[torch.Tensor], scale: float, head_dim: int) -> float:
@@ -38,7 +38,7 @@ def predicted_db(tables: list[torch.Tensor], scale: float, head_dim: int) -> flo
     >>> [round(predicted_db(sample(times * q, k, v), 128**-0.5, 128)) for times in (1, 4)]
     [26, 16]
     """
-    q, k, v = (read(table, ()) for table in tables)
+    q, k, v = (read(table) for table in tables)
     if q.nonfinite or k.nonfinite or v.nonfinite:
         return -math.inf
     scores = scale**2 * head_dim * q.rms**2 * k.rms**2 * (_noise(q) + _noise(k))

@@ -1,12 +1,16 @@
 """Controller of `fe.auto`: samples training steps, decides on what they show, and changes the layers' recipes.
 
-    step t      sampled: every tensor that a layer casts is described in a row of a table on the device
-    step t + 1  the table's copy to the host is started, asynchronously
+    step t      sampled: rows of every operand that a layer casts are kept on the device
+    step t + 1  the casts are tried on them, and the copy of the results to the host is started, asynchronously
     later       at the first step that finds the copy complete: decide, change recipes, log the reasons
 
-Sampled are step 0 and every `interval`-th after it.  A step is a forward of the model with gradients; decisions are
-made before its first layer runs, so that a step, with the parts of it that are recomputed, has one recipe.  Sampling
-changes no number: a run under a plan repeats the losses of the run that made it, bit for bit.
+Sampled are step 0, one pseudo-random step of each later interval, and a layer whose amaxes move early (schedule.py).
+A step is a forward of the model with gradients; decisions are made before its first layer runs, so that a step, with
+the parts of it that are recomputed, has one recipe.  Sampling changes no number: a run under a plan repeats the losses
+of the run that made it, bit for bit.
+
+Without gradients, before any training, the first forward is sampled and decides the forward's casts before the second;
+a training step that comes after it begins anew.  `calibrate` decides at conversion, and its decisions stay.
 
 A step whose backward comes only after another forward (a pipeline, a GAN) is sampled until it has come, for four
 forwards at most: backward passes of compiled blocks are not reported.  Several ranks decide on the first rank's
@@ -17,34 +21,39 @@ torch.compile has compiled as a whole never calls the controller: it computes in
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fp8engine._moved import renamed
-from fp8engine.auto import saving
+from fp8engine.auto import budget, saving
 from fp8engine.auto.history import History
-from fp8engine.auto.host_copy import PendingSample, start_copy
+from fp8engine.auto.host_copy import PendingSample, amaxes_of, start_copy
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
-from fp8engine.auto.policy import MOST_CHANGES, decide, enough, needs_of, per_tensor, widen
+from fp8engine.auto.policy import decide, needs_of, reasons, widen
+from fp8engine.auto.schedule import Moves, is_sampled
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe
+from fp8engine.files import HostCopy
 from fp8engine.numerics.cards import card_of
 from fp8engine.numerics.cost import speedup
+from fp8engine.numerics.formats import BF16
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
-from fp8engine.ops import device
+from fp8engine.ops import device, ranks
 from fp8engine.ops.reference.operand import COUNTERS
-from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, predicted, recipe_of
+from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, reads_of, recipe_of
 from fp8engine.scaling.prediction import Measured, Prediction
-from fp8engine.scaling.sample import read_row, width
+from fp8engine.scaling.reads import READS, Reads
+from fp8engine.scaling.sample import StepSamples, read_row
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 CALLS, ELEMENTS, SATURATED = (COUNTERS.index(name) for name in ("calls", "elements", "saturated"))
-SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective")  # what the recipes of one model have to agree on
+SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
 MOST_WITHOUT_BACKWARD = 4  # forwards for which a sampled step waits for its backward
+UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
 RENAMED = {"again": "resample", "late": "steps_without_backward"}  # attributes of 0.1's pickles
 
 
@@ -54,6 +63,7 @@ class Controller:
     layers: their numerics, with those recipes.  shapes: of their weights, [N, K] or [E, N, K].
     log: every change so far.  history: the samples.  step: the training step under way, -1 before the first.
     plan: decisions to repeat.  choices: by a layer's place in `layers`; layers that are decided together share one.
+    reads: what is remembered of each layer's casts.  loss: the latest that was seen, in nats; None for none.
     Raises InvalidRecipe for recipes that disagree on more than needs.
     """
 
@@ -65,13 +75,16 @@ class Controller:
         self.check(self.recipes)
         self.step = -1
         self.choices: dict[int, Choice] = {}
+        self.reads: dict[int, Reads] = {}
+        self.loss: float | None = None
         self.log: list[Change] = []
         self.history = History()
-        self.resample = False  # whether the last sample left layers undecided that need statistics at every granularity
+        self.moves, self.watched = Moves(), None
         self.pending: PendingSample | None = None
         self.counts: torch.Tensor | None = None  # the state's counters at the last sample
         self.steps_without_backward = 0  # forwards since the sampled one
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
+        self.calibrated = False  # whether decisions made before the first training step stay
         self.plan = plan
         self.outputs = Outputs(self.layers, self.recipes)
         if plan is not None:
@@ -109,11 +122,12 @@ class Controller:
 
     def begin_step(self, backward: bool) -> None:
         """A training step begins.  backward: whether a backward pass came since the last one began."""
-        begun = self.tentative and not backward  # by a forward that proves to have been an evaluation's
-        self.tentative = not torch.is_grad_enabled()
-        if begun:
-            return
         with torch.inference_mode(False):  # what is made here is written to in training
+            if self.tentative and not backward:  # the last forward proves to have been an evaluation's
+                self._after_evaluation()
+                return
+            self.tentative = not torch.is_grad_enabled()
+            self.state.decides_next = False
             self.step += 1
             self.state.outputs.widen = not self.frozen
             if self.plan is not None:
@@ -121,14 +135,44 @@ class Controller:
             elif self.state.samples is not None and not backward and self._may_wait():
                 self.steps_without_backward += 1
             else:
-                self._collect()
-                self._begin_sampling()
+                self._collect(backward=True)
+                self._begin_sampling(self._moved())
+            # Of a model that has not trained, the next forward without gradients ends the sample.
+            self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
+
+    def see_loss(self, loss: torch.Tensor | float) -> None:
+        """The loss of the step under way, a mean over its tokens in nats, for `fe.auto(budget=...)`."""
+        if self.state.samples is not None:
+            self.state.samples.see_loss(loss)
+
+    def calibrate(self, loss: torch.Tensor | None) -> None:
+        """Decide at once on what the state's samples hold; the decisions stay when training begins.
+
+        loss: of the pass that was sampled; None where it had no backward.
+        """
+        if loss is not None:
+            self.see_loss(loss)
+        self.step = 0
+        self._collect(backward=loss is not None, wait=True)
+        self.step, self.calibrated, self.counts, self.state.samples = -1, True, None, None
 
     def as_plan(self) -> Plan:
         """The decisions so far, to be repeated."""
         start = self.plan.start if self.plan is not None else replace(self.recipe, plan=None)
         shapes = {numerics.name: shape for numerics, shape in zip(self.layers, self.shapes, strict=True)}
         return Plan(shapes, start, tuple(self.log))
+
+    def cost(self, layer: int, role: str) -> float | None:
+        """Predicted cost in nats of the cast of an "input" or a "weight"; None where it is not known."""
+        seen, choice = self.reads.get(layer), self.choices.get(layer)
+        if (
+            seen is None
+            or choice is None
+            or role == "grad_output"
+            or not seen.knows_cost(READS.index((role, "forward")))
+        ):
+            return None
+        return sum(seen.cost(*each) for each in reads_of((layer, role), choice))
 
     def state_dict(self) -> dict[str, Any]:
         """Its decisions as JSON, and as tensors the statistics on which it has not decided yet."""
@@ -137,6 +181,34 @@ class Controller:
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called.  Raises StateError for another controller's, with nothing loaded."""
         saving.load_state_dict(self, found)
+
+    def sizes(self) -> dict[int, tuple[int, int, int] | None]:
+        """M, N, K of each layer's latest matmul, by its index in the state."""
+        return {numerics.layer: numerics.sizes for numerics in self.layers}
+
+    def begin_sampling(self, layers: Iterable[Numerics] | None = None) -> None:
+        """Give the step that begins a table for the statistics of these layers; None: of all."""
+        taken = {id(numerics) for numerics in (self.layers if layers is None else layers)}
+        shapes = {n.layer: shape for n, shape in zip(self.layers, self.shapes, strict=True) if id(n) in taken}
+        count = len(self.state.layers)
+        rows = (len(ROLES) + self.outputs.any) * count
+        self.state.samples = StepSamples(rows, count, shapes, self.state.device)
+
+    def _after_evaluation(self) -> None:
+        """A forward without gradients came before any training step, and now another forward begins."""
+        if not torch.is_grad_enabled():
+            if self.state.decides_next:
+                self.state.decides_next = False
+                self._collect(backward=False)
+            return
+        self.tentative = self.state.decides_next = False
+        if not self.calibrated and (self.log or self.choices):  # training decides for itself
+            self.choices, self.reads, self.log, self.history = {}, {}, [], _same_listeners(self.history)
+            for numerics, recipe in zip(self.layers, self.recipes, strict=True):
+                numerics.adopt(recipe)
+        if self.plan is None:
+            self.pending = None
+            self._begin_sampling()
 
     def _may_wait(self) -> bool:
         return self.steps_without_backward < MOST_WITHOUT_BACKWARD
@@ -148,36 +220,58 @@ class Controller:
             self.by_name[change.layer].adopt(change.recipe)
             self.log.append(change)
 
-    def _begin_sampling(self) -> None:
-        """Give the step that begins a table for its statistics, or none if it is not to be sampled."""
+    def _begin_sampling(self, early: set[int] | None = None) -> None:
+        """Give the step that begins a table for its statistics, or none if it is not to be sampled.
+
+        early: layers, by their index in the state, that are sampled whatever the step is.
+        """
         state, last = self.state, self.recipe.freeze_after
         state.samples, self.steps_without_backward = None, 0
-        state.sample_all = max(self.step, 0) % self.recipe.interval == 0  # else only `state.detailed_layers`
-        due = (self.resample or state.sample_all) and (last is None or self.step < last)
+        whole = is_sampled(self.step, self.recipe.interval)
+        due = (whole or early) and (last is None or self.step < last)
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
-            rows = (len(ROLES) + self.outputs.any) * len(state.layers)
-            state.samples = torch.zeros(rows, width(), dtype=torch.float32, device=state.device)
+            self.begin_sampling(None if whole else [n for n in self.layers if n.layer in (early or ())])
 
-    def _collect(self) -> None:
+    def _moved(self) -> set[int]:
+        """Layers whose amaxes have moved far since they were sampled; by their index in the state, with their groups.
+
+        Several ranks have different amaxes, and would have to agree in every step: they take no early samples.
+        """
+        if self.plan is not None or self.frozen or self.pending is not None or ranks.several(self.state.ranks):
+            return set()
+        found, number = set(), max(self.step, 0) // self.recipe.interval
+        if self.watched is not None and self.watched.done():
+            moved = self.moves.moved(amaxes_of(self.watched.tensors[0], len(self.state.layers)), number)
+            at = {numerics.layer: i for i, numerics in enumerate(self.layers)}
+            groups = [self.choices[at[layer]].layers for layer in moved if at.get(layer) in self.choices]
+            found, self.watched = {self.layers[i].layer for group in groups for i in group}, None
+        if self.watched is None and self.state.step_amax_S is not None:
+            self.watched = HostCopy([self.state.step_amax_S])
+        return found
+
+    def _collect(self, backward: bool, wait: bool = False) -> None:
         """Start the copy of the last step's statistics; decide on a copy that is complete."""
         state = self.state
         new = None
         if state.samples is not None:
-            self.pending = new = start_copy(self.step - 1, state)
-        if self.pending is not None and self.pending.arrived(self.pending is new):
+            self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
+            state.samples = None
+        if self.pending is not None and (wait or self.pending.arrived(self.pending is new)):
             sample, self.pending = self.pending, None
+            if wait:
+                sample.copy.wait()
             if not self.frozen:
-                self._decide(sample.step, self._read(sample.samples, sample.detailed_layers), sample.counts)
+                self._decide(sample)
                 self._decide_outputs(sample)
 
-    def _read(self, samples: torch.Tensor, detailed_layers: Container[int]) -> dict[SlotKey, Measured]:
+    def _read(self, slots: torch.Tensor) -> dict[SlotKey, Measured]:
         """Statistics of this controller's layers; layers whose inputs are the same tensor become a group."""
         found: dict[SlotKey, Measured] = {}
         consumers: dict[bytes, int] = {}
         for i, numerics in enumerate(self.layers):
             for j, role in enumerate(ROLES):
-                row = samples[len(ROLES) * numerics.layer + j]
-                if measured := read_row(row, role if numerics.layer in detailed_layers else ""):
+                row = slots[len(ROLES) * numerics.layer + j]
+                if measured := read_row(row):
                     found[i, role] = measured
                 if measured and role == "input" and i not in self.choices and measured.amax > 0:
                     self._join(i, consumers.setdefault(row.numpy().tobytes(), i))
@@ -188,43 +282,88 @@ class Controller:
         mine = begin([layer], self.recipes[layer])
         if first != layer and self.choices[first].changes == 0:
             group = self.choices[first]
-            mine = replace(group, formats={**group.formats, **mine.formats}, fp8=group.fp8 | mine.fp8)
-        for i in {i for i, _ in mine.formats}:
+            mine = replace(group, layers=(*group.layers, layer), matmuls={**group.matmuls, **mine.matmuls})
+        for i in mine.layers:
             self.choices[i] = mine
 
-    def _decide(self, step: int, found: Mapping[SlotKey, Measured], counts: torch.Tensor) -> None:
+    def _remember(self, found: Mapping[SlotKey, Measured], sample: PendingSample) -> set[int]:
+        """Enter the tried casts of layers whose tensors were finite; returns those layers."""
+        tried, usable = sample.reads.double().numpy(), set()
+        for i in {i for i, _ in found}:
+            mine = [found[i, role] for role in ROLES if (i, role) in found]
+            new = Reads(tried[self.layers[i].layer])
+            if any(measured.nonfinite for measured in mine) or not any(new.seen(read) for read in range(len(READS))):
+                continue
+            self.reads[i] = new.after(self.reads.get(i))
+            usable.add(i)
+        return usable
+
+    def _decide(self, sample: PendingSample) -> None:
         """Enter the statistics of a step into the history, and decide on every group of layers."""
+        found, counts = self._read(sample.slots), sample.counts
+        usable = self._remember(found, sample)
+        if math.isfinite(loss := float(sample.loss)):
+            self.loss = loss
         for slot, measured in found.items():
             choice = self.choices[slot[0]]
-            self.history.enter(step, self._name(slot), label(slot, choice), measured, predicted(measured, slot, choice))
-        needs = {slot: needs_of(self.recipes[slot[0]]) for slot in found}
-        detailed: set[int] = set()
-        self.resample = False
-        for choice in list({id(choice): choice for choice in self.choices.values()}.values()):
-            inside = {slot: found[slot] for slot in choice.formats if slot in found and _is_usable(found[slot])}
-            layers = {self.layers[i].layer for i, _ in choice.formats}
+            outcome = self._outcome(slot, choice, measured)
+            self.history.enter(sample.step, self._name(slot), label(slot, choice), measured, outcome)
+        before = _groups(self.choices)
+        after = []
+        for choice in before:
+            needs = {i: needs_of(self.recipes[i], loss=self.loss or 0.0) for i in choice.layers}
             if choice.changes == 0 and (slow := self._slower_in_fp8(choice, counts)):
-                new = in_16_bits(choice, slow)
-            elif not enough(inside, needs, choice):
-                detailed |= layers
-                self.resample, new = True, choice
-            else:
-                if not inside or not per_tensor(inside, needs, choice):  # detailed now, so detailed next time too
-                    detailed |= layers & self.state.detailed_layers
-                new = decide(inside, needs, choice)
-                new = new if new.reasons else widen(new, self._saturated(choice, counts))
-            self._adopt(choice, new, inside)
+                after.append(in_16_bits(choice, slow))
+                continue
+            seen = {i: self.reads[i] for i in choice.layers if i in usable}
+            new = decide(seen, needs, choice) if seen else replace(choice, reasons=None)
+            after.append(new if new.reasons else widen(new, self._saturated(choice, counts)))
+        paid = self._spend(after)
+        for old, new, final in zip(before, after, paid, strict=True):
+            if final is not new:
+                final = replace(final, reasons={**reasons(final, new, self._paid_for(final)), **(new.reasons or {})})
+            self._adopt(old, final, found)
         self.counts = counts
-        # What is not per tensor can be judged by detailed statistics only; but what is in 16 bits for good needs none.
-        self.state.detailed_layers = frozenset(detailed) | {
-            self.layers[i].layer
-            for i, choice in self.choices.items()
-            if choice.granularity != "tensor" and (choice.granularity or choice.changes < MOST_CHANGES)
-        }
+        sampled = {self.layers[i].layer for i, _ in found}
+        self.moves.sampled(sampled, amaxes_of(sample.amax_S, len(self.state.layers)))
 
-    def _adopt(self, old: Choice, new: Choice, inside: Mapping[SlotKey, Measured]) -> None:
+    def _spend(self, choices: Sequence[Choice]) -> list[Choice]:
+        """The choices with the finer casts and the 16 bits that the budget of loss asks for."""
+        if self.recipe.budget is None or self.loss is None:
+            return list(choices)
+        flops = {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
+        return budget.spend(choices, self.reads, flops, self.recipe.budget * self.loss)
+
+    def _paid_for(self, choice: Choice) -> dict[SlotKey, str]:
+        """The reasons of casts that the budget has asked for."""
+        found = {}
+        for i in choice.layers:
+            for role in ("input", "weight"):
+                cost = (
+                    1e3 * budget.cost_of(self.reads[i], choice.matmuls.get((i, "forward")), role)
+                    if i in self.reads
+                    else 0
+                )
+                found[i, role] = (
+                    f"forward: predicted cost {cost:.2g} millinats, and the budget of all casts is "
+                    f"{1e3 * (self.recipe.budget or 0.0) * (self.loss or 0.0):.3g}"
+                )
+        return found
+
+    def _outcome(self, slot: SlotKey, choice: Choice, measured: Measured) -> Prediction:
+        """What is predicted of a slot's casts: the least SQNR that its matmuls' results keep."""
+        seen, used = self.reads.get(slot[0]), reads_of(slot, choice)
+        known = [each for each in used if seen is not None and seen.seen(each[0])]
+        if seen is None or not known:
+            formats = [format for _, format in choice.casts(slot).values()] or [BF16]
+            return measured.predict(Cast(formats[0]), choice.margin if used else 0)
+        return Prediction(
+            min(seen.value(*each) for each in known), max(seen.flushed(*each) for each in known), 0.0, 0.0
+        )
+
+    def _adopt(self, old: Choice, new: Choice, found: Mapping[SlotKey, Measured]) -> None:
         """Give a group's layers the recipes of its new choice, and log the reasons."""
-        for i in sorted({i for i, _ in new.formats}):
+        for i in new.layers:
             self.choices[i] = new
             before, after = (recipe_of(self.recipes[i], choice, i) for choice in (old, new))
             if not new.reasons or after == before:
@@ -232,14 +371,17 @@ class Controller:
             slots = []
             for slot, why in new.reasons.items():
                 if slot[0] == i:
-                    outcome = predicted(inside[slot], slot, new) if slot in inside else None
+                    measured = found.get(slot)
+                    outcome = None if measured is None else self._outcome(slot, new, measured)
+                    if measured is not None and measured.crest >= UNUSUAL:
+                        why = f"{why} (amax {measured.crest:.0f}x rms)"
                     slots.append(_slot_change(self._name(slot), (label(slot, old), label(slot, new)), why, outcome))
             self._change(i, after, slots)
 
     def _decide_outputs(self, sample: PendingSample) -> None:
         """Decide on the storage of the layers' results, once their operands' casts are decided."""
         outputs = self.outputs
-        changed, found = outputs.decide(sample.samples, sample.counts, sample.rules)
+        changed, found = outputs.decide(sample.slots, sample.counts, sample.rules)
         self.state.reserve(self.layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
         for i, measured in found.items():
             now = outputs.stored[i]
@@ -264,7 +406,7 @@ class Controller:
             return ""
         card = card_of(device.name(where), device.processors(where))
         took, flops = 0.0, 0.0
-        for i in {i for i, _ in choice.formats}:
+        for i in choice.layers:
             n, k = self.shapes[i][-2:]
             calls, elements = (int(counts[row, len(ROLES) * self.layers[i].layer]) for row in (CALLS, ELEMENTS))
             m = elements // max(calls * k, 1)
@@ -279,17 +421,21 @@ class Controller:
 
     def _saturated(self, choice: Choice, counts: torch.Tensor) -> float:
         """Share of a group's elements that saturated under predicted scales since the last sample."""
-        columns = [len(ROLES) * self.layers[i].layer + ROLES.index(role) for i, role in choice.formats]
+        columns = [len(ROLES) * self.layers[i].layer + j for i in choice.layers for j in range(len(ROLES))]
         since = counts[:, columns].sum(1)
         if self.counts is not None:
             since = since - self.counts[:, columns].sum(1)
         return float(since[SATURATED]) / max(float(since[ELEMENTS]), 1.0)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "pending": None}  # a copy to the host that is under way belongs to this process
+        # A copy to the host that is under way belongs to this process.
+        return {**self.__dict__, "pending": None, "watched": None}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(renamed(state, RENAMED))
+        if "reads" not in state:  # pickled before casts were tried
+            new = {"reads": {}, "loss": None, "moves": Moves(), "watched": None, "calibrated": False}
+            state = new | {key: value for key, value in renamed(state, RENAMED).items() if key != "resample"}
+        self.__dict__.update(state)
 
 
 def attach(layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]]) -> None:
@@ -315,9 +461,16 @@ def _auto(numerics: Numerics) -> Auto:
     return numerics.recipe
 
 
-def _is_usable(measured: Measured) -> bool:
-    """Whether a decision may follow from these statistics: not those of zeros, nor of a step that overflowed."""
-    return measured.amax > 0 and not measured.nonfinite
+def _groups(choices: Mapping[int, Choice]) -> list[Choice]:
+    """Each group's choice once."""
+    return list({id(choice): choice for choice in choices.values()}.values())
+
+
+def _same_listeners(history: History) -> History:
+    """An empty history with the listeners of another."""
+    new = History()
+    new.listeners = history.listeners
+    return new
 
 
 def _slot_change(name: str, labels: tuple[str, str], why: str, outcome: Prediction | None) -> SlotChange:

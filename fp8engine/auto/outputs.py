@@ -8,7 +8,8 @@
 from a recorded flow (`fe.convert(..., example_inputs=...)`); without one every result is stored in 16 bits.
 A need that the user gives for another kind of consumer (`fe.auto(min_sqnr_db={"matmul": 22, "norm": 25})`) is kept like
 a matmul's.  A separate activation computes in 16 bits and would have to decode the codes; a fused one is part of the
-layer and no consumer.  The hysteresis is policy.py's.
+layer and no consumer.  A result in FP8 stays so while it misses its needs by no more than 1 dB and half the allowed
+share; one that was taken back returns after PATIENCE good samples, and changes at most MOST_CHANGES times.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, misses, needs_of
+from fp8engine.auto.policy import Needs, needs_of
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, Format
 from fp8engine.numerics.recipe import Auto, Cast, PerTensor, Recipe
 from fp8engine.scaling.output_slots import ELEMENTS, GATHERED
-from fp8engine.scaling.prediction import Measured
+from fp8engine.scaling.prediction import Measured, Prediction
 from fp8engine.scaling.sample import read_row
 from fp8engine.scaling.table import OUTPUT
 
 SATURATED = GATHERED[0]
+PATIENCE = 4  # samples in a row that have to allow FP8 again
+MOST_CHANGES = 3  # of one result: each makes its consumers change too
+MOST_FLUSHED, MOST_ROWS, SLACK_SHARE = 0.05, 0.01, 1.5  # shares of elements and rows that one scale may turn into zero
 REASONS = {
     "norm": "a norm reads it",
     "softmax": "a softmax reads it",
@@ -95,13 +99,13 @@ def decide_output(
         return previous
     found = None
     if not why and measured is not None:
-        wanted = needs.relaxed() if fp8 else needs
+        wanted, slack = (needs.relaxed(), SLACK_SHARE) if fp8 else (needs, 1.0)
         formats = [E4M3, E5M2] if all(consumer.e5m2 for consumer in consumers) else [E4M3]
         table = {format: measured.predict(Stored(format).cast, previous.margin) for format in formats}
         found = max(table, key=lambda format: table[format].sqnr_db - 100.0 * table[format].flushed)
-        if fp8 and previous.format in table and not misses(table[previous.format], wanted):
+        if fp8 and previous.format in table and not misses(table[previous.format], wanted, slack):
             found = previous.format
-        why = misses(table[found], wanted)
+        why = misses(table[found], wanted, slack)
     if why or found is None:
         if not fp8:
             return previous._replace(reason=why, cheaper=0)
@@ -112,6 +116,17 @@ def decide_output(
         return previous._replace(cheaper=previous.cheaper + 1)
     names = ", ".join(dict.fromkeys(consumer.name or consumer.kind for consumer in consumers))
     return Stored(found, previous.margin, f"all that read it read FP8: {names}", 0, previous.changes + 1)
+
+
+def misses(found: Prediction, needs: Needs, slack: float = 1.0) -> str:
+    """The first need that is missed, in words; "" for none.  slack: by which the allowed shares are multiplied."""
+    if found.sqnr_db < needs.min_sqnr_db:
+        return f"predicted SQNR {found.sqnr_db:.1f} dB < {needs.min_sqnr_db:g} dB"
+    if found.flushed > MOST_FLUSHED * slack:
+        return f"{found.flushed:.1%} of the elements flushed to zero > {MOST_FLUSHED:.1%}"
+    if found.rows_flushed > MOST_ROWS * slack:
+        return f"{found.rows_flushed:.1%} of the rows flushed to zero > {MOST_ROWS:.1%}"
+    return ""
 
 
 def widened(previous: Stored, margin: int, saturated: float) -> Stored:
@@ -198,7 +213,7 @@ class Outputs:
             if not numerics.candidate:
                 continue
             before = current = self.stored.get(i, Stored())
-            measured = read_row(samples[numerics.state.row(numerics.layer, OUTPUT)], "")
+            measured = read_row(samples[numerics.state.row(numerics.layer, OUTPUT)])
             if measured is not None:
                 found[i] = measured
             if before.format.is_fp8:

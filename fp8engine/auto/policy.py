@@ -1,78 +1,57 @@
-"""Policy on operands: each slot's format and granularity, a pure function of its predicted statistics.
+"""Policy on operands: granularity and formats of each matmul, a pure function of how its two reads are predicted.
 
-A matmul needs one granularity for both operands, and a tensor that several layers read is cast once: slots that meet
-in a matmul or share a tensor are decided together.  For each granularity, cheapest first (tensor, row, block):
+What is judged is the result of the matmul (scaling/reads.py): the SQNR that the cast of an operand leaves in all of
+the result, in its median row and in its 10th percentile.  A read is worth the least of the three, as it is remembered:
+noise that a sample showed fades by half with each later one, so that trouble which comes and goes is not forgotten.
 
-    1  every slot takes the FP8 format that suits it best there: SQNR in dB, less one for each percent flushed to zero
-    2  it is good enough if in both matmuls each slot meets its consumer's need (SQNR, elements and rows flushed)
-    3  objective "accuracy" also wants it within 1 dB of what the slot's best granularity gives
+    1  for each granularity, cheapest first (tensor, row, block), both operands take their best format, E4M3 or E5M2
+    2  it is good enough if each read meets its need, and, for objective "accuracy", is within 1 dB of its best option
+    3  the first that is good enough is taken; if none is, the one with which most layers meet their needs, and the
+       others' matmul is computed in 16 bits
 
-The first that is good enough is taken.  If none is, the matmuls whose two operands meet their needs stay in FP8, at the
-granularity where these are most, and the others are computed in 16 bits.
+Layers that read one tensor (q, k, v) share the casts of it: their forwards are decided together, and their wgrads.
 
-Hysteresis: a slot keeps its cast while it misses its needs by no more than 1 dB, half the allowed share, and 2 dB of
-the best; a cheaper one must be good enough four times in a row.  A group changes at most three times; the third change
-is final, is made only when a need is missed (SQNR or shares, not the last dB), and takes the safest casts.
+Hysteresis: a cast stays while its reads miss their needs by no more than 1 dB.  A missed need is acted on at once.  A
+cheaper cast is paid for from a budget of CHANGES that refills by one in REFILL samples; what is cheap to take back, a
+change to a safer cast, counts a quarter of that and is never refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fp8engine.numerics.formats import BF16, E4M3, E5M2, Format
-from fp8engine.numerics.recipe import MOST_DB, Auto
-from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Choice, SlotKey, casts, label, reading, worst
-from fp8engine.scaling.prediction import Measured, Prediction
+from fp8engine.numerics.formats import E5M2
+from fp8engine.numerics.recipe import MATMULS, MOST_DB, Auto
+from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice, SlotKey, label
+from fp8engine.scaling.reads import OPTIONS, READS, Reads
 
-WITHIN_DB = 1.0  # of the best granularity: as good, under objective "accuracy"
-SLACK_DB, SLACK_SHARE = 1.0, 1.5  # by which a cast may miss its needs before it is changed
-PATIENCE = 4  # samples in a row that have to allow a cheaper cast
-MOST_CHANGES = 3
-EXACT_DB = 100.0  # of a cast that loses nothing, so that it has a value
-UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
-WIDER = 2  # powers of two that a margin grows by
+WITHIN_DB = 1.0  # of the best option: as good, under objective "accuracy"
+SLACK_DB = 1.0  # by which a cast may miss its needs before it is changed
+CHANGES, REFILL, SAFER = 4.0, 16, 0.25  # the budget of changes; samples until one more; what a safer cast counts
+WIDER, WIDEST = 2, 4  # powers of two that a margin grows by, and to
 BEYOND = 1e-4  # share of elements that may saturate under a predicted scale before its margin grows
+HARMLESS = 1e-5  # of the loss: a cast that costs no more needs nothing better, under objective "speed"
 
 
 class Needs(NamedTuple):
-    """Needs of a slot's consumers: at least min_sqnr_db, at most these shares flushed to zero."""
+    """Needs of a matmul.  within_db: of the best option; None: any that has min_sqnr_db.
+
+    harmless: nats of loss that a read may cost whatever its SQNR is.
+    """
 
     min_sqnr_db: float
-    max_flushed: float
-    max_rows_flushed: float
-    within_db: float | None  # of the best granularity; None: any that meets the other needs
+    within_db: float | None
+    harmless: float = 0.0
 
     def relaxed(self) -> Needs:
         """The same with some slack."""
         within = None if self.within_db is None else self.within_db + SLACK_DB
-        return Needs(
-            self.min_sqnr_db - SLACK_DB, self.max_flushed * SLACK_SHARE, self.max_rows_flushed * SLACK_SHARE, within
-        )
+        return self._replace(min_sqnr_db=self.min_sqnr_db - SLACK_DB, within_db=within)
 
 
-class Option(NamedTuple):
-    """One slot under one granularity: its best format, and the worst prediction among the casts to it.
-
-    good: whether each of its casts, along rows and along columns, meets the needs; one of per tensor and of squares.
-    value: in dB, of the worst that does.
-    """
-
-    format: Format
-    sqnr_db: float
-    flushed: float
-    rows_flushed: float
-    value: float
-    good: tuple[bool, ...] = ()
-    why_not: str = ""  # "": all are
-
-    def suits(self, role: str, matmul: str) -> bool:
-        """Whether the cast for this matmul meets the needs."""
-        return self.good[min(reading(role, matmul), len(self.good) - 1)]
-
-
-def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",)) -> Needs:
+def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",), loss: float = 0.0) -> Needs:
     """The strictest need among the kinds of a tensor's consumers; a kind that the recipe does not name needs 16 bits.
 
     >>> from fp8engine.numerics.recipe import auto
@@ -81,248 +60,171 @@ def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",)) -> Needs:
     """
     named = dict(recipe.min_sqnr_db)
     need = max((named.get(kind, float("inf")) for kind in consumers), default=float("inf"))
-    within = WITHIN_DB if recipe.objective == "accuracy" else None
-    return Needs(need, recipe.max_flushed, recipe.max_rows_lost, within)
+    if recipe.objective == "accuracy":
+        return Needs(need, WITHIN_DB)
+    return Needs(need, None, HARMLESS * loss)
 
 
-def measured_granularities(measured: Measured) -> tuple[str, ...]:
-    """The granularities that were sampled: all, or per tensor alone, which costs a tenth."""
-    return GRANULARITIES if measured.tables else GRANULARITIES[:1]
+class Unit(NamedTuple):
+    """Layers whose `matmul` is decided together, with what is remembered of them and what they need."""
+
+    matmul: str
+    seen: Mapping[int, Reads]
+    needs: Mapping[int, Needs]
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Places of its two operands among READS."""
+        first, second = (READS.index((role, self.matmul)) for role in OPERANDS[self.matmul])
+        return first, second
+
+    def value(self, layer: int, operand: int, option: int) -> float:
+        """In dB, of an operand under an option."""
+        return self.seen[layer].value(self.reads[operand], option)
+
+    def missed(self, layer: int, casts: Casts, slack: bool = False) -> tuple[int, str] | None:
+        """(operand, why) of the first need that a layer's casts miss; None for none."""
+        need = self.needs[layer].relaxed() if slack else self.needs[layer]
+        for operand, read in enumerate(self.reads):
+            seen, option = self.seen[layer], casts.option(operand)
+            if need.harmless and seen.knows_cost(read) and seen.cost(read, option) <= need.harmless:
+                continue
+            value, where = seen.value(read, option), f"{self.matmul}, {seen.which(read, option)}"
+            cost = f", cost {1e3 * seen.cost(read, option):.2g} millinats" if seen.knows_cost(read) else ""
+            if value < need.min_sqnr_db:
+                return operand, f"{where}: predicted SQNR {value:.1f} dB < {need.min_sqnr_db:g} dB{cost}"
+            best = max(seen.value(read, each) for each in range(len(OPTIONS)))
+            if need.within_db is not None and value < min(best, MOST_DB) - need.within_db:
+                return operand, f"{where}: predicted SQNR {value:.1f} dB where {best:.1f} dB can be had{cost}"
+        return None
+
+    def at(self, granularity: str) -> dict[int, Casts]:
+        """Each layer's best casts at a granularity; an input has one format for all of them."""
+        options = [option for option, (each, _) in enumerate(OPTIONS) if each == granularity]
+        pairs = {}
+        shared = OPERANDS[self.matmul].index("input") if "input" in OPERANDS[self.matmul] else None
+        common = None
+        if shared is not None:
+            common = max(options, key=lambda option: min(self.value(i, shared, option) for i in self.seen))
+        for i in self.seen:
+            tried = [
+                pair
+                for pair in ((a, b) for a in options for b in options)
+                if (shared is None or pair[shared] == common) and not all(OPTIONS[each][1] == E5M2 for each in pair)
+            ]
+            first, second = max(tried, key=lambda pair: sorted(self.value(i, k, each) for k, each in enumerate(pair)))
+            pairs[i] = Casts(granularity, OPTIONS[first][1], OPTIONS[second][1])
+        return pairs
+
+    def wish(self) -> dict[int, Casts | None]:
+        """The casts that the statistics alone would give, without hysteresis; None for 16 bits."""
+        found = {granularity: self.at(granularity) for granularity in GRANULARITIES}
+        for pairs in found.values():
+            if not any(self.missed(i, casts) for i, casts in pairs.items()):
+                return dict(pairs)
+        # None suits all: the granularity with which most layers meet their needs; among those the best, within 1 dB.
+        modest = self._replace(needs={i: need._replace(within_db=None) for i, need in self.needs.items()})
+        rated = []
+        for granularity, pairs in found.items():
+            good = {i: casts for i, casts in pairs.items() if not modest.missed(i, casts)}
+            values = [min(self.value(i, k, casts.option(k)) for k in (0, 1)) for i, casts in good.items()]
+            rated.append((len(good), sum(values) / max(len(values), 1), granularity, good))
+        most = max(count for count, *_ in rated)
+        within = max((need.within_db or float("inf") for need in self.needs.values()), default=0.0)
+        best = max(value for count, value, *_ in rated if count == most)
+        good = next(good for count, value, _, good in rated if count == most and value >= best - within)
+        return {i: good.get(i) for i in self.seen}
 
 
-def enough(seen: Mapping[SlotKey, Measured], needs: Mapping[SlotKey, Needs], previous: Choice) -> bool:
-    """Whether these statistics suffice for `decide`: those of all granularities, or per tensor where those suffice."""
-    return all(measured.tables for measured in seen.values()) or per_tensor(seen, needs, previous)
+def units(seen: Mapping[int, Reads], needs: Mapping[int, Needs]) -> Iterable[Unit]:
+    """A group's matmuls that were sampled."""
+    for matmul in MATMULS:
+        unit = Unit(matmul, seen, needs)
+        sampled = {i: each for i, each in seen.items() if all(each.seen(read) for read in unit.reads)}
+        if matmul == "dgrad":
+            yield from (Unit(matmul, {i: each}, needs) for i, each in sampled.items())
+        elif sampled:
+            yield Unit(matmul, sampled, {i: needs[i] for i in sampled})
 
 
-def per_tensor(seen: Mapping[SlotKey, Measured], needs: Mapping[SlotKey, Needs], previous: Choice) -> bool:
-    """Whether statistics per tensor alone suffice for `decide`.
+def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previous: Choice) -> Choice:
+    """The choice for a group of layers, from what is remembered of them and their previous choice.
 
-    They do where every slot has a format per tensor that needs nothing better (no granularity gives an FP8 format more
-    than MOST_DB), and its present cast is judged alike whatever the other granularities would give.
+    seen: of some or all layers of `previous`; the others keep their casts.  The same arguments give the same choice.
+    Reasons are those of the slots that changed.
     """
-    if previous.changes >= MOST_CHANGES:
-        return True
-    if previous.granularity != GRANULARITIES[0] or not all(format.is_fp8 for format in previous.formats.values()):
-        return False
-    missed = False
-    for slot, measured in seen.items():
-        role, format, need = slot[1], previous.formats[slot], needs[slot]
-        (found,) = options(measured, role, need, GRANULARITIES[:1]).values()
-        least = _at(measured, role, GRANULARITIES[0], need, MOST_DB)
-        if least.why_not or found.format != least.format:
-            return False
-        verdicts = {
-            _at(measured, role, GRANULARITIES[0], _given_up(need, previous), best, format).why_not == ""
-            for best in (min(found.sqnr_db, MOST_DB), MOST_DB)
-        }
-        if len(verdicts) > 1:
-            return False
-        missed |= False in verdicts
-    return not (missed and previous.changes == MOST_CHANGES - 1)  # the last change needs all granularities
-
-
-def options(
-    measured: Measured, role: str, needs: Needs, granularities: Sequence[str] = GRANULARITIES
-) -> dict[str, Option]:
-    """For each granularity that was sampled, the best FP8 format, and whether it meets the needs."""
-    modest = needs._replace(within_db=None)
-    granularities = [granularity for granularity in granularities if granularity in measured_granularities(measured)]
-    found = {granularity: _at(measured, role, granularity, modest, 0.0) for granularity in granularities}
-    best = max((option.sqnr_db for option in found.values() if not option.why_not), default=0.0)
-    return {granularity: _at(measured, role, granularity, needs, min(best, MOST_DB)) for granularity in found}
-
-
-def _at(
-    measured: Measured, role: str, granularity: str, needs: Needs, best_db: float, only: Format | None = None
-) -> Option:
-    """One granularity's best format, or `only` that one.  best_db: of the best granularity."""
-    tried = []
-    for format in (only,) if only is not None else (E4M3, E5M2)[: 1 if role == "weight" else 2]:
-        each = [measured.predict(cast) for cast in casts(role, granularity, format)]
-        why = [misses(prediction, needs, best_db) for prediction in each]
-        least = worst(each)
-        good = tuple(not reason for reason in why)
-        first = next((reason for reason in why if reason), "")
-        values = [min(found.sqnr_db, EXACT_DB) - 100.0 * found.flushed for found in each]
-        value = min([value for value, fine in zip(values, good, strict=True) if fine] or values)
-        tried.append(Option(format, least.sqnr_db, least.flushed, least.rows_flushed, value, good, first))
-    return max(tried, key=_score)
-
-
-def _score(option: Option) -> tuple[int, float]:
-    return sum(option.good), option.value
-
-
-def misses(found: Prediction, needs: Needs, best_db: float = 0.0) -> str:
-    """The first need that is missed, in words; "" for none.  best_db: of the best granularity."""
-    if found.sqnr_db < needs.min_sqnr_db:
-        return f"predicted SQNR {found.sqnr_db:.1f} dB < {needs.min_sqnr_db:g} dB"
-    if found.flushed > needs.max_flushed:
-        return f"{found.flushed:.1%} of the elements flushed to zero > {needs.max_flushed:.1%}"
-    if found.rows_flushed > needs.max_rows_flushed:
-        return f"{found.rows_flushed:.1%} of the rows lost > {needs.max_rows_flushed:.1%}"
-    if needs.within_db is not None and found.sqnr_db < best_db - needs.within_db:
-        return f"predicted SQNR {found.sqnr_db:.1f} dB where {best_db:.1f} dB can be had"
-    return ""
-
-
-def decide(seen: Mapping[SlotKey, Measured], needs: Mapping[SlotKey, Needs] | Needs, previous: Choice) -> Choice:
-    """The choice for a group of slots, from their statistics and their previous choice.
-
-    seen: statistics of some or all slots of `previous`; the others keep their formats.  The same arguments give the
-    same choice.  Reasons are those of the slots that changed.
-    """
-    want = {slot: needs if isinstance(needs, Needs) else needs[slot] for slot in seen}
-    stay = replace(previous, reasons=None, cheaper=0)
-    if not seen:
-        return replace(previous, reasons=None)
-    if previous.changes >= MOST_CHANGES:
-        return stay
-    wished = _wish(seen, want, previous)
-    if wished.same_casts(previous):
-        return stay
-    first = previous.changes == 0
-    missed = _missed(seen, {slot: _given_up(need, previous) for slot, need in want.items()}, previous)
-    if not missed and not first:
-        last = previous.changes == MOST_CHANGES - 1  # kept for a missed need
-        if last or not _is_cheaper(wished, previous):
-            return stay
-        if previous.cheaper + 1 < PATIENCE:
-            return replace(stay, cheaper=previous.cheaper + 1)
-    if missed and previous.changes == MOST_CHANGES - 1:
-        wished = _safest(seen, want, previous)
-    reasons = _reasons(seen, wished, previous, missed)
-    return replace(wished, reasons=reasons, cheaper=0, changes=previous.changes + 1)
+    wanted = {i: needs if isinstance(needs, Needs) else needs[i] for i in seen}
+    matmuls, missed = dict(previous.matmuls), {}
+    spent = max(previous.spent - 1 / REFILL, 0.0)
+    for unit in units(seen, wanted):
+        now = {i: previous.matmuls.get((i, unit.matmul)) for i in unit.seen}
+        wish = unit.wish()
+        if wish == now:
+            continue
+        slack = previous.changes > 0
+        bad = {i: why for i, casts in now.items() if casts and (why := unit.missed(i, casts, slack))}
+        if previous.changes and not bad:
+            if not _is_cheaper(wish, now) or spent + 1 > CHANGES:
+                continue
+            spent += 1
+        elif previous.changes:
+            spent += SAFER
+        for i, (operand, why) in bad.items():
+            missed.setdefault((i, OPERANDS[unit.matmul][operand]), why)
+        for i, casts in wish.items():
+            matmuls.pop((i, unit.matmul), None)
+            if casts:
+                matmuls[i, unit.matmul] = casts
+    new = replace(previous, matmuls=matmuls, reasons=None, spent=spent)
+    if new.same_casts(previous):
+        return new
+    return replace(new, reasons=reasons(new, previous, missed), changes=previous.changes + 1)
 
 
 def widen(previous: Choice, saturated: float) -> Choice:
     """More room above predicted amaxes, where more than a few elements saturated under them since the last sample."""
-    if saturated <= BEYOND or previous.granularity != "tensor" or previous.changes >= MOST_CHANGES:
+    if saturated <= BEYOND or previous.margin >= WIDEST:
         return previous
+    by_tensor = {i for (i, _), casts in previous.used.items() if casts.granularity == "tensor"}
     why = f"{saturated:.2%} of the elements saturated under a predicted scale: margin {previous.margin + WIDER}"
-    reasons = {slot: why for slot, format in previous.formats.items() if format.is_fp8}
-    return replace(previous, margin=previous.margin + WIDER, reasons=reasons, changes=previous.changes + 1, cheaper=0)
+    slots = [(i, role) for i in sorted(by_tensor) for role in ("input", "weight", "grad_output")]
+    new = replace(previous, margin=previous.margin + WIDER, changes=previous.changes + 1)
+    changed = {slot: why for slot in slots if label(slot, new) != label(slot, previous)}
+    return replace(new, reasons=changed) if changed else previous
 
 
-def _wish(seen, want, previous: Choice) -> Choice:
-    """The choice that the statistics alone would give, without hysteresis."""
-    table = {slot: options(measured, slot[1], want[slot]) for slot, measured in seen.items()}
-    for granularity in GRANULARITIES:
-        if all(granularity in row and row[granularity].why_not == "" for row in table.values()):
-            return _choice(table, granularity, previous)
-    # No granularity suits all: the one with which most matmuls can stay; only among those the best is asked for.
-    strict = {slot: need._replace(within_db=None) for slot, need in want.items()}
-    table = {slot: options(measured, slot[1], strict[slot]) for slot, measured in seen.items()}
-    found = [
-        _choice(table, granularity, previous)
-        for granularity in GRANULARITIES
-        if all(granularity in row for row in table.values())
-    ]
-    most = max(len(choice.fp8) for choice in found)
-    found = [(choice, _value(table, choice)) for choice in found if len(choice.fp8) == most]
-    within = max((need.within_db or 0.0 for need in want.values()), default=0.0) or float("inf")
-    best = max(value for _, value in found)
-    return next(choice for choice, value in found if value >= best - within)
-
-
-def _value(table: Mapping[SlotKey, Mapping[str, Option]], choice: Choice) -> float:
-    """In dB, on average over the slots in FP8."""
-    values = [
-        table[slot][choice.granularity].value
-        for slot, format in choice.formats.items()
-        if format.is_fp8 and slot in table
-    ]
-    return sum(values) / len(values) if values else 0.0
-
-
-def _choice(table: Mapping[SlotKey, Mapping[str, Option]], granularity: str, previous: Choice) -> Choice:
-    """A granularity, with each matmul in FP8 whose operands' casts are good; slots without statistics keep theirs."""
-    formats = dict(previous.formats)
-    formats |= {slot: row[granularity].format for slot, row in table.items()}
-    fp8 = set()
-    for layer in {layer for layer, _ in formats}:
-        for matmul, roles in OPERANDS.items():
-            a, b = (formats[layer, role] for role in roles)
-            rows = [(role, table[layer, role][granularity]) for role in roles if (layer, role) in table]
-            if (
-                all(option.suits(role, matmul) for role, option in rows)
-                and a.is_fp8
-                and b.is_fp8
-                and not a == b == E5M2
-            ):
-                fp8.add((layer, matmul))
-    used = {(layer, role) for layer, matmul in fp8 for role in OPERANDS[matmul]}
-    formats = {slot: format if slot in used else BF16 for slot, format in formats.items()}
-    return replace(previous, granularity=granularity if fp8 else "", formats=formats, fp8=frozenset(fp8))
-
-
-def _given_up(needs: Needs, previous: Choice) -> Needs:
-    """The needs that a present cast has to miss before it is changed; the last change is kept for plain failures."""
-    if previous.changes == 0:
-        return needs
-    relaxed = needs.relaxed()
-    return relaxed._replace(within_db=None) if previous.changes == MOST_CHANGES - 1 else relaxed
-
-
-def _missed(seen, want, previous: Choice) -> dict[SlotKey, str]:
-    """Slots whose present casts miss these needs, with the first need that each misses."""
-    missed = {}
-    for slot, measured in seen.items():
-        (layer, role), format = slot, previous.formats[slot]
-        if not format.is_fp8:
-            continue
-        modest = want[slot]._replace(within_db=None)
-        others = options(measured, role, modest).values()
-        best = max((option.sqnr_db for option in others if not option.why_not), default=0.0)
-        option = _at(measured, role, previous.granularity, want[slot], min(best, MOST_DB), format)
-        reads = [matmul for matmul, roles in OPERANDS.items() if role in roles and (layer, matmul) in previous.fp8]
-        if not all(option.suits(role, matmul) for matmul in reads):
-            missed[slot] = option.why_not
-    return missed
-
-
-def _is_cheaper(wished: Choice, previous: Choice) -> bool:
-    if len(wished.fp8) != len(previous.fp8):
-        return len(wished.fp8) > len(previous.fp8)
-    order = ("", *reversed(GRANULARITIES))
-    return order.index(wished.granularity) > order.index(previous.granularity)
-
-
-def _safest(seen, want, previous: Choice) -> Choice:
-    """The finest granularity; matmuls whose operands miss their needs even there are in 16 bits."""
-    table = {slot: options(m, slot[1], want[slot]._replace(within_db=None)) for slot, m in seen.items()}
-    return _choice(table, GRANULARITIES[-1], previous)
-
-
-def _reasons(seen, wished: Choice, previous: Choice, missed: Mapping[SlotKey, str]) -> dict[SlotKey, str]:
-    """The reason of each slot that changes."""
-    reasons = {}
-    for slot in wished.formats:
-        if label(slot, wished) == label(slot, previous):
+def reasons(new: Choice, old: Choice, missed: Mapping[SlotKey, str]) -> dict[SlotKey, str]:
+    """The reason of each slot that changes.  missed: needs that the old casts miss."""
+    found = {}
+    for slot in ((i, role) for i in new.layers for role in ("input", "weight", "grad_output")):
+        if label(slot, new) == label(slot, old):
             continue
         if slot in missed:
-            reasons[slot] = missed[slot] + _about(seen[slot])
-        elif missed:
-            reasons[slot] = _because_of_another(slot, wished, previous, missed)
-        elif previous.changes == 0 and slot in seen:
-            reasons[slot] = "first look: as good as the best, and cheapest" + _about(seen[slot])
+            found[slot] = missed[slot]
+        elif why := _of_partner(slot, new, old, missed):
+            found[slot] = why
+        elif old.changes == 0:
+            found[slot] = "first sample: as good as the best, and cheapest"
         else:
-            reasons[slot] = f"right {PATIENCE} times in a row, and cheaper"
-    return reasons
+            found[slot] = "good enough in the latest samples, and cheaper"
+    return found
 
 
-def _because_of_another(slot: SlotKey, wished: Choice, previous: Choice, missed: Mapping[SlotKey, str]) -> str:
-    """Why a slot changes that misses no need itself: its matmul leaves FP8, or the granularity is its partner's."""
+def _of_partner(slot: SlotKey, new: Choice, old: Choice, missed: Mapping[SlotKey, str]) -> str:
+    """Why a slot changes that misses no need itself: the reason is another operand's of its matmul, or of its group."""
     layer, role = slot
-    moved = [m for m, roles in OPERANDS.items() if role in roles and (layer, m) in previous.fp8 - wished.fp8]
+    changed = [
+        m for m, roles in OPERANDS.items() if role in roles and new.used.get((layer, m)) != old.used.get((layer, m))
+    ]
     for (other, partner), why in missed.items():
-        if matmuls := [m for m in moved if other == layer and partner in OPERANDS[m]]:
-            return f"{' and '.join(matmuls)} in 16 bits for the {partner}: {why}"
-    (_, partner), why = next(iter(missed.items()))
-    return f"one granularity for the operands of a matmul; the {partner}: {why}"
+        if why.partition(",")[0] in changed:
+            what = f"the {partner}" if other == layer else "a layer that reads the same input"
+            return f"one granularity for the operands of a matmul; {what}: {why}"
+    return ""
 
 
-def _about(measured: Measured) -> str:
-    """A tensor's amax over its rms, in words, where that is unusual."""
-    return f" (amax {measured.crest:.0f}x rms)" if measured.crest >= UNUSUAL else ""
+def _is_cheaper(wish: Mapping[int, Casts | None], now: Mapping[int, Casts | None]) -> bool:
+    def price(casts: Casts | None) -> int:
+        return GRANULARITIES.index(casts.granularity) if casts else len(GRANULARITIES)
+
+    return sum(price(wish[i]) for i in wish) < sum(price(now[i]) for i in wish)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,38 +12,50 @@ import torch
 from fp8engine.auto.history import trends_from_dict
 from fp8engine.auto.host_copy import PendingSample
 from fp8engine.auto.log import Change
+from fp8engine.auto.schedule import Moves
 from fp8engine.errors import StateError
 from fp8engine.files import HostCopy
 from fp8engine.numerics.formats import Format
-from fp8engine.scaling.choice import Choice
+from fp8engine.scaling.choice import Casts, Choice, from_formats
+from fp8engine.scaling.reads import Reads
 
 if TYPE_CHECKING:
     from fp8engine.auto.controller import Controller
 
-PENDING = ("samples", "pending_counts", "pending_rules")  # tables of a sample that was not decided on yet
+PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # of an undecided sample
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:
-    """Its decisions as JSON, and as tensors the statistics on which it has not decided yet.
-
-    The keys are those of version 0.1: "again" is `resample`, "late" `steps_without_backward`, and "closely" the
-    detailed layers.
-    """
+    """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
     state, pending = controller.state, controller.pending
     decided = {
         "step": controller.step,
-        "again": controller.resample,
         "late": controller.steps_without_backward,
         "tentative": controller.tentative,
-        "closely": sorted(state.detailed_layers),
-        "pending": None if pending is None else [pending.step, sorted(pending.detailed_layers)],
+        "calibrated": controller.calibrated,
+        "loss": controller.loss,
+        "pending": None if pending is None else pending.step,
         "choices": choices_to_list(controller.choices),
         "log": [change.to_dict() for change in controller.log],
         "trends": controller.history.trends_to_dict(),
         "outputs": controller.outputs.state_dict(),
+        "remembered": [[i, seen.count] for i, seen in controller.reads.items()],
+        "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
-    undecided = [state.samples, None, None] if pending is None else pending.copy.wait()
-    tables = {"counts": controller.counts, **dict(zip(PENDING, undecided, strict=True))}
+    if pending is None and state.samples is not None:  # the step that was sampled has ended, as far as a save can tell
+        tables = state.samples.finish(controller.sizes(), state.backward_seen)
+        undecided = [*tables, state.counts_CS, state.rules_3S, state.live_2S[0]]
+        decided["pending"] = controller.step
+    else:
+        undecided = [None] * len(PENDING) if pending is None else pending.copy.wait()
+    remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]
+    moves = controller.moves.amax
+    tables = {
+        "counts": controller.counts,
+        "remembered": torch.stack(remembered) if remembered else None,
+        "moves": None if moves is None else torch.from_numpy(moves),
+        **dict(zip(PENDING, undecided, strict=True)),
+    }
     nothing = torch.empty(0)
     return {"decided": json.dumps(decided)} | {
         key: nothing if table is None else table.detach().cpu().clone() for key, table in tables.items()
@@ -50,36 +63,45 @@ def state_dict(controller: Controller) -> dict[str, Any]:
 
 
 def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
-    """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded."""
+    """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded.
+
+    A state of 0.1 is taken too, without what it remembers of samples: the next one decides.
+    """
     try:
         decided = json.loads(found["decided"])
+        old = "remembered" not in decided
         choices = choices_from_list(decided["choices"])
         log = [Change.from_dict(change) for change in decided["log"]]
-        step, late = int(decided["step"]), int(decided["late"])
-        resample, tentative = bool(int(decided["again"])), bool(int(decided["tentative"]))
-        detailed, trends = frozenset(map(int, decided["closely"])), trends_from_dict(decided["trends"])
-        counts, *tables = (table if len(table := found[key]) else None for key in ("counts", *PENDING))
-        pending = None
-        if decided["pending"] is not None:
-            at, layers = decided["pending"]
-            pending = PendingSample(int(at), HostCopy(found[key] for key in PENDING), frozenset(map(int, layers)))
+        step, late, tentative = int(decided["step"]), int(decided["late"]), bool(int(decided["tentative"]))
+        trends = trends_from_dict(decided["trends"])
+        keys = ("counts", *(() if old else ("remembered", "moves", *PENDING)))
+        counts, *tables = (table if len(table := found[key]) else None for key in keys)
+        reads, moves, pending, loss, calibrated = {}, Moves(), None, None, False
+        if not old:
+            loss, calibrated = decided["loss"], bool(decided["calibrated"])
+            for (i, count), table in zip(decided["remembered"], () if tables[0] is None else tables[0], strict=True):
+                reads[int(i)] = Reads(table.numpy().copy(), int(count))
+            moves.amax = None if tables[1] is None else tables[1].numpy().copy()
+            moves.number, tries = decided["tries"]
+            moves.tries = {int(layer): int(count) for layer, count in tries}
+            if decided["pending"] is not None:
+                pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
     unknown = {change.layer for change in log} - controller.by_name.keys()
     if unknown or set(choices) - set(range(len(controller.layers))):
         raise StateError("the state of an auto recipe for another model: its layers are not these")
     controller.step, controller.steps_without_backward = step, late
-    controller.resample, controller.tentative = resample, tentative
+    controller.tentative, controller.calibrated, controller.loss = tentative, calibrated, loss
     controller.choices, controller.log, controller.pending, controller.counts = choices, log, pending, counts
+    controller.reads, controller.moves, controller.watched = reads, moves, None
     controller.history.trends = trends
     for numerics, recipe in zip(controller.layers, controller.recipes, strict=True):
         numerics.adopt(recipe if controller.plan is None else controller.plan.start)
     controller.outputs.load_state_dict(decided["outputs"])
     for change in log:
         controller.by_name[change.layer].adopt(change.recipe)
-    state, samples = controller.state, tables[0] if pending is None else None
-    state.detailed_layers = detailed
-    state.samples = None if samples is None else samples.to(state.device, copy=True)
+    controller.state.samples = None
 
 
 def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
@@ -87,19 +109,19 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
     groups = {id(choice): choice for choice in choices.values()}.values()
     return [
         {
-            "grain": choice.granularity,
-            "formats": [[layer, role, format.name] for (layer, role), format in choice.formats.items()],
-            "fp8": sorted([layer, matmul] for layer, matmul in choice.fp8),
+            "layers": list(choice.layers),
+            "matmuls": _casts_to_list(choice.matmuls),
+            "paid": _casts_to_list(choice.paid),
             "margin": choice.margin,
-            "cheaper": choice.cheaper,
             "changes": choice.changes,
+            "spent": choice.spent,
         }
         for choice in groups
     ]
 
 
 def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
-    """The inverse of `choices_to_list`.
+    """The inverse of `choices_to_list`; of a list that 0.1 wrote, too.
 
     >>> from fp8engine.scaling.choice import begin
     >>> from fp8engine.numerics.recipe import auto
@@ -109,9 +131,29 @@ def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
     """
     choices = {}
     for group in found:
-        formats = {(int(layer), role): Format.named(name) for layer, role, name in group["formats"]}
-        fp8 = frozenset((int(layer), matmul) for layer, matmul in group["fp8"])
-        margin, cheaper, changes = (int(group[key]) for key in ("margin", "cheaper", "changes"))
-        choice = Choice(group["grain"], formats, fp8, margin, None, cheaper, changes)
-        choices |= {layer: choice for layer, _ in formats}
+        margin, changes = int(group["margin"]), int(group["changes"])
+        if "grain" in group:
+            formats = {(int(layer), role): Format.named(name) for layer, role, name in group["formats"]}
+            fp8 = [(int(layer), matmul) for layer, matmul in group["fp8"]]
+            choice = replace(from_formats(group["grain"], formats, fp8), margin=margin, changes=changes)
+        else:
+            matmuls, paid = (_casts_from_list(group[key]) for key in ("matmuls", "paid"))
+            layers, spent = tuple(map(int, group["layers"])), float(group["spent"])
+            fp8 = {key: casts for key, casts in matmuls.items() if casts}
+            choice = Choice(layers, fp8, margin, None, changes, spent, paid)
+        choices |= dict.fromkeys(choice.layers, choice)
     return choices
+
+
+def _casts_to_list(casts: Mapping[tuple[int, str], Casts | None]) -> list[list]:
+    return [
+        [layer, matmul, *((found.granularity, found.first.name, found.second.name) if found else ())]
+        for (layer, matmul), found in casts.items()
+    ]
+
+
+def _casts_from_list(found: Iterable[Sequence]) -> dict[tuple[int, str], Casts | None]:
+    return {
+        (int(layer), matmul): Casts(rest[0], Format.named(rest[1]), Format.named(rest[2])) if rest else None
+        for layer, matmul, *rest in found
+    }

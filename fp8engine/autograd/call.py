@@ -87,14 +87,19 @@ class Call:
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe a tensor in a step that is sampled."""
-        if self.record:
+        if self.samples:
             self.numerics.observe(role, x_MK)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this call's tensors are sampled: in training, and before it where `auto` awaits a forward."""
+        state = self.numerics.state
+        return state.samples is not None and (self.record or state.decides_next)
 
     def cast_input(self, x_MK: torch.Tensor, kept: Kept) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read).  kept: operands that another layer has made of this x."""
         first, to_save, slot = self.plan.forward[0], self.plan.wgrad[1], self._slot(INPUT, self.record, self.count)
-        if self.record and self.numerics.state.samples is not None:
-            self.observe("input", x_MK)
+        self.observe("input", x_MK)
         if self.transposes_input:
             return both(x_MK, first, kept, slot)
         serves = self.needs_w and to_save is first
@@ -140,7 +145,7 @@ class Call:
         fp8: y may be a Float8Tensor, where the recipe stores it so.
         """
         numerics, plan = self.numerics, self.plan
-        second, sampled = plan.forward[1], self.record and numerics.state.samples is not None
+        second, sampled = plan.forward[1], self.samples
         if sampled:
             self.observe("weight", weight_NK)
         weights = numerics.weight.operands(weight_NK, self.record)

@@ -165,9 +165,10 @@ def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
 
 def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """y; its layer's tensors are described in this step, which is sampled: numbers may allow FP8 again."""
-    if y.requires_grad and not torch.compiler.is_compiling():
+    if (y.requires_grad or numerics.state.decides_next) and not torch.compiler.is_compiling():
         numerics.observe("input", matrix(x))
         numerics.observe("weight", weight_NK)
+    if y.requires_grad and not torch.compiler.is_compiling():
         y.register_hook(lambda dy: _observed_gradient(dy, numerics))
     return y
 

@@ -23,7 +23,7 @@ from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.sample import observe
 from fp8engine.scaling.shared_input import Kept
-from fp8engine.scaling.table import ROLES, ScalingState
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 EMULATIONS = (None, *FLOATS)
 
@@ -130,9 +130,11 @@ class Numerics:
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""
-        if self.state.samples is not None and (self.state.sample_all or self.layer in self.state.detailed_layers):
-            detailed = self.layer in self.state.detailed_layers and role in ROLES
-            observe(x_MK, self.state.samples, self.state.row(self.layer, role), role if detailed else "")
+        samples = self.state.samples
+        if samples is not None and samples.takes(self.layer):
+            row = self.state.row(self.layer, role)
+            rows = 0 if role == OUTPUT else samples.layouts[self.layer][role].rows
+            observe(x_MK, samples.slots_SL, samples.parts[row], row, -rows if role == "weight" else rows)
 
     @property
     def samples_output(self) -> bool:

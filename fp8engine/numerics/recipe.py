@@ -34,6 +34,7 @@ OBJECTIVES = ("accuracy", "speed")
 # 25.6 dB in E5M2.  Below 22 dB the shared scale costs more than the three mantissa bits do.
 NEEDS = {"matmul": 22.0, "activation": 22.0}
 MOST_DB = 31.6
+RETIRED = ("max_flushed", "max_rows_lost")  # fields of `Auto` that 0.1 wrote
 OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
 
 
@@ -166,7 +167,9 @@ class Recipe:
     def from_json(text: str) -> Recipe:
         """The recipe that `to_json` wrote.  Raises InvalidRecipe on a missing or unknown field."""
         try:
-            parts: dict[str, Any] = {key: _decode(value) for key, value in json.loads(text).items()}
+            parts: dict[str, Any] = {
+                key: _decode(value) for key, value in json.loads(text).items() if key not in RETIRED
+            }
             return (Auto if "interval" in parts else Recipe)(**parts)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidRecipe(f"not a recipe's JSON: {error}") from error
@@ -177,16 +180,14 @@ class Auto(Recipe):
     """The recipe of `fe.auto`: every layer starts with these casts, and the statistics of its tensors may change them.
 
     min_sqnr_db: SQNR that a kind of consumer needs, as (kind, dB) pairs; consumers of other kinds get 16 bits.
-    max_flushed: share of the elements that a cast may turn into zero; max_rows_lost: share of the rows
-        that it may flush to zero as a whole.
-    interval: training steps between two samples.  freeze_after: the last step at which a decision may change.
+    budget: what all forward casts together may cost the loss, relative to it, as predicted; None: no limit.
+    interval: training steps in which one is sampled.  freeze_after: the last step at which a decision may change.
     objective: "accuracy" takes the cheapest cast within 1 dB of the best, "speed" the cheapest that is good enough.
     plan: path of decisions to repeat, made by `Report.save_plan`; nothing is measured then.
     """
 
     min_sqnr_db: tuple[tuple[str, float], ...] = ()
-    max_flushed: float = 0.05
-    max_rows_lost: float = 0.01
+    budget: float | None = None
     interval: int = 16
     freeze_after: int | None = None
     objective: str = "accuracy"
@@ -201,11 +202,10 @@ class Auto(Recipe):
                     f"auto(min_sqnr_db={need:g}) for {kind}: between 0 and {MOST_DB:g} dB, the error of the best FP8 "
                     "cast there is; a layer that needs more belongs in 16 bits: overrides={name: 'bf16'}"
                 )
-        for key in ("max_flushed", "max_rows_lost"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise InvalidRecipe(f"auto({key}={getattr(self, key)!r}): a share, between 0 and 1")
+        if self.budget is not None and not (isinstance(self.budget, (int, float)) and 0 < self.budget <= 1):
+            raise InvalidRecipe(f"auto(budget={self.budget!r}): a share of the loss, above 0 and up to 1, or None")
         if not isinstance(self.interval, int) or self.interval < 1:
-            raise InvalidRecipe(f"auto(interval={self.interval!r}): training steps between two looks, at least 1")
+            raise InvalidRecipe(f"auto(interval={self.interval!r}): training steps in which one is sampled, at least 1")
         if self.freeze_after is not None and not (isinstance(self.freeze_after, int) and self.freeze_after >= 0):
             raise InvalidRecipe(f"auto(freeze_after={self.freeze_after!r}): a training step, or None for never")
         if self.objective not in OBJECTIVES:
@@ -289,7 +289,7 @@ def high_precision(format: Format = BF16) -> Recipe:
 def auto(
     *,
     min_sqnr_db: float | Mapping[str, float] = 22.0,
-    max_flushed: float = 0.05,
+    budget: float | None = None,
     interval: int = 16,
     freeze_after: int | None = None,
     plan: str | os.PathLike | None = None,
@@ -298,7 +298,9 @@ def auto(
     """Format and granularity of each tensor from its own statistics; starts as `current`, reports every change.
 
     min_sqnr_db: SQNR that matmuls need of their operands, or {kind of consumer: SQNR}; FP8 gives at most 31.6 dB.
-    max_flushed: share of elements that a cast may lose to zero.  interval: training steps between two measurements.
+    budget: share of the loss that all casts together may cost, as predicted: 0.005 keeps the loss within about 0.5 %.
+    It needs the loss, which `fe.scaling_state(model).see_loss(loss)` tells where the model does not return it.
+    interval: training steps in which one is sampled.
     freeze_after: the last step that may change anything.
     plan: decisions to repeat instead (`fe.inspect(model).save_plan`).
     objective: "accuracy", or "speed" (predicted scales, and the cheapest cast that is good enough).
@@ -315,7 +317,7 @@ def auto(
         weight=Cast(E4M3, PerTensor(), scaling),
         grad_output=Cast(E5M2, PerTensor(), scaling),
         min_sqnr_db=tuple(sorted(needs.items())),
-        max_flushed=max_flushed,
+        budget=budget,
         interval=interval,
         freeze_after=freeze_after,
         objective=objective,

@@ -61,6 +61,14 @@ def agree(table: torch.Tensor, name: str) -> bool:
     return False
 
 
+def several(name: str) -> bool:
+    """Whether `agree` would find other ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    group = named(name) if name else _of_data_parallel()
+    return group is not None and dist.get_world_size(group) > 1
+
+
 def named(name: str) -> dist.ProcessGroup:
     """The process group of that name.  Raises ParallelError where it is gone."""
     try:

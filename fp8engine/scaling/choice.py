@@ -1,67 +1,108 @@
-"""Formats and granularity chosen for a group of layers that are decided together, and the recipes they lead to.
+"""Casts chosen for a group of layers that are decided together, and the recipes they lead to.
 
 A slot is named (layer, role), and a granularity "tensor", "row", or "block" (1 x 128, weights 128 x 128).  Each
-operand is read by two matmuls, along its rows and along its columns, and cast for both.
+operand is read by two matmuls, along its rows and along its columns, and each matmul has casts of its own: a tensor
+that both read under one scale per tensor is cast once.  Scales per row and per block are exact numbers, not powers of
+two (docs/recipes.md has the measurement).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fp8engine._moved import renamed
-from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTensor
-from fp8engine.numerics.formats import BF16, E4M3, Format
-from fp8engine.numerics.recipe import MATMULS, ROLES, Auto, Recipe
-from fp8engine.scaling.prediction import Measured, Prediction
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
+from fp8engine.numerics.formats import BF16, Format
+from fp8engine.numerics.recipe import MATMULS, Auto, Recipe
+from fp8engine.scaling.reads import BLOCK, OPTIONS, READS
 
 GRANULARITIES = ("tensor", "row", "block")  # what one scale covers, cheapest first
-BLOCK = 128
 OPERANDS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-
 FINAL = 1 << 30  # changes of a choice that is never changed again
 SlotKey = tuple[int, str]  # (layer, role)
 RENAMED = {"grain": "granularity"}  # attributes of 0.1's pickles
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Casts of a group of slots.  granularity: "" where nothing is in FP8.  formats: of each slot.
-
-    fp8: the matmuls in FP8.  margin: powers of two kept free above a predicted amax.  reasons: of each slot that
-    changed.  cheaper: samples in a row that would allow cheaper casts.  changes: so far.
-    """
+class Casts(NamedTuple):
+    """Casts of a matmul's two operands: their granularity, and the format of each, as OPERANDS has them."""
 
     granularity: str
-    formats: Mapping[SlotKey, Format]
-    fp8: frozenset[tuple[int, str]]  # (layer, matmul)
+    first: Format
+    second: Format
+
+    def option(self, operand: int) -> int:
+        """Which of OPTIONS an operand's cast is."""
+        return OPTIONS.index((self.granularity, self[1 + operand]))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Casts of a group of layers.  matmuls: of each (layer, matmul) in FP8; the others are in 16 bits.
+
+    layers: the group.  margin: powers of two kept free above a predicted amax.  reasons: of each slot that changed.
+    changes: so far.  spent: of the budget of changes to cheaper casts (auto/policy.py).
+    paid: casts of forward matmuls that a budget of loss has made finer; None for 16 bits (auto/budget.py).
+    """
+
+    layers: tuple[int, ...]
+    matmuls: Mapping[tuple[int, str], Casts]
     margin: int = 0
     reasons: Mapping[SlotKey, str] | None = None
-    cheaper: int = 0
     changes: int = 0
+    spent: float = 0.0
+    paid: Mapping[tuple[int, str], Casts | None] = field(default_factory=dict)
+
+    @property
+    def used(self) -> dict[tuple[int, str], Casts]:
+        """The casts of each matmul in FP8, those of the budget among them."""
+        return {key: casts for key, casts in {**self.matmuls, **self.paid}.items() if casts}
 
     def same_casts(self, other: Choice) -> bool:
         """Whether both lead to the same computation."""
-        mine, theirs = ((c.granularity, dict(c.formats), c.fp8, c.margin) for c in (self, other))
-        return mine == theirs
+        return (self.used, self.margin) == (other.used, other.margin)
+
+    def casts(self, slot: SlotKey) -> dict[str, tuple[str, Format]]:
+        """(granularity, format) of a slot by the matmul that reads it; without those in 16 bits."""
+        (layer, role), used = slot, self.used
+        return {
+            matmul: (found.granularity, found[1 + roles.index(role)])
+            for matmul, roles in OPERANDS.items()
+            if role in roles and (found := used.get((layer, matmul)))
+        }
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(renamed(state, RENAMED))
+        if "formats" in state:  # pickled before each matmul had casts of its own
+            old = renamed(state, RENAMED)
+            state = vars(from_formats(old["granularity"], old["formats"], old["fp8"]))
+            state |= {key: old[key] for key in ("margin", "reasons", "changes")}
+        self.__dict__.update(state)
+
+
+def from_formats(granularity: str, formats: Mapping[SlotKey, Format], fp8) -> Choice:
+    """A choice as 0.1 described it: one granularity for the group, one format for each slot, the matmuls in FP8."""
+    matmuls = {
+        (layer, matmul): Casts(granularity, *(formats[layer, role] for role in OPERANDS[matmul]))
+        for layer, matmul in sorted(fp8)
+    }
+    return Choice(tuple(dict.fromkeys(layer for layer, _ in formats)), matmuls)
 
 
 @functools.cache
 def casts(role: str, granularity: str, format: Format, scaling: str = "current") -> tuple[Cast, ...]:
     """A slot's casts under a granularity, as each of its two matmuls reads it.
 
+    >>> from fp8engine.numerics.formats import E4M3
     >>> [str(cast) for cast in casts("input", "row", E4M3)]
-    ['E4M3 per row (power of 2)', 'E4M3 per column (power of 2)']
+    ['E4M3 per row', 'E4M3 per column']
     """
     if granularity == "tensor":
         return (Cast(format, PerTensor(), scaling),)
     if granularity == "row":
-        return tuple(Cast(format, PerRow(dim), power_of_2=True) for dim in (-1, 0))
-    first = Cast(format, PerBlock(BLOCK if role == "weight" else 1, BLOCK), power_of_2=True)
+        return tuple(Cast(format, PerRow(dim)) for dim in (-1, 0))
+    first = Cast(format, PerBlock(BLOCK if role == "weight" else 1, BLOCK))
     return (first,) if role == "weight" else (first, first.along(0))
 
 
@@ -70,22 +111,16 @@ def reading(role: str, matmul: str) -> int:
     return int(matmul == "wgrad" or (matmul == "dgrad" and role == "weight"))
 
 
-def groupings(role: str) -> tuple[Granularity, ...]:
-    """The granularities under which a slot's statistics are to be taken."""
-    return tuple(cast.granularity for granularity in GRANULARITIES for cast in casts(role, granularity, E4M3))
-
-
 def begin(layers: Sequence[int], recipe: Auto) -> Choice:
     """The choice for a group that was not sampled yet: the recipe's own casts."""
-    formats = {(i, role): getattr(recipe, role).format for i in layers for role in ROLES}
-    return Choice("tensor", formats, frozenset((i, matmul) for i in layers for matmul in MATMULS))
+    formats = {matmul: [getattr(recipe, role).format for role in roles] for matmul, roles in OPERANDS.items()}
+    return Choice(tuple(layers), {(i, matmul): Casts("tensor", *formats[matmul]) for i in layers for matmul in MATMULS})
 
 
 def in_16_bits(previous: Choice, reason: str) -> Choice:
     """The choice of 16 bits whatever the statistics are, never to be changed."""
-    formats = dict.fromkeys(previous.formats, BF16)
-    reasons = dict.fromkeys(previous.formats, reason)
-    return Choice("", formats, frozenset(), reasons=reasons, changes=FINAL)
+    slots = {(layer, role) for layer in previous.layers for role in ("input", "weight", "grad_output")}
+    return Choice(previous.layers, {}, reasons=dict.fromkeys(sorted(slots), reason), changes=FINAL)
 
 
 def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
@@ -95,20 +130,18 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
     >>> print(recipe_of(auto(), begin([0], auto()), 0).grad_output)
     E5M2 per tensor
     """
-    scaling = auto.input.scaling
-    read: dict[str, tuple[Cast, Cast]] = {}
+    read: dict[str, list[Cast]] = {}
+    used = choice.used
     for matmul, roles in OPERANDS.items():
-        made = []
-        for role in roles:
-            format = choice.formats[layer, role]
-            if (layer, matmul) not in choice.fp8:
-                made.append(Cast(BF16))
-                continue
-            first, *other = casts(role, choice.granularity, format, scaling)
-            made.append((other or [first])[0] if reading(role, matmul) else first)
-        read[matmul] = (made[0], made[1])
+        found = used.get((layer, matmul))
+        read[matmul] = [Cast(BF16)] * 2
+        if found:
+            pairs = zip(roles, found[1:], strict=True)
+            made = [(role, casts(role, found.granularity, format, auto.input.scaling)) for role, format in pairs]
+            read[matmul] = [both[min(reading(role, matmul), len(both) - 1)] for role, both in made]
     (x, w), (dy, w_t), (dy_t, x_t) = read["forward"], read["dgrad"], read["wgrad"]
     alike = lambda first, second: None if second == first.along(0) else second  # noqa: E731 - three uses below
+    blocks = [matmul for matmul in MATMULS if (found := used.get((layer, matmul))) and found[0] == "block"]
     return Recipe(
         name="auto",
         input=x,
@@ -119,42 +152,35 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
         grad_output_for_wgrad=alike(dy, dy_t),
         margin=choice.margin,
         history=auto.history,
-        fast_accumulation=() if choice.granularity == "block" else auto.fast_accumulation,
+        fast_accumulation=tuple(matmul for matmul in auto.fast_accumulation if matmul not in blocks),
         output=auto.output,
         cache_weights=auto.cache_weights,
     )
 
 
 def label(slot: SlotKey, choice: Choice) -> str:
-    """A slot's cast as reports print it, with those of its matmuls that are in 16 bits.
+    """A slot's cast as reports print it, with that of its second matmul where it differs.
 
     >>> from dataclasses import replace
     >>> from fp8engine.numerics.recipe import auto
     >>> start = begin([0], auto())
-    >>> label((0, "input"), start), label((0, "input"), replace(start, fp8=frozenset({(0, "forward")})))
+    >>> forward = {(0, "forward"): start.matmuls[0, "forward"]}
+    >>> label((0, "input"), start), label((0, "input"), replace(start, matmuls=forward))
     ('E4M3/tensor', 'E4M3/tensor (wgrad BF16)')
     """
-    (layer, role), format = slot, choice.formats[slot]
-    if not format.is_fp8:
-        return str(format)
-    plain = [m for m, roles in OPERANDS.items() if role in roles and (layer, m) not in choice.fp8]
-    margin = f" margin {choice.margin}" if choice.margin else ""
-    return f"{format}/{choice.granularity}{margin}" + (f" ({', '.join(plain)} {BF16})" if plain else "")
+    found, margin = choice.casts(slot), f" margin {choice.margin}" if choice.margin else ""
+    if not found:
+        return str(BF16)
+    reads = [matmul for matmul, roles in OPERANDS.items() if slot[1] in roles]
+    names = {m: f"{found[m][1]}/{found[m][0]}{margin}" if m in found else str(BF16) for m in reads}
+    first, second = reads
+    if names[first] == names[second]:
+        return names[first]
+    if first not in found:
+        return f"{names[second]} ({first} {names[first]})"
+    return f"{names[first]} ({second} {names[second]})"
 
 
-def predicted(measured: Measured, slot: SlotKey, choice: Choice) -> Prediction:
-    """The worst prediction among a slot's casts under a choice; a format in 16 bits has one cast."""
-    (layer, role), format = slot, choice.formats[slot]
-    if not format.is_fp8:
-        return measured.predict(Cast(format))
-    both = casts(role, choice.granularity, format)
-    read = {reading(role, matmul) for i, matmul in choice.fp8 if i == layer and role in OPERANDS[matmul]}
-    return worst([measured.predict(both[min(i, len(both) - 1)], choice.margin) for i in sorted(read)])
-
-
-def worst(predictions: Sequence[Prediction]) -> Prediction:
-    """The least SQNR, the largest shares lost."""
-    least = min(predictions, key=lambda each: each.sqnr_db)
-    return least._replace(
-        flushed=max(each.flushed for each in predictions), rows_flushed=max(each.rows_flushed for each in predictions)
-    )
+def reads_of(slot: SlotKey, choice: Choice) -> list[tuple[int, int]]:
+    """(read, option) of a slot's casts in FP8, as `Reads` numbers them."""
+    return [(READS.index((slot[1], matmul)), OPTIONS.index(cast)) for matmul, cast in choice.casts(slot).items()]

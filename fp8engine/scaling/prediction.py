@@ -1,4 +1,4 @@
-"""Prediction of a cast from a tensor's histograms: SQNR, flushed and saturated shares, rows flushed to zero.
+"""Prediction of a cast per tensor from the tensor's histogram: SQNR, and shares flushed and saturated.
 
 y = x * s is rounded to m mantissa bits, in steps of d below the smallest normal number.  With values spread evenly over
 a step the error of one element is, squared and averaged,
@@ -35,14 +35,11 @@ from typing import NamedTuple
 
 from fp8engine import _numpy as numpy
 from fp8engine.errors import InvalidRecipe
-from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerTensor
+from fp8engine.numerics.cast import Cast, PerTensor
 from fp8engine.numerics.formats import Format
-
-Groupings = tuple[Granularity, ...]
 
 HEADER = ("amax", "energy", "fourth", "sampled", "nonzero", "nonfinite", "elements", "mantissa_bits")
 TENSOR_BINS = 512  # 64 octaves of |x| / amax, eight each; the last has |x| = amax alone, the first what is less, and 0
-GROUP_BINS = 130  # 64 octaves twice (histogram.py), the last two for |x| = amax of its group
 POINTS = 8
 FP32_MAX = (2 - 2.0**-23) * 2.0**127
 SATURATES = 1 + 2.0**-22  # as reference/quantize.py counts: an amax times its scale may land one ulp above MAX
@@ -62,26 +59,12 @@ class Prediction(NamedTuple):
     rows_flushed: float
 
 
-class Table(NamedTuple):
-    """Histograms of one grouping; energy and weights in units of the largest |x| of its sample, squared."""
-
-    energy: float
-    nonzero: float
-    top_error_3: float  # of the groups' largest under powers of two, in 3 and in 2 mantissa bits, MAX being 1.75
-    top_error_2: float
-    counts: numpy.ndarray
-    weights: numpy.ndarray
-    weights_p2: numpy.ndarray
-    rows: numpy.ndarray
-
-
 @dataclass(frozen=True, eq=False)
 class Measured:
     """One tensor's statistics on the host (histogram.read): energies relative to amax^2, counts of the sample."""
 
     header: dict[str, float]
     tensor: numpy.ndarray
-    tables: dict[tuple[int, int], Table]
     made: dict[tuple, Prediction] = field(default_factory=dict, repr=False)  # predictions made so far
 
     @property
@@ -154,7 +137,7 @@ class Measured:
         margin: powers of two of headroom, as a recipe's; 16 and 32 bits have none.
         scale: the factor s with which a cast per tensor multiplies, where it is predicted from an older amax (margin
         is then already in it).
-        Raises InvalidRecipe for a granularity that was not measured, and for a scale of a cast that takes none.
+        Raises InvalidRecipe for another granularity, and for a scale of a cast that takes none.
         """
         asked = (cast, margin, scale)
         if asked not in self.made:
@@ -166,24 +149,17 @@ class Measured:
             raise InvalidRecipe(
                 f"predict({cast}, scale={scale}): a scale is a positive factor for an FP8 cast per tensor; leave it out"
             )
-        key = extent(cast.granularity)
-        if key != (-1, -1) and key not in self.tables:
-            measured = ", ".join(f"{rows} x {cols}" for rows, cols in self.tables) or "none"
-            raise InvalidRecipe(
-                f"predict({cast}): no groups of {key[0]} x {key[1]} were measured, only {measured} beside per tensor; "
-                f"add {cast.granularity!r} to the groupings of `measure`"
-            )
+        if cast.is_fp8 and not isinstance(cast.granularity, PerTensor):
+            raise InvalidRecipe(f"predict({cast}): a histogram tells of scales per tensor alone; reads.py tries others")
         if self.amax == 0:
             return Prediction(math.inf, 0.0, 0.0, 0.0)
         if not cast.is_fp8:
             return self._of_tensor(cast.format, 1.0, aligned=True)
         goal = cast.format.max * 2.0**-margin
-        if scale is None and (key == (-1, -1) or goal / self.amax > FP32_MAX):  # one factor for all, if it is limited
+        if scale is None:
             scale = min(float(numpy.float32(min(goal / self.amax, FP32_MAX))), FP32_MAX)
             scale = 2.0 ** (math.frexp(scale)[1] - 1) if cast.power_of_2 else scale
-        if scale is not None:
-            return self._of_tensor(cast.format, scale, aligned=math.frexp(scale)[0] == 0.5)
-        return _of_groups(self.tables[key], cast.format, margin, cast.power_of_2)
+        return self._of_tensor(cast.format, scale, aligned=math.frexp(scale)[0] == 0.5)
 
     def _of_tensor(self, format: Format, s: float, aligned: bool) -> Prediction:
         """One factor for the whole tensor; aligned: it is a power of two, so that x's own grid stays one."""
@@ -206,19 +182,6 @@ class Measured:
         nonzero = max(self.header["nonzero"], 1.0)
         shares = float(flushed / nonzero), float(over / nonzero), _share(rows, place <= half)
         return Prediction(_db(self._energy * top**2, float(noise)), *shares)
-
-
-def extent(granularity: Granularity) -> tuple[int, int]:
-    """Rows and columns that share a scale, -1 for all.
-
-    >>> extent(PerBlock(1, 128)), extent(PerTensor())
-    ((1, 128), (-1, -1))
-    """
-    if isinstance(granularity, PerTensor):
-        return -1, -1
-    if isinstance(granularity, PerBlock):
-        return granularity.rows, granularity.cols
-    return (1, -1) if granularity.dim == -1 else (-1, 1)
 
 
 def step(y: numpy.ndarray, format: Format) -> numpy.ndarray:
@@ -246,47 +209,11 @@ def _error_of_point(y: float, format: Format) -> float:
     return 0.0 if abs(away) < y * 2.0**-22 else away**2  # 2^-22: of a scale that was rounded to FP32
 
 
-def _of_groups(table: Table, format: Format, margin: int, power_of_2: bool) -> Prediction:
-    """A factor for each group: y in units of its own step, errors weighted by (a / MAX)^2."""
-    octave, points = _group_points(power_of_2)
-    top = format.max * 2.0**-margin
-    y = points * (top / 1.75)
-    lost = error(y, format).mean(1)
-    if not power_of_2:
-        lost[-2:] = _error_of_point(top, format)
-        y = numpy.concatenate([y[:-2], numpy.full((2, POINTS), top)])
-    weights = table.weights_p2 if power_of_2 else table.weights
-    noise = weights[1:] @ lost / top**2
-    if power_of_2 and top / 2 >= format.smallest_normal:  # the largest of each group is known exactly
-        noise -= weights[-2:] @ lost[-2:] / top**2
-        noise += (table.top_error_3 if format.mantissa_bits == 3 else table.top_error_2) / 1.75**2
-    zeros = table.counts.sum() - table.nonzero
-    half = format.smallest_subnormal / 2
-    flushed = table.counts[1:] @ (y <= half).mean(1) + table.counts[0] - zeros
-    over = table.counts[1:] @ (y > format.max * SATURATES).mean(1)
-    place = 2.0 ** (octave + 0.5) * (top / 1.75)
-    nonzero = max(table.nonzero, 1.0)
-    flushed_rows = _share(table.rows[:-2], place <= half) if table.rows.any() else float(top <= half)
-    return Prediction(_db(table.energy, float(noise)), float(flushed / nonzero), float(over / nonzero), flushed_rows)
-
-
 @functools.cache
 def _tensor_points() -> numpy.ndarray:
     """|x| / amax at POINTS places of every bin, [bins, POINTS]."""
     exponent, eighth = numpy.divmod(numpy.arange(TENSOR_BINS)[:, None] - (TENSOR_BINS - 1), 8)
     return 2.0**exponent * (1 + (eighth + _middles()) / 8)
-
-
-@functools.cache
-def _group_points(power_of_2: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """log2 u about where each bin begins, for rows [bins - 2]; u at POINTS places of each bin but the first."""
-    sums = numpy.arange(GROUP_BINS) - (GROUP_BINS - 3)
-    sums[-2:] = (-1, 0)  # a group's largest: 2 was added
-    octave = numpy.floor(sums / 2) if power_of_2 else numpy.ceil(sums / 2)
-    mean = (sums[:-2] + (-0.5 if power_of_2 else 0.5)) / 2
-    octave = octave[1:, None]
-    width = numpy.where(octave == 0, 0.75, 1.0)  # no |x| is above a: the uppermost octave ends at 1.75
-    return mean, 2.0**octave * (1 + width * _middles())
 
 
 def _middles() -> numpy.ndarray:

@@ -1,73 +1,135 @@
-"""Sampling of a tensor: its statistics are written to a row of a table on its device, which `auto` reads later.
+"""Samples of a training step: each slot's statistics per tensor, and the rows on which casts are tried.
 
-Statistics per tensor cost a tenth of those at every granularity, and usually suffice; the others are taken of layers
-for which they do not.  `observe` is an operator, so that a compiled graph takes it whole, and an ordered effect, as
-every operator that writes a slot's row.
+    observe     in the forward and the backward: write a row of the table, and the sampled rows of an operand
+    finish      once, when the step has ended: try the casts on those rows (reads.py)
+
+`observe` is an operator, so that a compiled graph takes it whole, and an ordered effect, as every operator that writes
+a slot's row.  Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from fp8engine.numerics.recipe import OUTPUT, ROLES
+from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
-from fp8engine.scaling.choice import groupings
-from fp8engine.scaling.histogram import length, measure, measure_on_host, read
+from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
 from fp8engine.scaling.prediction import HEADER, Measured
+from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
-SAMPLE, DETAILED = 16384, 65536  # elements sampled beside the exact amax; for all granularities, which is rarely asked
+SAMPLE = 16384  # elements of the histogram, beside the exact amax
 NONFINITE = HEADER.index("nonfinite")
 
 
-@functools.cache
-def width() -> int:
-    """Columns of a table of samples."""
-    return max(length(groupings(role)) for role in (*ROLES, OUTPUT))
+class Tables(NamedTuple):
+    """What a sampled step has left.
+
+    slots_SL: a row for each slot (`read_row`).  reads: [layers, 6, 5, 5] (`reads.judge`), NaN for layers without.
+    loss_1: the loss, where it was seen, else NaN.
+    """
+
+    slots_SL: torch.Tensor
+    reads: torch.Tensor
+    loss_1: torch.Tensor
 
 
-def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -> None:
-    """Write the statistics of x [M, K] to row `index` of the table.
+class StepSamples:
+    """The samples of one training step.
 
-    role: "input", "weight" or "grad_output": take its granularities; "": per tensor alone.
+    slots: rows of the table.  shapes: of the weights, by a layer's index in the state; layers that are not among them
+    are not sampled.  Rows of an operand are kept in FP32, 16 to 64 of them (reads.py), until the step has ended.
+    """
+
+    def __init__(self, slots: int, layers: int, shapes: Mapping[int, Sequence[int]], device: torch.device):
+        self.slots_SL = torch.zeros(slots, LENGTH, dtype=torch.float32, device=device)
+        self.loss_1 = torch.full((1,), math.nan, dtype=torch.float32, device=device)
+        self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
+        self.layers = layers
+        lengths = [layout.length for roles in self.layouts.values() for layout in roles.values()]
+        flat = iter(torch.zeros(sum(lengths), dtype=torch.float32, device=device).split(lengths))
+        nothing = torch.empty(0, device=device)
+        self.parts: list[torch.Tensor] = [nothing] * slots
+        for i in self.layouts:
+            for j in range(len(ROLES)):
+                self.parts[len(ROLES) * i + j] = next(flat)
+
+    def takes(self, layer: int) -> bool:
+        """Whether this step samples the layer."""
+        return layer in self.layouts
+
+    def see_loss(self, loss: torch.Tensor | float) -> None:
+        """Keep the step's loss, a mean over tokens."""
+        self.loss_1.copy_(torch.as_tensor(loss).detach().float().reshape(1))
+
+    def finish(self, sizes: Mapping[int, tuple[int, int, int] | None], backward: bool) -> Tables:
+        """Try the casts on the sampled rows.
+
+        sizes: M, N, K of a layer's matmul where known (smaller than the weight's where ranks divide it).
+        backward: whether gradients were sampled too.
+        """
+        with torch.no_grad():
+            reads = torch.full((self.layers, *SHAPE), math.nan, device=self.slots_SL.device)
+            for i, layouts in self.layouts.items():
+                whole_n, whole_k = layouts["grad_output"].columns, layouts["input"].columns
+                _, n, k = sizes.get(i) or (0, whole_n, whole_k)
+                local = (
+                    layouts["input"]._replace(columns=k),
+                    layouts["weight"]._replace(columns=k, energies=layouts["weight"].energies * n // whole_n),
+                    layouts["grad_output"]._replace(columns=n),
+                )
+                x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
+                reads[i] = judge(x, w, dy if backward else None)
+            return Tables(self.slots_SL, reads, self.loss_1)
+
+
+def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
+    """Write the statistics of x [M, K] to row `index` of the table, and `rows` of its rows to `part`.
+
+    part: a buffer of `reads.Layout`; empty for what no matmul reads.  rows: 0 there; negative for a weight, whose
+    rows' energies are kept too.
     """
     if library.direct(x_MK):
-        _observe(x_MK, table_SL, index, role)
+        _observe(x_MK, table_SL, part, index, rows)
     else:
-        torch.ops.fp8engine.observe.default(x_MK, table_SL, index, role)
+        torch.ops.fp8engine.observe.default(x_MK, table_SL, part, index, rows)
 
 
-def read_row(row_L: torch.Tensor, role: str) -> Measured | None:
-    """The statistics in a row on the host, `observe`d with that role; None where none were written."""
-    asked = groupings(role) if role else ()
-    found = read(row_L[: length(asked)], asked)
+def read_row(row_L: torch.Tensor) -> Measured | None:
+    """The statistics in a row on the host; None where none were written."""
+    found = read(row_L)
     return found if found.elements else None
 
 
-def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, index: int, role: str) -> None:
+def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
     if not x_MK.numel():
         return
     with torch.no_grad():
-        low, high = torch.aminmax(x_MK.detach())
-        if not role and x_MK.device.type == "cpu":
-            low, high = float(low), float(high)
-            finite = math.isfinite(low) and math.isfinite(high)
-            flat = measure_on_host(x_MK, SAMPLE, max(-low, high) if finite else math.inf)
-            if not finite:
+        x_MK = x_MK.detach()
+        if part.numel():
+            layout = Layout(abs(rows), x_MK.shape[1], len(x_MK) if rows < 0 else 0)
+            layout.write(x_MK, part)
+            amax = layout.part(part).columns_C.amax()  # NaN and Inf reach it
+        else:
+            low, high = torch.aminmax(x_MK)
+            amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
+        if x_MK.device.type == "cpu":
+            known = float(amax)
+            flat = measure_on_host(x_MK, SAMPLE, known)
+            if not math.isfinite(known):
                 flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-            table_SL[index, : len(flat)] = flat
-            return
-        amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        flat = measure(x_MK, groupings(role) if role else (), DETAILED if role else SAMPLE, amax)
-        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
-        table_SL[index, : len(flat)].copy_(flat)
+        else:
+            flat = measure(x_MK, SAMPLE, amax)
+            beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+            flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+        table_SL[index].copy_(flat)
 
 
 library.define(
-    "observe(Tensor x, Tensor table, int index, str role) -> ()",
+    "observe(Tensor x, Tensor table, Tensor part, int index, int rows) -> ()",
     _observe,
     lambda *arguments: None,
     effect=True,

@@ -32,6 +32,7 @@ from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
 from fp8engine.ops.scale_update import scale_update
 from fp8engine.scaling.output_slots import OutputSlots
+from fp8engine.scaling.sample import StepSamples
 from fp8engine.scaling.shared_input import SharedInput, siblings
 
 # Attributes of 0.1's pickles.
@@ -115,9 +116,9 @@ class ScalingState:
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
-        self.samples: torch.Tensor | None = None  # table of this step's statistics; None in a step that is not sampled
-        self.detailed_layers: frozenset[int] = frozenset()  # layers that are sampled under every granularity
-        self.sample_all = True  # whether the other layers are sampled too
+        self.samples: StepSamples | None = None  # of this step; None in a step that is not sampled
+        self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
+        self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
         self._reset(torch.device(device))
 
@@ -179,6 +180,9 @@ class ScalingState:
         if "clock" in state:  # pickled by 0.1
             state = renamed(state, RENAMED)
             state["controller"] = getattr(state["on_step"], "__self__", None)
+        if "decides_next" not in state:  # pickled before casts were tried
+            state = {key: state[key] for key in state if key not in ("detailed_layers", "sample_all")}
+            state |= {"samples": None, "decides_next": False, "step_amax_S": None}
         if "groups" not in state:  # pickled before layers could be divided over ranks
             state = {**state, "gathered": SharedInput(), "groups": {}, "divided": ""}
         self.__dict__.update(state)
@@ -198,7 +202,7 @@ class ScalingState:
             where = fn(torch.empty(0, dtype=torch.uint8)).device
         if where == self.device:
             return
-        self.samples = None
+        self.samples = self.step_amax_S = None
         if self.device.type == "meta":
             self._reset(where)
             return
@@ -224,7 +228,7 @@ class ScalingState:
 
     def begin_forward(self, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
-        self.begin_step()
+        self.begin_step(root=True)
         if not torch.compiler.is_compiling():
             for shared in (self.shared, self.gathered):
                 shared.active, shared.entry = True, None
@@ -240,14 +244,15 @@ class ScalingState:
         root.register_forward_pre_hook(self.begin_forward)
         root.register_forward_hook(self.end_forward, always_call=True)
 
-    def begin_step(self) -> None:
-        """Enter the last step's amaxes, if this is a training step and not a recompute."""
+    def begin_step(self, root: bool = False) -> None:
+        """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins."""
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self._update()
         elif graph_task() == -1:
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
-            if torch.is_grad_enabled() or self.recomputed or not (self.begun or self.on_step is None):
+            first = not (self.begun or self.on_step is None) or (root and self.decides_next)
+            if torch.is_grad_enabled() or self.recomputed or first:
                 self.fold()
         elif torch.is_grad_enabled():
             self.recomputed = True
@@ -267,6 +272,8 @@ class ScalingState:
         if came and self._host is None:  # not on a CPU: a card may measure itself
             step_begins(self.device)
         self.backward_seen = self.recomputed = False
+        if self.on_step is not None:
+            self.step_amax_S = self.live_2S[0].clone()
         self._update()
         if self.on_step is not None:
             self.on_step(came)
