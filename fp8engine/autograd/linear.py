@@ -45,7 +45,7 @@ def linear(
     if numerics.state.on_step is not None and not compiling:
         numerics.state.enter()  # a step that begins here may change this layer's recipe
     if isinstance(x, Float8Tensor):
-        x = suited(x, numerics, why=numerics.softens and f"it is {numerics.softens} before its cast")
+        x = suited(x, numerics, why=numerics.treated and f"it is {numerics.treated} before its cast")
     if numerics.limit is not None:
         x = clamped(x, numerics.limit)
     if not numerics.plan.fp8:

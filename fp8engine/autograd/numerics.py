@@ -132,13 +132,13 @@ class Numerics:
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
 
-    def soften(self, smooth: bool, limit: float | None) -> None:
+    def treat(self, smooth: bool, limit: float | None) -> None:
         """Smooth and clamp the input as told from the next call on."""
         self.smooth, self.limit = smooth, limit
         self.__post_init__()
 
     @property
-    def softens(self) -> str:
+    def treated(self) -> str:
         """What is done to the input's outliers before the cast, for reports; "": nothing."""
         clamp = "" if self.limit is None else f"clamped to ±{self.limit:g}"
         return " and ".join(filter(None, ["smoothed" * self.smooth, clamp]))

@@ -122,9 +122,9 @@ def _linears(block: Block, layer: nn.Module, who: str, taken: dict) -> None:
         conv1d = type(module).__name__ in CONV1D
         if type(module) not in (nn.Linear, Linear) and not conv1d:
             raise ConversionError(f"{who}: {path} is a {type(module).__name__}, no plain linear layer; {INSTEAD}")
-        if softens := isinstance(module, Float8Module) and module.numerics.softens:
+        if treated := isinstance(module, Float8Module) and module.numerics.treated:
             raise ConversionError(
-                f"{who}: {path} is {softens}, a setting that is not copied: take it away (fe.smooth(..., on=False), "
+                f"{who}: {path} is {treated}, a setting that is not copied: take it away (fe.smooth(..., on=False), "
                 "fe.clamp(model, None)), and call fe.smooth or fe.clamp on what is made"
             )
         for key in ("weight", "bias"):

@@ -50,7 +50,7 @@ def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bo
 
     >>> mlp = LayerNormMLP(32, 64, "swiglu", recipe="current")
     >>> _ = smooth(mlp)
-    >>> mlp.down.numerics.softens
+    >>> mlp.down.numerics.treated
     'smoothed'
     """
     chosen = _chosen(model, names, "smooth")
@@ -77,7 +77,7 @@ def clamp(model: nn.Module, limit: float | None, names: str | Iterable[str] | No
     this raises too, but for main_grad; it works in 16 bits and under torch.func.  ConversionError for another limit.
 
     >>> mlp = LayerNormMLP(32, 64, "swiglu", recipe="current")
-    >>> clamp(smooth(mlp), 7.0, "down").down.numerics.softens
+    >>> clamp(smooth(mlp), 7.0, "down").down.numerics.treated
     'smoothed and clamped to ±7'
     """
     if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
@@ -197,6 +197,6 @@ def _matching(model: nn.Module, downs: dict[str, Any], pattern: str, who: str) -
 def _set(model: nn.Module, chosen: dict[str, Any], of: Any) -> nn.Module:
     """Change the layers.  of: their numerics -> (smooth, limit)."""
     for layer in chosen.values():
-        layer.numerics.soften(*of(layer.numerics))
+        layer.numerics.treat(*of(layer.numerics))
     propose(model)
     return model

@@ -155,7 +155,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
         "fused": _fused(module),
-        "outliers": numerics.softens,
+        "outliers": numerics.treated,
         "ran": ran or not recipe.is_fp8,
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
@@ -221,7 +221,7 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
 def _fused(module: nn.Module) -> str:
     """The group that the layer runs fused in, or why it is in none; "" where fuse=True was not asked."""
     group, why = getattr(module, "fused", None), getattr(module, "not_fused_because", "")
-    if group is not None and group.second is module and module.numerics.softens:  # pyright: ignore
+    if group is not None and group.second is module and module.numerics.treated:  # pyright: ignore
         return f"{group}, {APART}"
     return str(group) if group is not None else f"not fused: {why}" if why else ""
 

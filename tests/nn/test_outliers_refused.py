@@ -142,7 +142,7 @@ def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():
     numerics = net().blocks[0].down.numerics
     weight = ShardedWeight(None, SimpleNamespace(numerics=numerics), None)  # pyright: ignore[reportArgumentType]
     assert weight.reason() == ""
-    numerics.soften(True, None)
+    numerics.treat(True, None)
     assert weight.reason() == "fe.smooth multiplies the weight before its cast"
 
 
