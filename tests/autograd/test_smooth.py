@@ -141,3 +141,32 @@ def test_the_clamp_and_its_gradient(dtype: torch.dtype):
     assert torch.equal(y[:-1], want[:-1])
     assert x.grad is not None
     assert x.grad.tolist() == [1, 0, 3, 4, 5, 6, 0, 8, 9]
+
+
+def test_fp16_has_room_for_what_s_makes_larger():
+    """s = 2^7: w * s = 2^17 and dy * w * s = 2^17 are beyond FP16's 65504, y = 2^11 and dx = 2^10 are not."""
+    layer = smoothed_layer(1, 2, "current", torch.float16)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1024.0], [2.0**-4]]))
+        layer.bias.zero_()
+    x = torch.tensor([[2.0**14], [2.0]], dtype=torch.float16).requires_grad_()
+    y = layer(x)
+    (y[1, 0] + 0.5 * y[0, 1]).backward()
+    assert y[:, 1].tolist() == [1024.0, 0.125]
+    assert y[1, 0].item() == 2048.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0**-5], [1024.0]]
+
+
+def test_a_layer_that_is_decided_to_be_in_16_bits_shows_auto_what_fp8_would_read(monkeypatch):
+    recipe = fe.high_precision(fe.BF16)
+    layer, seen = fe.Linear(48, 32, recipe=recipe), {}
+    fe.smooth(layer, "")
+    x = uneven(24, 48).requires_grad_()
+    monkeypatch.setattr(layer.numerics.state, "samples", torch.zeros(0))
+    monkeypatch.setattr(Numerics, "observe", lambda self, role, tensor: seen.update({role: tensor}))
+    layer(x)
+    s = scales(x)
+    assert s.max() >= 8
+    assert torch.equal(seen["input"], x / s)
+    assert torch.equal(seen["weight"], layer.weight * s)
