@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_models as tiny
@@ -10,6 +10,7 @@ import torch
 from late_outlier import grown, ordinary_tokens
 from support import Net, converted, same, sqnr, state_of, train
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fp8engine as fe
@@ -128,7 +129,7 @@ def test_the_clamp_is_of_the_product(recipe: str):
         assert sqnr(want, got) > 35, "the same function: alike but for where the fused norm is rounded"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_graph_computes_what_eager_code_computes(dtype: torch.dtype, fresh):
     eager = mlp(dtype=dtype)
     fe.clamp(fe.smooth(eager), 3.0)
@@ -138,6 +139,33 @@ def test_a_graph_computes_what_eager_code_computes(dtype: torch.dtype, fresh):
         x = given(rows).detach().to(dtype).requires_grad_()
         wanted = results(eager, x)
         assert all(torch.equal(want, got) for want, got in zip(wanted, results(compiled, x), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_graph_of_llama(fuse: bool, fresh):
+    eager, ids = llama(fuse), tiny.tokens()
+    fe.clamp(fe.smooth(eager), 1.0)
+    compiled = copy.deepcopy(eager)
+    compiled.compile(fullgraph=True, backend="aot_eager")
+    for model in (eager, compiled):
+        tiny.loss_of(model, ids).backward()
+    pairs = zip(eager.parameters(), compiled.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_under_fully_shard_it_computes_what_it_did(group):
+    """One rank: the weight is gathered in high precision, and multiplied and cast as without."""
+    torch.manual_seed(0)
+    plain = fe.smooth(converted(Net()))
+    sharded = fe.distributed.fsdp(copy.deepcopy(plain))
+    for step in range(2):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        for model in (plain, sharded):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(cast(torch.Tensor, one.grad), cast(DTensor, other.grad).to_local())
 
 
 def test_a_training_step_by_step_is_as_near_as_the_plain_one():
