@@ -298,7 +298,7 @@ class Controller:
             new = Reads(tried[self.layers[i].layer])
             if any(measured.nonfinite for measured in mine) or not any(new.seen(read) for read in range(len(READS))):
                 continue
-            self.reads[i] = new.after(self.reads.get(i))
+            self.reads[i] = new.after(self.reads.get(i), self.choices[i].fades_db)
             usable.add(i)
         return usable
 
@@ -329,7 +329,8 @@ class Controller:
             self._adopt(old, final, found)
         self.counts = counts
         sampled = {self.layers[i].layer for i, _ in found}
-        self.moves.sampled(sampled, amaxes_of(sample.amax_S, len(self.state.layers)))
+        whole = is_sampled(sample.step, self.recipe.interval)
+        self.moves.sampled(sampled, amaxes_of(sample.amax_S, len(self.state.layers)), whole)
 
     def _spend(self, choices: Sequence[Choice]) -> list[Choice]:
         """The choices with the finer casts and the 16 bits that the budget of loss asks for."""
