@@ -4,8 +4,8 @@ For tests too.  `work` is a function of a module, called as work(rank, ranks, *a
 initialised; what it returns is saved by torch.save, so tensors are plain ones on the CPU.
 
 Ranks are forked from a server, one a Python process, that has imported torch and fp8engine once: a rank starts in 0.1 s
-instead of 4 s.  They share nothing else, but the hashes of strings are alike on them: only ranks that are `fresh` show
-that an order taken from a set of names differs from rank to rank.  A collective that waits for a rank that never comes
+instead of 4 s.  They share no memory, but hash strings alike: only ranks that are `fresh` show that an order taken from
+a set of names differs from rank to rank.  The tests of each way to divide a model have such ranks once.  A collective that waits for a rank that never comes
 is an error after WAIT; ranks that are not done after LIMIT are killed.
 """
 
@@ -39,7 +39,9 @@ def run(work, ranks: int, *arguments, fresh: bool = False, limit: float = LIMIT)
         while not started.join(max(0.0, end - time.monotonic())):
             if time.monotonic() >= end:
                 _kill(started.processes)
-                raise TimeoutError(f"{work.__module__}.{work.__qualname__}: {ranks} ranks were not done after {limit} s")
+                raise TimeoutError(
+                    f"{work.__module__}.{work.__qualname__}: {ranks} ranks were not done after {limit} s"
+                )
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
