@@ -5,8 +5,9 @@ initialised; what it returns is saved by torch.save, so tensors are plain ones o
 
 Ranks are forked from a server, one a Python process, that has imported torch and fp8engine once: a rank starts in 0.1 s
 instead of 4 s.  They share no memory, but hash strings alike: only ranks that are `fresh` show that an order taken from
-a set of names differs from rank to rank.  The tests of each way to divide a model have such ranks once.  A collective that waits for a rank that never comes
-is an error after WAIT; ranks that are not done after LIMIT are killed.
+a set of names differs from rank to rank.  The tests of FSDP, tensor parallelism and experts have such ranks once each.
+A collective that waits for a rank that never comes is an error after WAIT; ranks that are not done after LIMIT are
+killed.
 """
 
 import datetime

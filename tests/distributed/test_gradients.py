@@ -204,7 +204,7 @@ def work(rank: int, ranks: int) -> dict:
 @functools.cache
 def results(ranks: int) -> list[dict]:
     """Cached: pytest sets `found` up anew for every case of a test that chooses its ranks."""
-    return run(work, ranks, fresh=ranks == 2)
+    return run(work, ranks)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
