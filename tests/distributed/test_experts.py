@@ -1,6 +1,7 @@
 """Experts divided over 2 and 4 real processes, against one process that holds all experts and all ranks' rows."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -224,10 +225,16 @@ def work(rank: int, ranks: int) -> dict:
     }
 
 
+@functools.cache
+def results(ranks: int) -> list[dict]:
+    """Cached: pytest sets `found` up anew for every case of a test that chooses its ranks."""
+    return run(work, ranks, fresh=ranks == 2)
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest) -> list[dict]:
     """What each rank found."""
-    return run(work, request.param)
+    return results(request.param)
 
 
 def all_alike(found: dict, wanted: dict, least: dict[str, float] | None = None) -> None:

@@ -54,6 +54,14 @@ def test_losses_are_those_of_a_training(rows: list[dict]):
 
 
 @pytest.mark.slow
+def test_blocks_that_are_compiled_are_a_graph_each(rows: list[dict]):
+    """Three blocks, three graphs: what runs in eager code instead is equal too, and would be no test of a graph."""
+    assert {row["option"]: row["graphs"] for row in rows if row["graphs"]} == {
+        row["option"]: 3 for row in rows if row["option"].startswith("compiled")
+    }
+
+
+@pytest.mark.slow
 def test_a_byte_an_element_crosses_the_wire(rows: list[dict]):
     """Biases and norms stay in high precision: 1.2 % of the elements of the small blocks, at 2 bytes instead of 1."""
     for row in rows:
