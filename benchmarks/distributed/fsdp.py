@@ -34,7 +34,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Case:
     """One comparison.  size: features outside and inside a block.  prepare: what is done to each block before."""
 
-    recipe: str
+    recipe: str | fe.Recipe
     option: str = "plain"
     size: tuple[int, int] = EVEN
     sharding: dict[str, Any] = field(default_factory=dict)

@@ -168,18 +168,19 @@ def _alike(decisions: list[Decision]) -> tuple[list[Decision], list[Decision]]:
         left = [d for d in group if d.recipe is None]
         ragged = [d for d in group if d.recipe is not None and not _whole(d, d.recipe)]
         schemes = {scheme(d.recipe) for d in group if d.recipe is not None}
+        by_row = rowwise(power_of_2=any(d.recipe.weight.power_of_2 for d in group if d.recipe is not None))
         for each in group:
             made = each
             if each.recipe is not None and left:
                 why = f"vLLM runs it as one matmul with {left[0].name}, which stays in 16 bits"
                 why += f"; layout={OURS!r} keeps this layer in FP8"
                 made = replace(each, recipe=None, reason=why)
-            elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(rowwise()):
+            elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(by_row):
                 why = "its sides are no multiples of the block's"
                 if each not in ragged:
                     other = ragged or [d for d in group if d.recipe and scheme(d.recipe) != scheme(each.recipe)]
                     why = f"vLLM runs it as one matmul with {other[0].name}, whose scales differ"
-                made = replace(each, recipe=rowwise(), reason=why)
+                made = replace(each, recipe=by_row, reason=why)
                 changed.append(made)
             settled[each.name] = made
     return [settled[decision.name] for decision in decisions], changed

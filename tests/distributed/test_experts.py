@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from divided_experts import CASES, EVERYTHING, E, Experts, H, K, alone, divided, given, step
-from support import converted, sqnr
+from support import EXACT_SCALES, converted, sqnr
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +27,7 @@ def steps(rank: int, ranks: int, mesh) -> dict:
     runs += [("rowwise", dtype, "uneven", None) for dtype in (torch.bfloat16, torch.float16)]
     runs += [
         (recipe, torch.float32, "uneven", None)
-        for recipe in ("blockwise", "current", "delayed", "rowwise_gw_hp", "bf16")
+        for recipe in ("blockwise", "current", "delayed", "rowwise_gw_hp", "bf16", fe.rowwise(power_of_2=False))
     ]
     runs += [("rowwise", torch.float32, "uneven", fp8) for fp8 in ((), ("input",), ("output",), EVERYTHING)]
     found = {}
@@ -266,8 +266,8 @@ def test_in_16_bits_too(dtype: torch.dtype, found: list[dict]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise_gw_hp", "bf16"])
-def test_other_recipes_lose_nothing_either(recipe: str, found: list[dict]):
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise_gw_hp", "bf16", EXACT_SCALES[0]])
+def test_other_recipes_lose_nothing_either(recipe: str | fe.Recipe, found: list[dict]):
     for mine in found:
         y, wanted, sent, ready = mine["steps"][recipe, torch.float32, "uneven", None]
         all_alike(y, wanted)

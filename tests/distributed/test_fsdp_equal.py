@@ -11,6 +11,7 @@ import math
 
 import pytest
 
+import fp8engine as fe
 from benchmarks.distributed import fsdp
 from benchmarks.distributed.processes import run
 
@@ -21,6 +22,7 @@ CASES = {
     4: [
         fsdp.Case("blockwise", "odd sizes", fsdp.ODD),  # blocks of 128 rows lie on two ranks, which hold 84 each
         fsdp.Case("rowwise", "odd sizes", fsdp.ODD),
+        fsdp.Case(fe.blockwise(power_of_2=False), "odd sizes", fsdp.ODD),
         fsdp.Case("delayed", "HSDP", replicas=2),
     ],
 }
