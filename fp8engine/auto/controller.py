@@ -163,17 +163,14 @@ class Controller:
         shapes = {numerics.name: shape for numerics, shape in zip(self.layers, self.shapes, strict=True)}
         return Plan(shapes, start, tuple(self.log))
 
-    def cost(self, layer: int, role: str) -> float | None:
-        """Predicted cost in nats of the cast of an "input" or a "weight"; None where it is not known."""
+    def cost(self, numerics: Numerics, role: str) -> float | None:
+        """Predicted cost in nats of a layer's cast of its "input" or "weight" for the forward; None where not known."""
+        layer = next((i for i, each in enumerate(self.layers) if each is numerics), -1)
         seen, choice = self.reads.get(layer), self.choices.get(layer)
-        if (
-            seen is None
-            or choice is None
-            or role == "grad_output"
-            or not seen.knows_cost(READS.index((role, "forward")))
-        ):
+        if seen is None or choice is None or role not in ("input", "weight"):
             return None
-        return sum(seen.cost(*each) for each in reads_of((layer, role), choice))
+        known = seen.knows_cost(READS.index((role, "forward")))
+        return budget.cost_of(seen, choice.used.get((layer, "forward")), role) if known else None
 
     def state_dict(self) -> dict[str, Any]:
         """Its decisions as JSON, and as tensors the statistics on which it has not decided yet."""

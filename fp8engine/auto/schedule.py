@@ -4,8 +4,9 @@ A fixed place would meet the same task of a training whose tasks come in turns, 
 optimizer step.  The place is a function of the interval's number alone, so that a plan, a resumed run and every rank
 sample the same steps.
 
-An early sample is asked for by the amaxes that every cast leaves in the table: where one has moved by MOVED times since
-its layer was sampled, up or down, the layer is sampled in the next step, at most TRIES times in an interval without meeting such an amax.
+An early sample is asked for by the amaxes that every cast leaves in the table: where one has left the range that the
+samples of its layer had, by MOVED times, the layer is sampled in the next steps, at most TRIES times in an interval
+without meeting such an amax.
 """
 
 from __future__ import annotations

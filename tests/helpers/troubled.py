@@ -5,7 +5,7 @@ is judged by itself: the result with this operand under its real cast, beside th
 float64.  The operand's own rows make rows (or columns) of the result, whose SQNR is taken one by one; an operand is
 worth the least of the whole result's, the median row's and the 10th percentile's.  What is in 16 bits is cast to BF16.
 
-The best single cast of an operand: of {E4M3, E5M2} x {tensor, row, block} with exact scales, the one that is worth most.
+The best single cast of an operand: of {E4M3, E5M2} x {tensor, row, block} with exact scales, the one worth most.
 This computes nothing as `fp8engine/scaling/reads.py` does: it casts whole tensors and multiplies.
 """
 
@@ -18,7 +18,6 @@ import torch
 from support import converted, dequantised
 from torch import nn
 
-import fp8engine as fe
 from fp8engine.numerics.recipe import MOST_DB, Cast, Recipe
 from fp8engine.scaling.choice import OPERANDS, casts, reading
 from fp8engine.scaling.reads import OPTIONS
