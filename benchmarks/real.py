@@ -36,7 +36,7 @@ from fp8engine.ops import casts
 
 DEFAULT = ("current", "delayed", "rowwise", "rowwise_exact", "blockwise", "blockwise_exact", "auto")
 BUDGET = 0.005
-CALIBRATION = 4  # forward and backward passes; `auto` reads the statistics of one in the next
+CALIBRATION = 12  # forward and backward passes; `auto` reads the statistics of one in the next
 LEARNING_RATE = 1e-5
 SHARE = 0.3  # of the FLOPs of the layers that --rank leaves in 16 bits
 SEEDS = (0, 1)

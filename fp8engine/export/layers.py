@@ -12,6 +12,7 @@ layers' codes a second time, which costs 3 dB: so they are cast under the scale 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -26,6 +27,14 @@ from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
+# Recipes whose forwards a checkpoint can hold.
+KNOWN = (
+    current,
+    rowwise,
+    blockwise,
+    functools.partial(rowwise, power_of_2=False),
+    functools.partial(blockwise, power_of_2=False),
+)
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -131,7 +140,7 @@ def _decided(decision: Decision) -> Decision:
         return replace(decision, recipe=None, reason=why)
     if not decided:
         return decision
-    known = next((each for each in (current(), rowwise(), blockwise()) if scheme(each) == scheme(recipe)), None)
+    known = next((each() for each in KNOWN if scheme(each()) == scheme(recipe)), None)
     if known is not None:
         return replace(decision, recipe=known)
     role, cast = next((r, c) for r, c in (("input", recipe.input), ("weight", recipe.weight)) if c.format != E4M3)

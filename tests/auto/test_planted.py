@@ -13,7 +13,7 @@ import torch
 from autos import controller, lines
 from support import converted, dequantised
 from torch import nn
-from troubled import FIXED, READS, K, M, N, Scene, short_of, typical
+from troubled import FIXED, READS, K, M, N, Scene, db, short_of, typical
 
 import fp8engine as fe
 from fp8engine.auto import Alarm
@@ -186,10 +186,11 @@ def test_a_loss_scale_that_moves(objective: str, rescale: bool):
         if rescale and step and loss_scale(step) != loss_scale(step - 1):
             fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
 
-    scene = Scene(scaled, "grad_output")
+    scene = Scene(scaled, None, OF_GRADIENT)
     model, found = scene.train(fe.auto(objective=objective), 40, before)
     short = short_of(found, [scene.best(step) for step in range(40)])[SETTLED:]
-    assert max(short) <= 1
+    assert typical(short) <= 1
+    assert max(short) <= 1.5  # the best cast of a step is that of its own numbers
     # Nobody told the predicted scales: what saturates under them and is cast again earns them a margin.
     assert len(lines(model)) == (4 if objective == "speed" and not rescale else 1)
     slot = fe.scaling_state(model)["0.grad_output"]
@@ -207,7 +208,7 @@ def test_predicted_scales_that_are_told_of_the_loss_scale_saturate_less():
             if rescale and step and loss_scale(step) != loss_scale(step - 1):
                 fe.scaling_state(model).rescale_gradients(loss_scale(step) / loss_scale(step - 1))
 
-        model, _ = Scene(scaled, "grad_output").train(fe.auto(objective="speed"), 16, before)
+        model, _ = Scene(scaled, None, OF_GRADIENT).train(fe.auto(objective="speed"), 16, before)
         return int(fe.scaling_state(model)["0.grad_output"].saturated)
 
     assert 10 * saturated(rescale=True) < saturated(rescale=False)
