@@ -12,7 +12,7 @@ noise that a sample showed fades by 3 dB with each later one, so that trouble wh
 Layers that read one tensor (q, k, v) share the casts of it: their forwards are decided together, and their wgrads.
 
 Hysteresis: a cast stays while its reads miss their needs by no more than 1 dB.  A missed need is acted on at once.  A
-cheaper cast is paid for from a budget of CHANGES that refills by one in REFILL samples; what is cheap to take back, a
+cheaper cast has to be good enough in PATIENCE samples in a row, and is paid for from a budget of CHANGES that refills by one in REFILL samples; what is cheap to take back, a
 change to a safer cast, counts a quarter of that and is never refused.  Where a cheaper cast has to be taken back, the
 group remembers twice as long from then on.
 """
@@ -30,6 +30,7 @@ from fp8engine.scaling.reads import FADES_DB, OPTIONS, READS, Reads
 
 WITHIN_DB = 1.0  # of the best option: as good, under objective "accuracy"
 SLACK_DB = 1.0  # by which a cast may miss its needs before it is changed
+PATIENCE = 4  # samples in a row that have to allow a cheaper cast
 CHANGES, REFILL, SAFER = 4.0, 16, 0.25  # the budget of changes; samples until one more; what a safer cast counts
 WIDER, WIDEST = 2, 4  # powers of two that a margin grows by, and to
 RECOVERS = 2.0 ** (1 / 64)  # by which a group forgets faster again, with each sample
@@ -156,7 +157,7 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
     Reasons are those of the slots that changed.
     """
     wanted = {i: needs if isinstance(needs, Needs) else needs[i] for i in seen}
-    matmuls, missed = dict(previous.matmuls), {}
+    matmuls, missed, cheaper = dict(previous.matmuls), {}, {}
     fades_db = min(previous.fades_db * RECOVERS, FADES_DB)
     spent = max(previous.spent - 1 / REFILL, 0.0)
     for unit in units(seen, wanted):
@@ -167,7 +168,11 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
         slack = previous.changes > 0
         bad = {i: why for i, casts in now.items() if casts and (why := unit.missed(i, casts, slack))}
         if previous.changes and not bad:
+            key = min(unit.seen), unit.matmul
             if not _is_cheaper(wish, now) or spent + 1 > CHANGES:
+                continue
+            if (count := previous.cheaper.get(key, 0) + 1) < PATIENCE:
+                cheaper[key] = count
                 continue
             spent += 1
         elif previous.changes:
@@ -178,7 +183,7 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
             matmuls.pop((i, unit.matmul), None)
             if casts:
                 matmuls[i, unit.matmul] = casts
-    new = replace(previous, matmuls=matmuls, reasons=None, spent=spent, fades_db=fades_db)
+    new = replace(previous, matmuls=matmuls, reasons=None, spent=spent, fades_db=fades_db, cheaper=cheaper)
     if new.same_casts(previous):
         return new
     return replace(new, reasons=reasons(new, previous, missed), changes=previous.changes + 1)

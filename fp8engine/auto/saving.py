@@ -119,6 +119,7 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
             "changes": choice.changes,
             "spent": choice.spent,
             "fades": choice.fades_db,
+            "cheaper": [[layer, matmul, count] for (layer, matmul), count in choice.cheaper.items()],
         }
         for choice in groups
     ]
@@ -144,7 +145,8 @@ def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
             matmuls, paid = (_casts_from_list(group[key]) for key in ("matmuls", "paid"))
             layers, spent = tuple(map(int, group["layers"])), float(group["spent"])
             fp8 = {key: casts for key, casts in matmuls.items() if casts}
-            choice = Choice(layers, fp8, margin, None, changes, spent, paid, float(group["fades"]))
+            waits = {(int(layer), matmul): int(count) for layer, matmul, count in group["cheaper"]}
+            choice = Choice(layers, fp8, margin, None, changes, spent, paid, float(group["fades"]), waits)
         choices |= dict.fromkeys(choice.layers, choice)
     return choices
 

@@ -44,6 +44,7 @@ class Choice:
 
     layers: the group.  margin: powers of two kept free above a predicted amax.  reasons: of each slot that changed.
     changes: so far.  spent: of the budget of changes to cheaper casts (auto/policy.py).
+    cheaper: samples in a row that would allow a matmul cheaper casts, by its first layer and name.
     fades_db: by how much the noise that a sample has shown fades until the next.
     paid: casts of forward matmuls that a budget of loss has made finer; None for 16 bits (auto/budget.py).
     """
@@ -56,6 +57,7 @@ class Choice:
     spent: float = 0.0
     paid: Mapping[tuple[int, str], Casts | None] = field(default_factory=dict)
     fades_db: float = FADES_DB
+    cheaper: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
     @property
     def used(self) -> dict[tuple[int, str], Casts]:

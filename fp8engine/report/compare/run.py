@@ -28,7 +28,7 @@ from fp8engine.report.compare.batches import NOTHING, Batch, pooled, real_rows
 from fp8engine.report.compare.result import Comparison, LayerResult, RecipeResult
 
 ROWS = 128  # taken into FP64 at once: logits of a large vocabulary in FP64 would be the largest tensor of all
-STEPS = 4  # of auto: a sample, a detailed one, and the decisions that follow
+STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow
 
 
 def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequence[str | Recipe]) -> Comparison:
