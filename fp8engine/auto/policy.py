@@ -12,9 +12,9 @@ noise that a sample showed fades by 3 dB with each later one, so that trouble wh
 Layers that read one tensor (q, k, v) share the casts of it: their forwards are decided together, and their wgrads.
 
 Hysteresis: a cast stays while its reads miss their needs by no more than 1 dB.  A missed need is acted on at once.  A
-cheaper cast has to be good enough in PATIENCE samples in a row, and is paid for from a budget of CHANGES that refills by one in REFILL samples; what is cheap to take back, a
-change to a safer cast, counts a quarter of that and is never refused.  Where a cheaper cast has to be taken back, the
-group remembers twice as long from then on.
+cheaper cast has to be good enough in PATIENCE samples in a row, and is paid for from a budget of CHANGES that refills
+by one in REFILL samples; what is cheap to take back, a change to a safer cast, counts a quarter of that and is never
+refused.  Where a cheaper cast has to be taken back, the group remembers twice as long from then on.
 """
 
 from __future__ import annotations
