@@ -61,7 +61,7 @@ def deaf(factor: float) -> torch.Tensor:
 @functools.cache  # by identity of the tensors: those above are made once
 def looks(
     layer: int = 0,
-    input: torch.Tensor | None = None,  # noqa: A002 - a role's name
+    input: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     grad_output: torch.Tensor | None = None,
 ) -> dict[int, Reads]:
