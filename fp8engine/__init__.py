@@ -22,7 +22,9 @@ from fp8engine.nn import (
     LayerNormMLP,
     Linear,
     TransformerLayer,
+    clamp,
     fuse_wgrad_accumulation,
+    smooth,
     weights_changed,
 )
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
@@ -72,6 +74,7 @@ __all__ = [
     "auto",
     "backend",
     "blockwise",
+    "clamp",
     "convert",
     "current",
     "delayed",
@@ -90,5 +93,6 @@ __all__ = [
     "rowwise_gw_hp",
     "scaling_state",
     "scaling_state_dict",
+    "smooth",
     "weights_changed",
 ]

@@ -23,16 +23,21 @@ FLOOR = math.log2(16)  # amax/rms of 16: a Gaussian's is 5, a Laplace's 12, at a
 
 
 class Alarm(NamedTuple):
-    """A named warning.  ratio: amax/rms now.  growth: times what it was `steps` training steps ago."""
+    """A named warning.  ratio: amax/rms now.  growth: times what it was `steps` training steps ago.
+
+    remedy: a call that helps, where one is known: of the input of a gated MLP's down-projection.
+    """
 
     step: int
     slot: str
     ratio: float
     growth: float
     steps: int
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return f"step {self.step} {self.slot}: amax/rms x{self.growth:.0f} in {self.steps} steps, now {self.ratio:.0f}"
+        grown = f"x{self.growth:.0f} in {self.steps} steps, now {self.ratio:.0f}"
+        return f"step {self.step} {self.slot}: amax/rms {grown}" + f"; remedy: {self.remedy}" * bool(self.remedy)
 
 
 class Trend:

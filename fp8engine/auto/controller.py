@@ -122,11 +122,12 @@ class Controller:
 
     def begin_step(self, backward: bool) -> None:
         """A training step begins.  backward: whether a backward pass came since the last one began."""
+        gradients = torch.is_grad_enabled()
         with torch.inference_mode(False):  # what is made here is written to in training
             if self.tentative and not backward:  # the last forward proves to have been an evaluation's
-                self._after_evaluation()
+                self._after_evaluation(gradients)
                 return
-            self.tentative = not torch.is_grad_enabled()
+            self.tentative = not gradients
             self.state.decides_next = False
             self.step += 1
             self.state.outputs.widen = not self.frozen
@@ -194,19 +195,22 @@ class Controller:
         rows = (len(ROLES) + self.outputs.any) * count
         self.state.samples = StepSamples(rows, count, shapes, self.state.device)
 
-    def _after_evaluation(self) -> None:
+    def _after_evaluation(self, gradients: bool) -> None:
         """A forward without gradients came before any training step, and now another forward begins."""
-        if not torch.is_grad_enabled():
+        if not gradients:
             if self.state.decides_next:
                 self.state.decides_next = False
                 self._collect(backward=False)
             return
-        self.tentative = self.state.decides_next = False
-        if not self.calibrated and (self.log or self.choices):  # training decides for itself
+        self.tentative, awaited = False, self.state.decides_next
+        self.state.decides_next = False
+        if self.step > 0:  # of a training whose blocks are recomputed: the step had begun with an evaluation's forward
+            return
+        if not self.calibrated and self.choices:  # training decides for itself
             self.choices, self.reads, self.log, self.history = {}, {}, [], _same_listeners(self.history)
             for numerics, recipe in zip(self.layers, self.recipes, strict=True):
                 numerics.adopt(recipe)
-        if self.plan is None:
+        if self.plan is None and (awaited or self.state.samples is None):
             self.pending = None
             self._begin_sampling()
 
@@ -240,13 +244,13 @@ class Controller:
         if self.plan is not None or self.frozen or self.pending is not None or ranks.several(self.state.ranks):
             return set()
         found, number = set(), max(self.step, 0) // self.recipe.interval
+        if self.watched is None and self.state.step_amax_S is not None:
+            self.watched = HostCopy([self.state.step_amax_S])
         if self.watched is not None and self.watched.done():
             moved = self.moves.moved(amaxes_of(self.watched.tensors[0], len(self.state.layers)), number)
             at = {numerics.layer: i for i, numerics in enumerate(self.layers)}
             groups = [self.choices[at[layer]].layers for layer in moved if at.get(layer) in self.choices]
             found, self.watched = {self.layers[i].layer for group in groups for i in group}, None
-        if self.watched is None and self.state.step_amax_S is not None:
-            self.watched = HostCopy([self.state.step_amax_S])
         return found
 
     def _collect(self, backward: bool, wait: bool = False) -> None:
@@ -334,20 +338,18 @@ class Controller:
         flops = {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
         return budget.spend(choices, self.reads, flops, self.recipe.budget * self.loss)
 
-    def _paid_for(self, choice: Choice) -> dict[SlotKey, str]:
-        """The reasons of casts that the budget has asked for."""
+    def _paid_for(self, choice: Choice) -> dict[tuple[int, str], tuple[str, str]]:
+        """The reasons of casts that the budget has asked for, as `policy.reasons` takes them."""
         found = {}
         for i in choice.layers:
-            for role in ("input", "weight"):
-                cost = (
-                    1e3 * budget.cost_of(self.reads[i], choice.matmuls.get((i, "forward")), role)
-                    if i in self.reads
-                    else 0
+            if (casts := choice.matmuls.get((i, "forward"))) and i in self.reads:
+                costs = {role: budget.cost_of(self.reads[i], casts, role) for role in ("input", "weight")}
+                role = max(costs, key=lambda each: costs[each])
+                allowed = 1e3 * (self.recipe.budget or 0.0) * (self.loss or 0.0)
+                why = (
+                    f"predicted cost {1e3 * costs[role]:.2g} millinats, where {allowed:.3g} are the budget of all casts"
                 )
-                found[i, role] = (
-                    f"forward: predicted cost {cost:.2g} millinats, and the budget of all casts is "
-                    f"{1e3 * (self.recipe.budget or 0.0) * (self.loss or 0.0):.3g}"
-                )
+                found[i, "forward"] = role, f"forward: {why}"
         return found
 
     def _outcome(self, slot: SlotKey, choice: Choice, measured: Measured) -> Prediction:

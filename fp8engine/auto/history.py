@@ -141,20 +141,24 @@ class Spread(NamedTuple):
 
 
 class History:
-    """Samples, trends and alarms by slot name; each alarm is also given to every callable in `listeners`."""
+    """Samples, trends and alarms by slot name; each alarm is also given to every callable in `listeners`.
+
+    remedies: slot -> a call that helps against its outliers, which its alarms propose.
+    """
 
     def __init__(self):
         self.samples: dict[str, Samples] = {}
         self.spreads: dict[str, Spread] = {}
         self.trends: dict[str, Trend] = {}
         self.alarms: list[Alarm] = []
+        self.remedies: dict[str, str] = {}
         self.listeners: list[Callable[[Alarm], object]] = []
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "listeners": []}  # a copy calls nothing of the original's user
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(renamed(state, RENAMED))
+        self.__dict__.update({"remedies": {}} | renamed(state, RENAMED))
 
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """Add one slot's statistics and the prediction for its cast."""
@@ -165,6 +169,7 @@ class History:
         self.spreads[slot] = Spread(step, float(measured.amax), measured.tensor[0].astype(numpy.int32))
         alarm = self.trends.setdefault(slot, Trend(slot)).add(step, measured.crest)
         if alarm is not None:
+            alarm = alarm._replace(remedy=self.remedies.get(slot, ""))
             self.alarms.append(alarm)
             for listener in list(self.listeners):  # a copy: a listener may remove itself
                 listener(alarm)

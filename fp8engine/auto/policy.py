@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fp8engine.numerics.formats import E5M2
-from fp8engine.numerics.recipe import MATMULS, MOST_DB, Auto
+from fp8engine.numerics.recipe import MATMULS, MOST_DB, ROLES, Auto
 from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice, SlotKey, label
 from fp8engine.scaling.reads import OPTIONS, READS, Reads
 
@@ -169,8 +169,7 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
             spent += 1
         elif previous.changes:
             spent += SAFER
-        for i, (operand, why) in bad.items():
-            missed.setdefault((i, OPERANDS[unit.matmul][operand]), why)
+        missed |= {(i, unit.matmul): (OPERANDS[unit.matmul][operand], why) for i, (operand, why) in bad.items()}
         for i, casts in wish.items():
             matmuls.pop((i, unit.matmul), None)
             if casts:
@@ -187,40 +186,33 @@ def widen(previous: Choice, saturated: float) -> Choice:
         return previous
     by_tensor = {i for (i, _), casts in previous.used.items() if casts.granularity == "tensor"}
     why = f"{saturated:.2%} of the elements saturated under a predicted scale: margin {previous.margin + WIDER}"
-    slots = [(i, role) for i in sorted(by_tensor) for role in ("input", "weight", "grad_output")]
+    slots = [(i, role) for i in sorted(by_tensor) for role in ROLES]
     new = replace(previous, margin=previous.margin + WIDER, changes=previous.changes + 1)
     changed = {slot: why for slot in slots if label(slot, new) != label(slot, previous)}
     return replace(new, reasons=changed) if changed else previous
 
 
-def reasons(new: Choice, old: Choice, missed: Mapping[SlotKey, str]) -> dict[SlotKey, str]:
-    """The reason of each slot that changes.  missed: needs that the old casts miss."""
+def reasons(new: Choice, old: Choice, missed: Mapping[tuple[int, str], tuple[str, str]]) -> dict[SlotKey, str]:
+    """The reason of each slot that changes.  missed: by (layer, matmul), the operand whose need is missed, and why."""
     found = {}
-    for slot in ((i, role) for i in new.layers for role in ("input", "weight", "grad_output")):
+    for slot in ((i, role) for i in new.layers for role in ROLES):
         if label(slot, new) == label(slot, old):
             continue
-        if slot in missed:
-            found[slot] = missed[slot]
-        elif why := _of_partner(slot, new, old, missed):
-            found[slot] = why
+        (layer, role), before, after = slot, old.used, new.used
+        changed = [m for m in MATMULS if role in OPERANDS[m] and before.get((layer, m)) != after.get((layer, m))]
+        mine = [missed[layer, m] for m in changed if (layer, m) in missed]
+        others = [each for (_, matmul), each in missed.items() if matmul in changed]
+        if own := [why for partner, why in mine if partner == role]:
+            found[slot] = own[0]
+        elif mine:
+            found[slot] = f"one granularity for the operands of a matmul; the {mine[0][0]}: {mine[0][1]}"
+        elif others:
+            found[slot] = f"a layer that reads the same input; its {others[0][0]}: {others[0][1]}"
         elif old.changes == 0:
             found[slot] = "first sample: as good as the best, and cheapest"
         else:
             found[slot] = "good enough in the latest samples, and cheaper"
     return found
-
-
-def _of_partner(slot: SlotKey, new: Choice, old: Choice, missed: Mapping[SlotKey, str]) -> str:
-    """Why a slot changes that misses no need itself: the reason is another operand's of its matmul, or of its group."""
-    layer, role = slot
-    changed = [
-        m for m, roles in OPERANDS.items() if role in roles and new.used.get((layer, m)) != old.used.get((layer, m))
-    ]
-    for (other, partner), why in missed.items():
-        if why.partition(",")[0] in changed:
-            what = f"the {partner}" if other == layer else "a layer that reads the same input"
-            return f"one granularity for the operands of a matmul; {what}: {why}"
-    return ""
 
 
 def _is_cheaper(wish: Mapping[int, Casts | None], now: Mapping[int, Casts | None]) -> bool:

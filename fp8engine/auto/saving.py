@@ -18,6 +18,7 @@ from fp8engine.files import HostCopy
 from fp8engine.numerics.formats import Format
 from fp8engine.scaling.choice import Casts, Choice, from_formats
 from fp8engine.scaling.reads import Reads
+from fp8engine.scaling.sample import StepSamples, Tables
 
 if TYPE_CHECKING:
     from fp8engine.auto.controller import Controller
@@ -42,12 +43,9 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "remembered": [[i, seen.count] for i, seen in controller.reads.items()],
         "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
-    if pending is None and state.samples is not None:  # the step that was sampled has ended, as far as a save can tell
-        tables = state.samples.finish(controller.sizes(), state.backward_seen)
-        undecided = [*tables, state.counts_CS, state.rules_3S, state.live_2S[0]]
-        decided["pending"] = controller.step
-    else:
-        undecided = [None] * len(PENDING) if pending is None else pending.copy.wait()
+    undecided = [None] * len(PENDING) if pending is None else pending.copy.wait()
+    if pending is None and state.samples is not None:
+        undecided[:3] = state.samples.finish(controller.sizes(), state.backward_seen)
     remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]
     moves = controller.moves.amax
     tables = {
@@ -76,7 +74,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
         trends = trends_from_dict(decided["trends"])
         keys = ("counts", *(() if old else ("remembered", "moves", *PENDING)))
         counts, *tables = (table if len(table := found[key]) else None for key in keys)
-        reads, moves, pending, loss, calibrated = {}, Moves(), None, None, False
+        reads, moves, pending, sampled, loss, calibrated = {}, Moves(), None, None, None, False
         if not old:
             loss, calibrated = decided["loss"], bool(decided["calibrated"])
             for (i, count), table in zip(decided["remembered"], () if tables[0] is None else tables[0], strict=True):
@@ -86,6 +84,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             moves.tries = {int(layer): int(count) for layer, count in tries}
             if decided["pending"] is not None:
                 pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
+            elif len(found["slots"]):
+                sampled = Tables(*(found[key].to(controller.state.device, copy=True) for key in PENDING[:3]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
     unknown = {change.layer for change in log} - controller.by_name.keys()
@@ -101,7 +101,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.outputs.load_state_dict(decided["outputs"])
     for change in log:
         controller.by_name[change.layer].adopt(change.recipe)
-    controller.state.samples = None
+    controller.state.samples = None if sampled is None else StepSamples.finished(sampled)
 
 
 def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:

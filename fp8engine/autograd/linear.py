@@ -17,6 +17,7 @@ from fp8engine.autograd.main_grad import SWITCH, AddedToMainGrad, leave_graph
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
+from fp8engine.autograd.smooth import clamped, linear_smoothed, scales, smoothed
 from fp8engine.autograd.transforms import linear_transformed
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
@@ -44,7 +45,9 @@ def linear(
     if numerics.state.on_step is not None and not compiling:
         numerics.state.enter()  # a step that begins here may change this layer's recipe
     if isinstance(x, Float8Tensor):
-        x = suited(x, numerics)
+        x = suited(x, numerics, why=numerics.treated and f"it is {numerics.treated} before its cast")
+    if numerics.limit is not None:
+        x = clamped(x, numerics.limit)
     if not numerics.plan.fp8:
         if numerics.fused_wgrad and weight_NK.requires_grad and torch.is_grad_enabled():
             weight_NK = AddedToMainGrad.apply(weight_NK, numerics.name)
@@ -57,7 +60,12 @@ def linear(
             raise no_transform(numerics.name, "torch.func's transforms where fe.distributed.fsdp gathers its weight")
         if numerics.fused_wgrad:
             raise no_transform(numerics.name, f"torch.func's transforms where {SWITCH} is on")
+        if numerics.smooth:
+            raise no_transform(numerics.name, "torch.func's transforms where fe.smooth is on")
         y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
+        return y_MN.view(*x.shape[:-1], len(weight_NK))
+    if numerics.smooth:
+        y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, numerics, out, record)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
     return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
 
@@ -166,7 +174,10 @@ def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
 def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
     """y; its layer's tensors are described in this step, which is sampled: numbers may allow FP8 again."""
     if (y.requires_grad or numerics.state.decides_next) and not torch.compiler.is_compiling():
-        numerics.observe("input", matrix(x))
+        x_MK = matrix(x.detach())
+        if numerics.smooth:  # what FP8 would read
+            x_MK, weight_NK = smoothed(x_MK, weight_NK.detach(), scales(x_MK))
+        numerics.observe("input", x_MK)
         numerics.observe("weight", weight_NK)
     if y.requires_grad and not torch.compiler.is_compiling():
         y.register_hook(lambda dy: _observed_gradient(dy, numerics))

@@ -86,7 +86,8 @@ def norm_mlp(
         leave_graph()
         return _in_eager(x, norm, first, second, kind, memory)
     out = _check(x, layers, kind)
-    if not all(layer.numerics.plan.fp8 for layer in layers):
+    treated = second.numerics.smooth or second.numerics.limit is not None
+    if treated or not all(layer.numerics.plan.fp8 for layer in layers):
         made = (
             norm_linear(x, norm, firsts, memory)
             if norm

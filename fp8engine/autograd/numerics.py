@@ -78,6 +78,8 @@ class Numerics:
     fused_wgrad: the weight's gradient is added to its main_grad (main_grad.py).
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
+    smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
+    limit: its input is clamped to [-limit, limit]; None: it is not.
     """
 
     name: str
@@ -93,12 +95,14 @@ class Numerics:
     shard: Any = None
     sizes: tuple[int, int, int] | None = None
     fused_wgrad: bool = False
+    smooth: bool = False
+    limit: float | None = None
 
     def __post_init__(self):
         self.plan = plan(self.recipe)
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (self.plan.forward, self.plan.dgrad))
-        self.weight = KeptWeight(self.recipe.cache_weights, joined)
+        self.weight = KeptWeight(self.recipe.cache_weights, joined, self.smooth)
 
     def divide(self, shard: Any, group: str, roles: Sequence[str]) -> None:
         """Follow `shard` from the next call on.  roles: operands that are divided over the process group."""
@@ -127,6 +131,17 @@ class Numerics:
         self.recipe = recipe
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
+
+    def treat(self, smooth: bool, limit: float | None) -> None:
+        """Smooth and clamp the input as told from the next call on."""
+        self.smooth, self.limit = smooth, limit
+        self.__post_init__()
+
+    @property
+    def treated(self) -> str:
+        """What is done to the input's outliers before the cast, for reports; "": nothing."""
+        clamp = "" if self.limit is None else f"clamped to ±{self.limit:g}"
+        return " and ".join(filter(None, ["smoothed" * self.smooth, clamp]))
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""

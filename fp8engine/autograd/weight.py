@@ -79,10 +79,11 @@ class KeptWeight:
     """The copies of one layer's weight.  cache: the recipe's `cache_weights`.
 
     joined: ranks cast their parts of it together.  None may find a copy that others do not, so none is looked for.
+    product: what is cast is the weight times other scales at every call (smooth.py).
     """
 
-    def __init__(self, cache: bool | str = "auto", joined: bool = False):
-        self.cache, self.joined = cache, joined
+    def __init__(self, cache: bool | str = "auto", joined: bool = False, product: bool = False):
+        self.cache, self.joined, self.product = cache, joined, product
         self.version = Version()
         self.again = False  # the latest version was read by more than one step's worth of calls
         self.moves = False  # its counter has moved between calls
@@ -107,6 +108,8 @@ class KeptWeight:
             return {}
         if self.cache is False:
             return Copies(held=False)
+        if self.product:
+            return Copies()
         if self.joined:
             return Copies(held=weight._version > 0)  # of a counter at 0: below
         if self.captured or capturing(weight.device):

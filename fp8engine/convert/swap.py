@@ -31,6 +31,7 @@ from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, S
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
+from fp8engine.nn.outliers import propose
 from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.ops import matmul
 from fp8engine.scaling.table import ScalingState
@@ -110,6 +111,7 @@ def convert(
         consumers = flow.record(model, example_inputs)
     record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(chosen))
     record.controllers = _control(chosen, repeat, consumers)
+    propose(model)
     fusion = fusing.fuse(model) if fuse else None
     attending.put(attentions, attention or "", strict)
     call_layers(model)

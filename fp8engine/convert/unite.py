@@ -14,6 +14,7 @@ from fp8engine.convert.placement import device_of
 from fp8engine.convert.swap import RECORD, Record
 from fp8engine.errors import ConversionError
 from fp8engine.nn.linear import Linear
+from fp8engine.nn.outliers import propose
 from fp8engine.numerics.recipe import Auto
 from fp8engine.scaling.table import ScalingState
 
@@ -48,6 +49,7 @@ def unite(model: nn.Module, reasons: Mapping[str, str], strict: bool = False) ->
         autos = [layer for _, layer in group if isinstance(layer.numerics.recipe, Auto)]
         if autos:
             attach([layer.numerics for layer in autos], [tuple(layer.weight.shape) for layer in autos])
+    propose(model)
     FirstForward(model, strict)
     for state in states:
         state.watch(model)

@@ -26,6 +26,7 @@ from fp8engine.ops.reference import How
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 BYPASSED = "other code reads the weight and does not call the layer"
+SMOOTHED = "fe.smooth multiplies the weight before its cast"
 SAMPLED = "this step is sampled: statistics are taken from the weight itself"
 
 
@@ -52,6 +53,8 @@ class ShardedWeight:
         numerics = self.shard.numerics
         if numerics.bypassed:
             return BYPASSED
+        if numerics.smooth:
+            return SMOOTHED
         return why_not(numerics.plan) or (SAMPLED if numerics.state.samples is not None else "")
 
     def attach(self) -> None:

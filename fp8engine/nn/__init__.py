@@ -5,6 +5,7 @@ from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
 from fp8engine.nn.linear import Linear, fuse_wgrad_accumulation, weights_changed
+from fp8engine.nn.outliers import clamp, smooth
 from fp8engine.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "TransformerLayer",
+    "clamp",
     "fuse_wgrad_accumulation",
+    "smooth",
     "weights_changed",
 ]

@@ -17,7 +17,7 @@ from fp8engine.autograd.attention import Rotary
 from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Heads
 from fp8engine.nn.families import FAMILIES, Block, Experts, match
-from fp8engine.nn.linear import Linear
+from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.ops.reference.activations import GATED
 
 INSTEAD = "fe.convert(model, recipe) puts its linear layers under a recipe as they stand"
@@ -122,6 +122,11 @@ def _linears(block: Block, layer: nn.Module, who: str, taken: dict) -> None:
         conv1d = type(module).__name__ in CONV1D
         if type(module) not in (nn.Linear, Linear) and not conv1d:
             raise ConversionError(f"{who}: {path} is a {type(module).__name__}, no plain linear layer; {INSTEAD}")
+        if treated := isinstance(module, Float8Module) and module.numerics.treated:
+            raise ConversionError(
+                f"{who}: {path} is {treated}, a setting that is not copied: take it away (fe.smooth(..., on=False), "
+                "fe.clamp(model, None)), and call fe.smooth or fe.clamp on what is made"
+            )
         for key in ("weight", "bias"):
             parameter = getattr(module, key)
             if parameter is None:

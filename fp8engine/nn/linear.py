@@ -143,6 +143,11 @@ def fuse_wgrad_accumulation(model: nn.Module, on: bool = True) -> None:
                 f"{layer.numerics.name}: {what}, whose weight is not multiplied as it is; fuse_wgrad_accumulation "
                 "takes undivided fe.Linear layers: call it on the modules that hold only these"
             )
+        if on and layer.numerics.smooth:
+            raise ConversionError(
+                f"{layer.numerics.name}: fe.smooth multiplies its weight's gradient by scales after the matmul, which "
+                "fuse_wgrad_accumulation has add it to main_grad; fe.smooth(model, names, on=False), or leave it out"
+            )
     for layer in layers:
         layer.numerics.fused_wgrad = on
 

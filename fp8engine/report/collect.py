@@ -30,6 +30,7 @@ from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
 
 NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
+APART = "the product by itself: fe.smooth or fe.clamp changes it"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
 
 
@@ -120,6 +121,7 @@ def _row(name: str, module: nn.Module, shape: tuple[int, ...]) -> dict:
         "emulated": False,
         "reason": "",
         "fused": "",
+        "outliers": "",
         "ran": True,
         "rows": None,
         "fp8_share": 0.0,
@@ -153,6 +155,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
         "fused": _fused(module),
+        "outliers": numerics.treated,
         "ran": ran or not recipe.is_fp8,
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
@@ -218,6 +221,8 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
 def _fused(module: nn.Module) -> str:
     """The group that the layer runs fused in, or why it is in none; "" where fuse=True was not asked."""
     group, why = getattr(module, "fused", None), getattr(module, "not_fused_because", "")
+    if group is not None and group.second is module and module.numerics.treated:  # pyright: ignore
+        return f"{group}, {APART}"
     return str(group) if group is not None else f"not fused: {why}" if why else ""
 
 

@@ -106,7 +106,7 @@ class Report:
                 *(layer[role]["cast"] for role in shown),
                 _percent([slot.get("saturated") for slot in slots]),
                 _percent([slot.get("underflowed") for slot in slots]),
-                "; ".join(filter(None, [_unless_emulated(layer), layer["fused"]])),
+                "; ".join(filter(None, [_unless_emulated(layer), layer["fused"], layer.get("outliers")])),
             ])  # fmt: skip
         return "\n".join(["FP8 engine: what ran, and why", *_columns(rows, width), *self._summary(), ""])
 

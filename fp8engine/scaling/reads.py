@@ -45,14 +45,14 @@ WORDS = ("the whole result", "the rows' median", "the rows' 10th percentile")
 FLUSHED, COST = (NUMBERS.index(name) for name in ("flushed", "cost"))
 GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples spread most evenly over the circle
 SHAPE = (len(READS), len(OPTIONS), len(NUMBERS))
-LOW = 0.1  # the percentile that is judged
+LOW = 0.06  # the place of the 10th percentile in a sample of 16 to 64 rows, so that a tenth of bad rows is not missed
 MOST_RATIO = 1e10  # of signal over noise: a cast without error has 100 dB
 FORGETS = 0.5  # what is left of a sample's noise after the next one
 AVERAGED = 8  # samples over which costs are averaged
 TINY = 1e-30
 WIDEST = 128  # rows of a result from which percentiles are taken
 THIN = 4  # every so many rows are counted for the share flushed
-UNSURE = 1.28  # standard deviations from a normal distribution's median to its 10th percentile
+UNSURE = 1.55  # standard deviations from a normal distribution's median to that place
 SAMPLE, FEWEST, MOST = 16384, 16, 64  # elements of a slot that are sampled; rows
 
 
@@ -206,20 +206,20 @@ def judge(x: Part, w: Part, dy: Part | None) -> torch.Tensor:
     x2_RK, w2_JK = tried_x.rows_RC.square(), tried_w.rows_RC.square()
     reads = [(x2_RK, tried_x, w2_JK.sum(0), 0), (w2_JK, tried_w, x2_RK.sum(0), 0)]
     if dy is None:
-        _rate(table[:2], reads, 0.0)
+        _rate(table[:2], reads)
         return table
     tried_dy, n = try_casts(dy), dy.rows_RC.shape[1]
     dy2_RN, sampled = tried_dy.rows_RC.square(), min(len(w.rows_RC), len(w.energies_N))
     place_J = strata(len(w.energies_N), sampled, w.rows_RC.device) % max(n, 1)  # output features of the weight's rows
     dy2_RJ = torch.nn.functional.pad(dy2_RN.index_select(1, place_J), (0, len(w.rows_RC) - sampled))
     energies_N = w.energies_N.view(-1, n).sum(0) / tried_w.amax.square().clamp(min=TINY)
-    _rate(table[:3], [*reads, (dy2_RN, tried_dy, energies_N, 0)], 0.0)
+    _rate(table[:3], [*reads, (dy2_RN, tried_dy, energies_N, 0)])
     reads = [
         (w2_JK, tried_w, dy2_RJ.sum(0), 1),
         (dy2_RN, tried_dy, x2_RK.sum(1), 1),
         (x2_RK, tried_x, dy2_RN.sum(1), 1),
     ]
-    _rate(table[3:], reads, 10 * math.log10(1 + UNSURE * math.sqrt(2 / max(len(x2_RK), 1))))
+    _rate(table[3:], reads)
     drawn = x.total / x.total.clamp(min=1, max=len(x.rows_RC)) * (len(w.energies_N) / max(sampled, 1))
     unit = 0.5 * x.total * drawn * (tried_x.amax * tried_w.amax * tried_dy.amax).square()
     unit = torch.where(dy.total > 0, unit, math.nan)
@@ -234,17 +234,20 @@ def _summed(tried: Tried, weight_RC: torch.Tensor) -> torch.Tensor:
     return _along(tried.fine[:3].flatten(1) @ flat, tried.coarse[:2].flatten(1) @ flat)
 
 
-def _rate(out: torch.Tensor, reads: Sequence[tuple[torch.Tensor, Tried, torch.Tensor, int]], unsure_db: float) -> None:
+def _rate(out: torch.Tensor, reads: Sequence[tuple[torch.Tensor, Tried, torch.Tensor, int]]) -> None:
     """Write "whole", "median", "low" and "flushed" of several reads, [reads, 5, 5].
 
     reads: (squares of the operand's rows, its casts, the other operand's energies, 1 for reading its columns).
-    unsure_db: by how much the 10th percentile is too low because each row's SQNR is that of a few elements.
+
+    The SQNR of a row that sums few elements is spread by chance, with a standard deviation of sqrt(2 / elements): by
+    that the 10th percentile is too low, up to the median.
     """
-    signals, noises, wholes = [], [], []
+    signals, noises, wholes, unsure = [], [], [], []
     for a2_RC, tried, p, reading in reads:
         p = p / p.amax().clamp(min=TINY) if p.numel() else p
         signal_R, noise_OR = (p @ a2_RC if reading else a2_RC @ p), tried.noise(p, reading)
         wholes.append(signal_R.sum() / noise_OR.sum(1))
+        unsure.append(10 * (1 + UNSURE * (2 / (p > 0).sum().clamp(min=1)).sqrt()).log10())
         if reading:  # columns may be many, and differ in number
             r = signal_R.shape[0]
             place = torch.arange(WIDEST, device=signal_R.device) * r // WIDEST
@@ -258,7 +261,7 @@ def _rate(out: torch.Tensor, reads: Sequence[tuple[torch.Tensor, Tried, torch.Te
     last = some.sum(2, keepdim=True) - 1
     at = torch.cat([(last * share).long().clamp(min=0) for share in (0.5, LOW)], 2).expand(-1, len(OPTIONS), -1)
     db = 10 * torch.cat([torch.stack(wholes).clamp(max=MOST_RATIO)[..., None], ratio.gather(2, at)], 2).log10()
-    db[..., 2] = torch.minimum(db[..., 2] + unsure_db, db[..., 1])
+    db[..., 2] = torch.minimum(db[..., 2] + torch.stack(unsure)[:, None], db[..., 1])
     out[..., :3] = torch.where(last >= 0, db, math.nan)
     out[..., 3] = torch.stack([tried.flushed[reading] for _, tried, _, reading in reads])
 

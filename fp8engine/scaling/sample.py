@@ -49,6 +49,7 @@ class StepSamples:
         self.loss_1 = torch.full((1,), math.nan, dtype=torch.float32, device=device)
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
+        self.tables: Tables | None = None
         lengths = [layout.length for roles in self.layouts.values() for layout in roles.values()]
         flat = iter(torch.zeros(sum(lengths), dtype=torch.float32, device=device).split(lengths))
         nothing = torch.empty(0, device=device)
@@ -56,6 +57,13 @@ class StepSamples:
         for i in self.layouts:
             for j in range(len(ROLES)):
                 self.parts[len(ROLES) * i + j] = next(flat)
+
+    @staticmethod
+    def finished(tables: Tables) -> StepSamples:
+        """The samples of a step that had ended when they were saved."""
+        made = StepSamples(0, 0, {}, tables.slots_SL.device)
+        made.tables = tables
+        return made
 
     def takes(self, layer: int) -> bool:
         """Whether this step samples the layer."""
@@ -71,6 +79,8 @@ class StepSamples:
         sizes: M, N, K of a layer's matmul where known (smaller than the weight's where ranks divide it).
         backward: whether gradients were sampled too.
         """
+        if self.tables is not None:
+            return self.tables
         with torch.no_grad():
             reads = torch.full((self.layers, *SHAPE), math.nan, device=self.slots_SL.device)
             for i, layouts in self.layouts.items():

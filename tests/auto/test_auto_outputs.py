@@ -10,6 +10,7 @@ from support import converted, numerics_of, state_of
 from torch import nn
 
 import fp8engine as fe
+from fp8engine.auto.schedule import sampled_step
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.report.state import controllers_of
 
@@ -129,7 +130,7 @@ def test_saturation_is_answered_at_the_next_step_and_logged_at_the_next_look():
     assert len(outputs(model)) == 1
     train(model, 6, start=12)
     line = outputs(model)[-1]
-    assert line["step"] == 13
+    assert line["step"] == sampled_step(2, 4) + 1
     assert line["why"].endswith("of the elements saturated under a predicted scale: margin 2")
     assert float(line["why"].split("%")[0]) > 1
 
@@ -201,6 +202,7 @@ def test_a_result_of_wide_range_is_e5m2_as_its_reader_wants_it():
     model = net()
     with torch.no_grad():
         model.up.bias[0] = 1e7
+        model.down.weight[:, 0] = 0  # which says nothing of the result, and leaves the others their need for range
     for _ in range(8):
         model(torch.randn(48, X)).sum().backward()
     assert [line["after"] for line in outputs(model)] == ["E5M2/tensor"]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.auto import Controller
+from fp8engine.auto.schedule import sampled_step
 from fp8engine.errors import InvalidRecipe
 from fp8engine.report.state import controllers_of
 
@@ -36,11 +37,13 @@ def formats(model: nn.Module) -> list[str]:
     return [str(m.numerics.recipe) for m in model.modules() if isinstance(m, fe.Linear)]
 
 
-def test_looks_every_interval_steps_and_once_more_where_a_cheap_one_does_not_settle():
+def test_samples_once_in_each_interval_and_once_more_where_an_amax_has_moved():
     model = plain()
-    # Trouble begins at step 5: seen at 8, looked into at 9, and looked into at once from then on.
-    assert watched(model, 16) == [0, 4, 8, 9, 12]
-    assert {int(line.split()[1]) for line in lines(model)} == {1, 10}
+    # Trouble begins at step 5, which is seen when it has ended: step 6 is sampled early.
+    regular = [sampled_step(number, INTERVAL) for number in range(4)]
+    assert regular == [0, 7, 11, 14]
+    assert watched(model, 16) == sorted({*regular, 6})
+    assert 7 in {int(line.split()[1]) for line in lines(model)}
 
 
 def test_what_is_seen_at_step_0_is_decided_before_step_1():
@@ -51,17 +54,8 @@ def test_what_is_seen_at_step_0_is_decided_before_step_1():
     model.blocks[0].up.register_forward_pre_hook(lambda layer, _: seen.append(layer.numerics.recipe.grad_output.format))
     train(model, 2, start=1)
     assert seen == [fe.E4M3]
-    assert len(lines(model)) == 6
-    assert all("step 1 " in line and "E5M2/tensor -> E4M3/tensor" in line for line in lines(model))
-
-
-def test_only_what_needs_it_is_looked_at_closely():
-    model = plain()
-    train(model, TROUBLE + INTERVAL)  # steps 0 to 8
-    assert state_of(model).detailed_layers == frozenset()
-    model(batch(9))
-    names = {name for i, (name, _) in enumerate(state_of(model).layers) if i in state_of(model).detailed_layers}
-    assert names == {"blocks.0.up", "blocks.0.gate", "blocks.1.up", "blocks.1.gate"}  # no down
+    assert all("step 1 " in line for line in lines(model))
+    assert len([line for line in lines(model) if "grad_output E5M2/tensor -> E4M3/" in line]) == 6
 
 
 def test_layers_that_read_one_tensor_change_together():
@@ -74,7 +68,7 @@ def test_layers_that_read_one_tensor_change_together():
     assert at["blocks.0.up"] is not at["blocks.1.up"]
     assert at["blocks.0.down"] is not at["blocks.0.up"]
     assert model.blocks[0].up.numerics.recipe.input == model.blocks[0].gate.numerics.recipe.input
-    assert model.blocks[0].up.numerics.recipe.input.format == fe.E5M2
+    assert model.blocks[0].up.numerics.recipe.input.format != fe.E4M3
 
 
 def test_layers_that_read_zeros_are_not_taken_for_readers_of_one_tensor():
@@ -86,7 +80,7 @@ def test_layers_that_read_zeros_are_not_taken_for_readers_of_one_tensor():
     train(model, 1)
     for block in model.blocks:
         block.norm.weight.data.fill_(1.0)
-    train(model, 6, start=1)
+    train(model, 9, start=1)
     choices = controller(model).choices
     names = [name for name, _ in state_of(model).layers]
     at = {name: choices[i] for i, name in enumerate(names)}
@@ -94,27 +88,26 @@ def test_layers_that_read_zeros_are_not_taken_for_readers_of_one_tensor():
     assert at["blocks.0.up"] is not at["blocks.1.up"]
 
 
-@pytest.mark.parametrize(("freeze", "steps"), [(0, []), (1, [0]), (4, [0]), (5, [0, 4]), (9, [0, 4, 8])])
+@pytest.mark.parametrize(("freeze", "steps"), [(0, []), (1, [0]), (4, [0]), (7, [0, 6]), (9, [0, 6, 7])])
 def test_nothing_changes_after_freeze_after(freeze: int, steps: list[int]):
     """A look that could only be decided on later is not taken."""
     model = plain(fe.auto(interval=INTERVAL, freeze_after=freeze))
     assert watched(model, 20) == steps
     assert all(int(line.split()[1]) <= freeze for line in lines(model))
-    assert len(lines(model)) == (6 if freeze else 0)
+    assert bool(lines(model)) == bool(freeze)
 
 
-def test_trouble_that_comes_and_goes_changes_a_slot_three_times_at_most():
+def test_trouble_that_comes_and_goes_is_remembered():
+    """Changes to a cheaper cast are paid from a budget of 4 that refills by one in 16 samples, and each is followed by
+    at most one to a safer one: the changes of a matmul are at most twice the cheaper ones."""
     model = plain()
-    losses, counts = [], []
-    for _ in range(6):
+    losses = []
+    for _ in range(8):
         losses += train(model, CALM + 8, start=TROUBLE - 3)
-        counts.append(len(lines(model)))
-    assert counts[3] == counts[5]
-    changes = [line.split()[2] for line in lines(model)]
-    assert max(changes.count(slot) for slot in changes) <= 3
-    # The first look, the trouble; the third change is kept: E5M2 holds what comes back.
-    assert max(choice.changes for choice in controller(model).choices.values()) == 2
-    assert model.blocks[0].up.numerics.recipe.input.format == fe.E5M2
+    slots = [line.split()[2] for line in lines(model)]
+    samples = max(map(len, controller(model).history.samples.values()))
+    matmuls = 2  # that read a slot
+    assert max(slots.count(slot) for slot in slots) <= matmuls * 2 * (4 + samples / 16) + 1
     assert all(torch.tensor(losses).isfinite())
 
 
@@ -256,35 +249,41 @@ def test_a_recipe_that_changes_between_a_forward_and_its_backward():
 def test_layers_made_by_hand_begin_their_steps_themselves():
     layer = fe.Linear(WIDTH, WIDTH, recipe=fe.auto(interval=INTERVAL))
     found: Controller = controllers_of(layer)[0]
-    assert train(nn.Sequential(layer), 6)
-    assert found.step == 5
-    assert [look.step for look in found.history.samples["Linear.input"]] == [0, 4]
+    assert train(nn.Sequential(layer), 4)
+    assert found.step == 3
+    assert [look.step for look in found.history.samples["Linear.input"]] == [0]
     assert [change.step for change in found.log] == [1]
 
 
 def test_a_model_whose_root_is_passed_by_is_seen_from_its_first_step():
     model = converted(nn.ModuleDict({"inner": Net()}), fe.auto(interval=INTERVAL))
-    train(model, 6, model["inner"])
-    assert {look.step for look in controller(model).history.samples["inner.blocks.0.up.input"]} == {0, 4}
+    train(model, 4, model["inner"])
+    assert {look.step for look in controller(model).history.samples["inner.blocks.0.up.input"]} == {0}
 
 
 def test_a_layer_in_16_bits_made_by_hand_still_takes_steps_and_comes_back():
-    """Numbers were bad at first; when they are not any more, four looks in a row bring FP8 back."""
+    """An outlier channel that no weight weighs is too much for every cast of the forward; when it is gone, and the
+    noise that was seen has faded by 3 dB a sample, FP8 comes back."""
     layer = fe.Linear(WIDTH, WIDTH, recipe=fe.auto(interval=1))
-    wide = torch.randn(24, WIDTH).sign() * 10 ** (-14 * torch.rand(24, WIDTH))
-    for step in range(12):
-        x = (wide if step < 3 else batch(0).detach()).requires_grad_()
-        (layer(x) * (wide[:24] if step < 3 else 1.0)).sin().sum().backward()
+    with torch.no_grad():
+        layer.weight[:, 0] = 0
+    shares = []
+    for step in range(20):
+        x = batch(0).detach()
+        x[:, 0] *= 1e12 if step < 3 else 1.0
+        layer(x.requires_grad_()).sin().sum().backward()
+        shares.append(layer.numerics.recipe.input.is_fp8)
     (found,) = controllers_of(layer)
-    assert found.step == 11
-    assert [change.recipe.fp8_share for change in found.log][-1] > found.log[0].recipe.fp8_share
+    assert found.step == 19
+    assert shares[1:9] == [False] * 8
+    assert shares[-1]
 
 
 def test_fused_layers_are_seen_and_change():
     model = fused()
     train(model, 16)
     found = lines(model)
-    assert [line for line in found if "linear.input E4M3/tensor -> E5M2/tensor" in line]
+    assert [line for line in found if line.split(" ")[2] == "linear.input" and "forward" in line and "< 2" in line]
     slots = {slot for each in controllers_of(model) for slot in each.history.samples}
     assert slots == {
         f"{name}.{role}" for name in ("linear", "up", "down") for role in ("input", "weight", "grad_output")

@@ -1,12 +1,12 @@
-"""Training with planted trouble, and how well a slot is cast in it: under a recipe, and under the best choice there is.
+"""Training with planted trouble, and what reaches the results of the matmuls: under a recipe, and under the best cast.
 
-One layer y = x W^T of 256 x 64 in a real training: loss = sum(y * dy) / 2 with a planted x and dy, SGD on W.  What is
-measured is the tensor against its real cast under the layer's recipe of that step, once for each matmul that reads it
-(along rows and along columns); a matmul in 16 bits counts as BF16's cast.  SQNR over the part that matters, `part`:
-ordinary channels, or each row by itself and then the median, since a sum would only see the largest.
+One layer y = x W^T of 256 x 64 in a real training step, y.backward(dy), with a planted x, dy and W.  A matmul's operand
+is judged by itself: the result with this operand under its real cast, beside the result without any cast, both in
+float64.  The operand's own rows make rows (or columns) of the result, whose SQNR is taken one by one; an operand is
+worth the least of the whole result's, the median row's and the 10th percentile's.  What is in 16 bits is cast to BF16.
 
-The best possible choice: one format and one granularity for the slot, of {E4M3, E5M2} x {tensor, row, block}, whose
-worse matmul is best, among those that flush no more than max_flushed; where all flush more, that matmul in 16 bits.
+The best single cast of an operand: of {E4M3, E5M2} x {tensor, row, block} with exact scales, the one that is worth most.
+This computes nothing as `fp8engine/scaling/reads.py` does: it casts whole tensors and multiplies.
 """
 
 import math
@@ -19,105 +19,103 @@ from support import converted, dequantised
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.numerics.recipe import Cast, Recipe, auto
-from fp8engine.scaling.choice import GRANULARITIES, casts, reading
+from fp8engine.numerics.recipe import MOST_DB, Cast, Recipe
+from fp8engine.scaling.choice import OPERANDS, casts, reading
+from fp8engine.scaling.reads import OPTIONS
 
 M, K, N = 128, 256, 64
 FIXED = ("current", "delayed", "rowwise", "blockwise")
-MOST_FLUSHED = auto().max_flushed
-SIXTEEN = 40.0  # dB that no FP8 cast reaches
-Part = Callable[[torch.Tensor], torch.Tensor]  # what matters of a tensor
+READS = [(role, matmul) for matmul, roles in OPERANDS.items() for role in roles]
+Read = tuple[str, str]  # (role, matmul)
+Tensors = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # step -> x [M, K], dy [M, N]
 
 
-def everything(x: torch.Tensor) -> torch.Tensor:
-    return x
+def result(read: Read, operands: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The matmul's result in float64, with the rows of the read operand as its rows."""
+    x, w, dy = (operands[role].double() for role in ("input", "weight", "grad_output"))
+    return {
+        ("input", "forward"): lambda: x @ w.t(),
+        ("weight", "forward"): lambda: w @ x.t(),
+        ("grad_output", "dgrad"): lambda: dy @ w,
+        ("weight", "dgrad"): lambda: w.t() @ dy.t(),
+        ("grad_output", "wgrad"): lambda: dy.t() @ x,
+        ("input", "wgrad"): lambda: x.t() @ dy,
+    }[read]()
 
 
-def db(x: torch.Tensor, back: torch.Tensor) -> float:
-    """Median over rows of signal over noise, in dB; rows of zeros left out."""
-    signal, noise = x.square().sum(1), (x - back).square().sum(1)
-    some = signal > 0
-    ratio = (signal[some] / noise[some].clamp(min=1e-300)).clamp(max=1e10)
-    return 10 * math.log10(float(ratio.median()))
+def worth(read: Read, operands: dict[str, torch.Tensor], cast: Cast) -> float:
+    """In dB, of an operand under its real cast."""
+    role = read[0]
+    y = result(read, operands)
+    noise = y - result(read, operands | {role: torch.from_numpy(dequantised(operands[role], cast))})
+    signal_R, noise_R = y.square().sum(1), noise.square().sum(1)
+    some = signal_R > 0
+    ratio_R = (signal_R[some] / noise_R[some].clamp(min=1e-300)).clamp(max=1e10)
+    whole = signal_R.sum() / noise_R.sum().clamp(min=1e-300)
+    return 10 * math.log10(
+        min(float(whole), float(ratio_R.median()), float(ratio_R.quantile(0.1, interpolation="lower")))
+    )
 
 
-def of_cast(x: torch.Tensor, cast: Cast, part: Part) -> tuple[float, float]:
-    """(dB of what matters of x under its real cast, share of all of x flushed to zero)."""
-    back = torch.from_numpy(dequantised(x, cast))
-    wide = x.double()
-    flushed = float(((back == 0) & (wide != 0)).sum() / (wide != 0).sum())
-    return db(part(wide), part(back)), flushed
+def cast_of(recipe: Recipe, read: Read) -> Cast:
+    """What a matmul reads of an operand, lengthwise."""
+    role, matmul = read
+    return recipe.operands(matmul)[OPERANDS[matmul].index(role)]
 
 
-MATMULS = {"input": ("forward", "wgrad"), "grad_output": ("dgrad", "wgrad")}
-
-
-def cast_of(recipe: Recipe, role: str, matmul: str) -> Cast:
-    """What a matmul reads of a slot."""
-    first, second = recipe.operands(matmul)
-    return second if (role, matmul) == ("input", "wgrad") else first
-
-
-def of_recipe(x: torch.Tensor, recipe: Recipe, role: str, part: Part) -> dict[str, float]:
-    """dB by matmul."""
-    return {matmul: of_cast(x, cast_of(recipe, role, matmul), part)[0] for matmul in MATMULS[role]}
-
-
-def best(x: torch.Tensor, role: str, part: Part) -> dict[str, float]:
-    """dB by matmul of the best possible choice."""
-    tried = []
-    for granularity in GRANULARITIES:
-        for format in (fe.E4M3, fe.E5M2):
-            both = casts(role, granularity, format)
-            tried.append({m: of_cast(x, both[min(reading(role, m), len(both) - 1)], part) for m in MATMULS[role]})
-    sixteen = of_cast(x, Cast(fe.BF16), part)[0]
-    never = {m for m in MATMULS[role] if all(each[m][1] > MOST_FLUSHED for each in tried)}
-    found = [
-        {m: sixteen if m in never else value for m, (value, _) in each.items()}
-        for each in tried
-        if all(m in never or flushed <= MOST_FLUSHED for m, (_, flushed) in each.items())
-    ]
-    return max(found, key=lambda each: min(each.values()))
+def best(read: Read, operands: dict[str, torch.Tensor]) -> float:
+    """In dB, of the best single cast of an operand."""
+    role, matmul = read
+    both = [casts(role, granularity, format) for granularity, format in OPTIONS]
+    return max(worth(read, operands, each[min(reading(role, matmul), len(each) - 1)]) for each in both)
 
 
 class Scene:
-    """A layer in training.  tensors(step) gives its x and dy.  role, part: what is measured."""
+    """A layer in training.  weight: changes the initial weight in place.  reads: those that are judged."""
 
-    def __init__(self, tensors: Callable[[int], tuple[torch.Tensor, torch.Tensor]], role: str, part: Part = everything):
-        self.tensors, self.role, self.part = tensors, role, part
+    def __init__(self, tensors: Tensors, weight: Any = None, reads: list[Read] = READS):
+        self.tensors, self.weight, self.reads = tensors, weight, reads
 
-    def train(self, recipe: str | Recipe, steps: int, before: Any = None) -> tuple[nn.Module, list[dict[str, float]]]:
-        """(the model, dB by matmul at every step).  before(model, step): called before each."""
+    def model(self, recipe: str | Recipe) -> nn.Module:
         torch.manual_seed(0)
-        model = converted(nn.Sequential(nn.Linear(K, N, bias=False)), recipe)
-        found = []
+        layer = nn.Linear(K, N, bias=False)
+        if self.weight is not None:
+            with torch.no_grad():
+                self.weight(layer.weight)
+        return converted(nn.Sequential(layer), recipe)
+
+    def operands(self, step: int) -> dict[str, torch.Tensor]:
+        """What the layer's matmuls read at a step; its weight stays as it is."""
+        x, dy = self.tensors(step)
+        return {"input": x, "weight": self.model("bf16")[0].weight.detach(), "grad_output": dy}
+
+    def train(self, recipe: str | Recipe, steps: int, before: Any = None) -> tuple[nn.Module, list[dict[Read, float]]]:
+        """(the model, dB by read at every step).  before(model, step): called before each."""
+        model, found = self.model(recipe), []
         for step in range(steps):
             if before is not None:
                 before(model, step)
-            x, dy = self.tensors(step)
-            y = model(x.requires_grad_())
+            operands = self.operands(step)
+            y = model(operands["input"].clone().requires_grad_())
             used = model[0].numerics.recipe  # of this step
-            y.backward(dy)
-            with torch.no_grad():
-                weight = model[0].weight
-                weight.sub_(nn.functional.normalize(weight.grad.flatten(), dim=0).view_as(weight), alpha=0.01)
-                weight.grad = None
-            seen = x.detach() if self.role == "input" else dy
-            found.append(of_recipe(seen, used, self.role, self.part))
+            y.backward(operands["grad_output"])
+            model.zero_grad()
+            found.append({read: worth(read, operands, cast_of(used, read)) for read in self.reads})
         return model, found
 
-    def best(self, step: int) -> dict[str, float]:
-        """Of the tensor at a step."""
-        x, dy = self.tensors(step)
-        return best(x if self.role == "input" else dy, self.role, self.part)
+    def best(self, step: int) -> dict[Read, float]:
+        """Of the best single cast of each read at a step."""
+        operands = self.operands(step)
+        return {read: best(read, operands) for read in self.reads}
 
 
-def short_of(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> list[float]:
-    """At each step, by how many dB the worse of the two matmuls falls short of the worse of the best, or of its own."""
-    return [
-        max([min(want.values()) - min(got.values())] + [want[m] - got[m] for m in want if want[m] > SIXTEEN])
-        for got, want in zip(found, wanted, strict=True)
-    ]
+def short_of(found: list[dict[Read, float]], wanted: list[dict[Read, float]]) -> list[float]:
+    """At each step, by how many dB the worst read falls short of its best single cast; 0 where none does.
+
+    More than MOST_DB is luck: where a row of the result is one product, a scale may make that one exact.
+    """
+    short = [[min(want[read], MOST_DB) - got[read] for read in want] for got, want in zip(found, wanted, strict=True)]
+    return [max(0.0, *each) for each in short]
 
 
 def typical(values: list[float]) -> float:

@@ -170,9 +170,10 @@ def test_the_loss_curve_has_every_step_in_place():
 def test_alarms_are_in_the_report_everywhere():
     model, losses = trained(fe.auto(interval=1))
     controller = fe.inspect(model).controllers[0]
-    controller.history.alarms.append(Alarm(160, "up.input", 81.5, 8.2, 128))
+    controller.history.alarms.append(Alarm(160, "up.input", 81.5, 8.2, 128, "fe.smooth(model, '<up>')"))
     report = fe.inspect(model)
     told = {"step": 160, "slot": "up.input", "ratio": 81.5, "growth": 8.2, "steps": 128}
+    told["remedy"] = "fe.smooth(model, '<up>')"
     assert report.alarms[-1] == told
     assert report.to_dict()["alarms"] == report.alarms
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["alarms"][-1] == told
@@ -181,6 +182,7 @@ def test_alarms_are_in_the_report_everywhere():
     )
     text = page(report, losses)
     assert "×8.2 in 128 steps" in text
+    assert "fe.smooth(model, &#x27;&lt;up&gt;&#x27;)" in text
 
 
 @pytest.mark.parametrize(

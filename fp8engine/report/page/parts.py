@@ -119,10 +119,11 @@ def alarms(report) -> str:
     rows = "".join(
         f'<tr><td class="n">{alarm["step"]}</td><td><code>{escape(alarm["slot"])}</code></td>'
         f'<td class="n">{alarm["ratio"]:.0f}</td>'
-        f'<td class="n">×{alarm["growth"]:.1f} in {alarm["steps"]} steps</td></tr>'
+        f'<td class="n">×{alarm["growth"]:.1f} in {alarm["steps"]} steps</td>'
+        f"<td><code>{escape(alarm.get('remedy', ''))}</code></td></tr>"
         for alarm in reversed(report.alarms)
     )
-    return _table(("step", "slot", "amax / rms", "grew"), rows)
+    return _table(("step", "slot", "amax / rms", "grew", "remedy"), rows)
 
 
 def decisions(report) -> str:

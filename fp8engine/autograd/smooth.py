@@ -1,0 +1,103 @@
+"""Linear layer that shares the outliers of its input's channels with its weight's columns, and the clamp of an input.
+
+    s_k = 2^floor(log2(amax_k) / 2)       amax_k = max over tokens of |x_tk|; s_k = 1 where that is 0, Inf or NaN
+    y   = cast(x / s) @ cast(w * s)^T + b
+    dx  = (dy @ cast(w * s)) / s          dw = (dy^T @ cast(x / s)) * s
+
+In real arithmetic all of it is y = x w^T + b and its gradients.  s is made of the call's own x on its device, is the
+same in forward and backward, and takes no gradient; as a power of two it rounds nothing in FP32 and BF16 (in FP16 only
+elements of x / s below 2^-14).  The casts, their slots and their statistics see x / s and w * s.
+
+Smooth-SwiGLU (arXiv 2409.12517) divides by all of amax_k, which moves the whole outlier into a column of the weight;
+the weight's other columns are then as far below its scale as x's other channels were.  Here half of the octaves go
+there, as SmoothQuant shares them (arXiv 2211.10438, alpha = 0.5): a channel 2^16 times the others is 2^8 times them in
+x / s, and its column 2^8 times the others in w * s.  Of E4M3's normal numbers the largest is 2^15 times the smallest.
+
+Saved for backward: what call.py names, and s [K].  w * s is made again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8engine.autograd.call import Call
+from fp8engine.autograd.numerics import Numerics
+
+MANTISSA, BIAS = 23, 127  # of FP32: bits of the mantissa, and what the exponent's field has added
+
+
+def linear_smoothed(x_MK, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool) -> torch.Tensor:
+    """y [M, N] in `out`, as `linear` has it; for a layer whose recipe has FP8."""
+    return _Smoothed.apply(x_MK, weight_NK, bias_N, numerics, out, record)
+
+
+def scales(x_MK: torch.Tensor) -> torch.Tensor:
+    """s [K] in FP32.
+
+    >>> scales(torch.tensor([[0.0, -1.0, 4.0, 1.0], [0.0, 0.5, -70.0, torch.inf]]))
+    tensor([1., 1., 8., 1.])
+    """
+    if not len(x_MK):
+        return torch.ones(x_MK.shape[1], device=x_MK.device)
+    x_MK = x_MK.detach()
+    amax_K = torch.maximum(x_MK.amax(0), -x_MK.amin(0)).float()
+    exponent_K = (amax_K.view(torch.int32) >> MANTISSA) - BIAS
+    s_K = (((exponent_K >> 1) + BIAS) << MANTISSA).view(torch.float32)
+    return torch.where((amax_K > 0) & (amax_K < torch.inf), s_K, 1.0)
+
+
+def smoothed(x_MK: torch.Tensor, weight_NK: torch.Tensor, s_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / s in x's dtype, w * s in the weight's, or FP32 for FP16, whose range it may leave)."""
+    return x_MK * s_K.reciprocal().to(x_MK.dtype), _times(weight_NK, s_K)
+
+
+def clamped(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """x within [-limit, limit]; its gradient passes straight there, and is 0 outside.  Inf and NaN stay, to be seen.
+
+    Kept for backward: a byte an element.
+
+    >>> x = torch.tensor([-9.0, 2.0, 7.0, torch.inf], requires_grad=True)
+    >>> y = clamped(x, 7.0)
+    >>> y.sum().backward()
+    >>> y.detach(), x.grad
+    (tensor([-7.,  2.,  7., inf]), tensor([0., 1., 1., 1.]))
+    """
+    data = x.detach()
+    inside = (data.abs() <= limit) | ~data.isfinite()
+    return torch.where(inside, x, data.clamp(-limit, limit))
+
+
+def _times(weight_NK: torch.Tensor, s_K: torch.Tensor) -> torch.Tensor:
+    dtype = _wide(weight_NK.dtype)
+    return weight_NK.to(dtype) * s_K.to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A dtype that a product with s does not leave: FP32 for FP16."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+class _Smoothed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MK, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
+        needs = ctx.needs_input_grad[:3] if record else (False, False, False)  # as in _Linear
+        s_K = scales(x_MK)
+        divided_MK, weight_s_NK = smoothed(x_MK, weight_NK, s_K)
+        call = Call(numerics, divided_MK, weight_s_NK, bias_N, needs, record)
+        a, saved = call.cast_input(divided_MK, {})
+        y_MN, codes = call.forward(a, weight_s_NK, bias_N, out)
+        ctx.save_for_backward(*call.to_save(saved), weight_NK, s_K, *codes)
+        ctx.call, ctx.dtype = call, x_MK.dtype
+        return y_MN
+
+    @staticmethod
+    def backward(ctx, dy_MN):
+        data, scale, weight_NK, s_K, *codes = ctx.saved_tensors  # read once, as in _Linear
+        weight = (_times(weight_NK, s_K), *codes)
+        with ctx.call.as_asked():
+            dx_MK, dw_NK, db_N = ctx.call.backward(dy_MN, (data, scale), weight, _wide(ctx.dtype))
+        if dx_MK is not None:
+            dx_MK = (dx_MK * s_K.reciprocal().to(dx_MK.dtype)).to(ctx.dtype)
+        if dw_NK is not None:
+            dw_NK = (dw_NK * s_K.to(dw_NK.dtype)).to(weight_NK.dtype)
+        return dx_MK, dw_NK, db_N, None, None, None

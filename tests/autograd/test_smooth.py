@@ -1,0 +1,172 @@
+"""Smoothed layers: the layer itself in real arithmetic, and under FP8 the three matmuls of x / s and w * s."""
+
+import pytest
+import torch
+from support import DTYPES, FP8_RECIPES, assert_within, bound, products
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8engine as fe
+from fp8engine.autograd import Numerics
+from fp8engine.autograd.smooth import clamped, linear_smoothed, scales
+from fp8engine.numerics.recipe import resolve
+from fp8engine.scaling.table import ScalingState
+
+SHAPES = [(1, 1, 1), (3, 50, 33), (5, 130, 257), (129, 31, 48)]  # M, K, N
+
+
+def uneven(m: int, k: int, octaves: int = 10) -> torch.Tensor:
+    """Random numbers whose columns are of sizes up to 2^octaves."""
+    return torch.randn(m, k) * torch.exp2(torch.randint(0, octaves + 1, (k,)))
+
+
+def smoothed_layer(k: int, n: int, recipe: str, dtype: torch.dtype = torch.float32) -> fe.Linear:
+    layer = fe.Linear(k, n, recipe=recipe, dtype=dtype)
+    fe.smooth(layer, "")
+    return layer
+
+
+def test_scales_are_powers_of_two_of_half_the_octaves():
+    for exponent in range(-126, 128):
+        for mantissa in (1.0, 1.5, 1.9999):
+            x = torch.tensor([[0.0], [-mantissa * 2.0**exponent]])
+            assert scales(x).item() == 2.0 ** (exponent // 2), (mantissa, exponent)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf, -torch.inf, torch.nan])
+def test_a_channel_of_zeros_or_with_a_value_that_is_not_finite_gets_1(value: float):
+    x = torch.tensor([[4096.0, 0.0], [value, -64.0]]) if value else torch.zeros(2, 2)
+    assert scales(x).tolist() == ([1.0, 8.0] if value else [1.0, 1.0])
+    assert scales(x[:0]).tolist() == [1.0, 1.0], "no tokens"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_fp32_it_is_the_layer_bit_for_bit(shape: tuple[int, int, int]):
+    """Products of powers of two round nothing, and the sums run over the same numbers in the same order."""
+    m, k, n = shape
+    recipe = fe.high_precision(fe.FP32)
+    numerics = Numerics("layer", recipe, ScalingState([("layer", recipe)]))
+    found = []
+    tensors = uneven(m, k), torch.randn(n, k), torch.randn(n)
+    ours = lambda x, w, b: linear_smoothed(x, w, b, numerics, torch.float32, True)  # noqa: E731 - one use
+    for call in (F.linear, ours):
+        x, w, b = (each.clone().requires_grad_() for each in tensors)
+        y = call(x, w, b)
+        y.sin().sum().backward()
+        found.append([y, x.grad, w.grad, b.grad])
+    for name, want, given in zip(("y", "dx", "dw", "db"), *found, strict=True):
+        assert torch.equal(want, given), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_under_fp8_against_float64(shape: tuple[int, int, int], recipe: str, dtype: torch.dtype):
+    """The bound is support.py's, of the matmuls of x / s and w * s; dx and dw, and their bounds, times 1 / s and s."""
+    (m, k, n), asked = shape, resolve(recipe)
+    torch.manual_seed(m)
+    layer = smoothed_layer(k, n, recipe, dtype)
+    x, dy = uneven(m, k).to(dtype).requires_grad_(), torch.randn(m, n).to(dtype)
+    y = layer(x)
+    y.backward(dy)
+    s = torch.exp2((torch.frexp(x.detach().float().abs().amax(0))[1] - 1).div(2, rounding_mode="floor"))
+    weight = layer.weight.detach()
+    wide = torch.float32 if dtype == torch.float16 else dtype  # w * s of FP16 is FP32
+    want = products(asked, (x / s).to(dtype), (weight.to(wide) * s).to(wide), layer.bias, dy)
+    factor, rounds = s.double().numpy(), asked.output != fe.FP32
+    y_bound = bound(want.y, want.y - layer.bias.detach().double().numpy(), want.y_abs, k, dtype, rounds)
+    dx, dw = want.dx / factor, want.dw * factor
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == dtype
+    assert_within(y, want.y, y_bound, "y")
+    assert_within(x.grad, dx, bound(dx, dx, want.dx_abs / factor, n, dtype, rounds), "dx")
+    assert_within(layer.weight.grad, dw, bound(dw, dw, want.dw_abs * factor, m, dtype, rounds), "dw")
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_changes_nothing(recipe: str, reentrant: bool):
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        layer = smoothed_layer(48, 32, recipe)
+        fe.clamp(layer, 300.0, "")
+        for _ in range(3):
+            x = uneven(24, 48).requires_grad_()
+            y = checkpoint(layer, x, use_reentrant=reentrant) if recomputed else layer(x)
+            y.square().mean().backward()
+        found.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+    for want, given in zip(*found, strict=True):
+        assert torch.equal(want, given)
+
+
+@pytest.mark.parametrize("needs", ["x", "weight", "bias", "nothing"])
+def test_what_takes_no_gradient_gets_none(needs: str):
+    layer = smoothed_layer(48, 32, "current")
+    layer.weight.requires_grad_(needs == "weight")
+    layer.bias.requires_grad_(needs == "bias")
+    x = uneven(24, 48).requires_grad_(needs == "x")
+    y = layer(x)
+    assert y.requires_grad is (needs != "nothing")
+    if needs != "nothing":
+        y.sum().backward()
+    found = [name for name, each in (("x", x), ("weight", layer.weight), ("bias", layer.bias)) if each.grad is not None]
+    assert found == [needs] * (needs != "nothing")
+
+
+def test_between_forward_and_backward_the_weight_is_kept_once():
+    """Saved: codes of x, the parameter itself, s; w * s is made again, and no copy outlives the backward."""
+    layer, x = smoothed_layer(48, 32, "current"), uneven(24, 48).requires_grad_()
+    y = layer(x)
+    function = y.grad_fn
+    while type(function).__name__ != "_SmoothedBackward":
+        function = function.next_functions[0][0]
+    saved = [tensor for tensor in function.saved_tensors if tensor is not None]
+    assert sum(tensor.numel() for tensor in saved if tensor.data_ptr() == layer.weight.data_ptr()) == 32 * 48
+    assert sum(tensor.nbytes for tensor in saved if tensor.data_ptr() != layer.weight.data_ptr()) <= 24 * 48 + 4 * 49
+    for _ in range(3):  # read three times without gradients: an ordinary weight's codes would be kept
+        with torch.no_grad():
+            layer(x)
+    assert fe.inspect(layer).layers[0]["kept_bytes"] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_clamp_and_its_gradient(dtype: torch.dtype):
+    x = torch.tensor([-torch.inf, -8.0, -7.0, -1.0, 0.0, 7.0, 7.5, torch.inf, torch.nan], dtype=dtype).requires_grad_()
+    y = clamped(x, 7.0)
+    y.backward(torch.arange(1, 10, dtype=dtype))
+    want = torch.tensor([-torch.inf, -7.0, -7.0, -1.0, 0.0, 7.0, 7.0, torch.inf, torch.nan], dtype=dtype)
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y[:-1], want[:-1])
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 0, 3, 4, 5, 6, 0, 8, 9]
+
+
+def test_fp16_has_room_for_what_s_makes_larger():
+    """s = 2^7: w * s = 2^17 and dy * w * s = 2^17 are beyond FP16's 65504, y = 2^11 and dx = 2^10 are not."""
+    layer = smoothed_layer(1, 2, "current", torch.float16)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1024.0], [2.0**-4]]))
+        layer.bias.zero_()
+    x = torch.tensor([[2.0**14], [2.0]], dtype=torch.float16).requires_grad_()
+    y = layer(x)
+    (y[1, 0] + 0.5 * y[0, 1]).backward()
+    assert y[:, 1].tolist() == [1024.0, 0.125]
+    assert y[1, 0].item() == 2048.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0**-5], [1024.0]]
+
+
+def test_a_layer_that_is_decided_to_be_in_16_bits_shows_auto_what_fp8_would_read(monkeypatch):
+    recipe = fe.high_precision(fe.BF16)
+    layer, seen = fe.Linear(48, 32, recipe=recipe), {}
+    fe.smooth(layer, "")
+    x = uneven(24, 48).requires_grad_()
+    monkeypatch.setattr(layer.numerics.state, "samples", torch.zeros(0))
+    monkeypatch.setattr(Numerics, "observe", lambda self, role, tensor: seen.update({role: tensor}))
+    layer(x)
+    s = scales(x)
+    assert s.max() >= 8
+    assert torch.equal(seen["input"], x / s)
+    assert torch.equal(seen["weight"], layer.weight * s)

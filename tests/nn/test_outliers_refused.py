@@ -1,0 +1,179 @@
+"""What fe.smooth and fe.clamp refuse, by name and without a change, and the remedy that `auto`'s alarms propose."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models as tiny
+import torch
+from late_outlier import CHANNEL, MLP, batch
+from support import Net, converted
+from torch import nn
+from torch.func import functional_call, grad
+
+import fp8engine as fe
+from fp8engine.distributed.sharded_weight import ShardedWeight
+from fp8engine.errors import ConversionError, GradientError, UnknownName
+from fp8engine.nn.outliers import gated
+from fp8engine.report.state import controllers_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+def net(recipe: Any = "current") -> Any:
+    torch.manual_seed(0)
+    return converted(Net(), recipe)
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert not any(row["outliers"] for row in fe.inspect(model).layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "found"),
+    [
+        (net, None, ["blocks.0.down", "blocks.1.down"]),
+        (net, "blocks.1", ["blocks.1.down"]),
+        (net, ["*.0.down", "blocks.1.down"], ["blocks.0.down", "blocks.1.down"]),
+        (net, "*", ["blocks.0.down", "blocks.1.down"]),
+        (lambda: fe.LayerNormMLP(32, 64, "geglu", recipe="current"), None, ["down"]),
+        (lambda: converted(tiny.llama()), "*", [f"model.layers.{i}.mlp.down_proj" for i in range(2)]),
+    ],
+)
+def test_what_names_find(make, names, found: list[str]):
+    model = make()
+    fe.smooth(model, names)
+    assert [row["name"] for row in fe.inspect(model).layers if row["outliers"]] == found
+
+
+@pytest.mark.parametrize("width", ["w1 w3 w2", "gate_up_proj down_proj", "wi_0 wi_1 wo", "gate_proj up_proj down_proj"])
+def test_gated_mlps_are_found_by_the_names_of_their_layers(width: str):
+    *first, last = width.split()
+    model = nn.ModuleDict({name: fe.Linear(16, 16, recipe="current") for name in (*first, last)})
+    assert [name for name, _ in gated(model)] == [last]
+    del model[first[0]]
+    assert list(gated(model)) == []
+
+
+def test_a_layer_that_nothing_fuses_may_be_named():
+    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    fe.smooth(model, "1")
+    assert [row["outliers"] for row in fe.inspect(model).layers] == ["", "smoothed"]
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "error", "words"),
+    [
+        (lambda: nn.Linear(16, 16), None, ConversionError, "call fe.convert first"),
+        (lambda: converted(tiny.gpt2()), None, ConversionError, "no gated MLP is found"),
+        (net, "blocks.7.down", UnknownName, "did you mean 'blocks."),
+        (lambda: fe.LayerNormMLP(16, 32, "gelu", recipe="current"), "down", ConversionError, "runs fused with others"),
+        (lambda: fe.LayerNormMLP(16, 32, "swiglu", recipe="current"), "gate_up", ConversionError, "gate_up: "),
+        (lambda: converted(tiny.llama(), fuse=True), "*.0.*q_proj", ConversionError, "self_attn.q_proj: "),
+        (lambda: converted(tiny.mixtral()), None, ConversionError, "the weights of several experts"),
+        (lambda: fe.GroupedLinear(2, 16, 16, recipe="current"), "*", ConversionError, "it is a GroupedLinear"),
+    ],
+)
+@pytest.mark.parametrize("call", [fe.smooth, lambda model, names: fe.clamp(model, 7.0, names)], ids=["smooth", "clamp"])
+def test_refused_by_name(call, make, names, error: type[Exception], words: str):
+    model = make()
+    with pytest.raises(error, match=re.escape(words)):
+        call(model, names)
+    if not isinstance(model, fe.LayerNormMLP):
+        assert_untouched(model)
+
+
+def test_no_layer_is_changed_where_one_is_refused():
+    model = net()
+    with pytest.raises(UnknownName):
+        fe.smooth(model, ["blocks.0.down", "nowhere"])
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("limit", [0, -7.0, float("inf"), float("nan"), "7"])
+def test_a_limit_is_a_finite_number_above_0(limit):
+    with pytest.raises(ConversionError, match="greater than 0"):
+        fe.clamp(net(), limit)
+
+
+def test_main_grad_and_smooth_refuse_each_other():
+    model = net()
+    fe.fuse_wgrad_accumulation(model)
+    with pytest.raises(ConversionError, match=r"blocks\.0\.down: fe\.fuse_wgrad_accumulation"):
+        fe.smooth(model)
+    fe.clamp(model, 7.0)
+    fe.fuse_wgrad_accumulation(model, on=False)
+    fe.smooth(model)
+    with pytest.raises(ConversionError, match=r"fe\.smooth\(model, names, on=False\)"):
+        fe.fuse_wgrad_accumulation(model)
+    assert not model.blocks[0].up.numerics.fused_wgrad, "nothing is changed"
+
+
+def test_torch_func_takes_the_clamp_and_refuses_smooth():
+    model = net()
+    fe.clamp(model, 0.05)
+    x = torch.randn(4, 32)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    loss = lambda parameters: functional_call(model, parameters, (x,)).square().mean()  # noqa: E731 - two uses
+    model(x).square().mean().backward()
+    found = grad(loss)(parameters)
+    for name, p in model.named_parameters():  # sums of 4 rows in FP32, in another order
+        assert p.grad is not None
+        assert torch.allclose(found[name], p.grad, rtol=0, atol=4 * 2.0**-24 * p.grad.abs().max().item()), name
+    fe.smooth(model)
+    with pytest.raises(GradientError, match=r"blocks\.0\.down: .* where fe\.smooth is on"):
+        grad(loss)(parameters)
+
+
+def test_a_layer_that_is_set_is_not_divided_and_a_divided_one_not_set():
+    model = net()
+    style = fe.distributed.Rowwise()
+    assert style.problem(model.blocks[0].down, 2) is None
+    fe.clamp(model, 7.0, "blocks.0.down")
+    assert "it is clamped to ±7: switch it off first" in str(style.problem(model.blocks[0].down, 2))
+    model.blocks[1].down.numerics.shard = object()
+    with pytest.raises(fe.errors.ParallelError, match=r"blocks\.1\.down: smooth takes no layer that ranks divide"):
+        fe.smooth(model)
+    assert [row for row in gated(model) if row[1].numerics.smooth] == []
+
+
+def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():
+    numerics = net().blocks[0].down.numerics
+    weight = ShardedWeight(None, SimpleNamespace(numerics=numerics), None)  # pyright: ignore[reportArgumentType]
+    assert weight.reason() == ""
+    numerics.treat(True, None)
+    assert weight.reason() == "fe.smooth multiplies the weight before its cast"
+
+
+def test_a_block_that_is_set_is_not_copied_without_it():
+    model = converted(tiny.llama())
+    fe.clamp(model, 7.0)
+    with pytest.raises(ConversionError, match=r"mlp\.down_proj is clamped to ±7, a setting that is not copied"):
+        fe.TransformerLayer.from_hf(model.model.layers[0], "current", config=model.config)
+
+
+def test_an_alarm_proposes_the_remedy():
+    """A channel of the product, ordinary at first, grows 2^13 times: only its own alarm names a remedy."""
+    torch.manual_seed(0)
+    model = converted(nn.Sequential(MLP()), fe.auto(interval=1))
+    heard = []
+    fe.scaling_state(model).on_alarm(heard.append)
+    for step in range(14):
+        with torch.no_grad():
+            model[0].up.weight[CHANNEL] *= 2.0**-6 if step == 0 else 2.0
+            model[0].up.bias[CHANNEL] = 0.0
+        model(batch(step)).tanh().square().mean().backward()
+    remedy = "fe.smooth(model, '0.down')"
+    assert len({alarm.slot for alarm in heard}) > 1
+    assert {(alarm.slot, alarm.remedy) for alarm in heard if alarm.remedy} == {("0.down.input", remedy)}
+    report = fe.inspect(model)
+    assert [alarm["remedy"] for alarm in report.alarms] == [alarm.remedy for alarm in heard]
+    assert [alarm for alarm in heard if str(alarm).endswith(f"; remedy: {remedy}")]
+    remedies = controllers_of(model)[0].history.remedies
+    fe.smooth(model)
+    assert remedies == {"0.down.input": "fe.clamp(model, limit, '0.down')"}
+    fe.clamp(model, 7.0)
+    assert remedies == {}
+    fe.smooth(model, on=False)
+    assert remedies == {"0.down.input": remedy}
