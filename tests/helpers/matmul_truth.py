@@ -4,7 +4,7 @@ import torch
 from real_casts import restored
 
 from fp8engine.scaling.choice import OPERANDS, casts, reading
-from fp8engine.scaling.reads import OPTIONS, READS
+from fp8engine.scaling.reads import LOW, OPTIONS, READS
 
 MOST_DB = 100.0  # beyond it only the rounding of scales is left
 Tensors = dict[str, torch.Tensor]  # input [M, K], weight [N, K], grad_output [M, N]
@@ -50,10 +50,10 @@ def defined(tensors: Tensors, read: int, option: int) -> tuple[torch.Tensor, tor
 
 
 def numbers(signal: torch.Tensor, noise: torch.Tensor) -> tuple[float, float, float]:
-    """SQNR in dB of the whole, of the median row and of the 10th percentile; rows of zeros are not counted."""
+    """SQNR in dB of the whole, of the median row and at LOW of the rows; rows of zeros are not counted."""
     ratio = rows_db(signal, noise)
     last = len(ratio) - 1
-    return float(_db(signal.sum(), noise.sum())), float(ratio[last // 2]), float(ratio[int(0.1 * last)])
+    return float(_db(signal.sum(), noise.sum())), float(ratio[last // 2]), float(ratio[int(LOW * last)])
 
 
 def rows_db(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ import torch
 from support import converted, dequantised
 from torch import nn
 
-import fp8engine as fe
 from fp8engine.numerics.recipe import MOST_DB, Cast, Recipe
 from fp8engine.scaling.choice import OPERANDS, casts, reading
 from fp8engine.scaling.reads import OPTIONS

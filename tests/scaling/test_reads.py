@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matmul_truth import defined, effective, error_of, multiplied, numbers, rows_db, squares
+from matmul_truth import MOST_DB, defined, effective, error_of, multiplied, numbers, rows_db, squares
 from planted import tried
 from torch.nn import functional as F
 
@@ -25,12 +25,18 @@ from fp8engine.scaling import reads
 from fp8engine.scaling.choice import reading
 from fp8engine.scaling.reads import (
     FLUSHED,
+    LOW,
+    NUMBERS,
     OPTIONS,
     READS,
+    SHAPE,
     UNSURE,
     WIDEST,
+    Reads,
+    judge,
     layout_of,
 )
+from fp8engine.scaling.sample import StepSamples, observe
 
 FORMATS = [E4M3, E5M2]
 EVERY = list(itertools.product(range(len(READS)), range(len(OPTIONS))))
@@ -108,10 +114,10 @@ def agrees(tensors: dict[str, torch.Tensor], what: str = "") -> None:
     """Judged are the sums of the definition.
 
     0.02 dB: an element that lies within 2^-23 of the middle between two numbers of the format may go to the other one,
-    and sums are FP32's.  Of columns, WIDEST are rated.  The 10th percentile is raised by what chance makes of it (`_rate`),
-    up to the median.
+    and sums are FP32's.  Of columns, WIDEST are rated.  The 10th percentile is raised by what chance makes of it, up to
+    the median (`_rate`).
     """
-    table, most = tried(*(tensors[role] for role in ROLES)).table, layout_of(tensors["weight"].shape, "input").rows
+    table = tried(*(tensors[role] for role in ROLES)).table
     for read, option in EVERY:
         signal, noise = defined(tensors, read, option)
         (whole, median, low), where = table[read, option, :3], (what, read, option)
@@ -121,11 +127,10 @@ def agrees(tensors: dict[str, torch.Tensor], what: str = "") -> None:
         if not len(rows):
             assert numpy.isnan(table[read, option, :3]).all(), where
             continue
-        least, raised = (10 * math.log10(1 + UNSURE * math.sqrt(2 / count)) for count in (most, sums))
-        least, low_row = least if across else 0.0, float(rows[int(0.1 * (len(rows) - 1))])
+        raised = float(rows[int(LOW * (len(rows) - 1))]) + 10 * math.log10(1 + UNSURE * math.sqrt(2 / sums))
         assert whole == pytest.approx(numbers(signal, noise)[0], abs=0.02), where
         assert median == pytest.approx(float(rows[(len(rows) - 1) // 2]), abs=0.02), where
-        assert min(low_row + least, median) - 0.02 <= low <= min(low_row + raised, median) + 0.02, where
+        assert low == pytest.approx(min(raised, median), abs=0.02), where
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,44 +160,53 @@ def test_the_share_flushed_is_that_of_the_real_cast():
 # Real matmuls, of which a few rows are sampled
 
 
-def allowed(tensors: dict[str, torch.Tensor], read: int) -> tuple[float, ...]:
-    """dB that the whole and the median may differ, the low one downwards and upwards.
+def bounds(
+    tensors: dict[str, torch.Tensor], read: int, real: tuple[torch.Tensor, torch.Tensor], n: float
+) -> list[tuple]:
+    """Between which dB the whole, the median and the low number of R sampled rows lie, three standard deviations.
 
-    A sum of n squares has a relative standard deviation of sqrt(2 / n), 4.34 times that in dB.  The noise of one row
-    sums n places (effective ones: `effective`); signal and noise of one row of the real result have n' elements each.
-    Of R rows, a median is known to 1.25 of those over sqrt(R), a 10th percentile to 1.71 (a normal distribution's);
-    3 of them are allowed, and a tenth of a dB.  The whole has the rows that hold its energy, effective ones again.
-    Along columns the sum is over the sampled rows alone: its n is theirs, and one standard deviation remains.  The 10th percentile is raised by UNSURE deviations on purpose.
+    real: signal and noise of all rows; n: their n'.  The row at share p of R has a share of all rows within sqrt(p (1 - p) / R) of
+    p.  The whole is a mean of noise over signal, weighted by signal: its spread is that of the rows, divided by the
+    root of how many of the sampled ones have the signal.  A row whose sum has n places (effective ones) is off by
+    4.34 sqrt(2 / n) dB, by which a low row is too low, and UNSURE of which are added.  Along columns the sum is over
+    the sampled rows alone, so that n is theirs, and everything is off by two standard deviations more.  Rows of a real
+    product have n' elements of signal and of noise, which spreads them by 4.34 sqrt(4 / n') and makes low ones lower.
     """
     count = layout_of(tensors["weight"].shape, "input").rows
     a, b = squares(tensors, read)
-    across, energies = reading(*READS[read]), a @ b.sum(0)
+    across = reading(*READS[read])
     place = reads.strata(a.shape[1] if across else a.shape[0], count, a.device)
-    outside = 4.34 * math.sqrt(4 / effective(b @ a.sum(0)))
-    a, b, energies = (a[:, place], b[:, place], energies) if across else (a, b, energies[place])
+    a, b, sampled = (a[:, place], b[:, place], real[0]) if across else (a, b, real[0][place])
     inside = 4.34 * math.sqrt(2 / effective(a.sum(0) * b.sum(0)))
-    one, left = math.hypot(inside, outside), 0.1 + inside * across
-    in_whole = left + 3 * one / math.sqrt(effective(energies))
-    rows = math.sqrt(count)
-    return in_whole, left + 3 * 1.25 * one / rows, left + 3 * 1.71 * one / rows, left + (3 * 1.71 / rows + UNSURE) * one
+    ratio, weight = real[1] / real[0].clamp(min=1e-300), real[0] / real[0].sum()
+    mean = (weight * ratio).sum()
+    spread = float((weight * (ratio - mean).square()).sum().sqrt() / mean)
+    rows, left = rows_db(*real), 0.1 + 2 * inside * across
+    found = [
+        -10 * math.log10(float(mean)) + sign * (left + 3 * 4.34 * spread / effective(sampled) ** 0.5)
+        for sign in (-1, 1)
+    ]
+    found = [tuple(found)]
+    for share, down, up in ((0.5, 0.0, 0.0), (LOW, inside, UNSURE * (inside + 4.34 * math.sqrt(4 / n)))):
+        away = 3 * math.sqrt(share * (1 - share) / min(count, len(rows)))
+        ends = [int(min(max(share + sign * away, 0), 1) * (len(rows) - 1)) for sign in (-1, 1)]
+        found.append((float(rows[ends[0]]) - left - down, float(rows[ends[1]]) + left + up))
+    return found
 
 
 @pytest.mark.parametrize("name", list(troubled(1, 1, 1)))
 def test_judged_is_what_the_matmul_shows(name: str):
-    """Where few columns have the other operand's energy, n' below 16, percentiles of the real result are those of
+    """Where fewer than 16 of the other operand's rows have its energy, percentiles of the real result are those of
     products that cancel by chance, alike under every option: compared with the definition instead."""
     tensors = troubled(700, 260, 300)[name]
-    table, far = tried(*(tensors[role] for role in ROLES)).table, {}
+    table, far = tried(*(tensors[role] for role in ROLES)).table, []
     for read, option in EVERY:
         a, b = squares(tensors, read)
-        truth = multiplied if effective(b @ a.sum(0)) > 16 else defined
-        whole, median, low = numbers(*truth(tensors, read, option))
-        total, middle, down, up = allowed(tensors, read)
-        found, where = table[read, option], (READS[read], str(OPTIONS[option]))
-        if not abs(found[0] - whole) <= total or not abs(found[1] - median) <= middle:
-            far[where] = found[:2] - (whole, median), total, middle
-        if not -down <= found[2] - low <= up:
-            far[where, "low"] = found[2] - low, down, up
+        n = effective(b @ a.sum(0))
+        real, n = (multiplied(tensors, read, option), n) if n > 16 else (defined(tensors, read, option), math.inf)
+        for what, value, (low, high) in zip(NUMBERS, table[read, option], bounds(tensors, read, real, n), strict=False):
+            if not min(low, MOST_DB) <= value <= high:
+                far.append((READS[read], OPTIONS[option], what, low, value, high))
     assert not far
 
 
