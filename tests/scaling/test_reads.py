@@ -23,20 +23,7 @@ from fp8engine.numerics.formats import E4M3, E5M2, Format
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.scaling import reads
 from fp8engine.scaling.choice import reading
-from fp8engine.scaling.reads import (
-    FLUSHED,
-    LOW,
-    NUMBERS,
-    OPTIONS,
-    READS,
-    SHAPE,
-    UNSURE,
-    WIDEST,
-    Reads,
-    judge,
-    layout_of,
-)
-from fp8engine.scaling.sample import StepSamples, observe
+from fp8engine.scaling.reads import FLUSHED, LOW, NUMBERS, OPTIONS, READS, UNSURE, WIDEST, layout_of
 
 FORMATS = [E4M3, E5M2]
 EVERY = list(itertools.product(range(len(READS)), range(len(OPTIONS))))
@@ -165,12 +152,13 @@ def bounds(
 ) -> list[tuple]:
     """Between which dB the whole, the median and the low number of R sampled rows lie, three standard deviations.
 
-    real: signal and noise of all rows; n: their n'.  The row at share p of R has a share of all rows within sqrt(p (1 - p) / R) of
-    p.  The whole is a mean of noise over signal, weighted by signal: its spread is that of the rows, divided by the
-    root of how many of the sampled ones have the signal.  A row whose sum has n places (effective ones) is off by
-    4.34 sqrt(2 / n) dB, by which a low row is too low, and UNSURE of which are added.  Along columns the sum is over
-    the sampled rows alone, so that n is theirs, and everything is off by two standard deviations more.  Rows of a real
-    product have n' elements of signal and of noise, which spreads them by 4.34 sqrt(4 / n') and makes low ones lower.
+    real: signal and noise of all rows; n: their n'.  The row at share p of R has a share of all rows within
+    sqrt(p (1 - p) / R) of p.  The whole is a mean of noise over signal, weighted by signal: its spread is that of the
+    rows, divided by the root of how many of the sampled ones have the signal.  A row whose sum has n places (effective
+    ones) is off by 4.34 sqrt(2 / n) dB, by which a low row is too low, and UNSURE of which are added.  Along columns the
+    sum is over the sampled rows alone, so that n is theirs, and everything is off by two standard deviations more.
+    Rows of a real product have n' elements of signal and of noise, which spreads them by 4.34 sqrt(4 / n') and makes
+    low ones lower.
     """
     count = layout_of(tensors["weight"].shape, "input").rows
     a, b = squares(tensors, read)
