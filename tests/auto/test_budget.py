@@ -124,6 +124,9 @@ def test_what_is_paid_stays_until_the_sum_is_below_half_of_the_budget():
     for factor in (1.1, 0.9, 1.05, 0.95):
         wobbled = {i: reads(*3 * [cost * factor]) for i, cost in {0: 8e-4, 1: 3e-4}.items()}
         assert all(a is b for a, b in zip(spend(first, wobbled, flops, 5e-4), first, strict=True)), factor
+    # The sum is below the budget without what was paid for, but not below half of it with: it stays.
+    less = {0: reads(1e-4, 1e-4, 1e-4), 1: seen[1]}
+    assert forward(spend(first, less, flops, 5e-4)[0], 0) is None
     # Half the cost: 4e-4 of layer 0 would fit beside 1.5e-4, but for the tenth that is kept free.
     half = {0: reads(4e-4, 4e-4, 4e-4), 1: reads(1.5e-4, 1.5e-4, 1.5e-4)}
     assert forward(spend(first, half, flops, 5e-4)[0], 0) is None

@@ -155,8 +155,8 @@ def bounds(
     real: signal and noise of all rows; n: their n'.  The row at share p of R has a share of all rows within
     sqrt(p (1 - p) / R) of p.  The whole is a mean of noise over signal, weighted by signal: its spread is that of the
     rows, divided by the root of how many of the sampled ones have the signal.  A row whose sum has n places (effective
-    ones) is off by 4.34 sqrt(2 / n) dB, by which a low row is too low, and UNSURE of which are added.  Along columns the
-    sum is over the sampled rows alone, so that n is theirs, and everything is off by two standard deviations more.
+    ones) is off by 4.34 sqrt(2 / n) dB, by which a low row is too low, and UNSURE of which are added.  Along columns
+    the sum is over the sampled rows alone, so that n is theirs, and everything is off by two standard deviations more.
     Rows of a real product have n' elements of signal and of noise, which spreads them by 4.34 sqrt(4 / n') and makes
     low ones lower.
     """

@@ -139,7 +139,7 @@ def test_of_zeros_nothing_is_known(role: str):
 @pytest.mark.parametrize("at", [(0, 0), (3, 7)])  # in a sampled row, and in none
 @pytest.mark.parametrize("role", ROLES)
 def test_one_bad_number_is_known_of_and_stays_in_its_layer(role: str, at: tuple[int, int], bad: float):
-    """Whoever reads the step sees it in the slot's statistics, wherever it is, and drops what was judged of the layer."""
+    """Whoever reads the step sees it in the slot's statistics, wherever it is, and drops what was judged."""
     tensors = {each: x.clone() for each, x in layer(900, 600, 160).items()}
     tensors[role][at] = bad
     found = sampled((600, 160), tensors)
