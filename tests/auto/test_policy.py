@@ -151,6 +151,13 @@ def test_what_was_not_sampled_keeps_its_casts(matmul: str):
     }
 
 
+def test_more_than_normal_values_can_have_is_not_asked_for():
+    """An outlier that a scale per row rounds exactly gives 60 dB; 31 per tensor are as good as E4M3 gets."""
+    seen = {0: made(input_forward=[31, 60, 60, 25, 50])}
+    assert decide(seen, NEEDS, START).matmuls[0, "forward"] == TENSOR
+    assert decide({0: made(input_forward=[30.5, 60, 60, 25, 50])}, NEEDS, START).matmuls[0, "forward"] == ROW
+
+
 def test_the_same_arguments_give_the_same_choice():
     for seen in (GOOD, NOT_TENSOR, made(cost=1.0)):
         assert decide({0: seen}, NEEDS, START) == decide({0: seen}, NEEDS, START)

@@ -198,6 +198,21 @@ def test_judged_is_what_the_matmul_shows(name: str):
     assert not far
 
 
+@pytest.mark.parametrize("m", [128, 700])
+def test_a_fifth_of_bad_rows_is_not_missed(m: int):
+    """One token in five is 2^-17 of the others, under one scale all but its largest elements are zero.
+
+    And none is found with one in forty: of 54 rows one or two.  (One in ten gives 5.4 of them, and the fourth is judged:
+    found in four samples of five.)
+    """
+    for share, bad in ((5, True), (40, False)):
+        tensors = normal(m, 260, 300)
+        tensors["input"][torch.randperm(m)[: -(-m // share)]] *= 2.0**-17
+        found = tried(*(tensors[role] for role in ROLES))
+        assert (found.value(0, 0) < 20) == bad, share
+        assert found.value(0, OPTIONS.index(("row", E4M3))) > 30
+
+
 def test_a_harmless_outlier_channel_is_told_from_a_harmful_one():
     """x[:, 150] is 30,000 in both: as large as the result where the weight takes it, nothing where it does not.
 
