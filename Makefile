@@ -46,8 +46,8 @@ static: $(VENV)/dev.stamp  ## format, lint, types
 types: $(VENV)/dev.stamp  ## pyright
 	$(PYRIGHT)
 
-codegen: $(VENV)/dev.stamp  ## compile every kernel for the cards it is meant for, no GPU needed; UPDATE=1: new baseline
-	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(UPDATE),--update)
+codegen: $(VENV)/dev.stamp  ## compile every kernel for its cards, no GPU needed; CHANGED=1: only what changed; UPDATE=1: new baseline
+	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
 
 emulated: $(VENV)/dev.stamp  ## kernels executed from their PTX on a card made of NumPy: every case under ten seeds
 	$(PYTEST) tests/emulated --whole -n $(JOBS)

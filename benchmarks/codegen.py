@@ -1,15 +1,18 @@
 """`make codegen`: compile every committed kernel configuration for the card it is meant for; judge the machine code.
 
-    python benchmarks/codegen.py [--jobs N] [--only WORD] [--update] [--baseline FILE]
+    python benchmarks/codegen.py [--jobs N] [--only WORD] [--changed] [--update | --keys] [--baseline FILE]
 
 Prints a table and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core instructions, or
-a loss against the baseline, codegen.json beside this file.  --update writes the rows of what was compiled anew.
+a loss against the baseline, codegen.json beside this file.  --changed compiles what has another key than it has there
+(machine_code/keys.py), which alone can have become worse.  --update writes the rows of what was compiled, and their
+keys; --keys writes keys and compiles nothing, where a change is known to leave every row as it is.
 Needs Triton, not a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -21,7 +24,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
 
-from benchmarks.machine_code import judge, launches
+from benchmarks.machine_code import judge, keys, launches
 
 BASELINE = Path(__file__).with_name("codegen.json")
 HEADER = (
@@ -30,43 +33,78 @@ HEADER = (
 )
 
 
-def main() -> int:
-    """Compile, print, judge; the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, print, judge; the exit status.  arguments: the command line's by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="processes")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--changed", action="store_true", help="only kernels whose key is not the baseline's")
     parser.add_argument("--update", action="store_true", help="write the baseline anew")
+    parser.add_argument("--keys", action="store_true", help="write the keys of this tree, and compile nothing")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="default: codegen.json")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     start = time.perf_counter()
-    names = [case.name for case in launches.cases() if asked.only in case.name]
-    rows, broken = [], []
-    print(HEADER)
-    with multiprocessing.get_context("spawn").Pool(asked.jobs) as pool:
-        for name, found, error in pool.imap(_compiled, names):
-            if error:
-                broken.append(f"{name}: {error}")
-                print(f"{name:84s} FAILED {error}")
-            rows += found
-            for row in found:
-                print(_line(row), flush=True)
+    baseline = json.loads(asked.baseline.read_text())
+    kernels, known = baseline["kernels"], baseline["keys"]
+    asked_for = {case.name: keys.of(case) for case in launches.cases() if asked.only in case.name}
+    if asked.keys:
+        found = {name: key for key_of in asked_for.values() for name, key in key_of.items()}
+        return _write(asked.baseline, kernels, known | found)
+    names = [name for name, key_of in asked_for.items() if not (asked.changed and _unchanged(key_of, known))]
+    rows, broken = _table(names, asked.jobs)
+    failures = {row.name: judge.failures(row) for row in rows}
     if asked.update:
-        kernels = _kept(asked.baseline, names) | judge.baseline_of(rows)
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in kernels.items())  # a line each
-        asked.baseline.write_text(f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{lines}\n }}\n}}\n')
-        print(f"wrote {asked.baseline}")
-    broken += [f"{row.name}: {why}" for row in rows for why in judge.failures(row)]
+        for name in names:
+            sound = {row: key for row, key in asked_for[name].items() if failures.get(row) == []}
+            known = {row: key for row, key in known.items() if row not in asked_for[name]} | sound
+        _write(asked.baseline, _kept(kernels, names) | judge.baseline_of(rows), known)
+    broken += [f"{name}: {why}" for name, found in failures.items() for why in found]
     broken += _against_baseline(rows, asked.baseline)
+    if asked.changed:
+        print(f"{len(asked_for) - len(names)} of {len(asked_for)} launches not compiled: their keys are the baseline's")
     print(f"{len(rows)} kernels compiled with Triton {triton.__version__} in {time.perf_counter() - start:.0f} s")
     for line in broken:
         print(f"FAILED {line}")
     return bool(broken)
 
 
-def _kept(path: Path, compiled: list[str]) -> dict:
+def _unchanged(key_of: dict[str, str], known: dict[str, str]) -> bool:
+    """Whether all kernels of a launch have the baseline's keys."""
+    return all(known.get(name) == key for name, key in key_of.items())
+
+
+def _table(names: list[str], jobs: int) -> tuple[list[judge.Row], list[str]]:
+    """The cases of these names compiled and printed: (rows, what did not compile)."""
+    rows, broken = [], []
+    with contextlib.ExitStack() as stack:
+        each = map
+        if min(jobs, len(names)) > 1:
+            each = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs)).imap
+        print(HEADER)
+        for name, found, error in each(_compiled, names):
+            if error:
+                broken.append(f"{name}: {error}")
+                print(f"{name:84s} FAILED {error}")
+            rows += found
+            for row in found:
+                print(_line(row), flush=True)
+    return rows, broken
+
+
+def _write(path: Path, kernels: dict, known: dict[str, str]) -> int:
+    """The baseline, a line for each row; then the keys, so that a change of all keys hides no change of a row."""
+    parts = [f' "triton": "{triton.__version__}"']
+    for title, values in (("kernels", kernels), ("keys", {name: known[name] for name in kernels if name in known})):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
+        parts.append(f' "{title}": {{\n{lines}\n }}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    print(f"wrote {path}")
+    return 0
+
+
+def _kept(kernels: dict, compiled: list[str]) -> dict:
     """The rows of a baseline whose cases there still are, and were not compiled now."""
     kept = {case.name for case in launches.cases()} - set(compiled)
-    kernels = json.loads(path.read_text())["kernels"]
     return {name: row for name, row in kernels.items() if name.partition(": ")[0] in kept}
 
 

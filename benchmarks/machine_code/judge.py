@@ -75,15 +75,18 @@ class Row:
     wide: bool = False
 
 
-def compile_case(case: Case) -> list[Row]:
-    """The case compiled: a row for each kernel that it starts."""
+def launched(case: Case) -> dict[str, offline.Launch]:
+    """The kernels that the case starts, by the names of their rows."""
     with offline.caught(case.architecture) as launches:
         case.launch()
-    names = [
-        case.name if len(launches) == 1 else f"{case.name}: {place} {launch.name}"
-        for place, launch in enumerate(launches, 1)
-    ]
-    return [_row(case, launch, name) for launch, name in zip(launches, names, strict=True)]
+    if len(launches) == 1:
+        return {case.name: launches[0]}
+    return {f"{case.name}: {place} {launch.name}": launch for place, launch in enumerate(launches, 1)}
+
+
+def compile_case(case: Case) -> list[Row]:
+    """The case compiled: a row for each kernel that it starts."""
+    return [_row(case, launch, name) for name, launch in launched(case).items()]
 
 
 def _row(case: Case, launch: offline.Launch, name: str) -> Row:

@@ -163,17 +163,14 @@ class Controller:
         shapes = {numerics.name: shape for numerics, shape in zip(self.layers, self.shapes, strict=True)}
         return Plan(shapes, start, tuple(self.log))
 
-    def cost(self, layer: int, role: str) -> float | None:
-        """Predicted cost in nats of the cast of an "input" or a "weight"; None where it is not known."""
+    def cost(self, numerics: Numerics, role: str) -> float | None:
+        """Predicted cost in nats of a layer's cast of its "input" or "weight" for the forward; None where not known."""
+        layer = next((i for i, each in enumerate(self.layers) if each is numerics), -1)
         seen, choice = self.reads.get(layer), self.choices.get(layer)
-        if (
-            seen is None
-            or choice is None
-            or role == "grad_output"
-            or not seen.knows_cost(READS.index((role, "forward")))
-        ):
+        if seen is None or choice is None or role not in ("input", "weight"):
             return None
-        return sum(seen.cost(*each) for each in reads_of((layer, role), choice))
+        known = seen.knows_cost(READS.index((role, "forward")))
+        return budget.cost_of(seen, choice.used.get((layer, "forward")), role) if known else None
 
     def state_dict(self) -> dict[str, Any]:
         """Its decisions as JSON, and as tensors the statistics on which it has not decided yet."""
@@ -298,7 +295,7 @@ class Controller:
             new = Reads(tried[self.layers[i].layer])
             if any(measured.nonfinite for measured in mine) or not any(new.seen(read) for read in range(len(READS))):
                 continue
-            self.reads[i] = new.after(self.reads.get(i))
+            self.reads[i] = new.after(self.reads.get(i), self.choices[i].fades_db)
             usable.add(i)
         return usable
 
@@ -329,7 +326,8 @@ class Controller:
             self._adopt(old, final, found)
         self.counts = counts
         sampled = {self.layers[i].layer for i, _ in found}
-        self.moves.sampled(sampled, amaxes_of(sample.amax_S, len(self.state.layers)))
+        whole = is_sampled(sample.step, self.recipe.interval)
+        self.moves.sampled(sampled, amaxes_of(sample.amax_S, len(self.state.layers)), whole)
 
     def _spend(self, choices: Sequence[Choice]) -> list[Choice]:
         """The choices with the finer casts and the 16 bits that the budget of loss asks for."""

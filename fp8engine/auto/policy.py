@@ -2,7 +2,7 @@
 
 What is judged is the result of the matmul (scaling/reads.py): the SQNR that the cast of an operand leaves in all of
 the result, in its median row and in its 10th percentile.  A read is worth the least of the three, as it is remembered:
-noise that a sample showed fades by half with each later one, so that trouble which comes and goes is not forgotten.
+noise that a sample showed fades by 3 dB with each later one, so that trouble which comes and goes is not forgotten.
 
     1  for each granularity, cheapest first (tensor, row, block), both operands take their best format, E4M3 or E5M2
     2  it is good enough if each read meets its need, and, for objective "accuracy", is within 1 dB of its best option
@@ -13,7 +13,8 @@ Layers that read one tensor (q, k, v) share the casts of it: their forwards are 
 
 Hysteresis: a cast stays while its reads miss their needs by no more than 1 dB.  A missed need is acted on at once.  A
 cheaper cast is paid for from a budget of CHANGES that refills by one in REFILL samples; what is cheap to take back, a
-change to a safer cast, counts a quarter of that and is never refused.
+change to a safer cast, counts a quarter of that and is never refused.  Where a cheaper cast has to be taken back, the
+group remembers twice as long from then on.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from typing import NamedTuple
 from fp8engine.numerics.formats import E5M2
 from fp8engine.numerics.recipe import MATMULS, MOST_DB, ROLES, Auto
 from fp8engine.scaling.choice import FINAL, GRANULARITIES, OPERANDS, Casts, Choice, SlotKey, label
-from fp8engine.scaling.reads import OPTIONS, READS, Reads
+from fp8engine.scaling.reads import FADES_DB, OPTIONS, READS, Reads
 
 WITHIN_DB = 1.0  # of the best option: as good, under objective "accuracy"
 SLACK_DB = 1.0  # by which a cast may miss its needs before it is changed
 CHANGES, REFILL, SAFER = 4.0, 16, 0.25  # the budget of changes; samples until one more; what a safer cast counts
 WIDER, WIDEST = 2, 4  # powers of two that a margin grows by, and to
+RECOVERS = 2.0 ** (1 / 64)  # by which a group forgets faster again, with each sample
 BEYOND = 1e-4  # share of elements that may saturate under a predicted scale before its margin grows
 HARMLESS = 1e-5  # of the loss: a cast that costs no more needs nothing better, under objective "speed"
 
@@ -157,6 +159,7 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
         return replace(previous, reasons=None)
     wanted = {i: needs if isinstance(needs, Needs) else needs[i] for i in seen}
     matmuls, missed = dict(previous.matmuls), {}
+    fades_db = min(previous.fades_db * RECOVERS, FADES_DB)
     spent = max(previous.spent - 1 / REFILL, 0.0)
     for unit in units(seen, wanted):
         now = {i: previous.matmuls.get((i, unit.matmul)) for i in unit.seen}
@@ -170,13 +173,14 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
                 continue
             spent += 1
         elif previous.changes:
+            fades_db = max(fades_db / 2, FADES_DB / 16) if spent >= 1 else fades_db
             spent += SAFER
         missed |= {(i, unit.matmul): (OPERANDS[unit.matmul][operand], why) for i, (operand, why) in bad.items()}
         for i, casts in wish.items():
             matmuls.pop((i, unit.matmul), None)
             if casts:
                 matmuls[i, unit.matmul] = casts
-    new = replace(previous, matmuls=matmuls, reasons=None, spent=spent)
+    new = replace(previous, matmuls=matmuls, reasons=None, spent=spent, fades_db=fades_db)
     if new.same_casts(previous):
         return new
     return replace(new, reasons=reasons(new, previous, missed), changes=previous.changes + 1)

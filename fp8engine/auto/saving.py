@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fp8engine import _numpy as numpy
 from fp8engine.auto.history import trends_from_dict
 from fp8engine.auto.host_copy import PendingSample
 from fp8engine.auto.log import Change
@@ -47,7 +48,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
     if pending is None and state.samples is not None:
         undecided[:3] = state.samples.finish(controller.sizes(), state.backward_seen)
     remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]
-    moves = controller.moves.amax
+    moves = controller.moves.kept()
     tables = {
         "counts": controller.counts,
         "remembered": torch.stack(remembered) if remembered else None,
@@ -79,7 +80,9 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             loss, calibrated = decided["loss"], bool(decided["calibrated"])
             for (i, count), table in zip(decided["remembered"], () if tables[0] is None else tables[0], strict=True):
                 reads[int(i)] = Reads(table.numpy().copy(), int(count))
-            moves.amax = None if tables[1] is None else tables[1].numpy().copy()
+            if tables[1] is not None:
+                *low_high, wanted = tables[1].numpy().copy()
+                moves.range, moves.wanted = numpy.stack(low_high), wanted
             moves.number, tries = decided["tries"]
             moves.tries = {int(layer): int(count) for layer, count in tries}
             if decided["pending"] is not None:
@@ -115,6 +118,7 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
             "margin": choice.margin,
             "changes": choice.changes,
             "spent": choice.spent,
+            "fades": choice.fades_db,
         }
         for choice in groups
     ]
@@ -140,7 +144,7 @@ def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
             matmuls, paid = (_casts_from_list(group[key]) for key in ("matmuls", "paid"))
             layers, spent = tuple(map(int, group["layers"])), float(group["spent"])
             fp8 = {key: casts for key, casts in matmuls.items() if casts}
-            choice = Choice(layers, fp8, margin, None, changes, spent, paid)
+            choice = Choice(layers, fp8, margin, None, changes, spent, paid, float(group["fades"]))
         choices |= dict.fromkeys(choice.layers, choice)
     return choices
 

@@ -4,8 +4,9 @@ A fixed place would meet the same task of a training whose tasks come in turns, 
 optimizer step.  The place is a function of the interval's number alone, so that a plan, a resumed run and every rank
 sample the same steps.
 
-An early sample is asked for by the amaxes that every cast leaves in the table: where one has moved by MOVED times since
-its layer was sampled, up or down, the layer is sampled in the next step, at most TRIES times in an interval.
+An early sample is asked for by the amaxes that every cast leaves in the table: where one has left the range that the
+samples of its layer had, by MOVED times, the layer is sampled in the next steps, at most TRIES times in an interval
+without meeting such an amax.
 """
 
 from __future__ import annotations
@@ -39,31 +40,55 @@ def is_sampled(step: int, interval: int) -> bool:
 
 
 class Moves:
-    """The amaxes of each layer's operands at its last sample, [layers, 3], and which have moved since."""
+    """The range of the amaxes of each layer's operands over its samples, [2, layers, 3], and which have left it.
+
+    A layer whose amax has left the range by MOVED times is sampled in the next step, and in the ones after it until a
+    sample has met such an amax: of tasks that come in turns the next step is another one.  With each sample of all
+    layers the range narrows by half towards what that sample has met.
+    """
 
     def __init__(self):
-        self.amax: numpy.ndarray | None = None
+        self.range: numpy.ndarray | None = None
+        self.wanted: numpy.ndarray | None = None  # the amaxes that are looked for, [layers, 3]; 0 for none
         self.tries: dict[int, int] = {}
         self.number = -1  # of the interval that `tries` counts in
 
-    def sampled(self, layers: Iterable[int], amax: numpy.ndarray) -> None:
-        """These layers were sampled while the table held these amaxes."""
-        if self.amax is None or self.amax.shape != amax.shape:
-            self.amax = numpy.where(numpy.isin(numpy.arange(len(amax)), list(layers))[:, None], amax, -1.0)
+    def kept(self) -> numpy.ndarray | None:
+        """The range and what is looked for, [3, layers, 3], as a saved state holds them."""
+        return None if self.range is None or self.wanted is None else numpy.concatenate([self.range, self.wanted[None]])
+
+    def sampled(self, layers: Iterable[int], amax: numpy.ndarray, narrow: bool) -> None:
+        """These layers were sampled while the table held these amaxes.  narrow: whether all layers were."""
+        amax = numpy.where(numpy.isfinite(amax) & (amax > 0), amax, 0.0)
+        if self.range is None or self.range.shape[1:] != amax.shape:
+            self.range, self.wanted = numpy.stack([amax, amax]), numpy.zeros_like(amax)
             return
         for layer in layers:
-            self.amax[layer] = amax[layer]
+            now, (low, high) = amax[layer], self.range[:, layer]
+            if narrow:
+                low, high = low * 2.0, high / 2.0
+            some = now > 0
+            low = numpy.where(some, numpy.where(low > 0, numpy.minimum(low, now), now), self.range[0, layer])
+            high = numpy.where(some, numpy.maximum(high, now), self.range[1, layer])
+            self.range[:, layer] = low, high
+            self.wanted[layer] = numpy.where(self._beyond(self.wanted[layer], low, high), self.wanted[layer], 0.0)
+            if not self.wanted[layer].any():
+                self.tries.pop(layer, None)
 
     def moved(self, amax: numpy.ndarray, number: int) -> set[int]:
         """Layers to sample early, in the interval of that number."""
-        if self.amax is None or self.amax.shape != amax.shape:
+        if self.range is None or self.range.shape[1:] != amax.shape:
             return set()
         if number != self.number:
             self.tries, self.number = {}, number
-        known = (self.amax > 0) & (amax > 0) & numpy.isfinite(amax)
-        ratio = numpy.divide(amax, self.amax, out=numpy.ones_like(amax), where=known)
-        far = numpy.flatnonzero(((ratio > MOVED) | (ratio < 1 / MOVED)).any(1)).tolist()
+        amax = numpy.where(numpy.isfinite(amax) & (amax > 0), amax, 0.0)
+        self.wanted = numpy.where(self._beyond(amax, *self.range), amax, self.wanted)
+        far = numpy.flatnonzero((self.wanted > 0).any(1)).tolist()
         found = {layer for layer in far if self.tries.get(layer, 0) < TRIES}
         for layer in found:
             self.tries[layer] = self.tries.get(layer, 0) + 1
         return found
+
+    @staticmethod
+    def _beyond(amax: numpy.ndarray, low: numpy.ndarray, high: numpy.ndarray) -> numpy.ndarray:
+        return (amax > 0) & (high > 0) & ((amax > MOVED * high) | (amax < low / MOVED))

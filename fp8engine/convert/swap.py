@@ -19,6 +19,7 @@ from torch import nn
 
 from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan, flow
+from fp8engine.auto.calibration import calibrate
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan as numerics_plan
 from fp8engine.convert import attention as attending
@@ -77,7 +78,8 @@ def convert(
     skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
     example_inputs: arguments of one forward (a tuple, or a dict of keywords), run without gradients beforehand:
     layers whose own forward it does not call are left alone, and an error in it leaves the model as it was.  `auto`
-    learns from it the consumers of each layer's result: what only FP8 matmuls read is stored in FP8.
+    learns from it the consumers of each layer's result: what only FP8 matmuls read is stored in FP8; and it decides on
+    what the inputs show (auto/calibration.py), gradients included where the model returns a loss.
     strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
     fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
     families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
@@ -119,6 +121,8 @@ def convert(
     for state in record.states:
         state.watch(model)
     setattr(model, RECORD, record)
+    if example_inputs is not None:
+        calibrate(model, record.controllers, example_inputs)
     _warn(emulated, fusion)
     return model
 

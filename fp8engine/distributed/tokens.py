@@ -106,7 +106,8 @@ def wire_cast(first: Casting, second: Casting, second_reads: bool) -> How | None
         return None
     how = first.how[None]
     if not second_reads:
-        return how if how.per_tensor or how.rows == 1 else None
+        # A layer reads no codes whose scales change along a row and are not powers of two (autograd/ready.py).
+        return how if how.per_tensor or (how.rows == 1 and (how.cols == -1 or how.power_of_2)) else None
     other = second.how.get(None)
     if how.per_tensor:
         return how if other == how else None

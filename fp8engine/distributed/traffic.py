@@ -31,6 +31,7 @@ class Traffic(_torch.TorchDispatchMode):
 
     bytes, calls: by kind of collective and dtype, as ("all-gather", "uint8").  Reading them waits for nothing.
     inputs: bytes that each call was given, in order, by the same.
+    As under any mode, torch.compile leaves a module in eager code that is called inside the block, from then on.
 
     >>> with Traffic() as traffic:
     ...     _ = torch.ones(4) + 1

@@ -12,6 +12,7 @@ layers' codes a second time, which costs 3 dB: so they are cast under the scale 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -26,6 +27,14 @@ from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
+# Recipes whose forwards a checkpoint can hold.
+KNOWN = (
+    current,
+    rowwise,
+    blockwise,
+    functools.partial(rowwise, power_of_2=False),
+    functools.partial(blockwise, power_of_2=False),
+)
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -131,7 +140,7 @@ def _decided(decision: Decision) -> Decision:
         return replace(decision, recipe=None, reason=why)
     if not decided:
         return decision
-    known = next((each for each in (current(), rowwise(), blockwise()) if scheme(each) == scheme(recipe)), None)
+    known = next((each() for each in KNOWN if scheme(each()) == scheme(recipe)), None)
     if known is not None:
         return replace(decision, recipe=known)
     role, cast = next((r, c) for r, c in (("input", recipe.input), ("weight", recipe.weight)) if c.format != E4M3)
@@ -168,18 +177,19 @@ def _alike(decisions: list[Decision]) -> tuple[list[Decision], list[Decision]]:
         left = [d for d in group if d.recipe is None]
         ragged = [d for d in group if d.recipe is not None and not _whole(d, d.recipe)]
         schemes = {scheme(d.recipe) for d in group if d.recipe is not None}
+        by_row = rowwise(power_of_2=any(d.recipe.weight.power_of_2 for d in group if d.recipe is not None))
         for each in group:
             made = each
             if each.recipe is not None and left:
                 why = f"vLLM runs it as one matmul with {left[0].name}, which stays in 16 bits"
                 why += f"; layout={OURS!r} keeps this layer in FP8"
                 made = replace(each, recipe=None, reason=why)
-            elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(rowwise()):
+            elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(by_row):
                 why = "its sides are no multiples of the block's"
                 if each not in ragged:
                     other = ragged or [d for d in group if d.recipe and scheme(d.recipe) != scheme(each.recipe)]
                     why = f"vLLM runs it as one matmul with {other[0].name}, whose scales differ"
-                made = replace(each, recipe=rowwise(), reason=why)
+                made = replace(each, recipe=by_row, reason=why)
                 changed.append(made)
             settled[each.name] = made
     return [settled[decision.name] for decision in decisions], changed

@@ -249,10 +249,16 @@ def delayed(history: int = 16, margin: int = 0, algo: str = "max") -> Recipe:
     return Recipe(name="delayed", input=cast, weight=cast, grad_output=grad, history=history, margin=margin, algo=algo)
 
 
-def rowwise() -> Recipe:
-    """One power-of-two scale per row of every operand, all E4M3; = torchao "rowwise"."""
-    cast = Cast(E4M3, PerRow(), power_of_2=True)
-    return Recipe(name="rowwise", input=cast, weight=cast, grad_output=cast)
+def rowwise(*, power_of_2: bool = True) -> Recipe:
+    """One scale per row of every operand, all E4M3, a power of two; = torchao "rowwise".
+
+    power_of_2: False for exact FP32 scales, under the name "rowwise_exact".
+
+    >>> print(rowwise(power_of_2=False).name, rowwise(power_of_2=False).input)
+    rowwise_exact E4M3 per row
+    """
+    cast = Cast(E4M3, PerRow(), power_of_2=power_of_2)
+    return Recipe(name=_named("rowwise", power_of_2), input=cast, weight=cast, grad_output=cast)
 
 
 def rowwise_gw_hp() -> Recipe:
@@ -269,11 +275,22 @@ def rowwise_gw_hp() -> Recipe:
     )
 
 
-def blockwise(size: int = 128) -> Recipe:
-    """1 x size blocks of activations and gradients, size x size of weights, promoted sums (DeepSeek-V3)."""
-    line = Cast(E4M3, PerBlock(1, size), power_of_2=True)
-    square = Cast(E4M3, PerBlock(size, size), power_of_2=True)
-    return Recipe(name="blockwise", input=line, weight=square, grad_output=line, fast_accumulation=())
+def blockwise(size: int = 128, *, power_of_2: bool = True) -> Recipe:
+    """1 x size blocks of activations and gradients, size x size of weights, promoted sums (DeepSeek-V3).
+
+    power_of_2: False for exact FP32 scales, under the name "blockwise_exact".
+
+    >>> print(blockwise(power_of_2=False).name, blockwise(power_of_2=False).weight)
+    blockwise_exact E4M3 per 128x128 block
+    """
+    line = Cast(E4M3, PerBlock(1, size), power_of_2=power_of_2)
+    square = Cast(E4M3, PerBlock(size, size), power_of_2=power_of_2)
+    name = _named("blockwise", power_of_2)
+    return Recipe(name=name, input=line, weight=square, grad_output=line, fast_accumulation=())
+
+
+def _named(name: str, power_of_2: bool) -> str:
+    return name if power_of_2 else f"{name}_exact"
 
 
 def high_precision(format: Format = BF16) -> Recipe:

@@ -66,7 +66,10 @@ def inspect(model: nn.Module) -> Report:
             if (slots := tables.get(id(numerics.state))) is None:
                 slots = tables[id(numerics.state)] = _Slots(numerics.state)
             layer |= _ran(module, numerics, weight_of(module, key).dtype, slots)
-            layer["rows"] = layer["input"]["elements"] // max(shape[-1], 1)
+            # A forward in 16 bits casts no input; the backward's casts count the same rows.
+            layer["rows"] = max(
+                layer["input"]["elements"] // max(shape[-1], 1), layer["grad_output"]["elements"] // max(shape[-2], 1)
+            )
             if gathered := sharded.get((id(module), key)):
                 layer["gather"] = f"high precision: {gathered.why}" if gathered.why else "FP8 codes"
         if key != "weight" and len(shape) == 3:
@@ -138,10 +141,14 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     """What a converted layer has run.  dtype: of its weight, and so of its result where that is not FP8."""
     recipe = numerics.recipe
     slots = {role: tables.numbers(numerics.layer, role) for role in ROLES}
+    for role in ROLES:
+        cost = None if numerics.state.controller is None else numerics.state.controller.cost(numerics, role)
+        slots[role]["cost_millinats"] = None if cost is None else 1e3 * cost
     slots["input"]["ready"] = numerics.ready.get(TAKEN, 0)
     dequantised = {why: count for why, count in numerics.ready.items() if why != TAKEN}
     slots["input"]["dequantised"] = dequantised
-    ran = slots["input"]["calls"] > 0 or slots["input"]["elements"] > 0
+    cast = any(slots[role]["calls"] > 0 or slots[role]["elements"] > 0 for role in ("input", "grad_output"))
+    ran = cast or (recipe.is_fp8 and not recipe.input.is_fp8 and numerics.ran is not None)  # the forward in 16 bits
     device = numerics.state.device  # a weight that Accelerate keeps elsewhere is here while it is multiplied by
     backend = "torch"
     if recipe.is_fp8:
@@ -284,5 +291,6 @@ def _totals(layers: list[dict]) -> dict:
         "sampled": sampled / max(elements, 1),
         "nonfinite": sum(slot["nonfinite"] for slot in slots),
         "recasts": sum(slot["recasts"] for slot in slots),
+        "cost_millinats": sum(layer[role].get("cost_millinats") or 0.0 for layer in converted for role in ROLES),
         "kept_weight_bytes": sum(layer["kept_bytes"] for layer in layers),
     }

@@ -79,6 +79,19 @@ class StateView(Mapping[str, SlotView]):
         for state in _states(self._layers):
             state.rescale_gradients(factor)
 
+    def see_loss(self, loss: torch.Tensor | float) -> None:
+        """Tell `fe.auto(budget=...)` the loss of the step under way: the mean over its tokens, in nats.
+
+        Call it between forward and backward, with the loss before any loss scale.  Nothing waits for the device, and
+        in a step that is not sampled nothing happens.  A model that returns its loss (`.loss`) needs no call.
+
+        >>> from fp8engine.nn import Linear
+        >>> layer = Linear(16, 16, recipe="auto")
+        >>> scaling_state(layer).see_loss(layer(torch.randn(4, 16)).square().mean())
+        """
+        for controller in _controllers(self._layers):
+            controller.see_loss(loss)
+
     def state_dict(self) -> dict:
         """As `scaling_state_dict`: with these two methods, what saves optimizers saves this too.
 

@@ -139,6 +139,10 @@ class Report:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
+        if totals["cost_millinats"]:
+            lines.append(
+                f"the casts of all forwards are predicted to cost {totals['cost_millinats']:.3g} millinats of loss"
+            )
         if self.alarms:
             lines.append(f"{len(self.alarms)} early warnings, the latest: {Alarm(**self.alarms[-1])}")
         if totals["kept_weight_bytes"]:

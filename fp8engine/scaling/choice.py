@@ -17,7 +17,7 @@ from fp8engine._moved import renamed
 from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, Format
 from fp8engine.numerics.recipe import MATMULS, Auto, Recipe
-from fp8engine.scaling.reads import BLOCK, OPTIONS, READS
+from fp8engine.scaling.reads import BLOCK, FADES_DB, OPTIONS, READS
 
 GRANULARITIES = ("tensor", "row", "block")  # what one scale covers, cheapest first
 OPERANDS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -44,6 +44,7 @@ class Choice:
 
     layers: the group.  margin: powers of two kept free above a predicted amax.  reasons: of each slot that changed.
     changes: so far.  spent: of the budget of changes to cheaper casts (auto/policy.py).
+    fades_db: by how much the noise that a sample has shown fades until the next.
     paid: casts of forward matmuls that a budget of loss has made finer; None for 16 bits (auto/budget.py).
     """
 
@@ -54,6 +55,7 @@ class Choice:
     changes: int = 0
     spent: float = 0.0
     paid: Mapping[tuple[int, str], Casts | None] = field(default_factory=dict)
+    fades_db: float = FADES_DB
 
     @property
     def used(self) -> dict[tuple[int, str], Casts]:

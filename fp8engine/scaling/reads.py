@@ -47,7 +47,7 @@ GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples spread most even
 SHAPE = (len(READS), len(OPTIONS), len(NUMBERS))
 LOW = 0.06  # the place of the 10th percentile in a sample of 16 to 64 rows, so that a tenth of bad rows is not missed
 MOST_RATIO = 1e10  # of signal over noise: a cast without error has 100 dB
-FORGETS = 0.5  # what is left of a sample's noise after the next one
+FADES_DB = 3.0  # by which noise that a sample has shown fades until the next one
 AVERAGED = 8  # samples over which costs are averaged
 TINY = 1e-30
 WIDEST = 128  # rows of a result from which percentiles are taken
@@ -304,8 +304,8 @@ class Reads:
         """Whether the cost of a read is known."""
         return bool(numpy.isfinite(self.table[read, :, COST]).all())
 
-    def after(self, before: Reads | None) -> Reads:
-        """What is remembered after this sample: noise fades by half with each, costs are averaged.
+    def after(self, before: Reads | None, fades_db: float = FADES_DB) -> Reads:
+        """What is remembered after this sample: the noise seen before has faded by so many dB, costs are averaged.
 
         >>> low, high = (Reads(numpy.full(SHAPE, db)) for db in (10.0, 30.0))
         >>> [round(seen.value(0, 0)) for seen in (low, high.after(low), high.after(high.after(low)), low.after(high))]
@@ -315,8 +315,7 @@ class Reads:
             return self
         old, new = before.table, self.table.copy()
         new[..., :COST] = numpy.where(numpy.isfinite(new[..., :COST]), new[..., :COST], old[..., :COST])
-        faded = old[..., :3] - 10 * math.log10(FORGETS)
-        new[..., :3] = numpy.fmin(new[..., :3], faded)
+        new[..., :3] = numpy.fmin(new[..., :3], old[..., :3] + fades_db)
         known = [numpy.isfinite(each[..., COST]) for each in (old, new)]
         count = min(before.count + 1, AVERAGED)
         mean = old[..., COST] + (new[..., COST] - old[..., COST]) / count

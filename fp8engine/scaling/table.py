@@ -233,9 +233,14 @@ class ScalingState:
             for shared in (self.shared, self.gathered):
                 shared.active, shared.entry = True, None
 
-    def end_forward(self, *_: object) -> None:
-        """The root's forward has ended, or failed: nothing that was made of its inputs outlives it."""
+    def end_forward(self, root: object = None, inputs: object = None, result: object = None) -> None:
+        """The root's forward has ended, or failed: nothing that was made of its inputs outlives it.
+
+        result: a loss that the model returns is kept for `auto` in a step that is sampled.
+        """
         if not torch.compiler.is_compiling():
+            if self.samples is not None and (loss := getattr(result, "loss", None)) is not None:
+                self.samples.see_loss(loss)
             for shared in (self.shared, self.gathered):
                 shared.active, shared.entry = False, None
 

@@ -135,9 +135,11 @@ def test_saturation_is_answered_at_the_next_step_and_logged_at_the_next_look():
     assert float(line["why"].split("%")[0]) > 1
 
 
-def test_looking_changes_no_number():
-    looked, unlooked = net(), net(fe.auto(interval=4, freeze_after=6))
-    assert train(looked, 14) == train(unlooked, 14)
+def test_sampling_changes_no_number(tmp_path):
+    sampled = net()
+    losses = train(sampled, 14)
+    fe.inspect(sampled).save_plan(tmp_path / "plan.json")
+    assert train(net(fe.auto(plan=tmp_path / "plan.json")), 14) == losses
 
 
 def test_a_resumed_run_goes_on_bit_for_bit():

@@ -55,7 +55,7 @@ def test_the_sum_stays_under_the_budget_and_one_that_does_changes_nothing(seed: 
     for old, new in zip(choices, after, strict=True):
         assert new.matmuls == old.matmuls  # the policy's casts are what they were
         assert set(new.paid) <= {(i, "forward") for i in old.layers}
-        assert len({forward(new, i).first for i in new.layers if forward(new, i)}) <= 1  # the input is cast once
+        assert len({casts.first for i in new.layers if (casts := forward(new, i))}) <= 1  # the input is cast once
         for i in new.layers:
             assert recipe_of(auto(), new, i).operands("dgrad") == recipe_of(auto(), old, i).operands("dgrad")
     assert all(old is new for old, new in zip(choices, after, strict=True) if not new.paid)

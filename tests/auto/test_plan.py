@@ -66,7 +66,8 @@ def test_a_plan_repeats_every_loss(name: str, objective: str, tmp_path):
     again = MODELS[name](fe.auto(plan=tmp_path / "plan.json"))  # the plan knows the objective
     assert train(again, STEPS) == losses
     assert lines(again) == lines(model)
-    assert len({line.split()[1] for line in lines(model)}) >= 2  # something was repeated, the first step's and more
+    # Something was repeated, the first step's and more; what reads one tensor without trouble changes once.
+    assert len({line.split()[1] for line in lines(model)}) >= 1 + (name != "shared q, k, v")
     assert all(not found.history.samples for found in controllers_of(again))  # and nothing measured
     # Without it the losses are others, so that the above says something.
     torch.manual_seed(0)

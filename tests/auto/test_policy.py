@@ -5,6 +5,7 @@ amax, half of the smallest subnormal at 2^-18.8 of it, below which all is flushe
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy
@@ -13,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import channels, deaf, looks, rows
 
-from fp8engine.auto.policy import CHANGES, HARMLESS, REFILL, SAFER, Needs, decide, needs_of, reasons, widen
+from fp8engine.auto.policy import CHANGES, HARMLESS, RECOVERS, REFILL, SAFER, Needs, decide, needs_of, reasons, widen
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.numerics.recipe import MATMULS, ROLES, auto
 from fp8engine.scaling.choice import FINAL, GRANULARITIES, OPERANDS, Casts, Choice, begin, in_16_bits, label, recipe_of
-from fp8engine.scaling.reads import COST, OPTIONS, READS, SHAPE, Reads
+from fp8engine.scaling.reads import COST, FADES_DB, OPTIONS, READS, SHAPE, Reads
 
 AUTO = auto()
 NEEDS = needs_of(AUTO)
@@ -27,7 +28,7 @@ TENSOR, ROW, BLOCK = (Casts(granularity, E4M3, E4M3) for granularity in GRANULAR
 WIDE = Casts("tensor", E5M2, E4M3)
 
 
-def made(cost: float = math.nan, **values: list[float]) -> Reads:
+def made(cost: float = math.nan, **values: Sequence[float]) -> Reads:
     """Reads of 31 dB in E4M3 and 25 in E5M2, but for those named role_matmul, given in the order of OPTIONS."""
     table = numpy.zeros(SHAPE)
     table[..., :3] = numpy.array([31.0 if format == E4M3 else 25.0 for _, format in OPTIONS])[:, None]
@@ -141,7 +142,7 @@ def test_layers_that_read_one_tensor_have_one_format_of_it():
 @pytest.mark.parametrize("matmul", MATMULS)
 def test_what_was_not_sampled_keeps_its_casts(matmul: str):
     """A gradient that has not come, a zero-initialised weight: their reads are NaN."""
-    seen = made(**{f"{role}_{matmul}": [math.nan] * 5 for role in OPERANDS[matmul][:1]})
+    seen = made(math.nan, **{f"{role}_{matmul}": [math.nan] * 5 for role in OPERANDS[matmul][:1]})
     found = decide({0: seen}, NEEDS, START)
     assert found.matmuls[0, matmul] == START.matmuls[0, matmul]
     assert decide({}, NEEDS, START).same_casts(START)
@@ -212,6 +213,20 @@ def test_a_missed_need_is_acted_on_at_once_however_often():
     assert choice.spent <= CHANGES + SAFER
 
 
+def test_a_group_whose_cheaper_cast_was_taken_back_remembers_for_longer():
+    """Half as fast each time, and faster again with every sample; safer casts that nothing cheap came before do not."""
+    rows = decide({0: NOT_TENSOR}, NEEDS, SETTLED)
+    assert rows.fades_db == FADES_DB
+    choice, faded = rows, []
+    for _ in range(2):
+        choice = decide({0: NOT_TENSOR}, NEEDS, decide({0: GOOD}, NEEDS, choice))
+        faded.append(choice.fades_db)
+    assert faded == pytest.approx([FADES_DB / 2, FADES_DB / 4 * RECOVERS**2])
+    for _ in range(200):
+        choice = decide({0: NOT_TENSOR}, NEEDS, choice)
+    assert choice.fades_db == FADES_DB
+
+
 def test_a_spent_budget_refills():
     spent = replace(decide({0: NOT_TENSOR}, NEEDS, SETTLED), spent=CHANGES)
     choice, waited = spent, 0
@@ -226,7 +241,7 @@ def test_a_spent_budget_refills():
 
 def test_sixteen_bits_are_left_when_numbers_allow():
     bad = [5.0] * 5
-    choice = decide({0: made(**{f"{role}_{matmul}": bad for role, matmul in READS})}, NEEDS, START)
+    choice = decide({0: made(math.nan, **{f"{role}_{matmul}": bad for role, matmul in READS})}, NEEDS, START)
     assert choice.matmuls == {}
     assert not recipe_of(AUTO, choice, 0).is_fp8
     assert decide({0: GOOD}, NEEDS, choice).matmuls == SETTLED.matmuls

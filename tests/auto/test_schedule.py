@@ -50,7 +50,7 @@ START = amaxes((1, 1, 1), (2, 3, 4), (0, 1, 1))
 
 def begun() -> Moves:
     moves = Moves()
-    moves.sampled(range(3), START)
+    moves.sampled(range(3), START, True)
     return moves
 
 
@@ -90,14 +90,33 @@ def test_a_layer_has_so_many_tries_an_interval():
     assert moves.moved(START * 10, 1) == {0, 1, 2}
 
 
-def test_a_sample_of_one_layer_takes_its_amax_anew():
+def test_a_layer_is_looked_for_until_a_sample_has_met_what_moved():
+    """Of tasks that come in turns the next step is another one: the early sample may meet the old amax."""
     moves = begun()
-    moves.sampled([1], START * 10)
-    assert moves.moved(START * 10, 0) == {0, 2}
-    assert moves.moved(START, 0) == {1}
+    assert moves.moved(START * 10, 0) == {0, 1, 2}
+    moves.sampled([1], START, False)
+    assert moves.moved(START, 0) == {0, 1, 2}
+    moves.sampled([1], START * 10, False)
+    assert moves.moved(START, 0) == {0, 2}
+    assert 1 not in moves.moved(START * 10, 0)  # nor does it move back and forth
 
 
-def test_a_layer_that_was_never_sampled_never_moves():
-    moves = Moves()
-    moves.sampled([0], START)
-    assert moves.moved(START * 100, 0) == {0}
+def test_the_range_narrows_with_each_sample_of_all_layers():
+    """16 times was met; three samples later half of half of half of that is the end of the range, and 16 has moved."""
+    moves = begun()
+    moves.sampled(range(3), START * 16, False)
+    assert moves.moved(START * 16, 0) == moves.moved(START, 0) == set()
+    for _ in range(3):
+        assert moves.moved(START * 16, 0) == set()
+        moves.sampled(range(3), START, True)
+    assert moves.moved(START * 16, 0) == {0, 1, 2}
+
+
+def test_what_is_kept_is_what_a_resumed_run_needs():
+    moves, resumed = begun(), begun()
+    moves.moved(START * 10, 0)
+    kept = moves.kept()
+    assert kept is not None
+    resumed.range, resumed.wanted = kept[:2], kept[2]
+    assert resumed.moved(START, 0) == moves.moved(START, 0) == {0, 1, 2}
+    assert Moves().kept() is None

@@ -2,17 +2,16 @@
 
 import contextlib
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from amp_common import leave
 from support import converted
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
+from benchmarks.distributed.processes import run
 
 RANKS = 2
 STEPS = 3
@@ -56,21 +55,16 @@ def train(how: str, recipe: str, rank: int) -> dict:
     }
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, ranks: int) -> dict:
     """One rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     runs = [("ddp", "delayed"), ("compiled", "delayed"), ("asked", "delayed"), ("alone", "delayed"), ("ddp", "current")]
-    found = {run: train(*run, rank) for run in [*runs, ("join", "delayed")]}
-    torch.save(found, f"{folder}/{rank}.pt")
-    leave()
+    return {case: train(*case, rank) for case in [*runs, ("join", "delayed")]}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def found() -> list[dict]:
     """What each rank saw."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return run(work, RANKS)
 
 
 @pytest.mark.slow

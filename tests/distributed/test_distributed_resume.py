@@ -1,17 +1,16 @@
 """Two real processes with data of their own: what rank 0 saves alone resumes on all ranks, bit for bit."""
 
 import io
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from amp_common import leave
 from support import converted, state_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8engine as fe
+from benchmarks.distributed.processes import run
 
 RANKS, SAVED, STEPS = 2, 3, 6
 RUNS = ["delayed", "speed", "compiled", "asked", "everybody", "sharded"]
@@ -75,7 +74,7 @@ def train(how: str, inner, outer, first: int, last: int, rank: int) -> list[torc
     return found
 
 
-def run(how: str, rank: int) -> dict:
+def resume(how: str, rank: int) -> dict:
     """Whether the resumed run repeats the one that went on, and how often ranks were joined.
 
     how: everybody: both ranks save, each goes on from its own.  sharded: both save, both go on from the first's, as
@@ -104,19 +103,15 @@ def run(how: str, rank: int) -> dict:
     }
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, ranks: int) -> dict:
     """One rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    torch.save({how: run(how, rank) for how in RUNS}, f"{folder}/{rank}.pt")
-    leave()
+    return {how: resume(how, rank) for how in RUNS}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def found() -> list[dict]:
     """What each rank saw."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return run(work, RANKS)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import math
 
 import pytest
 
+import fp8engine as fe
 from benchmarks.distributed import fsdp
 from benchmarks.distributed.processes import run
 
@@ -21,6 +22,7 @@ CASES = {
     4: [
         fsdp.Case("blockwise", "odd sizes", fsdp.ODD),  # blocks of 128 rows lie on two ranks, which hold 84 each
         fsdp.Case("rowwise", "odd sizes", fsdp.ODD),
+        fsdp.Case(fe.blockwise(power_of_2=False), "odd sizes", fsdp.ODD),
         fsdp.Case("delayed", "HSDP", replicas=2),
     ],
 }
@@ -51,6 +53,14 @@ def test_every_loss_and_weight_is_equal(rows: list[dict]):
 def test_losses_are_those_of_a_training(rows: list[dict]):
     """Equal because both learn, not because both do nothing: every step has another loss."""
     assert all(len(set(row["losses"])) == len(row["losses"]) > 3 for row in rows)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled_are_a_graph_each(rows: list[dict]):
+    """Three blocks, three graphs: what runs in eager code instead is equal too, and would be no test of a graph."""
+    assert {row["option"]: row["graphs"] for row in rows if row["graphs"]} == {
+        row["option"]: 3 for row in rows if row["option"].startswith("compiled")
+    }
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def work(rank: int, ranks: int) -> dict:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict]:
-    return run(work, 2)
+    return run(work, 2, fresh=True)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Gradients reduced in FP8 on 2 and 4 real processes: the arithmetic bit for bit, what arrives, and what is refused."""
 
+import functools
 import itertools
 import os
 import socket
@@ -200,10 +201,16 @@ def work(rank: int, ranks: int) -> dict:
     }
 
 
+@functools.cache
+def results(ranks: int) -> list[dict]:
+    """Cached: pytest sets `found` up anew for every case of a test that chooses its ranks."""
+    return run(work, ranks)
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest) -> list[dict]:
     """What each rank found."""
-    return run(work, request.param)
+    return results(request.param)
 
 
 @pytest.mark.slow

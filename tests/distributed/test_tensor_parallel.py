@@ -19,13 +19,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
+from fp8engine.autograd.numerics import plan as plan_of_casts
+from fp8engine.distributed.tokens import wire_cast
 from fp8engine.distributed.traffic import Traffic
 from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, K, F = 2, 3, 34, 129, 666  # each rank: 17 tokens of a sequence, 333 of the features
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "auto")
 SUMS = 3 * 2.0**-9  # BF16: three roundings of half an ulp each, of numbers as large as the sum
-OWN_ROWS = fe.Cast(fe.E4M3, fe.PerRow())  # scales that are no powers of two: nothing may be cast twice
+EXACT = (fe.rowwise(power_of_2=False), fe.blockwise(power_of_2=False))  # nothing of theirs may be cast twice
 
 
 class GatedMLP(nn.Module):
@@ -99,10 +101,6 @@ def exact(recipe: str) -> fe.Recipe:
     return dataclasses.replace(resolve(recipe), output=fe.FP32)
 
 
-def own_rows() -> fe.Recipe:
-    return fe.Recipe(input=OWN_ROWS, weight=OWN_ROWS, grad_output=OWN_ROWS)
-
-
 def work(rank: int, ranks: int) -> dict:
     found = {}
     for recipe in (*RECIPES, None):
@@ -113,8 +111,7 @@ def work(rank: int, ranks: int) -> dict:
             found[recipe, dtype] = divided(rank, ranks, exact(recipe), Shard(1), dtype)
         found[recipe, "batch"] = divided(rank, ranks, recipe, Shard(1), steps=2)
     found["one in 16 bits"] = divided(rank, ranks, "one in 16 bits", Shard(1))
-    found["own rows"] = divided(rank, ranks, own_rows(), Shard(1))
-    return found
+    return found | {each.name: divided(rank, ranks, each, Shard(1)) for each in EXACT}
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +166,25 @@ def test_what_is_gathered_crosses_as_codes(recipe: str, found: list[dict]):
     assert "all-reduce bfloat16" not in ours
 
 
-def test_scales_that_are_no_powers_of_two_keep_the_gather_in_16_bits(found: list[dict]):
-    ours, traffic = found[0]["own rows"]
+def test_a_frozen_layer_gathers_codes_that_it_reads_as_they_are():
+    for recipe, gathers_codes in zip(EXACT, (True, False), strict=True):  # blocks: autograd/ready.py refuses them
+        plan = plan_of_casts(recipe)
+        x = wire_cast(plan.forward[0], plan.wgrad[1], second_reads=False)
+        assert x == (plan.forward[0].how[None] if gathers_codes else None)
+
+
+@pytest.mark.parametrize("recipe", EXACT, ids=lambda recipe: recipe.name)
+def test_scales_that_are_no_powers_of_two_keep_the_gather_in_16_bits(recipe: fe.Recipe, found: list[dict]):
+    ours, traffic = found[0][recipe.name]
     assert "all-gather uint8" not in traffic
     assert traffic["all-gather bfloat16"]["calls"] == 2
-    reference = step(made(own_rows()), *data())
-    # A row of h that two ranks have halves of has two scales: its sums with w are rounded otherwise, as well.
-    check(ours, {name: value for name, value in reference.items() if name not in ("y", "dx")})
+    reference = step(made(recipe), *data())
+    # A row of h that two ranks have halves of has two scales: its sums with w are rounded otherwise, as well.  A rank's
+    # blocks begin at its first feature, the 334th of all, so that dh too is rounded otherwise, which dW of up reads:
+    # two casts of 31.6 dB, 2.6 % each, on either side.
+    if recipe.weight.granularity == fe.PerRow():
+        check(ours, {name: value for name, value in reference.items() if name not in ("y", "dx")})
+    assert all(error(ours[name], value) <= 0.06 for name, value in reference.items())
 
 
 def test_a_layer_in_16_bits_gathers_16_bits(found: list[dict]):

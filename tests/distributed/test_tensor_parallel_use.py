@@ -110,7 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(saved: Path) -> list[dict]:
     pytest.importorskip("transformers")
-    return run(work, RANKS, str(saved))
+    return run(work, RANKS, str(saved), fresh=True)
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -143,8 +143,8 @@ def test_auto_decides_from_the_given_text(tmp_path: Path):
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     recipes = {row["name"].rpartition(".")[2]: row["recipe"] for row in told["layers"]}
-    assert recipes["o_proj"] == "rowwise"
-    assert recipes["gate_proj"] == recipes["up_proj"] == "current"
+    assert recipes["o_proj"] == "rowwise_exact"
+    assert recipes["gate_proj"] == recipes["up_proj"]
     assert "down_proj" not in recipes
     back = load(tmp_path / "out")
     assert back.model.layers[0].self_attn.o_proj.weight_scale.shape == (32, 1)

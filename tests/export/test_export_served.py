@@ -277,7 +277,7 @@ def test_what_auto_decided_is_written(tmp_path: Path, ids):
     kinds = {name: type(recipe.weight.granularity).__name__ for name, recipe in decided.items()}
     assert len(set(kinds.values())) > 1, "the model must make auto choose by layer"
     report = export(model, tmp_path / "out")
-    words = {"PerTensor": "current", "PerRow": "rowwise", "PerBlock": "blockwise"}
+    words = {"PerTensor": "current", "PerRow": "rowwise_exact", "PerBlock": "blockwise_exact"}
     assert {row["name"]: row["recipe"] for row in report.layers} == {name: words[kinds[name]] for name in LAYERS}
     read = as_transformers_reads(tmp_path / "out")
     for name, weight in weights_of(model).items():

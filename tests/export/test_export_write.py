@@ -11,7 +11,7 @@ import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file
-from support import converted
+from support import EXACT_SCALES, converted
 
 import fp8engine as fe
 from fp8engine.convert.select import is_conv1d
@@ -255,6 +255,34 @@ def test_static_scales_are_the_amax_that_was_seen(tmp_path: Path, ids, layout):
     assert slot["calls"] == 1
     with pytest.raises(ConversionError, match="per row"):
         export(tiny_models.llama(), tmp_path / "rows", "rowwise", activations="static")
+
+
+@pytest.mark.parametrize("layout", ["fp8engine", "compressed-tensors", "fp8"])
+@pytest.mark.parametrize("recipe", EXACT_SCALES)
+def test_exact_scales_are_written_and_read_as_they_are(recipe: fe.Recipe, layout: str, exported, ids):
+    if layout == "fp8" and isinstance(recipe.weight.granularity, fe.PerRow):
+        with pytest.raises(ConversionError, match="no scales per row"):
+            exported(recipe, layout=layout)
+        return
+    model: Any = tiny_models.llama_of_blocks().eval()
+    back = load(exported(recipe, model, layout=layout))
+    layers = {name: module for name, module in back.named_modules() if isinstance(module, Served)}
+    for name, layer in layers.items():
+        want = fe.quantize(model.get_submodule(name).weight.detach(), recipe.weight)
+        assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(layer.scale, want.scale)
+        assert layer.numerics.recipe.input == recipe.input
+    assert bool((torch.frexp(torch.cat([layer.scale.flatten() for layer in layers.values()])).mantissa > 0.5).any())
+    converted(model, recipe)
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+def test_blocks_that_do_not_fit_become_rows_whose_scales_are_as_exact(exported):
+    layers = exported(fe.blockwise(power_of_2=False), tiny_models.llama(), layout="compressed-tensors")
+    (recipe, *others) = {layer.numerics.recipe for layer in load(layers).modules() if isinstance(layer, Served)}
+    assert not others
+    assert (recipe.name, recipe.weight) == ("rowwise_exact", fe.rowwise(power_of_2=False).weight)
 
 
 def test_experts_are_left_by_their_modules_name(exported):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import EXACT_SCALES
 from torch import nn
 
 import fp8engine as fe
@@ -15,7 +16,7 @@ from fp8engine.nn.serving import Served, ServedLinear, serving
 from fp8engine.numerics.recipe import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
-RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
+RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", *EXACT_SCALES)
 
 
 def made(recipe: str = "current", bias: bool = True, dtype: torch.dtype = torch.float32) -> Any:

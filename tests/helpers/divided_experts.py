@@ -22,7 +22,7 @@ CASES = {
 class Experts(nn.Module):
     """A mixture's experts as a user of fe.GroupedLinear writes them."""
 
-    def __init__(self, recipe: str, dtype: torch.dtype = torch.float32, seed: int = 0, experts: int = E):
+    def __init__(self, recipe: str | fe.Recipe, dtype: torch.dtype = torch.float32, seed: int = 0, experts: int = E):
         super().__init__()
         torch.manual_seed(seed)
         self.up = fe.GroupedLinear(experts, K, H, recipe=recipe, dtype=dtype)
@@ -54,7 +54,7 @@ def step(model: Any, x: torch.Tensor, dy: torch.Tensor, sizes) -> dict[str, torc
     return found  # pyright: ignore[reportReturnType]
 
 
-def alone(recipe: str, ranks: int, case: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+def alone(recipe: str | fe.Recipe, ranks: int, case: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """What one process computes from all ranks' rows, expert by expert in the order of ranks; y and dx by rank."""
     parts = [given(rank, case, dtype) for rank in range(ranks)]
     by_expert = [[t.split(sizes) for t in (x, dy)] for x, dy, sizes in parts]

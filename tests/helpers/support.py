@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from casts import MAX, clamped_cast, factor, values
 from torch import nn
@@ -23,6 +24,10 @@ from fp8engine.scaling.table import ScalingState
 
 # Those that compute the same at every step; "auto" has tests of its own.
 FP8_RECIPES = [name for name in RECIPES if resolve(name).is_fp8 and name != "auto"]
+# Scales that are no powers of two, which no named recipe has for rows and blocks.
+EXACT_SCALES = [
+    pytest.param(recipe, id=recipe.name) for recipe in (fe.rowwise(power_of_2=False), fe.blockwise(power_of_2=False))
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNIT = {
     torch.float32: 2.0**-24,
@@ -157,12 +162,13 @@ def bound(
     sums of K products in FP32, in any order                     K 2^-24 sum |a b|
     one rounding to the layer's dtype                            u |y|, or half the smallest subnormal
     scales: a reciprocal and a product in FP32                   2^-22 |y|
+    scales folded into both operands before their products       2 2^-24 sum |a b|
     """
     tiny = torch.finfo(dtype).smallest_normal * UNIT[dtype]
     # 1.01: the errors of later roundings on earlier errors
     return 1.01 * (
         rounds * 2.0**-8 * np.abs(before_bias)
-        + sums * 2.0**-24 * absolute
+        + (sums + 2) * 2.0**-24 * absolute
         + (UNIT[dtype] + 2.0**-22) * np.abs(value)
         + tiny
     )

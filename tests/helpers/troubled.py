@@ -5,7 +5,7 @@ is judged by itself: the result with this operand under its real cast, beside th
 float64.  The operand's own rows make rows (or columns) of the result, whose SQNR is taken one by one; an operand is
 worth the least of the whole result's, the median row's and the 10th percentile's.  What is in 16 bits is cast to BF16.
 
-The best single cast of an operand: of {E4M3, E5M2} x {tensor, row, block} with exact scales, the one that is worth most.
+The best single cast of an operand: of {E4M3, E5M2} x {tensor, row, block} with exact scales, the one worth most.
 This computes nothing as `fp8engine/scaling/reads.py` does: it casts whole tensors and multiplies.
 """
 
@@ -54,6 +54,14 @@ def worth(read: Read, operands: dict[str, torch.Tensor], cast: Cast) -> float:
     return 10 * math.log10(
         min(float(whole), float(ratio_R.median()), float(ratio_R.quantile(0.1, interpolation="lower")))
     )
+
+
+def db(x: torch.Tensor, back: torch.Tensor) -> float:
+    """Median over rows of signal over noise, in dB; rows of zeros left out."""
+    signal, noise = x.square().sum(1), (x - back).square().sum(1)
+    some = signal > 0
+    ratio = (signal[some] / noise[some].clamp(min=1e-300)).clamp(max=1e10)
+    return 10 * math.log10(float(ratio.median()))
 
 
 def cast_of(recipe: Recipe, read: Read) -> Cast:

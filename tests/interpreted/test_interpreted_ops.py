@@ -41,12 +41,16 @@ KERNELS = {
     "rowwise_gw_hp": ["quantize", "quantize", "matmul_fp8", "quantize", "quantize", "matmul_fp8", "matmul_fp16"],
     "blockwise": [name.replace("fp8", "block") for name in ONCE],
     "bf16": ["matmul_fp16"] * 3,
+    fe.rowwise(power_of_2=False): ONCE,
+    fe.blockwise(power_of_2=False): [name.replace("fp8", "block") for name in ONCE],
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("recipe", KERNELS)
-def test_a_layer_trains_on_our_kernels_and_the_report_says_so(recipe: str, dtype: torch.dtype, launched: list[str]):
+@pytest.mark.parametrize("recipe", KERNELS, ids=lambda recipe: getattr(recipe, "name", recipe))
+def test_a_layer_trains_on_our_kernels_and_the_report_says_so(
+    recipe: str | fe.Recipe, dtype: torch.dtype, launched: list[str]
+):
     torch.manual_seed(0)
     layer = fe.Linear(130, 67, recipe=recipe, dtype=dtype)
     x, dy = torch.randn(2, 17, 130, dtype=dtype), torch.randn(2, 17, 67, dtype=dtype)

@@ -34,7 +34,7 @@ def test_inductor_agrees(recipe):
     assert torch.equal(state_of(eager).counts_CS[0] > 0, state_of(compiled).counts_CS[0] > 0)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_changing_batch_compiles_at_most_once_more(recipe):
     eager, compiled = net(recipe), net(recipe)
     rows = (24, 32, 40, 17, 48, 24)

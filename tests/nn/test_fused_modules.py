@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fused import assert_same_tables
-from support import FP8_RECIPES, converted, numerics_of, sqnr, state_of
+from support import EXACT_SCALES, FP8_RECIPES, converted, numerics_of, sqnr, state_of
 from torch import nn
 
 import fp8engine as fe
@@ -25,7 +25,7 @@ def plain_norm(norm: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "bf16"])
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, *EXACT_SCALES, "bf16"])
 def test_state_dicts_of_plain_pytorch_load_and_compute_the_same(recipe, norm):
     plain = nn.ModuleDict({"norm": plain_norm(norm), "linear": nn.Linear(K, 16)})
     ours = LayerNormLinear(K, 16, recipe=recipe, norm=norm, eps=1e-3)

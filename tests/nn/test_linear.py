@@ -6,6 +6,7 @@ How far the engine may be from it, with u the unit roundoff of a dtype (2^-8 for
     sums of K products in FP32, in any order                     K 2^-24 sum |a b|
     one rounding to the layer's dtype                            u |y|, or half the smallest subnormal
     scales: a reciprocal and a product in FP32                   2^-22 |y|
+    scales folded into both operands before their products       2 2^-24 sum |a b|
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support import DTYPES, FP8_RECIPES, Products, assert_within, bound, exact, products, sqnr
+from support import DTYPES, EXACT_SCALES, FP8_RECIPES, Products, assert_within, bound, exact, products, sqnr
 from torch import nn
 
 import fp8engine as fe
@@ -60,13 +61,13 @@ def check(recipe: Recipe, shape, dtype) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_forward_and_gradients_are_the_products_of_the_cast_operands(recipe: str, dtype, shape):
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, *EXACT_SCALES])
+def test_forward_and_gradients_are_the_products_of_the_cast_operands(recipe: str | Recipe, dtype, shape):
     check(resolve(recipe), shape, dtype)
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_output_in_fp32_rounds_nothing_but_the_operands(recipe: str):
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, *EXACT_SCALES])
+def test_output_in_fp32_rounds_nothing_but_the_operands(recipe: str | Recipe):
     # With the BF16 rounding of the products gone the bound is ~2^-15 of what it was: any hidden 16-bit step shows.
     asked = dataclasses.replace(resolve(recipe), output=fe.FP32)
     if asked.fp8_share < 1:  # a 16-bit matmul keeps its 16-bit result

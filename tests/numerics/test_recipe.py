@@ -135,6 +135,18 @@ def test_named_recipes(name: str):
         recipe.input.format = fe.FP32  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("make", [fe.rowwise, fe.blockwise])
+def test_exact_scales_have_a_name_of_their_own_and_change_nothing_else(make):
+    named, exact = make(), make(power_of_2=False)
+    assert exact.name == f"{named.name}_exact"
+    assert make(power_of_2=True) == named == resolve(named.name)
+    for role in ("input", "weight", "grad_output"):
+        assert getattr(exact, role) == dataclasses.replace(getattr(named, role), power_of_2=False)
+    casts = {role: getattr(named, role) for role in ("input", "weight", "grad_output")}
+    assert dataclasses.replace(exact, name=named.name, **casts) == named
+    assert "power of 2" not in str(exact)
+
+
 def test_all_named_recipes_differ_and_serve_as_keys():
     assert (
         len({resolve(name) for name in RECIPES}) == len(RECIPES) == len({resolve(name).to_json() for name in RECIPES})

@@ -67,7 +67,7 @@ def test_a_second_write_adds_only_what_is_new(tmp_path):
     report = fe.inspect(model)
     lines = "".join(text for _, text in texts(found, "decisions")).splitlines()
     assert len(lines) == len(report.decisions) > 0
-    assert lines[0].startswith(f"    {report.decisions[0]['slot']} E5M2/tensor -> E4M3/tensor: predicted SQNR")
+    assert lines[0].startswith(f"    {report.decisions[0]['slot']} E5M2/tensor -> E4M3/tensor: dgrad, the ")
 
 
 def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):

@@ -202,8 +202,8 @@ def test_judged_is_what_the_matmul_shows(name: str):
 def test_a_fifth_of_bad_rows_is_not_missed(m: int):
     """One token in five is 2^-17 of the others, under one scale all but its largest elements are zero.
 
-    And none is found with one in forty: of 54 rows one or two.  (One in ten gives 5.4 of them, and the fourth is judged:
-    found in four samples of five.)
+    And none is found with one in forty: of 54 rows one or two.  (One in ten gives 5.4 of them, and the fourth is
+    judged: found in four samples of five.)
     """
     for share, bad in ((5, True), (40, False)):
         tensors = normal(m, 260, 300)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import FP8_RECIPES, converted, state_of
+from support import EXACT_SCALES, FP8_RECIPES, converted, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,6 +127,18 @@ def test_siblings_share_one_cast_and_nothing_outlives_the_forward(casts: Counter
         assert state_of(model).shared.entry is None
     assert torch.equal(model.q(x), model.q(x))
     assert casts[6, WIDTH] == 4, "outside of a forward of the root each layer casts for itself"
+
+
+@pytest.mark.parametrize("exact", EXACT_SCALES)
+def test_siblings_share_no_cast_whose_scales_are_rounded_otherwise(exact: fe.Recipe, casts: Counter):
+    x, named = torch.randn(6, WIDTH), exact.name.removesuffix("_exact")
+    model = converted(Attention(), named, overrides={"q": exact, "v": exact})
+    with torch.no_grad():
+        found = model(x)
+        assert casts[6, WIDTH] == 2, "one cast of x for q and v, one for k"
+        assert torch.equal(found, torch.cat([model.q(x), model.k(x), model.v(x)], -1))
+        model.k.numerics.adopt(exact)
+        assert not torch.equal(model(x)[:, 16:32], found[:, 16:32])
 
 
 def test_nothing_outlives_a_forward_that_fails():

@@ -43,7 +43,7 @@ def record(model: nn.Module, example_inputs: object) -> Flow:
             f"record runs {type(model).__name__} once: give example_inputs, a tuple of arguments, a dict of keywords, "
             "or one tensor"
         )
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = arguments(example_inputs)
     watch = _Watch(model)
     with untouched(model), _hooks(watch, model):
         for path, tensor in [*_tensors(args, ""), *_tensors(kwargs, "")]:
@@ -215,7 +215,7 @@ def _hooks(watch: _Watch, model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _arguments(example_inputs: object) -> tuple[tuple, dict]:
+def arguments(example_inputs: object) -> tuple[tuple, dict]:
     """As fe.convert reads them."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)

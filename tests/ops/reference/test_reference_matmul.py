@@ -20,10 +20,12 @@ from fp8engine.ops import device
 from fp8engine.ops.reference import How, Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+NAMED = [recipe.resolve(name) for name in ("current", "rowwise", "rowwise_gw_hp", "blockwise")]
 RECIPES = [
-    (name, matmul)
-    for name, matmul in itertools.product(["current", "rowwise", "rowwise_gw_hp", "blockwise"], recipe.MATMULS)
-    if recipe.resolve(name).operands(matmul)[0].is_fp8
+    pytest.param(each, matmul, id=f"{each.name}-{matmul}")
+    for each in (*NAMED, recipe.rowwise(power_of_2=False), recipe.blockwise(power_of_2=False))
+    for matmul in recipe.MATMULS
+    if each.operands(matmul)[0].is_fp8
 ]
 # (tokens, in, out): ones, ragged, and over a block of 128 with more than the 2^14 elements that go to BF16 products.
 SIZES = [(1, 1, 1), (3, 5, 7), (17, 129, 33), (150, 257, 131)]
@@ -74,12 +76,12 @@ def assert_within_bound(found: torch.Tensor, a: Operand, b: Operand, bias_N: tor
     assert (error <= bound).all(), f"{(error / bound).max():.2f} times the bound"
 
 
-def operands(name: str, matmul: str, sizes: tuple[int, int, int]) -> tuple[Operand, Operand]:
+def operands(each: recipe.Recipe, matmul: str, sizes: tuple[int, int, int]) -> tuple[Operand, Operand]:
     """The two operands of one matmul of a recipe, each cast in the layout that the layer has it in."""
     m, k, n = sizes
     spread = torch.exp2(torch.randint(-4, 5, (max(sizes),)))
     x_MK, w_NK, dy_MN = torch.randn(m, k) * spread[:k], torch.randn(n, k), torch.randn(m, n) * spread[:m, None]
-    first, second = recipe.resolve(name).operands(matmul)
+    first, second = each.operands(matmul)
     if matmul == "forward":
         return cast_as(first, x_MK), cast_as(second, w_NK)
     if matmul == "dgrad":
@@ -88,9 +90,9 @@ def operands(name: str, matmul: str, sizes: tuple[int, int, int]) -> tuple[Opera
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("name", "matmul"), RECIPES)
-def test_every_matmul_of_every_recipe(name, matmul, sizes):
-    a, b = operands(name, matmul, sizes)
+@pytest.mark.parametrize(("each", "matmul"), RECIPES)
+def test_every_matmul_of_every_recipe(each, matmul, sizes):
+    a, b = operands(each, matmul, sizes)
     n = b.data.shape[0]
     for out, bias_N in itertools.product(U, (None, torch.randn(n), torch.randn(n).bfloat16())):
         found = matmul_fp8(a, b, bias_N, out)
