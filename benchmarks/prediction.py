@@ -150,7 +150,7 @@ def cost(tools: SimpleNamespace) -> dict[str, dict[str, float]]:
     """Seconds on one thread of `measure` of a tensor, and of sampling and judging a layer."""
     x = torch.randn(1024, 1024)
     amax = x.abs().max()
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], float]] = {
         f"measure, {sample:,} of 1,048,576": lambda sample=sample: timed(lambda: measure(x, sample, amax))
         for sample in (65536, 16384)
     }

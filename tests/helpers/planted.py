@@ -17,9 +17,8 @@ def part_of(tensor: torch.Tensor, role: str, shape: tuple[int, ...]) -> Part:
 
 def tried(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor | None = None) -> Reads:
     """What is predicted of a layer's casts: x [M, K], w [N, K], dy [M, N]."""
-    parts = [part_of(x, "input", w.shape), part_of(w, "weight", w.shape)]
     third = None if dy is None else part_of(dy, "grad_output", w.shape)
-    return Reads(judge(*parts, third).double().numpy())
+    return Reads(judge(part_of(x, "input", w.shape), part_of(w, "weight", w.shape), third).double().numpy())
 
 
 @functools.cache
