@@ -39,15 +39,13 @@ def spend(
     known = [choice for choice in choices if all(_known(seen.get(i)) for i in choice.layers)]
     kept = {id(choice): _still_finer(choice) for choice in known}
     total = sum(_total(choice, kept[id(choice)], seen) for choice in known)
-    if total <= nats and (total >= LOW * nats or not any(kept.values())):
-        return list(choices)
-    if total <= nats:
+    if total < LOW * nats and any(kept.values()):
         kept = {key: {} for key in kept}
         total = sum(_total(choice, {}, seen) for choice in known)
         if total > FULL * nats:
-            kept, total = _fill(known, kept, seen, flops, FULL * nats)
-    else:
-        kept, total = _fill(known, kept, seen, flops, FULL * nats)
+            kept = _fill(known, kept, seen, flops, FULL * nats)
+    elif total > nats:
+        kept = _fill(known, kept, seen, flops, FULL * nats)
     return [
         replace(choice, paid=kept[id(choice)])
         if id(choice) in kept and kept[id(choice)] != dict(choice.paid)
@@ -67,7 +65,7 @@ def _fill(known, kept, seen, flops, nats: float):
         kept[id(best.choice)] = best.paid
         steps[id(best.choice)] = best_of(best.choice)
         total -= best.saves
-    return kept, total
+    return kept
 
 
 def _ratio(step: _Step) -> float:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from fp8engine.numerics.formats import E5M2
 from fp8engine.numerics.recipe import MATMULS, MOST_DB, ROLES, Auto
-from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice, SlotKey, label
+from fp8engine.scaling.choice import FINAL, GRANULARITIES, OPERANDS, Casts, Choice, SlotKey, label
 from fp8engine.scaling.reads import FADES_DB, OPTIONS, READS, Reads
 
 WITHIN_DB = 1.0  # of the best option: as good, under objective "accuracy"
@@ -154,8 +154,10 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
     """The choice for a group of layers, from what is remembered of them and their previous choice.
 
     seen: of some or all layers of `previous`; the others keep their casts.  The same arguments give the same choice.
-    Reasons are those of the slots that changed.
+    Reasons are those of the slots that changed.  A choice of `in_16_bits` stays.
     """
+    if previous.changes >= FINAL:
+        return replace(previous, reasons=None)
     wanted = {i: needs if isinstance(needs, Needs) else needs[i] for i in seen}
     matmuls, missed, cheaper = dict(previous.matmuls), {}, {}
     fades_db = min(previous.fades_db * RECOVERS, FADES_DB)
@@ -207,8 +209,8 @@ def reasons(new: Choice, old: Choice, missed: Mapping[tuple[int, str], tuple[str
     for slot in ((i, role) for i in new.layers for role in ROLES):
         if label(slot, new) == label(slot, old):
             continue
-        (layer, role), before, after = slot, old.used, new.used
-        changed = [m for m in MATMULS if role in OPERANDS[m] and before.get((layer, m)) != after.get((layer, m))]
+        (layer, role), before, after = slot, old.casts(slot), new.casts(slot)
+        changed = [matmul for matmul in MATMULS if before.get(matmul) != after.get(matmul)]
         mine = [missed[layer, m] for m in changed if (layer, m) in missed]
         others = [each for (_, matmul), each in missed.items() if matmul in changed]
         if own := [why for partner, why in mine if partner == role]:

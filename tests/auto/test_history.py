@@ -47,7 +47,7 @@ def look(step: int, cast: str = "E4M3/tensor", **numbers: Any) -> Sample:
 @pytest.mark.parametrize("looks", [10, RECENT + OLDER, 5000])
 def test_a_slot_takes_16_kb_however_long_the_training(looks: int):
     history, slots = History(), 8
-    measured = read(measure(torch.randn(64, 64), ()), ())
+    measured = read(measure(torch.randn(64, 64)))
     found = measured.predict(Cast(E4M3))
     for i in range(looks):
         for slot in range(slots):

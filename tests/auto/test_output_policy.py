@@ -4,19 +4,18 @@ import pytest
 import torch
 
 import fp8engine as fe
-from fp8engine.auto.outputs import ResultConsumer, Stored, decide_output, widened
-from fp8engine.auto.policy import MOST_CHANGES, PATIENCE, Needs, needs_of
+from fp8engine.auto.outputs import MOST_CHANGES, PATIENCE, ResultConsumer, Stored, decide_output, widened
+from fp8engine.auto.policy import Needs, needs_of
 from fp8engine.numerics.recipe import auto
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Measured
-from fp8engine.scaling.sample import groupings
 
 NEEDS = needs_of(auto())
 MATMULS = [ResultConsumer("matmul", "down"), ResultConsumer("matmul", "gate")]
 
 
 def measured(x: torch.Tensor) -> Measured:
-    return read(measure(x, groupings("output")), groupings("output"))
+    return read(measure(x))
 
 
 def normal() -> Measured:
@@ -96,7 +95,7 @@ def test_the_same_arguments_give_the_same_answer_and_nothing_seen_changes_nothin
 def test_what_is_there_may_miss_its_needs_by_a_little():
     look = normal()
     have = look.predict(fe.Cast(fe.E4M3)).sqnr_db
-    needs = Needs(have + 0.5, 0.05, 0.01, None)
+    needs = Needs(have + 0.5, None)
     assert decide_output(look, MATMULS, needs, Stored()).format == fe.BF16
     assert decide_output(look, MATMULS, needs, Stored(fe.E4M3, changes=1)).format == fe.E4M3
     assert decide_output(look, MATMULS, needs._replace(min_sqnr_db=have + 1.5), Stored(fe.E4M3)).format == fe.BF16

@@ -1,19 +1,24 @@
-"""Tensors with planted trouble, and their statistics as a controller sees them: close, or per tensor alone."""
+"""Tensors with planted trouble, and how a controller sees the casts of a layer that has them."""
 
 import functools
 
 import torch
 
-from fp8engine.scaling.choice import SlotKey, groupings
-from fp8engine.scaling.histogram import measure, read
-from fp8engine.scaling.prediction import Measured
+from fp8engine.scaling.reads import Part, Reads, judge, layout_of
 
 
-@functools.cache  # by identity: those below are made once
-def look(x: torch.Tensor, role: str, closely: bool = True, sample: int = 65536) -> Measured:
-    """The statistics of x [M, K] under every granularity of its role, or per tensor alone."""
-    asked = groupings(role) if closely else ()
-    return read(measure(x, asked, sample, x.abs().max().float()), asked)
+def part_of(tensor: torch.Tensor, role: str, shape: tuple[int, ...]) -> Part:
+    """What is sampled of an operand of a layer whose weight has that shape."""
+    layout = layout_of(shape, role)
+    flat = torch.zeros(layout.length, device=tensor.device)
+    layout.write(tensor, flat)
+    return layout.part(flat)
+
+
+def tried(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor | None = None) -> Reads:
+    """What is predicted of a layer's casts: x [M, K], w [N, K], dy [M, N]."""
+    third = None if dy is None else part_of(dy, "grad_output", w.shape)
+    return Reads(judge(part_of(x, "input", w.shape), part_of(w, "weight", w.shape), third).double().numpy())
 
 
 @functools.cache
@@ -44,10 +49,23 @@ def elements(decades: float, m: int = 128, k: int = 512) -> torch.Tensor:
     return normal(m, k).sign() * 10 ** (-decades * spread)
 
 
+@functools.cache
+def deaf(factor: float) -> torch.Tensor:
+    """A weight that takes little of channel 7: so many times less than of others."""
+    w = normal(256, 512, seed=3).clone()
+    w[:, 7] /= factor
+    return w
+
+
+@functools.cache  # by identity of the tensors: those above are made once
 def looks(
-    closely: bool = True, layer: int = 0, weight: torch.Tensor | None = None, **tensors: torch.Tensor
-) -> dict[SlotKey, Measured]:
-    """A layer's looks: input and grad_output as given, else normal."""
-    weight = normal(64, 512, seed=3) if weight is None else weight
-    given = {"input": normal(), "grad_output": normal(128, 64, seed=4), **tensors, "weight": weight}
-    return {(layer, role): look(x, role, closely) for role, x in given.items()}
+    layer: int = 0,
+    input: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    grad_output: torch.Tensor | None = None,
+) -> dict[int, Reads]:
+    """What is remembered of a layer after one sample: normal tensors, but for those given."""
+    x = normal() if input is None else input
+    w = normal(256, 512, seed=3) if weight is None else weight
+    dy = normal(len(x), 256, seed=4) / len(x) if grad_output is None else grad_output
+    return {layer: tried(x, w, dy)}

@@ -4,46 +4,61 @@ import math
 
 import torch
 
+from fp8engine.numerics.cast import Granularity, PerBlock, PerRow
 from fp8engine.numerics.recipe import Cast
 from fp8engine.ops.reference import How
 from fp8engine.ops.reference.quantize import quantize, quantize_given
-from fp8engine.scaling.prediction import Prediction, extent
+from fp8engine.scaling.prediction import Prediction
+
+
+def extent(granularity: Granularity) -> tuple[int, int]:
+    """Rows and columns that share a scale; -1: all of them."""
+    if isinstance(granularity, PerBlock):
+        return granularity.rows, granularity.cols
+    if isinstance(granularity, PerRow):
+        return (1, -1) if granularity.dim == -1 else (-1, 1)
+    return -1, -1
+
+
+def restored(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | None = None) -> torch.Tensor:
+    """x [M, K] cast and multiplied by its scales again, in float64.
+
+    margin: powers of two of headroom.  scale: the factor of a cast per tensor; None for the tensor's own.
+    """
+    if not cast.is_fp8:
+        return x_MK.to(cast.format.dtype).double()
+    how = How(cast.format.dtype, *extent(cast.granularity), cast.power_of_2)
+    q, factor = quantize(x_MK, how)
+    if scale is not None:
+        factor = torch.tensor(1.0) / scale
+    if scale is not None or margin:
+        factor = factor * 2.0**margin
+        q = quantize_given(x_MK, how, torch.tensor(1.0) / factor)
+    if factor.dim() == 2:  # one number per group, written out
+        for dim, (groups, size) in enumerate(zip(factor.shape, x_MK.shape, strict=True)):
+            if groups > 1:
+                width = {0: how.rows, 1: how.cols}[dim]
+                factor = factor.repeat_interleave(width, dim).narrow(dim, 0, size)
+    return q.double() * factor.double()
 
 
 def real(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | None = None) -> Prediction:
-    """SQNR, flushed and saturated shares of finite nonzero elements, share of rows that lose over half their energy."""
-    finite = torch.isfinite(x_MK)
-    x = torch.where(finite, x_MK, 0)
-    factor = torch.tensor(0.0)
-    if not cast.is_fp8:
-        back = x.to(cast.format.dtype).double()
-    else:
-        how = How(cast.format.dtype, *extent(cast.granularity), cast.power_of_2)
-        q, factor = quantize(x, how)
-        if scale is not None:
-            factor = torch.tensor(1.0) / scale
-        if scale is not None or margin:
-            factor = factor * 2.0**margin
-            q = quantize_given(x, how, torch.tensor(1.0) / factor)
-        wide = factor
-        if factor.dim() == 2:  # one number per group, written out
-            for dim, (groups, size) in enumerate(zip(factor.shape, x.shape, strict=True)):
-                if groups > 1:
-                    width = {0: how.rows, 1: how.cols}[dim]
-                    wide = wide.repeat_interleave(width, dim).narrow(dim, 0, size)
-        back = q.double() * wide.double()
+    """SQNR, flushed and saturated shares of finite nonzero elements, share of rows that lose over half their energy.
+
+    cast: per tensor, or to 16 or 32 bits.
+    """
+    x = torch.where(torch.isfinite(x_MK), x_MK, 0)
+    back = restored(x, cast, margin, scale)
+    s = scale if scale is not None else cast.format.max * 2.0**-margin / max(float(x.abs().max()), 1e-300)
     x = x.double()
-    error = (back - x).square().sum()
-    signal = x.square()
+    beyond = x.abs() > cast.format.max / s * (1 + 2.0**-22) if cast.is_fp8 else torch.isinf(back)
+    signal, error = x.square(), float((back - x).square().sum())
     gone = (back == 0) & (x != 0)
     nonzero = max(int((x != 0).sum()), 1)
-    inf = not bool(torch.isfinite(back).all())
-    beyond = torch.isinf(back)
-    if cast.is_fp8 and factor.dim() == 0:
-        beyond = x.abs() > cast.format.max * float(factor) * (1 + 2.0**-22)
     rows = signal.sum(1)
     lost = (torch.where(gone, signal, 0).sum(1) > rows / 2) & (rows > 0)
-    db = -math.inf if inf else math.inf if error == 0 else 10 * math.log10(float(signal.sum()) / float(error))
+    inf = not bool(torch.isfinite(back).all())
+    db = -math.inf if inf else math.inf if error == 0 else 10 * math.log10(float(signal.sum()) / error)
     return Prediction(
         db, int(gone.sum()) / nonzero, int(beyond.sum()) / nonzero, int(lost.sum()) / max(int((rows > 0).sum()), 1)
     )

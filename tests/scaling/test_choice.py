@@ -13,21 +13,19 @@ from nn.test_linear import check
 from support import DTYPES, numerics_of, sqnr
 
 import fp8engine as fe
-from fp8engine.numerics.formats import BF16, E4M3, E5M2
+from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.numerics.recipe import MATMULS, auto
 from fp8engine.ops.reference import Norm
-from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Choice, recipe_of
+from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice, recipe_of
 
 SETS = [set(some) for n in range(1, 4) for some in itertools.combinations(MATMULS, n)]
-ROLES = ("input", "weight", "grad_output")
 AUTO = auto()
 
 
 def choice(matmuls: set[str], granularity: str = "tensor", wide: str = "") -> Choice:
     """Layer 0 with these matmuls in FP8; wide: the role in E5M2."""
-    used = {role for matmul in matmuls for role in OPERANDS[matmul]}
-    formats = {(0, role): (E5M2 if role == wide else E4M3) if role in used else BF16 for role in ROLES}
-    return Choice(granularity, formats, frozenset((0, matmul) for matmul in matmuls))
+    formats = {matmul: [E5M2 if role == wide else E4M3 for role in OPERANDS[matmul]] for matmul in matmuls}
+    return Choice((0,), {(0, matmul): Casts(granularity, *formats[matmul]) for matmul in matmuls})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,8 +46,16 @@ def test_a_layer_with_one_slot_in_e5m2(granularity: str, wide: str):
     check(recipe, (40, 150, 33), torch.bfloat16)
 
 
+@pytest.mark.parametrize("mixed", [("tensor", "row", "block"), ("block", "tensor", "row"), ("row", "block", "tensor")])
+def test_each_matmul_has_casts_of_its_own(mixed: tuple[str, str, str]):
+    used = {(0, matmul): Casts(granularity, E4M3, E4M3) for matmul, granularity in zip(MATMULS, mixed, strict=True)}
+    recipe = recipe_of(AUTO, Choice((0,), used), 0)
+    assert recipe.fp8_share == 1
+    check(recipe, (40, 150, 33), torch.bfloat16)
+
+
 def test_nothing_in_fp8_is_a_recipe_without_fp8():
-    recipe = recipe_of(AUTO, choice(set(), ""), 0)
+    recipe = recipe_of(AUTO, choice(set()), 0)
     assert not recipe.is_fp8
     assert recipe.input == recipe.weight_for_dgrad or recipe.weight_for_dgrad is None
 

@@ -8,12 +8,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from fp8engine.errors import ShapeError, UnsupportedDtype
-from fp8engine.numerics.recipe import E4M3, Cast, PerBlock, PerRow, PerTensor
-from fp8engine.scaling.histogram import length, measure, measure_on_host, read
-from fp8engine.scaling.prediction import GROUP_BINS, TENSOR_BINS, Groupings
-from fp8engine.scaling.sample import observe, width
+from fp8engine.numerics.recipe import E4M3, Cast
+from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
+from fp8engine.scaling.prediction import TENSOR_BINS
+from fp8engine.scaling.sample import observe
 
-EVERY: Groupings = (PerTensor(), PerRow(-1), PerRow(0), PerBlock(1, 128), PerBlock(128, 1), PerBlock(128, 128))
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0,), (), (7,), (1, 1), (1, 300), (300, 1), (129, 257), (3, 5, 33), (2, 0, 4), (700, 301)]
 
@@ -22,7 +21,7 @@ SHAPES = [(0,), (), (7,), (1, 1), (1, 300), (300, 1), (129, 257), (3, 5, 33), (2
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_numbers_of_any_shape_are_those_of_float64(shape: tuple, dtype: torch.dtype):
     x = torch.randn(shape).to(dtype)
-    found = read(measure(x, EVERY, sample=1 << 20), EVERY)
+    found = read(measure(x, sample=1 << 20))
     exact = x.double().numpy().reshape(-1)
     assert (found.elements, found.sampled) == (exact.size, exact.size)
     assert (found.nonzero, found.nonfinite) == (np.count_nonzero(exact), 0)
@@ -37,44 +36,26 @@ def test_numbers_of_any_shape_are_those_of_float64(shape: tuple, dtype: torch.dt
 
 def test_strides_and_order_change_nothing():
     x = torch.randn(96, 160)
-    plain = measure(x, EVERY)
-    turned = measure(x.t().contiguous().t(), EVERY)
-    apart = measure(torch.stack([x, x], -1)[..., 0], EVERY)
+    plain = measure(x)
+    turned = measure(x.t().contiguous().t())
+    apart = measure(torch.stack([x, x], -1)[..., 0])
     for other in (turned, apart):
         torch.testing.assert_close(other, plain, rtol=1e-5, atol=0)  # sums in another order
 
 
 def test_every_bin_is_where_the_definition_puts_it():
-    """Against NumPy's frexp, element by element: octaves of 1.75 |x| / a and of the power-of-two scale."""
+    """Against NumPy's frexp, element by element: eighths of the octaves below amax; rows where their energy lies."""
     x = torch.randn(64, 200) * torch.logspace(-3, 3, 64)[:, None]
-    table = read(measure(x, (PerRow(),)), (PerRow(),)).tables[1, -1]
+    x[3, 5], x[9] = 0, 0
+    found = read(measure(x))
     v = x.abs().numpy()
-    a = v.max(1, keepdims=True)
-    t = (v / a).astype(np.float32)
-    octave = np.frexp(t * np.float32(1.75))[1] - 1
-    below = 2.0 ** np.floor(np.log2(1.75 / a.astype(np.float64))) / (1.75 / a.astype(np.float64))
-    octave_p2 = np.frexp(t * 1.75 * below)[1] - 1
-    bins = np.maximum(octave + octave_p2 + GROUP_BINS - 3 + 2 * (v == a), 0)
-    counts = np.bincount(bins.ravel(), minlength=GROUP_BINS)
-    assert counts.tolist() == table.counts.tolist()
-    ratio = np.broadcast_to((a.astype(np.float64) / a.max()) ** 2, v.shape)
-    for weights, exact in ((table.weights, ratio), (table.weights_p2, ratio / below**2)):
-        np.testing.assert_allclose(weights, np.bincount(bins.ravel(), exact.ravel(), GROUP_BINS), rtol=1e-5)
-    assert table.energy == pytest.approx(float((v.astype(np.float64) ** 2).sum() / a.max() ** 2), rel=1e-5)
-
-
-@pytest.mark.parametrize("grouping", [PerRow(-1), PerRow(0), PerBlock(1, 256)], ids=str)
-def test_groups_of_few_elements_take_the_other_way_to_the_same_sums(grouping):
-    """A histogram a group where groups are large, weighted counts where there are many: one tensor either way."""
-    few = torch.randn(40, 40).exp()
-    many = few.repeat_interleave(4, 0) if grouping == PerRow(0) else few.repeat_interleave(4, 1)
-    one = read(measure(few, (grouping,)), (grouping,))  # 40 groups of 40: 5,200 bins for 1,600 elements
-    other = read(measure(many, (grouping,)), (grouping,))
-    (small,), (large,) = one.tables.values(), other.tables.values()
-    assert 2 * few.numel() < 40 * GROUP_BINS <= 2 * many.numel()
-    for a, b in ((small.counts, large.counts), (small.weights, large.weights), (small.weights_p2, large.weights_p2)):
-        np.testing.assert_allclose(4 * a, b, rtol=1e-5)
-    assert 4 * small.top_error_3 == pytest.approx(large.top_error_3, rel=1e-5)
+    mantissa, exponent = np.frexp((v / v.max()).astype(np.float32))  # mantissa: 0.5 to 1
+    bins = np.where(v > 0, TENSOR_BINS - 1 + 8 * (exponent - 1) + np.floor(8 * (2 * mantissa - 1)), 0).astype(int)
+    assert found.tensor[0].tolist() == np.bincount(bins.ravel(), minlength=TENSOR_BINS).tolist()
+    energy = v.astype(np.float64) ** 2
+    some = energy.sum(1) > 0
+    place = np.rint((energy * bins).sum(1)[some] / energy.sum(1)[some]).astype(int)
+    assert found.tensor[1].tolist() == np.bincount(place, minlength=TENSOR_BINS).tolist()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -84,57 +65,44 @@ def test_nan_and_inf_are_counted_and_left_out(dtype: torch.dtype):
     places = torch.tensor([[0, 0], [3, 129], [63, 5], [20, 77]])
     for (row, column), value in zip(places.tolist(), [math.nan, math.inf, -math.inf, math.nan], strict=True):
         x[row, column], clean[row, column] = value, 0
-    bad, good = (read(measure(one, EVERY), EVERY) for one in (x, clean))
+    bad, good = (read(measure(one)) for one in (x, clean))
     assert (bad.nonfinite, good.nonfinite) == (4, 0)
-    assert bad.tables[1, -1].counts.tolist() == good.tables[1, -1].counts.tolist()
+    assert bad.tensor[0].tolist() == good.tensor[0].tolist()
     assert {**bad.header, "nonfinite": 0.0} == good.header
-    assert bad.predict(Cast(E4M3, PerRow())) == good.predict(Cast(E4M3, PerRow()))
-    wrong = read(measure(clean, (), amax=torch.tensor(math.inf)), ())
+    assert bad.predict(Cast(E4M3)) == good.predict(Cast(E4M3))
+    wrong = read(measure(clean, amax=torch.tensor(math.inf)))
     assert wrong.amax == good.amax
-    nothing = read(measure(torch.full((4, 4), math.nan), EVERY, amax=torch.tensor(math.nan)), EVERY)
+    nothing = read(measure(torch.full((4, 4), math.nan), amax=torch.tensor(math.nan)))
     assert (nothing.amax, nothing.nonfinite, nothing.rms, nothing.predict(Cast(E4M3)).sqnr_db) == (0, 16, 0, math.inf)
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e30, 3e38])
 def test_sums_neither_overflow_nor_vanish(scale: float):
     x = torch.rand(32, 64).clamp_(min=0.1) * scale
-    found = read(measure(x, EVERY), EVERY)
+    found = read(measure(x))
     exact = x.double()
     assert found.rms == pytest.approx(float(exact.square().mean().sqrt()), rel=1e-5)
-    assert all(np.isfinite(table.weights_p2).all() and table.nonzero == 2048 for table in found.tables.values())
+    assert np.isfinite(found.kurtosis)
+    assert found.nonzero == 2048
 
 
 def test_a_sample_is_about_as_large_as_asked_and_meets_no_period():
     x = torch.ones(4096, 64)
     x[::64] = 1000.0  # as the first token of every sequence
-    found = read(measure(x, (), sample=16384), ())
+    found = read(measure(x, sample=16384))
     assert found.sampled == 16384
     exact = (x.double().square().mean()).sqrt()
     # 256 of 4096 rows, 1 in 64 large: 4 expected; sampled by a stride of 16 it would be none or 16, factors 0 and 2.
     assert found.rms == pytest.approx(float(exact), rel=0.3)
-    wide = read(measure(torch.ones(64, 50_000), (PerRow(0),), sample=65536), (PerRow(0),))
+    wide = read(measure(torch.ones(64, 50_000), sample=65536))
     assert wide.sampled == 5 * 50_000  # at most WIDEST samples, whole rows
-
-
-@pytest.mark.parametrize("grouping", [PerBlock(128, 128), PerBlock(128, 1), PerBlock(3, 5)], ids=str)
-def test_sampled_blocks_are_whole_blocks_of_the_tensor_however_it_lies(grouping: PerBlock):
-    """Blocks of one value each, all values different: a group with two would have elements below its largest."""
-    m, k = 700, 901
-    down, across = (torch.arange(size) // step for size, step in ((m, grouping.rows), (k, grouping.cols)))
-    x = 1 + torch.add(down[:, None] * (int(across[-1]) + 1), across).float() / 1e6
-    apart = torch.empty(2 * m, k + 7)[::2, 7:].copy_(x)
-    found = [read(measure(y, (grouping,), sample=20_000), (grouping,)) for y in (x, x.t().contiguous().t(), apart)]
-    for one in found:
-        (table,) = one.tables.values()
-        assert table.counts[-2:].sum() == table.nonzero > 10_000
-        assert table.counts.tolist() == next(iter(found[0].tables.values())).counts.tolist()
 
 
 def test_an_outlier_that_the_sample_missed_is_known_from_amax():
     x = torch.randn(2048, 256)
     x[5, 5] = 1e7
-    flat = measure(x, (), sample=4096, amax=x.abs().max())
-    found = read(flat, ())
+    flat = measure(x, sample=4096, amax=x.abs().max())
+    found = read(flat)
     assert found.tensor[0, TENSOR_BINS - 1] == 0  # the test's premise
     assert found.sum_sq == pytest.approx(float(x.double().square().sum()), rel=0.02)
     assert found.predict(Cast(E4M3)).flushed > 0.9
@@ -146,8 +114,8 @@ def test_no_size_and_no_branch_depends_on_values(shape: tuple, dtype: torch.dtyp
     """Fake tensors have no values: whatever waits for one (item, nonzero, bincount, a mask as an index) raises."""
     with FakeTensorMode():
         x = torch.empty(shape, dtype=dtype)
-        flat = measure(x, EVERY, amax=torch.empty(()))
-        assert flat.shape == (length(EVERY),)
+        flat = measure(x, amax=torch.empty(()))
+        assert flat.shape == (LENGTH,)
         assert flat.dtype == torch.float32
 
 
@@ -162,18 +130,18 @@ def test_the_fake_mode_finds_what_it_is_there_for():
 def test_gradients_and_the_tensor_are_left_alone():
     x = torch.randn(8, 8, requires_grad=True)
     before = x.detach().clone()
-    flat = measure(x * 1, EVERY)
+    flat = measure(x * 1)
     assert not flat.requires_grad
     assert torch.equal(x, before)
 
 
 def test_errors():
     with pytest.raises(UnsupportedDtype, match=r"float64.*float32, bfloat16 or float16"):
-        measure(torch.zeros(2, dtype=torch.float64), ())
+        measure(torch.zeros(2, dtype=torch.float64))
     with pytest.raises(ShapeError, match="sample=0"):
-        measure(torch.zeros(2), (), sample=0)
-    with pytest.raises(ShapeError, match="pass the groupings that `measure` was given"):
-        read(measure(torch.zeros(2), ()), (PerRow(),))
+        measure(torch.zeros(2), sample=0)
+    with pytest.raises(ShapeError, match=rf"\[{LENGTH - 1}\].*writes {LENGTH} numbers"):
+        read(measure(torch.zeros(2))[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -182,19 +150,19 @@ def test_errors():
 def test_measured_on_the_host_it_is_the_same_to_the_last_bit(scale: float, shape: tuple, dtype: torch.dtype):
     x = (torch.randn(shape) * torch.randn(shape).exp() * scale).to(dtype)
     amax = x.abs().max().float()
-    assert torch.equal(measure_on_host(x, 16384, float(amax)), measure(x, (), 16384, amax))
+    assert torch.equal(measure_on_host(x, 16384, float(amax)), measure(x, 16384, amax))
     x.flatten()[: x.numel() // 3 : 2] = math.nan
     x.flatten()[-1] = -math.inf
-    assert torch.equal(measure_on_host(x, 16384, math.nan), measure(x, (), 16384, torch.tensor(math.nan)))
+    assert torch.equal(measure_on_host(x, 16384, math.nan), measure(x, 16384, torch.tensor(math.nan)))
 
 
 def test_what_is_observed_on_the_host_knows_amax_and_trouble_that_the_sample_missed():
-    table = torch.zeros(2, width())
+    table, nothing = torch.zeros(2, LENGTH), torch.empty(0)
     x = torch.randn(4096, 64)
     x[1, 3] = 50.0
-    observe(x, table, 0, "")
-    found = read(table[0, : length(())], ())
+    observe(x, table, nothing, 0, 0)
+    found = read(table[0])
     assert (found.amax, found.nonfinite, found.elements) == (50.0, 0, x.numel())
     x[2, 7] = math.inf
-    observe(x, table, 1, "")
-    assert read(table[1, : length(())], ()).nonfinite == 1
+    observe(x, table, nothing, 1, 0)
+    assert read(table[1]).nonfinite == 1
