@@ -34,23 +34,19 @@ from fp8engine.auto.host_copy import PendingSample, amaxes_of, start_copy
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
+from fp8engine.auto.reasons import outcome_of, paid_for, saturated, slot_change, slower_in_fp8
 from fp8engine.auto.schedule import Moves, is_sampled
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe
 from fp8engine.files import HostCopy
-from fp8engine.numerics.cards import card_of
-from fp8engine.numerics.cost import speedup
-from fp8engine.numerics.formats import BF16
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
-from fp8engine.ops import device, ranks
-from fp8engine.ops.reference.operand import COUNTERS
-from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, reads_of, recipe_of
-from fp8engine.scaling.prediction import Measured, Prediction
+from fp8engine.ops import ranks
+from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, recipe_of
+from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.reads import READS, Reads
 from fp8engine.scaling.sample import StepSamples, read_row
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
-CALLS, ELEMENTS, SATURATED = (COUNTERS.index(name) for name in ("calls", "elements", "saturated"))
 SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
 MOST_WITHOUT_BACKWARD = 4  # forwards for which a sampled step waits for its backward
 UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
@@ -204,7 +200,7 @@ class Controller:
         if self.step > 0:  # of a training whose blocks are recomputed: the step had begun with an evaluation's forward
             return
         if not self.calibrated and self.choices:  # training decides for itself
-            self.choices, self.reads, self.log, self.history = {}, {}, [], _same_listeners(self.history)
+            self.choices, self.reads, self.log, self.history = {}, {}, [], self.history.emptied()
             for numerics, recipe in zip(self.layers, self.recipes, strict=True):
                 numerics.adopt(recipe)
         if self.plan is None and (awaited or self.state.samples is None):
@@ -307,22 +303,22 @@ class Controller:
             self.loss = loss
         for slot, measured in found.items():
             choice = self.choices[slot[0]]
-            outcome = self._outcome(slot, choice, measured)
+            outcome = outcome_of(self.reads.get(slot[0]), slot, choice, measured)
             self.history.enter(sample.step, self._name(slot), label(slot, choice), measured, outcome)
         before = _groups(self.choices)
         after = []
         for choice in before:
             needs = {i: needs_of(self.recipes[i], loss=self.loss or 0.0) for i in choice.layers}
-            if choice.changes == 0 and (slow := self._slower_in_fp8(choice, counts)):
+            if choice.changes == 0 and (slow := slower_in_fp8(self, choice, counts)):
                 after.append(in_16_bits(choice, slow))
                 continue
             seen = {i: self.reads[i] for i in choice.layers if i in usable}
             new = decide(seen, needs, choice) if seen else replace(choice, reasons=None)
-            after.append(new if new.reasons else widen(new, self._saturated(choice, counts)))
+            after.append(new if new.reasons else widen(new, saturated(self, choice, counts)))
         paid = self._spend(after)
         for old, new, final in zip(before, after, paid, strict=True):
             if final is not new:
-                final = replace(final, reasons={**reasons(final, new, self._paid_for(final)), **(new.reasons or {})})
+                final = replace(final, reasons={**reasons(final, new, paid_for(self, final)), **(new.reasons or {})})
             self._adopt(old, final, found)
         self.counts = counts
         sampled = {self.layers[i].layer for i, _ in found}
@@ -336,31 +332,6 @@ class Controller:
         flops = {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
         return budget.spend(choices, self.reads, flops, self.recipe.budget * self.loss)
 
-    def _paid_for(self, choice: Choice) -> dict[tuple[int, str], tuple[str, str]]:
-        """The reasons of casts that the budget has asked for, as `policy.reasons` takes them."""
-        found = {}
-        for i in choice.layers:
-            if (casts := choice.matmuls.get((i, "forward"))) and i in self.reads:
-                costs = {role: budget.cost_of(self.reads[i], casts, role) for role in ("input", "weight")}
-                role = max(costs, key=lambda each: costs[each])
-                allowed = 1e3 * (self.recipe.budget or 0.0) * (self.loss or 0.0)
-                why = (
-                    f"predicted cost {1e3 * costs[role]:.2g} millinats, where {allowed:.3g} are the budget of all casts"
-                )
-                found[i, "forward"] = role, f"forward: {why}"
-        return found
-
-    def _outcome(self, slot: SlotKey, choice: Choice, measured: Measured) -> Prediction:
-        """What is predicted of a slot's casts: the least SQNR that its matmuls' results keep."""
-        seen, used = self.reads.get(slot[0]), reads_of(slot, choice)
-        known = [each for each in used if seen is not None and seen.seen(each[0])]
-        if seen is None or not known:
-            formats = [format for _, format in choice.casts(slot).values()] or [BF16]
-            return measured.predict(Cast(formats[0]), choice.margin if used else 0)
-        return Prediction(
-            min(seen.value(*each) for each in known), max(seen.flushed(*each) for each in known), 0.0, 0.0
-        )
-
     def _adopt(self, old: Choice, new: Choice, found: Mapping[SlotKey, Measured]) -> None:
         """Give a group's layers the recipes of its new choice, and log the reasons."""
         for i in new.layers:
@@ -372,10 +343,10 @@ class Controller:
             for slot, why in new.reasons.items():
                 if slot[0] == i:
                     measured = found.get(slot)
-                    outcome = None if measured is None else self._outcome(slot, new, measured)
+                    outcome = None if measured is None else outcome_of(self.reads.get(i), slot, new, measured)
                     if measured is not None and measured.crest >= UNUSUAL:
                         why = f"{why} (amax {measured.crest:.0f}x rms)"
-                    slots.append(_slot_change(self._name(slot), (label(slot, old), label(slot, new)), why, outcome))
+                    slots.append(slot_change(self._name(slot), (label(slot, old), label(slot, new)), why, outcome))
             self._change(i, after, slots)
 
     def _decide_outputs(self, sample: PendingSample) -> None:
@@ -389,7 +360,7 @@ class Controller:
             self.history.enter(sample.step, self._name((i, OUTPUT)), now.label, measured, outcome)
         for i, (before, after) in changed.items():
             outcome = found[i].predict(Cast(after.format), after.margin) if i in found else None
-            slot = _slot_change(self._name((i, OUTPUT)), (before.label, after.label), after.reason, outcome)
+            slot = slot_change(self._name((i, OUTPUT)), (before.label, after.label), after.reason, outcome)
             self._change(i, recipe_of(self.recipes[i], self.choices[i], i), [slot])
 
     def _change(self, i: int, recipe: Recipe, slots: Sequence[SlotChange]) -> None:
@@ -398,34 +369,6 @@ class Controller:
 
     def _name(self, slot: SlotKey) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"
-
-    def _slower_in_fp8(self, choice: Choice, counts: torch.Tensor) -> str:
-        """Why a group stays in 16 bits whatever its statistics: FP8 is predicted to take longer here; "" if not."""
-        where = self.state.device
-        if where.type != "cuda" or device.capability(where) < (8, 9):
-            return ""
-        card = card_of(device.name(where), device.processors(where))
-        took, flops = 0.0, 0.0
-        for i in choice.layers:
-            n, k = self.shapes[i][-2:]
-            calls, elements = (int(counts[row, len(ROLES) * self.layers[i].layer]) for row in (CALLS, ELEMENTS))
-            m = elements // max(calls * k, 1)
-            flops += m * n * k
-            took += m * n * k / speedup(recipe_of(self.recipes[i], choice, i), m, n, k, card) if m else 0.0
-        if took <= flops:
-            return ""
-        return (
-            f"in FP8 it is predicted to take {took / flops:.2f}x its time in 16 bits on this card "
-            "(fp8engine/numerics/cost.py)"
-        )
-
-    def _saturated(self, choice: Choice, counts: torch.Tensor) -> float:
-        """Share of a group's elements that saturated under predicted scales since the last sample."""
-        columns = [len(ROLES) * self.layers[i].layer + j for i in choice.layers for j in range(len(ROLES))]
-        since = counts[:, columns].sum(1)
-        if self.counts is not None:
-            since = since - self.counts[:, columns].sum(1)
-        return float(since[SATURATED]) / max(float(since[ELEMENTS]), 1.0)
 
     def __getstate__(self) -> dict:
         # A copy to the host that is under way belongs to this process.
@@ -438,23 +381,6 @@ class Controller:
         self.__dict__.update(state)
 
 
-def attach(layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Give layers made by hand, in one scaling state, a controller if their recipe is an `Auto`.
-
-    Raises StateError for a plan that is none, or is of other layers.
-    """
-    recipe = layers[0].recipe
-    if not isinstance(recipe, Auto):
-        return
-    plan = None
-    if recipe.plan is not None:
-        plan = Plan.load(recipe.plan)
-        plan.check(
-            {numerics.name: tuple(s) for numerics, s in zip(layers, shapes, strict=True)}, recipe.plan, part=True
-        )
-    Controller(layers, shapes, plan)
-
-
 def _auto(numerics: Numerics) -> Auto:
     if not isinstance(numerics.recipe, Auto):
         raise InvalidRecipe(f"{numerics.name}: {numerics.recipe.name} is fixed; want fe.auto(...)")
@@ -464,18 +390,3 @@ def _auto(numerics: Numerics) -> Auto:
 def _groups(choices: Mapping[int, Choice]) -> list[Choice]:
     """Each group's choice once."""
     return list({id(choice): choice for choice in choices.values()}.values())
-
-
-def _same_listeners(history: History) -> History:
-    """An empty history with the listeners of another."""
-    new = History()
-    new.listeners = history.listeners
-    return new
-
-
-def _slot_change(name: str, labels: tuple[str, str], why: str, outcome: Prediction | None) -> SlotChange:
-    """A change as the log holds it.  outcome: predicted of the new cast; an infinite SQNR is None, for JSON's sake."""
-    if outcome is None:
-        return SlotChange(name, *labels, why)
-    sqnr_db = round(float(outcome.sqnr_db), 2) if math.isfinite(outcome.sqnr_db) else None
-    return SlotChange(name, *labels, why, sqnr_db, round(float(outcome.flushed), 6))

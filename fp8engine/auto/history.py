@@ -174,6 +174,12 @@ class History:
             for listener in list(self.listeners):  # a copy: a listener may remove itself
                 listener(alarm)
 
+    def emptied(self) -> History:
+        """A history without samples, for the same listeners."""
+        new = History()
+        new.listeners, new.remedies = self.listeners, self.remedies
+        return new
+
     def trends_to_dict(self) -> dict:
         """The trends as `trends_from_dict` takes them, so that a resumed run warns as the uninterrupted one."""
         return {slot: {"looks": list(trend.points), "warned": trend.warned} for slot, trend in self.trends.items()}

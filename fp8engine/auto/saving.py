@@ -44,7 +44,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "remembered": [[i, seen.count] for i, seen in controller.reads.items()],
         "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
-    undecided = [None] * len(PENDING) if pending is None else pending.copy.wait()
+    undecided: list[torch.Tensor | None] = [None] * len(PENDING) if pending is None else [*pending.copy.wait()]
     if pending is None and state.samples is not None:
         undecided[:3] = state.samples.finish(controller.sizes(), state.backward_seen)
     remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]

@@ -48,19 +48,18 @@ class Moves:
     """
 
     def __init__(self):
-        self.range: numpy.ndarray | None = None
-        self.wanted: numpy.ndarray | None = None  # the amaxes that are looked for, [layers, 3]; 0 for none
+        self.range, self.wanted = numpy.zeros((2, 0, 3)), numpy.zeros((0, 3))  # wanted: amaxes looked for; 0 for none
         self.tries: dict[int, int] = {}
         self.number = -1  # of the interval that `tries` counts in
 
     def kept(self) -> numpy.ndarray | None:
         """The range and what is looked for, [3, layers, 3], as a saved state holds them."""
-        return None if self.range is None or self.wanted is None else numpy.concatenate([self.range, self.wanted[None]])
+        return numpy.concatenate([self.range, self.wanted[None]]) if self.wanted.size else None
 
     def sampled(self, layers: Iterable[int], amax: numpy.ndarray, narrow: bool) -> None:
         """These layers were sampled while the table held these amaxes.  narrow: whether all layers were."""
         amax = numpy.where(numpy.isfinite(amax) & (amax > 0), amax, 0.0)
-        if self.range is None or self.range.shape[1:] != amax.shape:
+        if self.wanted.shape != amax.shape:
             self.range, self.wanted = numpy.stack([amax, amax]), numpy.zeros_like(amax)
             return
         for layer in layers:
@@ -77,7 +76,7 @@ class Moves:
 
     def moved(self, amax: numpy.ndarray, number: int) -> set[int]:
         """Layers to sample early, in the interval of that number."""
-        if self.range is None or self.range.shape[1:] != amax.shape:
+        if self.wanted.shape != amax.shape:
             return set()
         if number != self.number:
             self.tries, self.number = {}, number

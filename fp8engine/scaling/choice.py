@@ -72,7 +72,7 @@ class Choice:
         """(granularity, format) of a slot by the matmul that reads it; without those in 16 bits."""
         (layer, role), used = slot, self.used
         return {
-            matmul: (found.granularity, found[1 + roles.index(role)])
+            matmul: (found.granularity, (found.first, found.second)[roles.index(role)])
             for matmul, roles in OPERANDS.items()
             if role in roles and (found := used.get((layer, matmul)))
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,8 @@ class StepSamples:
         """
         if self.tables is not None:
             return self.tables
-        with torch.no_grad():
+        where = self.slots_SL.device
+        with torch.no_grad(), torch.autocast(where.type, enabled=False) if where.type != "meta" else nullcontext():
             reads = torch.full((self.layers, *SHAPE), math.nan, device=self.slots_SL.device)
             for i, layouts in self.layouts.items():
                 whole_n, whole_k = layouts["grad_output"].columns, layouts["input"].columns
@@ -92,7 +94,8 @@ class StepSamples:
                     layouts["grad_output"]._replace(columns=n),
                 )
                 x, w, dy = (layout.part(self.parts[len(ROLES) * i + j]) for j, layout in enumerate(local))
-                reads[i] = judge(x, w, dy if backward else None)
+                if n and k:
+                    reads[i] = judge(x, w, dy if backward else None)
             return Tables(self.slots_SL, reads, self.loss_1)
 
 

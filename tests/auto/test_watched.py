@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from amp_common import leave
-from autos import INTERVAL, batch, controller, lines, loss_of, plain, train
+from autos import CALM, INTERVAL, batch, controller, lines, loss_of, plain, train
 from blocks import WIDTH, Net
 from support import DTYPES, converted, state_of
 from torch import nn
@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8engine as fe
+from fp8engine.auto.schedule import sampled_step
 from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.report.state import controllers_of
-from fp8engine.scaling.choice import groupings
-from fp8engine.scaling.histogram import length, measure
-from fp8engine.scaling.sample import _observe, observe, read_row, width
+from fp8engine.scaling.histogram import LENGTH, measure
+from fp8engine.scaling.reads import layout_of
+from fp8engine.scaling.sample import StepSamples, _observe, observe, read_row
 
 WAITS = {
     "aten._local_scalar_dense.default",  # .item(), bool(), float(), tolist()
@@ -64,16 +65,21 @@ def test_the_detector_detects(wait):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(300, 513), (4000, 64), (40, 3000)], ids=str)
-@pytest.mark.parametrize("role", [*ROLES, OUTPUT, ""])
+@pytest.mark.parametrize("role", [*ROLES, OUTPUT])
 def test_looking_waits_for_nothing(role: str, shape, dtype):
     """On a device without numbers (meta): whatever reads one, or copies to the host, raises; and is noted besides."""
     with Waits() as waits:
         x = torch.empty(*shape, dtype=dtype, device="meta")
-        table = torch.zeros(len(ROLES) + 1, width(), device="meta")
-        flat = measure(x, groupings(role) if role else (), 32768, x.abs().max().float())
-        _observe(x, table, 1, role)
+        samples = StepSamples(
+            len(ROLES) + 1, 1, {0: (shape[0] if role == "weight" else shape[1], shape[1])}, torch.device("meta")
+        )
+        flat = measure(x, 32768, x.abs().max().float())
+        rows = samples.layouts[0][role].rows if role in ROLES else 0
+        part = samples.parts[ROLES.index(role)] if role in ROLES else samples.parts[-1]
+        _observe(x, samples.slots_SL, part, 1, -rows if role == "weight" else rows)
         assert flat.device.type == "meta"
-        assert flat.shape == (length(groupings(role) if role else ()),)
+        assert flat.shape == (LENGTH,)
+        samples.finish({0: None}, backward=True)
     assert waits.found == []
 
 
@@ -95,29 +101,35 @@ def test_a_watched_step_waits_no_more_than_one_that_is_not():
 
 
 def test_observing_is_an_operator_with_a_fake():
-    table = torch.zeros(3, width())
-    arguments = (torch.randn(8, 16), table, 1, "input")
+    arguments = (torch.randn(8, 16), torch.zeros(3, LENGTH), torch.zeros(layout_of((4, 16), "input").length), 1, 64)
     torch.library.opcheck(torch.ops.fp8engine.observe.default, arguments, test_utils="test_faketensor")
 
 
-@pytest.mark.parametrize("role", [*ROLES, OUTPUT, ""])
+@pytest.mark.parametrize("role", [*ROLES, OUTPUT])
 def test_what_was_observed_is_what_was_there(role: str):
-    x, table = torch.randn(40, 50), torch.zeros(3, width())
-    observe(x, table, 2, role)
-    assert torch.equal(table[:2], torch.zeros(2, width()))
-    found = read_row(table[2], role)
+    x, table = torch.randn(40, 50), torch.zeros(3, LENGTH)
+    layout = layout_of((40, 50), role)._replace(columns=50)
+    part = torch.zeros(layout.length if role in ROLES else 0)
+    rows = layout.rows if role in ROLES else 0
+    observe(x, table, part, 2, -rows if role == "weight" else rows)
+    assert torch.equal(table[:2], torch.zeros(2, LENGTH))
+    found = read_row(table[2])
     assert found is not None
     assert (found.amax, found.elements, found.nonfinite) == (float(x.abs().max()), 2000, 0)
-    assert bool(found.tables) == bool(role)
-    assert read_row(table[0], role) is None
+    assert read_row(table[0]) is None
+    if role in ROLES:
+        kept = layout.part(part)
+        assert torch.equal(kept.rows_RC[:40], x)
+        assert torch.equal(kept.columns_C, x.abs().amax(0))
+        assert float(kept.total) == 40
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_seen_even_where_the_sample_misses_it(bad: float):
-    x, table = torch.randn(4000, 64), torch.zeros(1, width())
+    x, table = torch.randn(4000, 64), torch.zeros(1, LENGTH)
     x[1777, 33] = bad
-    observe(x, table, 0, "")
-    found = read_row(table[0], "")
+    observe(x, table, torch.empty(0), 0, 0)
+    found = read_row(table[0])
     assert found is not None
     assert found.nonfinite == 1
     assert 3 < found.amax < 6
@@ -125,21 +137,25 @@ def test_what_is_not_finite_is_seen_even_where_the_sample_misses_it(bad: float):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_decides_nothing(bad: float):
-    """Step 4 is watched and has a NaN: decisions stay, the look is kept, and the step after is as ever."""
-    calm, shaken = plain(), plain()
-    for model in (calm, shaken):
-        train(model, 4)
-        x = batch(6 if model is calm else 4).detach()  # step 6's: trouble, if it were heard
-        if model is shaken:
-            x = batch(6).detach()
-            x[3, 5] = bad
-            loss_of(model(x.requires_grad_())).backward()
-            model.zero_grad()
-            before = lines(model)
-            train(model, 8, start=5)
-            assert lines(model) == before
-            assert controller(model).history.samples["blocks.0.up.input"][1].nonfinite > 0
-            assert all(m.numerics.recipe.is_fp8 for m in model.modules() if isinstance(m, fe.Linear))
+    """Step 7 is sampled and is not finite: decisions stay, the sample is kept, and the steps after are as ever."""
+    model = plain()
+
+    def step(x: torch.Tensor) -> None:
+        loss_of(model(x)).backward()
+        model.zero_grad()
+
+    for number in range(sampled_step(1, INTERVAL)):
+        step(batch(number % 4))
+    x = batch(6).detach()  # trouble, if it were heard
+    x[3, 5] = bad
+    step(x.requires_grad_())
+    assert state_of(model).samples is not None
+    before = lines(model)
+    for number in range(3):
+        step(batch(number))
+    assert lines(model) == before
+    assert controller(model).history.samples["blocks.0.up.input"][1].nonfinite > 0
+    assert all(m.numerics.recipe.is_fp8 for m in model.modules() if isinstance(m, fe.Linear))
 
 
 def test_layers_that_are_frozen_skipped_or_never_run():
@@ -206,7 +222,7 @@ def test_autocast_and_a_loss_scale_that_moves(dtype: torch.dtype):
         scaler.update()
         optimizer.zero_grad()
     assert [line for line in lines(model) if "grad_output E5M2/tensor -> E4M3/tensor" in line]
-    assert all(line.startswith("step 1 ") for line in lines(model))  # no scale moved a format
+    assert not [line for line in lines(model) if "E5M2" in line.split(" -> ")[1]]  # no scale moved a format back
 
 
 def work(rank: int, folder: str) -> None:
@@ -279,9 +295,9 @@ def test_blocks_compiled_one_by_one_are_seen_and_change():
 
 def test_the_copy_of_a_watched_model_looks_for_itself():
     model = plain()
-    train(model, 4)
-    model(batch(4))  # watched, under way
+    train(model, sampled_step(1, INTERVAL))
+    model(batch(CALM))  # sampled, under way
     other = copy.deepcopy(model)
     assert state_of(other).samples is not state_of(model).samples
     assert state_of(other).samples is not None
-    assert (WIDTH, controller(other).step) == (64, 4)
+    assert (WIDTH, controller(other).step) == (64, 7)

@@ -27,7 +27,7 @@ def plain(recipe: str | Recipe | None = None, reentrant: bool | None = None, see
     Its layers hardly weigh the channels that get into trouble (`train` keeps it so): the outliers are harmful.
     """
     torch.manual_seed(seed)
-    model = without_beta(Net(reentrant))
+    model: Any = without_beta(Net(reentrant))
     with torch.no_grad():
         for block in model.blocks:
             for layer in (block.up, block.gate):
