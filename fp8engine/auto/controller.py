@@ -65,6 +65,7 @@ class Controller:
 
     def __init__(self, layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]], plan: Plan | None = None):
         self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
+        self.by_layer = {numerics.layer: i for i, numerics in enumerate(layers)}
         self.by_name = {numerics.name: numerics for numerics in layers}
         self.recipes = [_auto(numerics) for numerics in self.layers]
         self.recipe = self.recipes[0]
@@ -161,7 +162,7 @@ class Controller:
 
     def cost(self, numerics: Numerics, role: str) -> float | None:
         """Predicted cost in nats of a layer's cast of its "input" or "weight" for the forward; None where not known."""
-        layer = next((i for i, each in enumerate(self.layers) if each is numerics), -1)
+        layer = self.by_layer.get(numerics.layer, -1)
         seen, choice = self.reads.get(layer), self.choices.get(layer)
         if seen is None or choice is None or role not in ("input", "weight"):
             return None
@@ -241,8 +242,8 @@ class Controller:
             self.watched = HostCopy([self.state.step_amax_S])
         if self.watched is not None and self.watched.done():
             moved = self.moves.moved(amaxes_of(self.watched.tensors[0], len(self.state.layers)), number)
-            at = {numerics.layer: i for i, numerics in enumerate(self.layers)}
-            groups = [self.choices[at[layer]].layers for layer in moved if at.get(layer) in self.choices]
+            at = [self.by_layer[layer] for layer in moved if layer in self.by_layer]
+            groups = [self.choices[i].layers for i in at if i in self.choices]
             found, self.watched = {self.layers[i].layer for group in groups for i in group}, None
         return found
 
@@ -377,6 +378,7 @@ class Controller:
     def __setstate__(self, state: dict) -> None:
         if "reads" not in state:  # pickled before casts were tried
             new = {"reads": {}, "loss": None, "moves": Moves(), "watched": None, "calibrated": False}
+            new["by_layer"] = {numerics.layer: i for i, numerics in enumerate(state["layers"])}
             state = new | {key: value for key, value in renamed(state, RENAMED).items() if key != "resample"}
         self.__dict__.update(state)
 

@@ -99,7 +99,8 @@ class Call:
     def cast_input(self, x_MK: torch.Tensor, kept: Kept) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read).  kept: operands that another layer has made of this x."""
         first, to_save, slot = self.plan.forward[0], self.plan.wgrad[1], self._slot(INPUT, self.record, self.count)
-        self.observe("input", x_MK)
+        if self.numerics.state.samples is not None:
+            self.observe("input", x_MK)
         if self.transposes_input:
             return both(x_MK, first, kept, slot)
         serves = self.needs_w and to_save is first
@@ -145,7 +146,7 @@ class Call:
         fp8: y may be a Float8Tensor, where the recipe stores it so.
         """
         numerics, plan = self.numerics, self.plan
-        second, sampled = plan.forward[1], self.samples
+        second, sampled = plan.forward[1], numerics.state.samples is not None and self.samples
         if sampled:
             self.observe("weight", weight_NK)
         weights = numerics.weight.operands(weight_NK, self.record)

@@ -139,7 +139,7 @@ class Report:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
-        if totals["cost_millinats"]:
+        if totals.get("cost_millinats"):
             lines.append(
                 f"the casts of all forwards are predicted to cost {totals['cost_millinats']:.3g} millinats of loss"
             )
