@@ -33,6 +33,7 @@ SLACK_DB = 1.0  # by which a cast may miss its needs before it is changed
 PATIENCE = 4  # samples in a row that have to allow a cheaper cast
 CHANGES, REFILL, SAFER = 4.0, 16, 0.25  # the budget of changes; samples until one more; what a safer cast counts
 WIDER, WIDEST = 2, 4  # powers of two that a margin grows by, and to
+PAID = 0.5  # of the budget: a cheaper cast was paid for not long ago
 RECOVERS = 2.0 ** (1 / 64)  # by which a group forgets faster again, with each sample
 BEYOND = 1e-4  # share of elements that may saturate under a predicted scale before its margin grows
 HARMLESS = 1e-5  # of the loss: a cast that costs no more needs nothing better, under objective "speed"
@@ -171,14 +172,14 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
         bad = {i: why for i, casts in now.items() if casts and (why := unit.missed(i, casts, slack))}
         if previous.changes and not bad:
             key = min(unit.seen), unit.matmul
-            if not _is_cheaper(wish, now) or spent + 1 > CHANGES:
+            if not _is_cheaper(wish, now):
                 continue
-            if (count := previous.cheaper.get(key, 0) + 1) < PATIENCE:
-                cheaper[key] = count
+            cheaper[key] = previous.cheaper.get(key, 0) + 1
+            if cheaper[key] < PATIENCE or spent + 1 > CHANGES:
                 continue
             spent += 1
         elif previous.changes:
-            fades_db = max(fades_db / 2, FADES_DB / 16) if spent >= 1 else fades_db
+            fades_db = max(fades_db / 2, FADES_DB / 16) if previous.spent > PAID else fades_db
             spent += SAFER
         missed |= {(i, unit.matmul): (OPERANDS[unit.matmul][operand], why) for i, (operand, why) in bad.items()}
         for i, casts in wish.items():

@@ -14,7 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import channels, deaf, looks, rows
 
-from fp8engine.auto.policy import CHANGES, HARMLESS, RECOVERS, REFILL, SAFER, Needs, decide, needs_of, reasons, widen
+from fp8engine.auto.policy import (
+    CHANGES,
+    HARMLESS,
+    PATIENCE,
+    RECOVERS,
+    REFILL,
+    SAFER,
+    Needs,
+    decide,
+    needs_of,
+    reasons,
+    widen,
+)
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.numerics.recipe import MATMULS, ROLES, auto
@@ -110,7 +122,7 @@ def test_reasons_name_the_read_the_percentile_the_numbers_and_the_cost():
     assert found.reasons[0, "grad_output"] == (
         "dgrad, the whole result: predicted SQNR 25.0 dB where 31.0 dB can be had"
     )
-    back = decide({0: GOOD}, NEEDS, found)
+    back = patiently(GOOD, found)
     assert back.reasons == dict.fromkeys(
         [(0, "input"), (0, "weight")], "good enough in the latest samples, and cheaper"
     )
@@ -198,7 +210,7 @@ def test_a_missed_need_is_acted_on_at_once_however_often():
     """Trouble that comes and goes, without memory: each time safer casts, and cheaper ones while they can be paid."""
     choice, cheaper = SETTLED, []
     for step in range(400):
-        trouble = step % 2 == 0
+        trouble = step % (PATIENCE + 1) == 0
         after = decide({0: NOT_TENSOR if trouble else GOOD}, NEEDS, choice)
         if trouble:
             assert after.matmuls[0, "forward"] == ROW, step
@@ -209,7 +221,7 @@ def test_a_missed_need_is_acted_on_at_once_however_often():
         choice = after
     # CHANGES at first, and what refills in 400 samples; each cheaper one makes a safer one necessary.
     assert len(cheaper) == pytest.approx((CHANGES + 400 / REFILL) / (1 + SAFER), abs=2)
-    assert cheaper[2] < 8
+    assert cheaper[2] < 4 * (PATIENCE + 1)
     assert choice.spent <= CHANGES + SAFER
 
 
@@ -219,9 +231,9 @@ def test_a_group_whose_cheaper_cast_was_taken_back_remembers_for_longer():
     assert rows.fades_db == FADES_DB
     choice, faded = rows, []
     for _ in range(2):
-        choice = decide({0: NOT_TENSOR}, NEEDS, decide({0: GOOD}, NEEDS, choice))
+        choice = decide({0: NOT_TENSOR}, NEEDS, patiently(GOOD, choice))
         faded.append(choice.fades_db)
-    assert faded == pytest.approx([FADES_DB / 2, FADES_DB / 4 * RECOVERS**2])
+    assert faded == pytest.approx([FADES_DB / 2, FADES_DB / 4 * RECOVERS ** (PATIENCE + 1)])
     for _ in range(200):
         choice = decide({0: NOT_TENSOR}, NEEDS, choice)
     assert choice.fades_db == FADES_DB
@@ -244,7 +256,25 @@ def test_sixteen_bits_are_left_when_numbers_allow():
     choice = decide({0: made(math.nan, **{f"{role}_{matmul}": bad for role, matmul in READS})}, NEEDS, START)
     assert choice.matmuls == {}
     assert not recipe_of(AUTO, choice, 0).is_fp8
-    assert decide({0: GOOD}, NEEDS, choice).matmuls == SETTLED.matmuls
+    assert decide({0: GOOD}, NEEDS, choice).matmuls == {}
+    assert patiently(GOOD, choice).matmuls == SETTLED.matmuls
+
+
+def test_a_cheaper_cast_has_to_be_good_enough_in_several_samples_in_a_row():
+    choice = decide({0: NOT_TENSOR}, NEEDS, SETTLED)
+    for _ in range(3):
+        for _ in range(PATIENCE - 1):
+            choice = decide({0: GOOD}, NEEDS, choice)
+        choice = decide({0: NOT_TENSOR}, NEEDS, choice)
+    assert choice.matmuls[0, "forward"] == ROW
+    assert choice.changes == SETTLED.changes + 1
+
+
+def patiently(seen: Reads, choice: Choice) -> Choice:
+    """The choice after as many samples as a cheaper cast needs."""
+    for _ in range(PATIENCE):
+        choice = decide({0: seen}, NEEDS, choice)
+    return choice
 
 
 def test_sixteen_bits_for_the_cards_sake_are_for_good():
