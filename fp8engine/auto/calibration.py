@@ -19,7 +19,7 @@ from fp8engine.auto.flow.untouched import untouched
 
 def calibrate(model: nn.Module, controllers: Sequence[Controller], example_inputs: object) -> None:
     """Decide on `example_inputs`, as fe.convert takes them, for layers under `auto` that repeat no plan."""
-    active = [controller for controller in controllers if controller.plan is None]
+    active = [each for each in controllers if each.plan is None and each.state.device.type != "meta"]
     if not active:
         return
     args, kwargs = arguments(example_inputs)

@@ -139,6 +139,11 @@ class Report:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
+        if any(each.recipe.budget is not None and each.loss is None and each.log for each in self.controllers):
+            lines.append(
+                "the budget of loss is not kept: no loss was seen; call fe.scaling_state(model).see_loss(loss) before "
+                "each backward, or return it from the model as .loss"
+            )
         if totals.get("cost_millinats"):
             lines.append(
                 f"the casts of all forwards are predicted to cost {totals['cost_millinats']:.3g} millinats of loss"

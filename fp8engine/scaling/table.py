@@ -239,8 +239,10 @@ class ScalingState:
         result: a loss that the model returns is kept for `auto` in a step that is sampled.
         """
         if not torch.compiler.is_compiling():
-            if self.samples is not None and (loss := getattr(result, "loss", None)) is not None:
-                self.samples.see_loss(loss)
+            if self.samples is not None:
+                loss = getattr(result, "loss", None)
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                    self.samples.see_loss(loss)
             for shared in (self.shared, self.gathered):
                 shared.active, shared.entry = False, None
 
