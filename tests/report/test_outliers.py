@@ -39,7 +39,8 @@ def planted(factor: float, steps: int = 3) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(Block(64))
     converted(model, fe.auto(interval=1))
-    hook = model[0].down.register_forward_pre_hook(lambda _, args: (spiked(args[0], factor),))
+    down = model.get_submodule("0.down")
+    hook = down.register_forward_pre_hook(lambda _, args: (spiked(args[0], factor),))
     for _ in range(steps):
         model(torch.randn(512, 64)).square().mean().backward()
     hook.remove()
