@@ -76,5 +76,5 @@ def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     for result in found.results:
         if result.worst() is not None:
             screen.print(show.layer_table(result))
-    say(screen, *show.left_alone(found), *(f"note: {note}" for note in notes))
+    say(screen, *show.choices(found), *show.left_alone(found), *(f"note: {note}" for note in notes))
     say_files(screen, written)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from fp8engine import files
 from fp8engine.auto import Alarm, Controller, merge
 from fp8engine.errors import StateError
+from fp8engine.report import outliers
 from fp8engine.report.page import write
 from fp8engine.scaling.table import ROLES
 
@@ -43,6 +44,11 @@ class Report:
     alarms: list[dict] = field(default_factory=list)
     attention: tuple[dict, ...] = ()
 
+    @property
+    def outliers(self) -> list[dict]:
+        """Slots with standing outliers, the largest first: step, slot, ratio (amax/rms), cast, sqnr_db, remedy."""
+        return outliers.standing(self.controllers)
+
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
 
@@ -54,9 +60,9 @@ class Report:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return {"layers": self.layers, "totals": self.totals, "decisions": self.decisions, "alarms": self.alarms} | (
-            {"attention": list(self.attention)} if self.attention else {}
-        )
+        told = {"layers": self.layers, "totals": self.totals, "decisions": self.decisions, "alarms": self.alarms}
+        told["outliers"] = self.outliers
+        return told | ({"attention": list(self.attention)} if self.attention else {})
 
     def to_html(
         self, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None
@@ -150,6 +156,8 @@ class Report:
             )
         if self.alarms:
             lines.append(f"{len(self.alarms)} early warnings, the latest: {Alarm(**self.alarms[-1])}")
+        if standing := self.outliers:
+            lines.append(outliers.line(standing))
         if totals["kept_weight_bytes"]:
             why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
             size = totals["kept_weight_bytes"] / 2**20

@@ -192,7 +192,9 @@ def test_a_plan_is_repeated(tmp_path: Path):
 def test_a_report_says_what_it_said(tmp_path: Path):
     report = unpickled("report.pkl")
     assert type(report) is fe.Report
-    assert json.loads(json.dumps(report.to_dict())) == json.loads((make.FOLDER / "report.json").read_text())
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told.pop("outliers") == []  # 0.1 looked for none; these tensors have none
+    assert told == json.loads((make.FOLDER / "report.json").read_text())
     assert "E4M3" in report.table()
     report.to_html(tmp_path / "report.html")
     report.save_plan(tmp_path / "plan.json")

@@ -239,7 +239,7 @@ def test_what_json_holds():
     assert [result["recipe"] for result in told["results"]] == ["current", "rowwise"]
     result = told["results"][0]
     numbers = {"loss", "loss_change_percent", "top1", "cosine", "least_cosine", "sqnr_db", "fp8_flops_share"}
-    assert set(result) == {"recipe", "emulated", "worst_layer", "layers", *numbers}
+    assert set(result) == {"recipe", "emulated", "worst_layer", "layers", "chosen", *numbers}
     layers = {layer["name"]: layer for layer in result["layers"]}
     assert set(layers["head"]) == {"name", "shape", "recipe", "reason", "own_sqnr_db", "sqnr_db", "note"}
     assert layers["head"]["recipe"] == "none"

@@ -174,6 +174,32 @@ def test_what_recipes_have_read_before_is_said(folder: Path, tmp_path: Path):
     assert not any(note.startswith("current") for note in told)
 
 
+def test_screen_and_json_say_what_auto_chose(folder: Path, tmp_path: Path):
+    """Of 7 layers in each of the Llama's blocks, with 3 slots each; a fixed recipe chooses nothing."""
+    arguments = (
+        folder / "model",
+        "--tokenizer",
+        "bytes",
+        "--texts",
+        2,
+        "--out",
+        tmp_path,
+        "-r",
+        "current",
+        "-r",
+        "auto",
+    )
+    current, auto = json.loads(call(*arguments, "--json").stdout)["results"]
+    assert current["chosen"] is None
+    slots = auto["chosen"]["slots"]
+    assert sum(slots.values()) == 3 * sum(layer["recipe"] == "auto" for layer in auto["layers"]) > 0
+    shown = " ".join(call(*arguments).stdout.split())
+    cast, count = next(iter(slots.items()))
+    assert f"auto chose, by slots: {cast} {count}" in shown
+    assert f"; {auto['fp8_flops_share']:.0%} of linear FLOPs in FP8" in shown
+    assert "current chose" not in shown
+
+
 def test_why_layers_are_left_alone_is_said_once(folder: Path, tmp_path: Path):
     arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
     shown = call(*arguments, "-r", "current", "-r", "rowwise")

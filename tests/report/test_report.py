@@ -57,8 +57,8 @@ def test_the_share_of_flops_by_hand():
 def test_to_dict_has_the_designs_keys_in_types_of_json():
     told = fe.inspect(mixed()).to_dict()
     assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert set(told) == {"layers", "totals", "decisions", "alarms"}
-    assert told["decisions"] == told["alarms"] == []
+    assert set(told) == {"layers", "totals", "decisions", "alarms", "outliers"}
+    assert told["decisions"] == told["alarms"] == told["outliers"] == []
     keys = {
         "name",
         "kind",

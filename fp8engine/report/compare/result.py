@@ -40,6 +40,7 @@ class RecipeResult:
     """A model under one recipe, against itself.  None: the model has no such number.
 
     loss: nats a token.  top1: share of equal answers.  cosine, least_cosine: over the texts.
+    chosen: what `auto` decided, as `chosen` counts it; None of a fixed recipe.
     """
 
     recipe: str
@@ -51,6 +52,7 @@ class RecipeResult:
     fp8_flops_share: float
     emulated: bool
     layers: list[LayerResult]
+    chosen: dict | None = None
 
     def worst_first(self) -> list[LayerResult]:
         """The converted layers that were called, by their own SQNR; those that are not finite first."""

@@ -25,6 +25,7 @@ from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.compare.batches import NOTHING, Batch, pooled, real_rows
+from fp8engine.report.compare.chosen import chosen
 from fp8engine.report.compare.result import Comparison, LayerResult, RecipeResult
 
 ROWS = 128  # taken into FP64 at once: logits of a large vocabulary in FP64 would be the largest tensor of all
@@ -97,6 +98,7 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
         report.totals["fp8_flops_share"],
         any(layer["emulated"] for layer in report.layers),
         layers.results(),
+        chosen(report.controllers),
     )
     return scores.mean(scores.loss_high), result
 

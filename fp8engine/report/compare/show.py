@@ -11,7 +11,7 @@ from fp8engine.report.compare.result import Comparison, RecipeResult, note
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 8  # layers in the table for a terminal, the worst first
+SHOWN = 8  # layers in the table for a terminal, the worst first; casts in the line of what auto chose
 # Okabe-Ito, told apart by colour-blind readers; in the order of the recipes asked for.
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#7f8c9b", "#1b1b1b")
 FAINT = "#d9dde2"
@@ -59,6 +59,22 @@ def layer_table(result: RecipeResult) -> Table:
         shape = "x".join(map(str, layer.shape))
         shown.add_row(layer.name, shape, decibels(layer.own_sqnr_db), decibels(layer.sqnr_db))
     return shown
+
+
+def choices(comparison: Comparison) -> list[str]:
+    """A line for each recipe that decides: how many slots it gave each cast, the most frequent first."""
+    lines = []
+    for result in comparison.results:
+        if (made := result.chosen) is None:
+            continue
+        counted = [f"{cast} {count}" for cast, count in made["slots"].items()]
+        if rest := sum(list(made["slots"].values())[SHOWN:]):
+            counted[SHOWN:] = [f"other casts {rest}"]
+        layers = {"forward in 16 bits": made["forward_in_16_bits"], "not sampled": made["not_sampled"]}
+        told = [f"{what}: {count} layer{'s' * (count != 1)}" for what, count in layers.items() if count]
+        share = f"{result.fp8_flops_share:.0%} of linear FLOPs in FP8"
+        lines.append(f"{result.recipe} chose, by slots: {'; '.join([', '.join(counted), *told, share])}")
+    return lines
 
 
 def left_alone(comparison: Comparison) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from fp8engine.report.outliers import ABOVE
 from fp8engine.report.page.svg import colour
 from fp8engine.scaling.table import ROLES
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 FORMATS_NOTE = "one row a layer, one column a sample"
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
 ALARMS_NOTE = "amax growing away from rms, long before anything saturates"
+OUTLIERS_NOTE = f"amax above {ABOVE:.0f} times rms at the latest sample"
 
 
 def section(name: str, title: str, body: str, note: str = "") -> str:
@@ -63,8 +65,11 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
         steps = len({decision["step"] for decision in report.decisions})
         found.append(_card("formats changed", str(len(report.decisions)), f"at {steps} step{'s' * (steps != 1)}"))
         slots = len({alarm["slot"] for alarm in report.alarms})
-        note = f"on {slots} slot{'s' * (slots != 1)}" if slots else "no tensor grows outliers"
-        found.append(_card("early warnings", str(len(report.alarms)), note, "bad" if slots else "good"))
+        note, mood = (f"on {slots} slot{'s' * (slots != 1)}", "bad") if slots else _calm(samples, report.outliers)
+        found.append(_card("early warnings", str(len(report.alarms)), note, mood))
+    if standing := report.outliers:
+        largest = f"largest {standing[0]['ratio']:.0f} × rms: {standing[0]['slot']}"
+        found.append(_card("standing outliers", str(len(standing)), largest, "warn"))
     if totals["nonfinite"]:
         found.append(_card("NaN or Inf", f"{totals['nonfinite']:,}", "elements; they stayed so", "bad"))
     if losses is not None:
@@ -124,6 +129,18 @@ def alarms(report) -> str:
         for alarm in reversed(report.alarms)
     )
     return _table(("step", "slot", "amax / rms", "grew", "remedy"), rows)
+
+
+def outliers(report) -> str:
+    """Every slot with standing outliers, the largest first; "" where there is none."""
+    rows = "".join(
+        f"<tr><td><code>{escape(each['slot'])}</code></td>"
+        f'<td class="n">{each["ratio"]:.0f}</td><td>{_chip(each["cast"])}</td>'
+        f'<td class="n">{_decibel(each["sqnr_db"])}</td><td class="n">{each["step"]}</td>'
+        f"<td><code>{escape(each['remedy'])}</code></td></tr>"
+        for each in report.outliers
+    )
+    return _table(("slot", "amax / rms", "cast", "SQNR", "step", "remedy"), rows) if rows else ""
 
 
 def decisions(report) -> str:
@@ -198,6 +215,13 @@ def memory(report) -> str:
         f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
         f'<div class="scroll" tabindex="0" aria-label="Memory">{_table(("layer", "kept", "why"), rows)}</div>'
     )
+
+
+def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
+    """What is said where nothing has warned, and its mood: the all-clear only where tensors were seen and are calm."""
+    if not samples:
+        return "no tensor was sampled", ""
+    return ("none grows: see standing outliers", "") if standing else ("no tensor has outliers or grows them", "good")
 
 
 def _card(title: str, value: str, under: str, mood: str = "") -> str:

@@ -42,12 +42,13 @@ def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = Non
     """The page as text.  Raises ReportError for losses that are not numbers, or a flow that cannot draw itself."""
     measured = None if losses is None else _numbers(losses)
     samples = samples_of(report)
-    numbers = blob(report, samples)
+    numbers, standing = blob(report, samples), parts.outliers(report)
     sections = [
         parts.section("loss", "Loss", _loss(report, measured)) if measured is not None else "",
         parts.section("formats", "Format of every tensor", _maps(report, numbers), parts.FORMATS_NOTE),
         parts.section("detail", "One layer", parts.detail(numbers)) if numbers["layers"] else "",
         parts.section("alarms", "Early warning", parts.alarms(report), parts.ALARMS_NOTE),
+        parts.section("outliers", "Standing outliers", standing, parts.OUTLIERS_NOTE) if standing else "",
         parts.section("decisions", "Decisions", parts.decisions(report)),
         parts.section("layers", "Layers", parts.layers(report, numbers)),
         parts.section("left", "Left alone, and why", parts.left(report)),
