@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import RECORD
 from fp8engine.errors import ConversionError
@@ -37,8 +39,8 @@ def iter_fp8(model: nn.Module, *, layout: str = "auto") -> Iterator[tuple[str, t
     in FP8 are the parameters' own memory, so copy what must outlive the next optimizer step.  Codes are those that the
     next forward multiplies, where a layer's scale is its own and current: not under `delayed`, and not in layouts that
     join the scales of q, k, v, for which "fp8engine" does not.
-    Under FSDP2 each weight is gathered when its layer comes, so every rank must go through all pairs, in step.
-    Between two pairs nothing may change the weights or shard them anew.
+    Under FSDP2 each tensor is gathered when it comes, in the dtype that mp_policy gives the forward: every rank must go
+    through all pairs.  Between two pairs nothing may change the weights or run the model.
 
     Raises ConversionError, before the first pair, for a model that is not converted (which has no codes of training)
     and for what `export` refuses; UnknownName for a layout; StateError at a layer whose weight is not finite.
@@ -74,27 +76,26 @@ def _pairs(model: nn.Module, stored: Stored, chosen: list[Decision]) -> Iterator
     as_held = revert_weight_conversion(model, nothing) is nothing  # a copy where transformers converts the model
     groups = {_weight(d): group for group in one_scale(chosen, stored.layout) for d in group}
     state = model.state_dict()  # under FSDP2 shards again what a forward has gathered
-    names = _saved(model, state, set(groups))
+    names, dtypes = _saved(model, state, set(groups)), _dtypes(model, state)
     for _, block in itertools.groupby(names, key=lambda name: name if as_held else _block(name)):
         made: dict[str, torch.Tensor] = {}
         for name in block:
             if name in groups:
-                made |= _cast(groups, name, state, stored)
+                made |= _cast(groups[name], name, lambda each: _gathered(state[each], dtypes.get(each)), stored)
             else:
-                made[name] = _gathered(state[name]).contiguous()
+                made[name] = _gathered(state[name], dtypes.get(name)).contiguous()
         yield from (made if as_held else revert_weight_conversion(model, made)).items()
 
 
-def _cast(groups, name: str, state: Mapping[str, torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
-    """The tensors of all layers that have one scale with this one, by name, where it is the first; else none."""
-    group = groups[name]
-    if name != next(_weight(d) for d in group):
+def _cast(
+    group: list[Decision], name: str, whole: Callable[[str], torch.Tensor], stored: Stored
+) -> dict[str, torch.Tensor]:
+    """The tensors of all layers of a group by name, where `name` is its first weight; else none."""
+    names = [_weight(decision) for decision in group]
+    if name != names[0]:
         return {}
-    weights = [_gathered(state[_weight(decision)]) for decision in group]
-    tensors = {}
-    for decision, made in zip(group, quantised(group, weights, stored), strict=True):
-        tensors |= {_weight(decision).removesuffix("weight") + key: tensor for key, tensor in made.items()}
-    return tensors
+    parts = zip(names, quantised(group, [whole(each) for each in names], stored), strict=True)
+    return {weight.removesuffix("weight") + key: tensor for weight, made in parts for key, tensor in made.items()}
 
 
 def _saved(model, state: Mapping[str, torch.Tensor], fp8: set[str]) -> list[str]:
@@ -128,6 +129,18 @@ def _sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on the device of the ranks' collectives where it is sharded."""
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if _sharded(tensor) else tensor  # pyright: ignore
+def _dtypes(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    """The dtype to which fully_shard's mp_policy casts parameters for the forward, by name, where it does."""
+    if not any(map(_sharded, state.values())):
+        return {}
+    from torch.distributed.fsdp import FSDPModule
+
+    records = (r for m in model.modules() if isinstance(m, FSDPModule) for r in _torch.sharded_parameters(m))
+    found = {id(r.sharded_param): r.mp_policy.param_dtype for r in records if r.mp_policy.param_dtype is not None}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: found[id(parameter)] for name, parameter in named if id(parameter) in found}
+
+
+def _gathered(tensor: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    """The whole of a tensor; one that is sharded in `dtype`, and on the device that its ranks compute on."""
+    return tensor.to(tensor.device_mesh.device_type, dtype).full_tensor() if _sharded(tensor) else tensor
