@@ -36,9 +36,9 @@ def iter_fp8(model: nn.Module, *, layout: str = "auto") -> Iterator[tuple[str, t
 
     For a layer in FP8 its codes `<layer>.weight` [N, K] and their FP32 scale (`<layer>.weight_scale`, or
     `weight_scale_inv` over blocks); other tensors in the model's dtype.  Tensors are on the model's device; those not
-    in FP8 are the parameters' own memory, so copy what must outlive the next optimizer step.  Codes are those that the
-    next forward multiplies, where a layer's scale is its own and current: not under `delayed`, and not in layouts that
-    join the scales of q, k, v, for which "fp8engine" does not.
+    in FP8 are the parameters' own memory, so copy what must outlive the next optimizer step.  With layout="fp8engine"
+    the codes are those that the next forward multiplies, but for `delayed`, whose scale comes from its history; other
+    layouts differ where servers ask for it (layers.py).
     Under FSDP2 each tensor is gathered when it comes, in the dtype that mp_policy gives the forward: every rank must go
     through all pairs.  Between two pairs nothing may change the weights or run the model.
 
@@ -101,7 +101,8 @@ def _cast(
 def _saved(model, state: Mapping[str, torch.Tensor], fp8: set[str]) -> list[str]:
     """Names of the state that transformers' save_pretrained writes: what it ignores is left out, and ties come once.
 
-    Shards are told apart by their parameters, since some ranks hold no part of a small one.
+    Ties are found by addresses, for which torch would gather a tied shard, and fails where it is uneven: a tensor
+    without data stands in for a shard, and is told apart by its parameter.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
