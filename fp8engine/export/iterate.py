@@ -69,7 +69,7 @@ def iter_fp8(model: nn.Module, *, layout: str = "auto") -> Iterator[tuple[str, t
     return _pairs(model, stored, [decision for decision in decisions if decision.recipe is not None])
 
 
-def _pairs(model: nn.Module, stored: Stored, chosen: list[Decision]) -> Iterator[tuple[str, torch.Tensor]]:
+def _pairs(model: Any, stored: Stored, chosen: list[Decision]) -> Iterator[tuple[str, torch.Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     nothing: dict[str, torch.Tensor] = {}
