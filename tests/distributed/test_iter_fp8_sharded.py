@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support import converted
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
@@ -109,7 +109,27 @@ def work(rank: int, ranks: int, folder: str) -> dict:
         different = [n for n in written if given.get(n) != written[n]] + [n for n in given if n not in written]
         fp8 = sum("float8" in kind for kind, _, _ in given.values())
         found[name] = {"fp8": fp8, "different": different, "layers": layers, "wrong": wrong, "undisturbed": undisturbed}
-    return found | {"gathers": gathers(rank)}
+    return found | {"gathers": gathers(rank), "others": other_shards()}
+
+
+def other_shards() -> dict[str, list[str]]:
+    """Names whose tensors change when a model is divided by fully_shard alone, or over its features."""
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    columns = [f"{attention}{name}_proj" for name in "qkv"] + [f"{mlp}{name}_proj" for name in ("gate", "up")]
+    rows = [f"{attention}o_proj", f"{mlp}down_proj"]
+    plan = dict.fromkeys(columns, fe.distributed.Colwise()) | dict.fromkeys(rows, fe.distributed.Rowwise())
+    mesh, found = dist.init_device_mesh("cpu", (2,)), {}
+    for way, divide in {
+        "fully_shard": lambda model: fully_shard(model, mesh=mesh),
+        "tensor parallel": lambda model: fe.distributed.tensor_parallel(model, mesh, plan),
+    }.items():
+        torch.manual_seed(0)  # fully_shard divides what each rank has
+        model = converted(tiny_models.llama(num_key_value_heads=2, num_hidden_layers=1), "current")
+        before = {name: bits(tensor) for name, tensor in fe.hf.iter_fp8(model)}
+        divide(model)
+        after = {name: bits(tensor) for name, tensor in fe.hf.iter_fp8(model)}
+        found[way] = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return found
 
 
 def gathers(rank: int) -> dict:
@@ -140,6 +160,10 @@ def test_shards_give_what_the_whole_model_exports(case: str, found: list[dict]):
 @pytest.mark.parametrize("case", CASES)
 def test_no_code_differs_from_the_gathered_forwards(case: str, found: list[dict]):
     assert [(rank[case]["layers"], rank[case]["wrong"]) for rank in found] == [(7, 0)] * 2
+
+
+def test_how_the_weights_are_divided_changes_nothing(found: list[dict]):
+    assert [rank["others"] for rank in found] == [{"fully_shard": [], "tensor parallel": []}] * 2
 
 
 def test_each_tensor_is_gathered_when_it_comes(found: list[dict]):
