@@ -15,6 +15,8 @@ from benchmarks.distributed.processes import run
 from fp8engine.autograd.call import Call
 from fp8engine.distributed.traffic import Traffic
 
+pytestmark = pytest.mark.slow
+
 # Two ranks share 65 rows unevenly, as 33 and 32.  The first tensor is the tied embedding.
 SIZE = {"vocab_size": 65, "intermediate_size": 65, "tie_word_embeddings": True, "num_hidden_layers": 1}
 CASES = {
