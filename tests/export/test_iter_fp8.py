@@ -1,6 +1,5 @@
 """fe.hf.iter_fp8: the tensors of an export, the codes of a forward, one layer at a time, and what it refuses."""
 
-import gc
 import itertools
 import weakref
 from collections.abc import Callable
@@ -139,7 +138,6 @@ def test_one_layers_copies_are_held_at_a_time():
             made.append(weakref.ref(tensor))
             total += tensor.nbytes
         del tensor
-        gc.collect()
         alive = [held for ref in made if (held := ref()) is not None]
         most = max(most, sum(held.nbytes for held in alive))
         del alive
