@@ -1,8 +1,12 @@
-"""FP8 checkpoints: `export` writes them, `load` reads them, `Fp8EngineConfig` casts 16-bit ones while they load."""
+"""FP8 checkpoints: `export` writes them, `load` reads them, `Fp8EngineConfig` casts 16-bit ones while they load.
+
+`iter_fp8` hands out what `export` would write.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.errors import ConversionError
+from fp8engine.export.iterate import iter_fp8
 from fp8engine.export.read import load
 from fp8engine.export.write import ExportReport, export
 
@@ -22,4 +26,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["ExportReport", "Fp8EngineConfig", "export", "load"]
+__all__ = ["ExportReport", "Fp8EngineConfig", "export", "iter_fp8", "load"]

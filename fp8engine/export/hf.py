@@ -9,7 +9,7 @@ The table of families is in families.py, `describe` in describe.py, checkpoints 
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.convert.describe import Description, describe
-from fp8engine.export import ExportReport, export, load
+from fp8engine.export import ExportReport, export, iter_fp8, load
 from fp8engine.nn.families import FAMILIES, MLP, Attention, Block, Experts, Structure
 
 if TYPE_CHECKING:
@@ -36,5 +36,6 @@ __all__ = [
     "Structure",
     "describe",
     "export",
+    "iter_fp8",
     "load",
 ]

@@ -91,28 +91,39 @@ def export(
     are not finite), OSError or SafetensorError (no space, no permission).  Nothing is left behind by an error.
     """
     target = Path(path)
-    _check(model, target)
-    check_words(layout, activations)
-    layout, decisions, notes = choose_layers(model, recipe, layout)
-    recipes = {decision.name: decision.recipe for decision in decisions if decision.recipe is not None}
+    check_model(model)
+    check_target(target)
+    stored, decisions, notes = settle(model, recipe, layout, activations)
     chosen = [decision for decision in decisions if decision.recipe is not None]
-    stored = replace(_stored(recipes, layout, activations), left=tuple(_left_modules(decisions)))
-    _check_patterns(stored, chosen)
     before = model.state_dict()
     size = sum({t.data_ptr(): t.nbytes for t in before.values()}.values())
     tensors, after = dict(before), {}
-    for group in one_scale(chosen, layout):
-        for decision, made in zip(group, _quantised(group, stored), strict=True):
+    for group in one_scale(chosen, stored.layout):
+        weights = [weight_of(decision.module).detach() for decision in group]
+        for decision, made in zip(group, quantised(group, weights, stored), strict=True):
             key = f"{decision.name}." if decision.name else ""
             tensors |= {key + name: tensor for name, tensor in made.items()}
             after[decision.name] = sum(tensor.nbytes for tensor in made.values())
     files, beside = _write(model, tensors, stored, target, max_shard_size)
-    layers = [_written(decision, recipes[decision.name], after[decision.name]) for decision in chosen]
+    layers = [_written(decision, decision.recipe, after[decision.name]) for decision in chosen if decision.recipe]
     left = [_row(d) for d in decisions if d.recipe is None] + _embeddings(model)
     notes += _notes(chosen, stored, model, beside)
     written = sum((target / name).stat().st_size for name in files if name.endswith(".safetensors"))
     names = ", ".join(dict.fromkeys(row["recipe"] for row in layers))
-    return ExportReport(str(target), layout, names, layers, left, size, written, files, notes)
+    return ExportReport(str(target), stored.layout, names, layers, left, size, written, files, notes)
+
+
+def settle(
+    model: nn.Module, recipe: str | Recipe | None, layout: str, activations: str
+) -> tuple[Stored, list[Decision], list[str]]:
+    """(the layout, a Decision for every linear layer, notes), for the arguments of `export`; raises as it does."""
+    check_words(layout, activations)
+    layout, decisions, notes = choose_layers(model, recipe, layout)
+    chosen = [decision for decision in decisions if decision.recipe is not None]
+    recipes = {decision.name: decision.recipe for decision in decisions if decision.recipe is not None}
+    stored = replace(_stored(recipes, layout, activations), left=tuple(_left_modules(decisions)))
+    _check_patterns(stored, chosen)
+    return stored, decisions, notes
 
 
 def _stored(recipes: dict[str, Recipe], layout: str, activations: str) -> Stored:
@@ -135,7 +146,8 @@ def _stored(recipes: dict[str, Recipe], layout: str, activations: str) -> Stored
     return replace(choose(main, layout, activations), mixed=mixed)
 
 
-def _check(model: nn.Module, target: Path) -> None:
+def check_model(model: nn.Module) -> None:
+    """Raises ConversionError for a model that no checkpoint can be made of."""
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
@@ -153,7 +165,6 @@ def _check(model: nn.Module, target: Path) -> None:
             f"export: {absent} is on the meta device (offloaded by Accelerate, or not loaded yet) and holds no numbers "
             "to write: load the whole model into memory, without offloading"
         )
-    check_target(target)
 
 
 def check_target(target: Path) -> None:
@@ -185,11 +196,13 @@ def _check_patterns(stored: Stored, chosen: list[Decision]) -> None:
                 )
 
 
-def _quantised(group: list[Decision], stored: Stored) -> list[dict[str, torch.Tensor]]:
-    """The tensors, by name, of each layer under one scale: codes in its weight's layout, scales of weight and input."""
+def quantised(group: list[Decision], held: list[torch.Tensor], stored: Stored) -> list[dict[str, torch.Tensor]]:
+    """The tensors, by name, of each layer under one scale: codes in its weight's layout, scales of weight and input.
+
+    held: the layers' weights, whole.  Raises StateError for one that is not finite, and for an input without a scale.
+    """
     made, weights, transposed = [], [], []
-    for decision in group:
-        weight = weight_of(decision.module).detach()
+    for decision, weight in zip(group, held, strict=True):
         if not bool(torch.isfinite(weight).all()):
             bad = int((~torch.isfinite(weight)).sum())
             raise StateError(

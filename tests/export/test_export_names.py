@@ -16,7 +16,8 @@ def python(code: str) -> str:
 def test_they_are_the_packages_own():
     assert (fe.hf.export, fe.hf.load, fe.hf.ExportReport) == (export.export, export.load, export.ExportReport)
     assert fe.hf.Fp8EngineConfig is export.Fp8EngineConfig
-    assert {"export", "load", "Fp8EngineConfig", "describe"} <= set(fe.hf.__all__)
+    assert fe.hf.iter_fp8 is export.iter_fp8
+    assert {"export", "iter_fp8", "load", "Fp8EngineConfig", "describe"} <= set(fe.hf.__all__)
     assert all(getattr(fe.hf, name) for name in fe.hf.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Fp9EngineConfig'"):
         fe.hf.Fp9EngineConfig  # type: ignore[attr-defined]  # noqa: B018
