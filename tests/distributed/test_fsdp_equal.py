@@ -65,9 +65,13 @@ def test_blocks_that_are_compiled_are_a_graph_each(rows: list[dict]):
 
 @pytest.mark.slow
 def test_a_byte_an_element_crosses_the_wire(rows: list[dict]):
-    """Biases and norms stay in high precision: 1.2 % of the elements of the small blocks, at 2 bytes instead of 1."""
+    """Biases and norms stay in high precision: 1.2 % of the elements of the small blocks, at 2 bytes instead of 1.
+
+    Under auto so do weights that it gives exact scales per row, which no cast from row codes repeats.
+    """
     for row in rows:
-        assert 0.5 < row["bytes_share"] < 0.515, (row["recipe"], row["option"])
+        most = 1.0 if row["recipe"] == "auto" else 0.515
+        assert 0.5 < row["bytes_share"] < most, (row["recipe"], row["option"])
 
 
 @pytest.mark.slow
