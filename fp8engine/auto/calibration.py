@@ -2,11 +2,12 @@
 
 The pass runs in evaluation mode and leaves everything as it was (flow/untouched.py) but the recipes of the layers.  A
 model that returns a loss (`.loss`, or "loss" in a dict) runs its backward too, so that gradients are sampled, and the
-costs in nats are known; its parameters' gradients are put back.
+costs in nats are known; no gradient is accumulated, so that hooks on accumulation (an optimizer's) do not run.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,12 +19,15 @@ from fp8engine.auto.flow.untouched import untouched
 
 
 def calibrate(model: nn.Module, controllers: Sequence[Controller], example_inputs: object) -> None:
-    """Decide on `example_inputs`, as fe.convert takes them, for layers under `auto` that repeat no plan."""
+    """Decide on `example_inputs`, as fe.convert takes them, for layers under `auto` that repeat no plan.
+
+    Every rank has to get the same inputs: ranks decide together from then on.
+    """
     active = [each for each in controllers if each.plan is None and each.state.device.type != "meta"]
     if not active:
         return
     args, kwargs = arguments(example_inputs)
-    gradients = [(p, p.grad) for p in model.parameters()]
+    wanted = [p for p in model.parameters() if p.requires_grad]
     loss = None
     with untouched(model):
         for controller in active:
@@ -33,17 +37,28 @@ def calibrate(model: nn.Module, controllers: Sequence[Controller], example_input
         try:
             with torch.enable_grad():
                 loss = loss_of(model(*args, **kwargs))
-                if loss is not None:
-                    for p, _ in gradients:
-                        p.grad = None
-                    loss.backward()
+                if loss is not None and not _run_backward(loss, wanted):
+                    loss = None
+                    warnings.warn(
+                        "example_inputs calibrate the forward alone: a reentrant checkpoint of the model allows no "
+                        "gradient here; use_reentrant=False does",
+                        stacklevel=3,
+                    )
         finally:
             for controller in active:
                 controller.state.on_step, controller.state.decides_next = controller.begin_step, False
-            for p, gradient in gradients:
-                p.grad = gradient
     for controller in active:
         controller.calibrate(loss)
+
+
+def _run_backward(loss: torch.Tensor, wanted: Sequence[torch.Tensor]) -> bool:
+    """Whether the gradients of a loss could be computed: a reentrant checkpoint refuses, or hides the parameters."""
+    try:
+        return any(found is not None for found in torch.autograd.grad(loss, wanted, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        return False
 
 
 def loss_of(result: object) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ import torch
 from fp8engine._moved import renamed
 from fp8engine.auto import budget, saving
 from fp8engine.auto.history import History
-from fp8engine.auto.host_copy import PendingSample, amaxes_of, start_copy
+from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
@@ -40,7 +40,6 @@ from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe
 from fp8engine.files import HostCopy
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
-from fp8engine.ops import ranks
 from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, recipe_of
 from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.reads import READS, Reads
@@ -202,6 +201,7 @@ class Controller:
             return
         if not self.calibrated and self.choices:  # training decides for itself
             self.choices, self.reads, self.log, self.history = {}, {}, [], self.history.emptied()
+            self.outputs = Outputs(self.layers, self.recipes)
             for numerics, recipe in zip(self.layers, self.recipes, strict=True):
                 numerics.adopt(recipe)
         if self.plan is None and (awaited or self.state.samples is None):
@@ -235,7 +235,7 @@ class Controller:
 
         Several ranks have different amaxes, and would have to agree in every step: they take no early samples.
         """
-        if self.plan is not None or self.frozen or self.pending is not None or ranks.several(self.state.ranks):
+        if self.plan is not None or self.frozen or self.pending is not None or several_ranks(self.state):
             return set()
         found, number = set(), max(self.step, 0) // self.recipe.interval
         if self.watched is None and self.state.step_amax_S is not None:
@@ -286,7 +286,7 @@ class Controller:
 
     def _remember(self, found: Mapping[SlotKey, Measured], sample: PendingSample) -> set[int]:
         """Enter the tried casts of layers whose tensors were finite; returns those layers."""
-        tried, usable = sample.reads.double().numpy(), set()
+        tried, usable = sample.tables.reads.double().numpy(), set()
         for i in {i for i, _ in found}:
             mine = [found[i, role] for role in ROLES if (i, role) in found]
             new = Reads(tried[self.layers[i].layer])
@@ -298,9 +298,9 @@ class Controller:
 
     def _decide(self, sample: PendingSample) -> None:
         """Enter the statistics of a step into the history, and decide on every group of layers."""
-        found, counts = self._read(sample.slots), sample.counts
+        found, counts = self._read(sample.tables.slots), sample.tables.counts
         usable = self._remember(found, sample)
-        if math.isfinite(loss := float(sample.loss)):
+        if math.isfinite(loss := float(sample.tables.loss)):
             self.loss = loss
         for slot, measured in found.items():
             choice = self.choices[slot[0]]
@@ -324,7 +324,7 @@ class Controller:
         self.counts = counts
         sampled = {self.layers[i].layer for i, _ in found}
         whole = is_sampled(sample.step, self.recipe.interval)
-        self.moves.sampled(sampled, amaxes_of(sample.amax_S, len(self.state.layers)), whole)
+        self.moves.sampled(sampled, amaxes_of(sample.tables.amax_S, len(self.state.layers)), whole)
 
     def _spend(self, choices: Sequence[Choice]) -> list[Choice]:
         """The choices with the finer casts and the 16 bits that the budget of loss asks for."""
@@ -353,7 +353,7 @@ class Controller:
     def _decide_outputs(self, sample: PendingSample) -> None:
         """Decide on the storage of the layers' results, once their operands' casts are decided."""
         outputs = self.outputs
-        changed, found = outputs.decide(sample.slots, sample.counts, sample.rules)
+        changed, found = outputs.decide(sample.tables.slots, sample.tables.counts, sample.tables.rules)
         self.state.reserve(self.layers[i].layer for i, (_, after) in changed.items() if after.format.is_fp8)
         for i, measured in found.items():
             now = outputs.stored[i]

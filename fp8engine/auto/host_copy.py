@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,11 +14,26 @@ from fp8engine.scaling.sample import Tables
 from fp8engine.scaling.table import ROLES, ScalingState
 
 
+class Copied(NamedTuple):
+    """Tables of a sampled step on the host.
+
+    slots, reads, loss: as `scaling.sample.Tables`.  counts: the state's counters when the step had ended.
+    rules: the state's rules then, with margins that have widened on the device.  amax_S: -1 for slots that did not run.
+    """
+
+    slots: torch.Tensor
+    reads: torch.Tensor
+    loss: torch.Tensor
+    counts: torch.Tensor
+    rules: torch.Tensor
+    amax_S: torch.Tensor
+
+
 @dataclass(frozen=True)
 class PendingSample:
     """The statistics of one training step, being copied to the host.
 
-    copy: of the tables that the properties name.
+    copy: of the tables of `Copied`.
     several_ranks: whether several ranks decide on these statistics, and their copies arrive at different times.
     """
 
@@ -26,34 +42,9 @@ class PendingSample:
     several_ranks: bool = False
 
     @property
-    def slots(self) -> torch.Tensor:
-        """A row for each slot, as `scaling.sample` writes it."""
-        return self.copy.tensors[0]
-
-    @property
-    def reads(self) -> torch.Tensor:
-        """What the casts that were tried have done, [layers, 6, 5, 5]."""
-        return self.copy.tensors[1]
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The loss, one number; NaN where it was not seen."""
-        return self.copy.tensors[2]
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """The state's counters when the step had ended."""
-        return self.copy.tensors[3]
-
-    @property
-    def rules(self) -> torch.Tensor:
-        """The state's rules then: margins that have widened on the device are among them."""
-        return self.copy.tensors[4]
-
-    @property
-    def amax_S(self) -> torch.Tensor:
-        """The amaxes of all slots in that step, -1 for those that did not run."""
-        return self.copy.tensors[5]
+    def tables(self) -> Copied:
+        """The copies, which hold their values once it has arrived."""
+        return Copied(*self.copy.tensors)
 
     def arrived(self, just_started: bool) -> bool:
         """Whether the copy can be read.  Several ranks wait for it one step after its start, all at the same step."""
@@ -73,12 +64,20 @@ def start_copy(step: int, state: ScalingState, tables: Tables) -> PendingSample:
     """Start the copy of what a step has left in the tables; on several ranks, of what the first rank's step has."""
     counts_CS = state.counts_CS.clone()
     amax_S = state.live_2S[0].clone() if state.step_amax_S is None else state.step_amax_S
-    groups = [state.ranks, *([state.divided] if state.divided else [])]  # ranks that divide layers, and their replicas
     agreed = False
-    for group in groups:  # each of them, whatever the one before has said
+    for group in _groups(state):  # each of them, whatever the one before has said
         agreed |= ranks.agree(tables.slots_SL, group)
         for table in (*tables[1:], counts_CS, amax_S):
             ranks.agree(table, group)
     copy = HostCopy([*tables, counts_CS, state.rules_3S, amax_S])
-    several_ranks = agreed and counts_CS.is_cuda  # on a CPU the copy is there at once, on every rank
-    return PendingSample(step, copy, several_ranks)
+    return PendingSample(step, copy, agreed and counts_CS.is_cuda)  # on a CPU the copy is there at once, on every rank
+
+
+def several_ranks(state: ScalingState) -> bool:
+    """Whether other ranks decide with this one."""
+    return any(ranks.several(group) for group in _groups(state))
+
+
+def _groups(state: ScalingState) -> list[str]:
+    """Names of process groups that decide alike: of replicas ("": DistributedDataParallel's), of divided layers."""
+    return [state.ranks, *([state.divided] if state.divided else [])]

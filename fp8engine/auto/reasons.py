@@ -1,6 +1,6 @@
-"""What a decision of the controller rests on beside the casts that were tried: time on the card, counters, the budget.
+"""Reasons of the controller beside the casts that were tried: time on the card, saturation, the budget; log entries.
 
-Functions of a Controller's layers, shapes and recipes; they change nothing.  And how a change is entered in the log.
+Functions of a Controller's layers, shapes and recipes; they change nothing.
 """
 
 from __future__ import annotations

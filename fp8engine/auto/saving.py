@@ -24,7 +24,7 @@ from fp8engine.scaling.sample import StepSamples, Tables
 if TYPE_CHECKING:
     from fp8engine.auto.controller import Controller
 
-PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # of an undecided sample
+PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:

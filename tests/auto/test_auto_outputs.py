@@ -142,6 +142,16 @@ def test_sampling_changes_no_number(tmp_path):
     assert train(net(fe.auto(plan=tmp_path / "plan.json")), 14) == losses
 
 
+def test_answers_before_training_leave_no_stored_result_behind():
+    quiet, answering = net(), net()
+    with torch.no_grad():
+        for _ in range(3):
+            answering(torch.randn(48, X, generator=torch.Generator().manual_seed(9)))
+    assert outputs(answering)
+    assert train(answering, 6) == train(quiet, 6)
+    assert outputs(answering) == outputs(quiet)
+
+
 def test_a_resumed_run_goes_on_bit_for_bit():
     model = net()
     train(model, 15, jump=14)

@@ -10,6 +10,7 @@ from autos import batch, controller, lines, loss_of, plain, train
 from blocks import Net
 from support import converted, state_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.errors import InvalidRecipe, ShapeError
@@ -114,6 +115,30 @@ def test_example_inputs_calibrate_and_leave_the_model_as_it_was(with_loss: bool)
     (out.loss if with_loss else loss_of(out)).backward()
     assert found.step == 0
     assert dict(found.choices) == chosen  # what was calibrated stays when training begins
+
+
+def test_calibration_accumulates_no_gradient():
+    """An optimizer that steps in a hook on accumulation would train the model during its conversion."""
+    model, called = WithLoss(), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(called.append)
+    converted(model, fe.auto(), example_inputs=(batch(0).detach(),))
+    assert called == []
+    model(batch(0)).loss.backward()
+    assert called
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_a_reentrant_checkpoint_calibrates_the_forward_alone_and_says_so():
+    class Recomputed(WithLoss):
+        def forward(self, x):
+            y = checkpoint(self.net, x, use_reentrant=True)
+            return types.SimpleNamespace(loss=(y - 3).square().mean(), logits=y)
+
+    model = Recomputed()
+    with pytest.warns(UserWarning, match="calibrate the forward alone"):
+        converted(model, fe.auto(), example_inputs=(batch(0),))
+    assert set(controller(model).choices) == set(range(len(controller(model).layers)))
 
 
 def test_a_model_that_only_answers_decides_before_its_second_forward():

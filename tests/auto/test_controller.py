@@ -16,6 +16,7 @@ import fp8engine as fe
 from fp8engine.auto import Controller
 from fp8engine.auto.schedule import sampled_step
 from fp8engine.errors import InvalidRecipe
+from fp8engine.ops import ranks
 from fp8engine.report.state import controllers_of
 
 
@@ -44,6 +45,14 @@ def test_samples_once_in_each_interval_and_once_more_where_an_amax_has_moved():
     assert regular == [0, 7, 11, 14]
     assert watched(model, 16) == sorted({*regular, 6})
     assert 7 in {int(line.split()[1]) for line in lines(model)}
+
+
+def test_ranks_that_divide_layers_take_no_early_samples(monkeypatch: pytest.MonkeyPatch):
+    """Each would sample when an amax of its own part has moved, and the others would wait for it."""
+    model = plain()
+    state_of(model).divided = "columns"
+    monkeypatch.setattr(ranks, "several", lambda group: group == "columns")
+    assert watched(model, 16) == [sampled_step(number, INTERVAL) for number in range(4)]
 
 
 def test_what_is_seen_at_step_0_is_decided_before_step_1():

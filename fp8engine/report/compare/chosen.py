@@ -1,4 +1,4 @@
-"""What `auto` chose for the layers of a model: its slots counted by their casts."""
+"""Count of the casts that `auto` chose for the slots of a model."""
 
 from __future__ import annotations
 
