@@ -105,6 +105,10 @@ class AttentionWarning(UserWarning):
     """Warning, once per attention: FP8 was asked for, and it runs in 16 bits; the message says why."""
 
 
+class FrozenWarning(UserWarning):
+    """Warning, once per fe.convert(frozen="fp8"): some frozen layers keep their weights in 16 or 32 bits."""
+
+
 class ReportError(Fp8EngineError, ValueError):
     """A report that cannot be written: losses that are not numbers, a missing folder, a missing package."""
 

@@ -2,6 +2,8 @@
 
 Parameters, buffers, ties and hooks stay the objects that they are.  What fe.convert attached goes: scaling states,
 controllers of `auto`, fused groups, hooks of the root.  FP8 modules that fe.convert did not make stay as they are.
+Weights that are stored as FP8 codes (a loaded checkpoint, fe.convert(frozen="fp8")) become new parameters, one layer
+after another: the values that the codes stand for, in 16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from torch import nn
 
 from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.convert.bypassed import READ, FirstForward, Watched
-from fp8engine.convert.swap import RECORD, Record, compiled_in_place
+from fp8engine.convert.record import RECORD, Record, compiled_in_place
 from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
@@ -18,7 +20,7 @@ from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.fp8_attention import Float8Sdpa, Softmax
 from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
-from fp8engine.nn.serving import Served
+from fp8engine.nn.serving import Served, restore
 from fp8engine.scaling.table import ScalingState
 
 
@@ -26,9 +28,10 @@ def revert(model: nn.Module) -> nn.Module:
     """Undo fe.convert in place: plain modules again, with the weights that they have now; returns the model.
 
     A layer that was a subclass of nn.Linear becomes an nn.Linear; it had no code of its own.  Scaling states are lost:
-    fe.scaling_state_dict saves them.  Afterwards fe.convert takes the model again, under any recipe.
-    Raises ConversionError where nothing in `model` was converted, or only a larger model was; under DDP, FSDP or
-    torch.compile; and for layers that were loaded in FP8, which have no 16-bit weights.
+    fe.scaling_state_dict saves them.  Weights that were FP8 codes come back as those stand for, in the dtype that the
+    plain layer had and frozen; merging adapters (peft's merge_and_unload) and fe.hf.export take them.
+    Raises ConversionError where nothing in `model` was converted, or only a larger model was, and under DDP, FSDP or
+    torch.compile.
 
     >>> from fp8engine.convert.swap import convert
     >>> model = convert(nn.Sequential(nn.Linear(32, 16)), "bf16")
@@ -46,7 +49,9 @@ def revert(model: nn.Module) -> nn.Module:
                 swapped = id(module.numerics.state) in states  # else made by hand: its class stays
                 module.forget_copies()
             plain = _plain_class(kind, swapped)
-            if plain is not kind:
+            if isinstance(module, Served) and swapped:
+                restore(module, plain)
+            elif plain is not kind:
                 change_class(module, plain)
             for name in _attached(kind, swapped):
                 vars(module).pop(name, None)
@@ -58,6 +63,8 @@ def revert(model: nn.Module) -> nn.Module:
                     del hooks[key]
                     root._forward_hooks_always_called.pop(key, None)
         delattr(root, RECORD)
+        if (quantizer := getattr(root, "hf_quantizer", None)) is not None:
+            quantizer.remove_quantization_config(root)
     return model
 
 
@@ -73,8 +80,6 @@ def _roots(model: nn.Module) -> list[tuple[nn.Module, Record]]:
             raise ConversionError(
                 f"revert: {where} has a {divided} that is divided over ranks: revert before dividing it"
             )
-        if isinstance(module, Served):
-            raise ConversionError(f"revert: {where} was loaded in FP8: its 16-bit weights are not there")
     roots = [(module, vars(module)[RECORD]) for module in model.modules() if RECORD in vars(module)]
     if not roots:
         raise ConversionError(

@@ -8,10 +8,9 @@ attach   controllers of `auto`, groups that run fused (fuse.py), hooks of the ro
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,42 +22,23 @@ from fp8engine.auto.calibration import calibrate
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.numerics import plan as numerics_plan
 from fp8engine.convert import attention as attending
+from fp8engine.convert import freeze
 from fp8engine.convert import fuse as fusing
 from fp8engine.convert.bypassed import FirstForward, call_layers
 from fp8engine.convert.describe import describe
 from fp8engine.convert.placement import device_of
+from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
+from fp8engine.convert.revert import revert
 from fp8engine.convert.select import Decision, Skip, decide, is_conv1d
 from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.nn.outliers import propose
+from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.ops import matmul
 from fp8engine.scaling.table import ScalingState
-
-RECORD = "_fp8engine"  # attribute of a converted root
-REPLACED = "a new layer stands where fe.convert changed one: replace layers (resize_token_embeddings) before fe.convert"
-ADDED = "not converted: added after fe.convert (an adapter?)"
-
-
-@dataclass
-class Record:
-    """Record of a conversion: why each layer was left alone, and the scaling states, one per device."""
-
-    reasons: dict[str, str]
-    states: list[ScalingState] = field(default_factory=list)
-    controllers: list[Controller] = field(default_factory=list)
-
-    @functools.cached_property
-    def known(self) -> dict[str, str]:
-        """Why a layer is not converted, by the name that it had when the model was converted."""
-        return {layer: REPLACED for state in self.states for layer, _ in state.layers} | self.reasons
-
-    def why_left(self, name: str) -> str:
-        """Why a layer is not converted; its name is as from the converted root."""
-        known = self.known
-        return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # an adapter took the name
 
 
 def convert(
@@ -71,8 +51,12 @@ def convert(
     strict: bool = False,
     fuse: bool = False,
     attention: str | None = None,
+    frozen: str | None = None,
 ) -> nn.Module:
     """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
+
+    A model that is converted already is reverted first (revert.py), so another call changes its recipe; its scaling
+    states and what `auto` has decided are dropped.  An error leaves the model as it was.
 
     recipe: a name or a Recipe.  overrides: {"*.lm_head": "bf16", "blocks.0.*": fe.current()}, glob -> recipe.
     skip(name, module) -> bool: True leaves a layer alone; the default leaves output heads and adapters.
@@ -85,9 +69,11 @@ def convert(
     families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
     attention: "fp8", "fp8 unrotated" or "auto": how modules that call torch's scaled_dot_product_attention compute it
     (nn/fp8_attention.py); None leaves it in 16 bits.  What FP8 does not take runs in 16 bits, with an AttentionWarning.
+    frozen: "fp8": weights that take no gradient (a base under adapters) become FP8 codes, a byte each, and their 16-bit
+    copies are given up; fe.revert gives back what the codes stand for.  What cannot be is named by a FrozenWarning.
 
-    Raises UnknownName (recipe, or a pattern that matches nothing), ConversionError (nothing to convert, converted
-    twice, already under DDP, FSDP or torch.compile), StrictError.
+    Raises UnknownName (recipe, or a pattern that matches nothing), ConversionError (nothing to convert, layers that are
+    FP8 codes already, already under DDP, FSDP or torch.compile), StateError (frozen weights with NaN), StrictError.
 
     >>> model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     >>> with warnings.catch_warnings():
@@ -97,45 +83,51 @@ def convert(
     Linear(in_features=32, out_features=64, bias=True, recipe=rowwise (E4M3xE4M3, grad E4M3))
     """
     _check_unwrapped(model)
-    decisions, attentions = decide(model, recipe, skip, overrides), attending.attentions(model, attention)
-    if example_inputs is not None:
-        decisions = _leave_uncalled(model, decisions, example_inputs)
-    chosen = [(decision, decision.recipe) for decision in decisions if decision.recipe is not None]
-    if not chosen:
-        why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
-        raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
-    emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
-    if strict:
-        _refuse(model if fuse else None, decisions, emulated)
-    repeat = _plan_of(chosen)
-    consumers = None
-    if example_inputs is not None and any(isinstance(used, Auto) for _, used in chosen):
-        consumers = flow.record(model, example_inputs)
-    record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(chosen))
-    record.controllers = _control(chosen, repeat, consumers)
-    propose(model)
-    fusion = fusing.fuse(model) if fuse else None
-    attending.put(attentions, attention or "", strict)
-    call_layers(model)
-    FirstForward(model, strict)
-    for state in record.states:
-        state.watch(model)
-    setattr(model, RECORD, record)
-    if example_inputs is not None:
-        calibrate(model, record.controllers, example_inputs)
+    with undone_by_errors(model):
+        if any(RECORD in vars(module) for module in model.modules()):
+            revert(model)
+        decisions, attentions = decide(model, recipe, skip, overrides), attending.attentions(model, attention)
+        if example_inputs is not None:
+            decisions = _leave_uncalled(model, decisions, example_inputs)
+        chosen = [(decision, decision.recipe) for decision in decisions if decision.recipe is not None]
+        if not chosen:
+            why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
+            raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
+        emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
+        if strict:
+            _refuse(model if fuse else None, decisions, emulated)
+        stored, trained = freeze.divide(model, chosen, frozen, strict)
+        repeat = _plan_of(trained)
+        consumers = None
+        if example_inputs is not None and any(isinstance(used, Auto) for _, used in trained):
+            consumers = flow.record(model, example_inputs)
+        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(trained))
+        record.controllers = _control(trained, repeat, consumers)
+        record.states += freeze.put(stored)
+        propose(model)
+        fusion = fusing.fuse(model) if fuse else None
+        attending.put(attentions, attention or "", strict)
+        call_layers(model)
+        FirstForward(model, strict)
+        for state in record.states:
+            state.watch(model)
+        setattr(model, RECORD, record)
+        if example_inputs is not None:
+            calibrate(model, record.controllers, example_inputs)
     _warn(emulated, fusion)
     return model
 
 
 def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, overrides=None) -> list[Decision]:
-    """The Decisions that `convert` would carry out; the model is left as it is.  Raises as `convert` does."""
+    """The Decisions that `convert` would carry out; the model is left as it is.
+
+    Raises as `convert` does, and ConversionError for a model that is converted already.
+    """
     _check_unwrapped(model)
+    for name, module in model.named_modules():
+        if RECORD in vars(module):
+            raise ConversionError(f"plan: {name or 'the model'} is converted already: fe.revert(model) first")
     return decide(model, recipe, skip, overrides)
-
-
-def compiled_in_place(module: nn.Module) -> str | None:
-    """ "torch.compile" for a module on which `compile()` was called; its class is as it was.  None for others."""
-    return "torch.compile" if getattr(module, "_compiled_call_impl", None) is not None else None
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -152,8 +144,10 @@ def _check_unwrapped(model: nn.Module) -> None:
                 f"{where} has a {divided} that is divided over ranks already (parallelize_module, distribute_tensor): "
                 "convert first, then divide"
             )
-        if hasattr(module, RECORD):
-            raise ConversionError(f"{where} is converted already: convert the whole model once, with overrides")
+        if isinstance(module, Served):
+            raise ConversionError(
+                f"{where} stores FP8 codes instead of a weight: fe.revert(model) first, which gives 16-bit weights back"
+            )
 
 
 def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs: object) -> list[Decision]:

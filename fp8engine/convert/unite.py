@@ -11,7 +11,7 @@ from fp8engine.auto import attach
 from fp8engine.autograd import Numerics
 from fp8engine.convert.bypassed import FirstForward
 from fp8engine.convert.placement import device_of
-from fp8engine.convert.swap import RECORD, Record
+from fp8engine.convert.record import RECORD, Record
 from fp8engine.errors import ConversionError
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.outliers import propose

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
+from fp8engine.convert.record import RECORD
 from fp8engine.convert.select import Decision
-from fp8engine.convert.swap import RECORD
 from fp8engine.errors import ConversionError
 from fp8engine.export.layers import one_scale
 from fp8engine.export.layout import Stored

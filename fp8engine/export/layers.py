@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers, parameter_of
-from fp8engine.convert.swap import RECORD, Record
 from fp8engine.errors import ConversionError
 from fp8engine.export.layout import COMPRESSED, OURS
 from fp8engine.nn.linear import Float8Module

@@ -18,8 +18,9 @@ import torch
 import transformers
 from torch import nn
 
+from fp8engine.convert.record import RECORD, Record
+from fp8engine.convert.revert import revert
 from fp8engine.convert.select import decide, is_conv1d, weight_of
-from fp8engine.convert.swap import RECORD, Record
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
 from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
@@ -187,6 +188,7 @@ class Fp8EngineQuantizer(HfQuantizer):
 
             k, n = weight_of(module).shape
             made = ServedConv1D(n, k, recipe=recipe, static=static, device="meta")
+        made.compute_dtype = weight_of(module).dtype
         made.rename_scale(self.quantization_config.scale_name)
         return made
 
@@ -203,12 +205,16 @@ class Fp8EngineQuantizer(HfQuantizer):
             if why := trouble(layer):
                 raise StateError(f"{name}: {why}: the checkpoint is damaged")
             layer.lay_out()
+            layer.requires_grad_(False)
         setattr(model, RECORD, Record(dict(self.left), attach(layers)))
         return model
 
+    def _dequantize(self, model, dtype=None):
+        return revert(model).to(dtype)
+
     @property
     def is_trainable(self) -> bool:
-        return False
+        return True  # adapters on it: transformers' Trainer asks for them
 
     @property
     def is_compileable(self) -> bool:

@@ -59,6 +59,9 @@ class ServedConv1D(Served, Conv1D):
         codes, scale = super().quantize_(weight_NK)
         return codes.t(), scale
 
+    def dequantize(self) -> torch.Tensor:
+        return super().dequantize().t().contiguous()
+
     def lay_out(self) -> None:
         """Store the codes along nx, so that a call copies nothing."""
         self.weight.data = self.weight.data.t().contiguous().t()

@@ -1,16 +1,16 @@
-"""Layers whose weight is stored as FP8 codes and FP32 scales, for inference at half the memory of 16 bits.
+"""Layers whose weight is stored as FP8 codes and FP32 scales: inference, and a frozen base under adapters (LoRA).
 
     y[M, N] = X[M, K] @ (codes[N, K] * scale)^T + b         X cast in every call, as the recipe's input says
 
-One byte a weight and no 16-bit copy: the matmul reads the codes as they are stored.  Backward is an error, because
-an optimizer's small update of an FP8 weight would be rounded away: training keeps its weights in 16 or 32 bits.
+One byte a weight and no 16-bit copy: the matmuls read the codes as they are stored (autograd/frozen.py, with gradients
+of input and bias).  The weight has none, because an optimizer's small update of it would be rounded away: a weight that
+is trained is kept in 16 or 32 bits.
 
 The scale is called `weight_scale`, or `weight_scale_inv` where it covers blocks, as checkpoints call it: both multiply.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import cast
 
@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.linear import in_shape_of
+from fp8engine.autograd.frozen import frozen_linear
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
+from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
-from fp8engine.ops import casts, device, matmul
+from fp8engine.ops import casts, device
 from fp8engine.ops.reference import Operand
+from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.table import ROLES, ScalingState
 
 CODES = torch.float8_e4m3fn  # Tensor Cores take E5M2 weights only beside E4M3 inputs, and no checkpoint stores them
@@ -67,6 +69,7 @@ class Served(Float8Module):
     bias: torch.Tensor | None
     scale_name: str
     input_scale: torch.Tensor | None
+    compute_dtype = torch.bfloat16  # of the plain layer; peft gives adapters the dtype of this name
 
     def _store(self, recipe: Recipe, name: str, static: bool, device: torch.device | str | None) -> None:
         """Empty codes and scales in place of the weight; numerics that `attach` replaces once the weights are there."""
@@ -119,38 +122,26 @@ class Served(Float8Module):
         """(codes, scale) of a 16- or 32-bit weight [N, K], in the shapes of this layer's parameters."""
         return quantize_weight(weight_NK, self.numerics.recipe.weight)
 
+    def dequantize(self) -> torch.Tensor:
+        """codes * scale in the shape and dtype of the plain layer's weight (`compute_dtype`), rounded once."""
+        weight = self.numerics.recipe.weight
+        scale = self.scale.reshape(()) if self.numerics.plan.forward[1].per_tensor else self.scale
+        return Float8Tensor(self.weight_NK.detach(), scale.detach(), weight.granularity, self.compute_dtype).values()
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The codes."""
+        return self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check(x)
         if torch.is_grad_enabled() and (self.weight.requires_grad or self.scale.requires_grad):
             raise GradientError(f"{self.numerics.name}: {_NO_TRAINING}")
-        wants = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
-        if torch.is_grad_enabled() and wants:
-            return _Inference.apply(x, self.bias, self)
-        return self._multiply(x)
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        numerics = self.numerics
-        how, group = (casting.how[None] for casting in numerics.plan.forward)
-        weight_NK, scale = self.weight_NK, self.scale
-        n, k = weight_NK.shape
-        x_MK = x.reshape(math.prod(x.shape[:-1]), k)
-        out = x.dtype
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            out = torch.get_autocast_dtype(x.device.type)
-        if not torch.compiler.is_compiling():
-            numerics.ran = matmul.choose(x.device, numerics.plan.by_block, (len(x_MK), n))
-        slot = numerics.slot("input", record=True)
-        with torch.no_grad():
-            if self.input_scale is None:
-                a = casts.quantize(x_MK, how, slot)
-            else:
-                a = casts.quantize_given(x_MK, how, self.input_scale.reshape(()))
-                slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
-            scale = scale.reshape(()) if group.per_tensor else scale
-            b = Operand(weight_NK, scale, group.rows, group.cols, group.power_of_2)
-            precision = "exact" if numerics.plan.exact else numerics.plan.precision["forward"]
-            bias = None if self.bias is None else self.bias.detach()
-            return in_shape_of(x, matmul.matmul(a, b, bias, out, precision))
+        group = self.numerics.plan.forward[1].how[None]
+        scale = self.scale.reshape(()) if group.per_tensor else self.scale
+        weight = Operand(self.weight_NK.detach(), scale.detach(), group.rows, group.cols, group.power_of_2)
+        given = None if self.input_scale is None else self.input_scale.detach().reshape(())
+        return frozen_linear(x, weight, self.bias, self.numerics, given)
 
     def _check(self, x: torch.Tensor) -> None:
         n, k = self.shape_NK
@@ -179,6 +170,7 @@ class Served(Float8Module):
             bits = torch.uint8 if x.dtype.itemsize == 1 else torch.int32
             return fn(x.detach().view(bits)).view(x.dtype)
 
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         return super()._apply(keeping, recurse)
 
     def extra_repr(self) -> str:
@@ -186,11 +178,11 @@ class Served(Float8Module):
 
 
 class ServedLinear(Served, nn.Linear):
-    """An nn.Linear whose weight is FP8 codes [N, K] and a scale; for inference.
+    """An nn.Linear whose weight is FP8 codes [N, K] and a scale; input and bias have gradients.
 
     recipe: its weight cast says what one scale covers (E4M3), its input cast how x is cast.
     static: x is cast under `input_scale`, stored beside the weight, instead of by its own amax.
-    Raises GradientError when something tries to train it, ShapeError and UnsupportedDtype for an input that does not
+    Raises GradientError when its weight is to be trained, ShapeError and UnsupportedDtype for an input that does not
     fit.
 
     >>> from fp8engine.numerics.recipe import current
@@ -221,25 +213,13 @@ class ServedLinear(Served, nn.Linear):
         """An nn.Linear's weight cast to FP8 and its bias taken over, in a layer of its own."""
         n, k = layer.weight.shape
         made = ServedLinear(k, n, layer.bias is not None, recipe=recipe, device=layer.weight.device)
+        made.compute_dtype = layer.weight.dtype
         codes, scale = made.quantize_(layer.weight)
         made.weight.data, made.scale.data = codes, scale
         if layer.bias is not None and made.bias is not None:
             made.bias.data = layer.bias.detach().clone()
         attach([("Linear", made)])
         return made
-
-
-class _Inference(torch.autograd.Function):
-    """The forward, with a backward that raises."""
-
-    @staticmethod
-    def forward(ctx, x, bias_N, layer: Served):
-        ctx.name = layer.numerics.name
-        return layer._multiply(x)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise GradientError(f"{ctx.name}: {_NO_TRAINING}")
 
 
 def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,8 +235,31 @@ def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor
     return made.data, made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
 
 
+def store(layer: nn.Module, kind: type[Served], recipe: Recipe) -> None:
+    """Make a plain linear layer a served one, in place: its 16- or 32-bit weight gives way to codes and scale."""
+    weight = cast(torch.Tensor, layer.weight).detach()
+    change_class(layer, kind)
+    served = cast(Served, layer)
+    served.compute_dtype = weight.dtype
+    served._store(serving(recipe), scale_name(recipe.weight), False, weight.device)
+    codes, scale = served.quantize_(weight if isinstance(layer, nn.Linear) else weight.t())
+    served.weight.data, served.scale.data = codes, scale
+    served.lay_out()
+
+
+def restore(layer: Served, kind: type[nn.Module]) -> None:
+    """Make a served layer a plain one of class `kind` again, in place; its weight is what the codes stand for."""
+    weight = nn.Parameter(layer.dequantize(), requires_grad=False)
+    for name in (*layer.scales, "input_scale"):
+        layer._parameters.pop(name, None)
+    for name in ("numerics", "scale_name", "compute_dtype"):
+        vars(layer).pop(name, None)
+    change_class(layer, kind)
+    layer.weight = weight
+
+
 def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
-    """Give layers with loaded weights their names, frozen parameters and a place in a scaling state per device."""
+    """Give layers whose weights are there their names and a place in a scaling state per device."""
     by_device: dict[torch.device, list[tuple[str, Served]]] = {}
     for name, layer in layers:
         by_device.setdefault(layer.weight.device, []).append((name, layer))
@@ -266,7 +269,6 @@ def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
         state = ScalingState(recipes, where)
         states.append(state)
         for index, ((name, layer), (_, recipe)) in enumerate(zip(group, recipes, strict=True)):
-            layer.requires_grad_(False)
             layer.numerics = Numerics(name or "Linear", recipe, state, index)
             for role, scale in (("weight", layer.scale), ("input", layer.input_scale)):
                 if scale is not None and scale.numel() and where.type != "meta":  # as reports show: the coarsest
@@ -298,6 +300,6 @@ def _known(layer: Served) -> Recipe:
 
 
 _NO_TRAINING = (
-    "its weight is FP8 codes for inference, which no gradient can update: use torch.no_grad() or "
-    "torch.inference_mode(), or train the 16-bit model under fe.convert"
+    "its weight is stored as FP8 codes, which no optimizer can update: train adapters on it (peft), or call "
+    "fe.revert(model), which gives 16-bit weights back, and then fe.convert"
 )

@@ -16,8 +16,8 @@ from torch import nn
 from fp8engine._torch import plain_name
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.ready import TAKEN
+from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.select import experts_run, linear_layers, parameter_of, weight_of
-from fp8engine.convert.swap import RECORD, Record
 from fp8engine.distributed.gathers import gathers, totals
 from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.linear import Float8Module

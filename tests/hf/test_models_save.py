@@ -12,7 +12,7 @@ from safetensors import safe_open
 from support import converted, same, tables
 
 import fp8engine as fe
-from fp8engine.convert.swap import REPLACED
+from fp8engine.convert.record import REPLACED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

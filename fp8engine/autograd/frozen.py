@@ -1,0 +1,90 @@
+"""Linear layer on a weight that is stored as FP8 codes and never changes: gradients of its input and of its bias.
+
+    forward   y[M, N]  = X[M, K]    @ (C[N, K] * s)^T + b     X: x under the recipe's cast, or under a given scale
+    dgrad     dx[M, K] = DY[M, N]   @ (C * s)                 the codes of forward; no 16-bit weight, no second rounding
+
+Nothing of x is saved, since there is no wgrad.  Scales per row, s[N], lie along what dgrad sums, where Tensor Cores
+apply none: dy is multiplied by them in FP32 before its cast, and C is multiplied without.  Kernels read operands along
+what they sum, so dgrad copies the codes once, transposed: a byte a weight, for the one call.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fp8engine.autograd.linear import in_shape_of, matrix
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.refusals import no_transform
+from fp8engine.ops import casts, matmul
+from fp8engine.ops.reference import Operand, column_sums
+
+
+def frozen_linear(
+    x: torch.Tensor, weight: Operand, bias_N: torch.Tensor | None, numerics: Numerics, given: torch.Tensor | None
+) -> torch.Tensor:
+    """x [..., K] times a stored weight [N, K] plus a bias [N]: [..., N] in x's dtype, or autocast's where that is on.
+
+    given: FP32 scale of x; None: x's own amax decides.
+    """
+    out = x.dtype
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        out = torch.get_autocast_dtype(x.device.type)
+    if not torch.compiler.is_compiling():
+        rows = math.prod(x.shape[:-1])
+        numerics.ran = matmul.choose(x.device, numerics.plan.by_block, (rows, len(weight.data)))
+    wants = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
+    if torch.is_grad_enabled() and wants:
+        return _Frozen.apply(x, bias_N, *weight, given, numerics, out)
+    return in_shape_of(x, _forward(matrix(x), weight, bias_N, given, numerics, out))
+
+
+def _forward(x_MK, weight: Operand, bias_N, given, numerics: Numerics, out: torch.dtype) -> torch.Tensor:
+    slot, how = numerics.slot("input", record=True), numerics.plan.forward[0].how[None]
+    with torch.no_grad():
+        if given is None:
+            a = casts.quantize(x_MK, how, slot)
+        else:
+            a = casts.quantize_given(x_MK, how, given)
+            slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
+        bias_N = None if bias_N is None else bias_N.detach()
+        return matmul.matmul(a, weight, bias_N, out, _precision(numerics, "forward"))
+
+
+class _Frozen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias_N, *given):
+        *weight, given_scale, numerics, out = given
+        codes_NK, scale, rows, cols, power_of_2 = weight
+        # Of no size that counts: the layer's own codes, here so that a change of them before backward is an error.
+        ctx.save_for_backward(codes_NK, scale)
+        ctx.groups, ctx.numerics = (rows, cols, power_of_2), numerics
+        ctx.x_like, ctx.bias_dtype = (x.shape, x.dtype), None if bias_N is None else bias_N.dtype
+        return in_shape_of(x, _forward(matrix(x), Operand(*weight), bias_N, given_scale, numerics, out))
+
+    @staticmethod
+    def backward(ctx, dy):
+        numerics, (shape, dtype) = ctx.numerics, ctx.x_like
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
+        dy_MN, dx, db_N = matrix(dy), None, None
+        if ctx.needs_input_grad[0]:
+            dx = _input_gradient(dy_MN, Operand(*ctx.saved_tensors, *ctx.groups), numerics, dtype).view(shape)
+        if ctx.needs_input_grad[1]:
+            db_N = column_sums(dy_MN).to(ctx.bias_dtype)
+        return dx, db_N, *[None] * 8
+
+
+def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dtype: torch.dtype) -> torch.Tensor:
+    how, slot = numerics.plan.dgrad[0].how[None], numerics.slot("grad_output", record=True)
+    if weight.rows == 1 and weight.cols == -1:
+        dy_MN = dy_MN.float() * weight.scale.t()
+        b = Operand(weight.data.t(), torch.ones((), device=weight.data.device), power_of_2=True)
+    else:
+        b = weight.t()
+    return matmul.matmul(casts.quantize(dy_MN, how, slot), b, None, dtype, _precision(numerics, "dgrad"))
+
+
+def _precision(numerics: Numerics, which: str) -> str:
+    return "exact" if numerics.plan.exact else numerics.plan.precision[which]

@@ -1,0 +1,90 @@
+"""fe.convert(frozen="fp8"): linear layers whose weight takes no gradient store FP8 codes and give up the weight.
+
+What cannot be stored so keeps its weight and is converted as without `frozen`; a warning says why.  Codes are cast
+once, so `auto`, which decides again and again from statistics, stores them under `rowwise`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import torch
+from torch import nn
+
+from fp8engine.convert.select import Decision, is_conv1d, weight_of
+from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
+from fp8engine.nn.serving import Served, ServedLinear, attach, store
+from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.recipe import Auto, Recipe, rowwise
+from fp8engine.scaling.table import ScalingState
+
+Chosen = list[tuple[Decision, Recipe]]
+
+
+def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -> tuple[Chosen, Chosen]:
+    """(layers to store as codes, the others).  Nothing is changed.
+
+    Raises UnknownName for another word than "fp8", ConversionError where no weight is frozen, StateError for a frozen
+    weight that is not finite, StrictError (strict=True) where one cannot be stored.
+    """
+    if frozen is None:
+        return [], chosen
+    if frozen != "fp8":
+        raise UnknownName("frozen", frozen, ["fp8"])
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    stored, others, kept = [], [], {}
+    for decision, recipe in chosen:
+        recipe = rowwise() if isinstance(recipe, Auto) else recipe
+        if weight_of(decision.module, decision.parameter).requires_grad or not recipe.is_fp8:
+            others.append((decision, recipe))
+        elif why := _obstacle(decision, recipe, uses):
+            others.append((decision, recipe))
+            kept[decision.name] = why
+        else:
+            stored.append((decision, recipe))
+    if not stored:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:4]) or (
+            "every weight that it converts takes gradients: model.requires_grad_(False) or peft's get_peft_model first"
+        )
+        raise ConversionError(f"frozen='fp8': {type(model).__name__} has no weight to store as codes: {why}")
+    if kept:
+        name, why = next(iter(kept.items()))
+        text = f"frozen='fp8': {len(kept)} frozen layers keep their 16- or 32-bit weights, {name!r} the first: {why}"
+        if strict:
+            raise StrictError(f"strict=True: {text}")
+        warnings.warn(text, FrozenWarning, stacklevel=4)
+    return stored, others
+
+
+def put(stored: Chosen) -> list[ScalingState]:
+    """Store the layers' weights as codes, one after another; their scaling states, one per device."""
+    for decision, recipe in stored:
+        store(decision.module, _class_for(decision.module), recipe)
+    return attach([(d.name, d.module) for d, _ in stored if isinstance(d.module, Served)])
+
+
+def _class_for(module: nn.Module) -> type[Served]:
+    if is_conv1d(module):
+        from fp8engine.nn.conv1d import ServedConv1D
+
+        return ServedConv1D
+    return ServedLinear
+
+
+def _obstacle(decision: Decision, recipe: Recipe, uses: Counter) -> str | None:
+    """Why this frozen weight cannot be codes, or None.  Raises StateError for NaN and Inf."""
+    weight = weight_of(decision.module, decision.parameter)
+    if decision.parameter != "weight":
+        return "experts in one 3-D parameter"
+    if uses[id(weight)] > 1:
+        return "its weight is shared with another module, which reads it in 16 bits"
+    if weight.is_meta:
+        return "its weight is on the meta device (offloaded by Accelerate, or not loaded yet)"
+    if hasattr(decision.module, "_hf_hook"):
+        return "Accelerate's hook moves its weight"
+    if not recipe.input.is_fp8 or recipe.weight.format != E4M3:
+        return f"recipe {recipe.name!r} does not multiply E4M3 weights in its forward"
+    if not bool(torch.isfinite(weight).all()):
+        raise StateError(f"frozen='fp8': {decision.name}.weight holds NaN or Inf; nothing in the model was changed")
+    return None
