@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
 
 from fp8engine.convert.select import Decision, is_conv1d, weight_of
 from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
-from fp8engine.nn.serving import Served, ServedLinear, attach, store
+from fp8engine.nn.serving import Served, ServedLinear, attach, config_of, store
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Auto, Recipe, rowwise
 from fp8engine.scaling.table import ScalingState
@@ -32,7 +33,7 @@ def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -
         return [], chosen
     if frozen != "fp8":
         raise UnknownName("frozen", frozen, ["fp8"])
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     stored, others, kept = [], [], {}
     for decision, recipe in chosen:
         recipe = rowwise() if isinstance(recipe, Auto) else recipe
@@ -57,11 +58,21 @@ def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -
     return stored, others
 
 
-def put(stored: Chosen) -> list[ScalingState]:
-    """Store the layers' weights as codes, one after another; their scaling states, one per device."""
+def put(model: nn.Module, stored: Chosen, others: list[str]) -> list[ScalingState]:
+    """Store the layers' weights as codes, one after another; their scaling states, one per device.
+
+    others: names of the other linear layers.  A transformers model's config says from now on what its folder holds, so
+    that fe.hf.load reads what save_pretrained writes.
+    """
     for decision, recipe in stored:
         store(decision.module, _class_for(decision.module), recipe)
-    return attach([(d.name, d.module) for d, _ in stored if isinstance(d.module, Served)])
+    layers = [(d.name, d.module) for d, _ in stored if isinstance(d.module, Served)]
+    if layers and hasattr(model, "save_pretrained") and not hasattr(model, "peft_config"):  # with it: adapters alone
+        for _, layer in layers:
+            layer.rename_scale(layers[0][1].scale_name)
+        config: Any = model.config
+        config.quantization_config = config_of(layers, others)
+    return attach(layers)
 
 
 def _class_for(module: nn.Module) -> type[Served]:

@@ -172,6 +172,8 @@ class _Parts:
             module = self.module[role]
             if not (isinstance(module, Float8Module) and hasattr(module, "as_layer")):
                 kind = "adapter" if hasattr(module, "base_layer") else type(module).__name__
+                if isinstance(module, Float8Module):
+                    return f"{self.path(role)} beside it stores FP8 codes ({kind})"
                 return f"{self.path(role)} beside it is not in FP8 ({kind})"
             if not module.numerics.plan.fp8:
                 return f"{self.path(role)} beside it has recipe {module.numerics.recipe.name}"

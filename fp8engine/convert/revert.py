@@ -43,6 +43,7 @@ def revert(model: nn.Module) -> nn.Module:
     roots = _roots(model)
     for root, record in roots:
         states = {id(state) for state in record.states}
+        served = any(isinstance(module, Served) for module in root.modules())
         for module in list(root.modules()):
             kind, swapped = type(module), True
             if isinstance(module, Float8Module):
@@ -65,6 +66,8 @@ def revert(model: nn.Module) -> nn.Module:
         delattr(root, RECORD)
         if (quantizer := getattr(root, "hf_quantizer", None)) is not None:
             quantizer.remove_quantization_config(root)
+        elif served:
+            vars(getattr(root, "config", root)).pop("quantization_config", None)
     return model
 
 

@@ -11,8 +11,9 @@ The scale is called `weight_scale`, or `weight_scale_inv` where it covers blocks
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -245,6 +246,25 @@ def store(layer: nn.Module, kind: type[Served], recipe: Recipe) -> None:
     codes, scale = served.quantize_(weight if isinstance(layer, nn.Linear) else weight.t())
     served.weight.data, served.scale.data = codes, scale
     served.lay_out()
+
+
+def config_of(layers: list[tuple[str, Served]], left: list[str]) -> dict[str, Any]:
+    """The quantization_config of config.json for a model with these served layers, as fe.hf.load reads it.
+
+    left: names of the linear layers that are not served.
+    """
+    by_recipe: dict[Recipe, list[str]] = {}
+    for name, layer in layers:
+        by_recipe.setdefault(layer.numerics.recipe, []).append(name)
+    most = max(by_recipe, key=lambda recipe: len(by_recipe[recipe]))
+    mixed = [{"recipe": json.loads(recipe.to_json()), "layers": names} for recipe, names in by_recipe.items()]
+    return {
+        "quant_method": "fp8engine",
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": left,
+        "scale_name": layers[0][1].scale_name,
+        "recipe": json.loads(most.to_json()),
+    } | ({"recipes": mixed} if len(by_recipe) > 1 else {})
 
 
 def restore(layer: Served, kind: type[nn.Module]) -> None:

@@ -66,16 +66,48 @@ def test_scales_are_frozen_at_fp32_whatever_the_default():
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
-def test_training_is_refused():
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradients_are_those_of_the_codes(recipe, dtype):
+    layer, x = made(recipe, dtype=dtype), torch.randn(3, 5, 144).to(dtype).requires_grad_()
+    layer.bias.requires_grad_()
+    dy = torch.randn(3, 5, 40).to(dtype)
+    layer(x).backward(dy)
+    weight = layer.numerics.recipe.weight
+    scale = layer.scale.reshape(()) if layer.scale.numel() == 1 else layer.scale
+    w = fe.Float8Tensor(layer.weight.data, scale, weight.granularity, torch.float32).dequantize().double()
+    rows = scale.double().reshape(1, -1) if isinstance(weight.granularity, fe.PerRow) else torch.ones(1, 1).double()
+    given = (dy.reshape(15, 40).double() * rows).float()  # what is cast: scales per row are folded into dy
+    q = fe.quantize(given, serving(resolve(recipe)).grad_output)
+    a = fe.Float8Tensor(q.data, q.scale, q.granularity, torch.float32).dequantize().double() / rows
+    want = a @ w
+    # 40 products summed in FP32; rounded to BF16 (the recipe's output, also of a 32-bit layer) and to dtype.
+    bound = (60 * 2.0**-24) * (a.abs() @ w.abs()) + 2 * 2.0**-9 * want.abs()
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert bool(((x.grad.reshape(15, 144).double() - want).abs() <= bound).all())
+    summed = dy.reshape(15, 40).double().sum(0)  # 15 FP32 additions, one rounding to dtype (BF16: 2^-9)
+    assert bool(((layer.bias.grad.double() - summed).abs() <= 2.0**-8 * summed.abs() + 15 * 2.0**-20).all())
+
+
+def test_what_has_no_gradient():
     layer, x = made(), torch.randn(4, 144, requires_grad=True)
     y = layer(x)
-    with pytest.raises(GradientError, match=r"Linear: its weight is FP8 codes for inference.*fe\.convert"):
+    with pytest.raises(GradientError, match=r"Linear: .* create_graph=True"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    y = layer(x)
+    layer.weight.data.view(torch.uint8).zero_()
+    with torch.no_grad():
+        layer.scale.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+    layer = made()
+    y = layer(x)
     with torch.no_grad():
         assert torch.equal(layer(x), y)
     assert not layer(x.detach()).requires_grad
     layer.weight.requires_grad_()
-    with pytest.raises(GradientError, match="which no gradient can update"):
+    with pytest.raises(GradientError, match="which no optimizer can update"):
         layer(x.detach())
     with torch.inference_mode():
         assert torch.equal(layer(x), y)
@@ -164,7 +196,7 @@ def test_the_report_tells_the_truth():
     assert row["input"]["amax"] == float(x.abs().max())
     assert row["weight"]["scale"] == float(net.up.scale.max())
     assert fe.inspect(net).totals["fp8_flops_share"] == 1.0
-    with pytest.raises(fe.errors.ConversionError, match="converted already"):
+    with pytest.raises(fe.errors.ConversionError, match="stores FP8 codes"):
         fe.convert(net)
 
 

@@ -1,0 +1,210 @@
+"""fe.convert(frozen="fp8"): frozen weights stored as codes; adapters train on them; the way back and to disk."""
+
+import copy
+import warnings
+from typing import Any
+
+import peft
+import pytest
+import tiny_models as tiny
+import torch
+import transformers
+from support import converted, sqnr
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.errors import ConversionError, FrozenWarning, GradientError, StateError, StrictError, UnknownName
+from fp8engine.nn.serving import Served
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::fp8engine.errors.EmulationWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
+
+
+def frozen_llama(recipe: Any = "rowwise", **options) -> Any:
+    torch.manual_seed(3)
+    return fe.convert(tiny.llama().requires_grad_(False), recipe, frozen="fp8", **options)
+
+
+def with_lora(model: nn.Module, dora: bool = False) -> Any:
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, use_dora=dora, init_lora_weights=dora)
+    return peft.get_peft_model(model, config)  # pyright: ignore
+
+
+def test_codes_stand_where_weights_were():
+    plain = tiny.llama()
+    model = fe.convert(copy.deepcopy(plain).requires_grad_(False), "rowwise", frozen="fp8")
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, Served)}
+    assert len(linear) == 7 * len(model.model.layers)
+    for name, layer in linear.items():
+        weight = plain.get_submodule(name).weight
+        want = fe.quantize(weight.detach(), fe.rowwise().weight)
+        assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8)), name
+        assert torch.equal(layer.scale, want.scale)
+        held = sum(p.nbytes for p in layer.parameters())
+        assert held == weight.numel() + 4 * len(weight), "one byte a weight and four a row"
+    rows = [row for row in fe.inspect(model).layers if row["kind"] == "ServedLinear"]
+    assert {row["recipe"] for row in rows} == {"rowwise"}
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise", "delayed", "rowwise_gw_hp", "auto"])
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters_get_the_gradients_of_the_codes(recipe: str, dora: bool):
+    """Against the plain model that holds the dequantised weights: FP8 noise of inputs and gradients alone."""
+    model = with_lora(frozen_llama(recipe), dora).eval()
+    ids = tiny.tokens(4)
+    tiny.loss_of(model, ids).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    fe.revert(model)
+    tiny.loss_of(model, ids).backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad.norm() > 0:
+            # Two operands of 3 mantissa bits: 28 dB each matmul (E4M3 31.6 dB an operand), 25 dB with E5M2 gradients;
+            # half a dozen matmuls one after another lose up to 8 dB of it.
+            assert sqnr(p.grad.numpy(), found[name].numpy()) > 15, name
+
+
+def test_training_lowers_the_loss_and_leaves_the_codes():
+    model = with_lora(frozen_llama())
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids, losses = tiny.tokens(4), []
+    for _ in range(8):
+        losses.append(tiny.loss_of(model, ids))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.2
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            same = p.view(torch.uint8) if p.dtype.itemsize == 1 else p
+            assert torch.equal(same, before[name].view(torch.uint8) if p.dtype.itemsize == 1 else before[name]), name
+
+
+def test_adapters_first_is_the_same_bit_for_bit():
+    ids = tiny.tokens(4)
+    torch.manual_seed(3)
+    first = fe.convert(with_lora(tiny.llama()), "rowwise", frozen="fp8").eval()
+    second = with_lora(frozen_llama()).eval()
+    losses = [tiny.loss_of(model, ids) for model in (first, second)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_merging_takes_the_reverted_model():
+    model = with_lora(frozen_llama()).eval()
+    ids = tiny.tokens(4)
+    with pytest.raises(RuntimeError, match="Float8"):  # torch's own: before anything was added
+        model.merge_and_unload()
+    delta = model.base_model.model.model.layers[0].mlp.up_proj.get_delta_weight("default")
+    codes = model.base_model.model.model.layers[0].mlp.up_proj.base_layer.dequantize()
+    merged = fe.revert(model).merge_and_unload()
+    up = merged.model.layers[0].mlp.up_proj
+    assert type(up) is nn.Linear
+    assert torch.equal(up.weight, codes + delta)
+    assert not any(isinstance(module, Served) for module in merged.modules())
+    assert merged(ids).logits.isfinite().all()
+
+
+def test_only_frozen_weights_are_stored():
+    torch.manual_seed(0)
+    model = tiny.llama()
+    for p in model.model.layers[0].parameters():
+        p.requires_grad_(False)
+    fe.convert(model, "current", frozen="fp8")
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {kind for name, kind in kinds.items() if "layers.0" in name} == {"ServedLinear"}
+    assert {kind for name, kind in kinds.items() if "layers.1" in name} == {"Linear"}
+    tiny.loss_of(model, tiny.tokens(4)).backward()
+    assert all(p.grad is not None for p in model.model.layers[1].parameters())
+    assert model.model.embed_tokens.weight.grad.norm() > 0, "gradients pass the frozen block"
+
+
+def test_gpt2s_conv1d():
+    model = converted(tiny.gpt2().requires_grad_(False), "rowwise", frozen="fp8")
+    assert any(type(m).__name__ == "ServedConv1D" for m in model.modules())
+    plain = copy.deepcopy(model)
+    fe.revert(plain)
+    x = torch.randn(3, 5, model.config.n_embd, requires_grad=True)
+    layer, reverted = model.transformer.h[0].mlp.c_fc, plain.transformer.h[0].mlp.c_fc
+    assert type(reverted) is transformers.pytorch_utils.Conv1D
+    assert reverted.weight.shape == (model.config.n_embd, 4 * model.config.n_embd)
+    grads = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (layer, reverted)]
+    assert sqnr(grads[1].numpy(), grads[0].numpy()) > 20  # three casts of 31.6 dB, one behind the other
+
+
+def test_what_is_refused():
+    with pytest.raises(UnknownName, match="unknown frozen 'int8'"):
+        fe.convert(tiny.llama(), "current", frozen="int8")
+    model = tiny.llama()
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ConversionError, match=r"every weight that it converts takes gradients.*get_peft_model first"):
+        fe.convert(model, "current", frozen="fp8")
+    model.requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    with pytest.raises(StateError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        fe.convert(model, "current", frozen="fp8")
+    assert [type(m) for m in model.modules()] == kinds, "an error changed the model"
+    stored = frozen_llama()
+    with pytest.raises(ConversionError, match=r"stores FP8 codes instead of a weight: fe\.revert"):
+        fe.convert(stored, "current")
+    stored.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    with pytest.raises(GradientError, match="which no optimizer can update"):
+        stored(tiny.tokens(2))
+
+
+def test_what_cannot_be_stored_is_said():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)}).requires_grad_(
+        False
+    )
+    model["b"].weight = model["a"].weight
+    with pytest.warns(FrozenWarning, match=r"2 frozen layers keep .* 'a' the first: its weight is shared"):
+        fe.convert(model, "current", frozen="fp8")
+    assert [type(m).__name__ for m in model.values()] == ["Linear", "Linear", "ServedLinear"]
+    assert model["a"].weight is model["b"].weight
+    again = nn.ModuleDict({"a": nn.Linear(32, 32), "c": nn.Linear(32, 32)}).requires_grad_(False)
+    again["b"] = again["a"]  # one module under two names holds its weight alone
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FrozenWarning)
+        fe.convert(again, "current", frozen="fp8")
+    model = fe.revert(model)
+    with pytest.raises(StrictError, match=r"frozen='fp8'|emulated"):
+        fe.convert(model, "current", frozen="fp8", strict=True)
+
+
+def test_save_pretrained_writes_what_load_reads(tmp_path):
+    model = frozen_llama(overrides={"*.down_proj": "blockwise", "*.o_proj": "fp32"}).eval()
+    ids = tiny.tokens(2)
+    model.save_pretrained(tmp_path / "codes")
+    loaded = fe.hf.load(tmp_path / "codes")
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert isinstance(loaded.model.layers[0].mlp.down_proj, Served)
+    assert not isinstance(loaded.model.layers[0].self_attn.o_proj, Served)
+    for reverted in (fe.revert(model), fe.revert(loaded), fe.hf.load(tmp_path / "codes").dequantize()):
+        assert not hasattr(reverted.config, "quantization_config")
+        assert type(reverted.model.layers[0].mlp.up_proj) is nn.Linear
+        fe.hf.export(reverted, tmp_path / f"again{id(reverted)}", "rowwise")
+
+
+def test_the_trainer_takes_a_loaded_base(tmp_path):
+    fe.hf.export(tiny.llama().eval(), tmp_path / "fp8", "rowwise")
+    model = with_lora(fe.hf.load(tmp_path / "fp8"))
+    rows = [{"input_ids": ids, "labels": ids} for ids in tiny.tokens(8)]
+    options = transformers.TrainingArguments(
+        str(tmp_path / "out"), use_cpu=True, report_to=[], max_steps=3, per_device_train_batch_size=2, save_steps=2,
+        disable_tqdm=True, learning_rate=1e-2, gradient_checkpointing=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, options, train_dataset=rows)  # pyright: ignore
+    trainer.train()
+    again = peft.PeftModel.from_pretrained(fe.hf.load(tmp_path / "fp8"), tmp_path / "out" / "checkpoint-3")
+    ids = tiny.tokens(2)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
