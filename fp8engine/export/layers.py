@@ -23,7 +23,8 @@ from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers,
 from fp8engine.errors import ConversionError
 from fp8engine.export.layout import COMPRESSED, OURS
 from fp8engine.nn.linear import Float8Module
-from fp8engine.numerics.formats import E4M3
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
@@ -55,10 +56,12 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
     decisions, notes = _asked(model, recipe)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
-    decisions = [_leave(_decided(decision), uses, high, layout) for decision in decisions]
-    changed: list[Decision] = []
+    wanted = {decision.name: decision.recipe for decision in decisions}
+    decisions = [_leave(_decided(decision, layout), uses, high, layout) for decision in decisions]
+    changed = [d for d in decisions if d.recipe and (was := wanted[d.name]) and scheme(d.recipe) != scheme(was)]
     if layout != OURS:
-        decisions, changed = _alike(decisions)
+        decisions, more = _alike(decisions)
+        changed = [d for d in changed if d in decisions] + more
     chosen = [decision for decision in decisions if decision.recipe is not None]
     if not chosen:
         raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {_grouped(decisions)}")
@@ -129,8 +132,12 @@ def _never_ran(record: Record) -> list[str]:
     return [f"'auto' has never seen {len(names)} of its layers run, {names[0]} the first: written as they began"]
 
 
-def _decided(decision: Decision) -> Decision:
-    """A layer under `auto` with the named recipe that equals what was decided; left in 16 bits where none does."""
+def _decided(decision: Decision, layout: str) -> Decision:
+    """A layer under `auto` with a recipe that stores what was decided: the named one where that equals it.
+
+    Else, "fp8engine" holds other casts of the input as they are; nearest to E5M2, which no layout holds of weights and
+    other programs do not cast inputs to, is E4M3 with the range of a scale per row.
+    """
     recipe = decision.recipe
     if recipe is None or not isinstance(decision.module, Float8Module):
         return decision  # of a plain model: `layout.choose` raises for what cannot be written
@@ -143,9 +150,12 @@ def _decided(decision: Decision) -> Decision:
     known = next((each() for each in KNOWN if scheme(each()) == scheme(recipe)), None)
     if known is not None:
         return replace(decision, recipe=known)
-    role, cast = next((r, c) for r, c in (("input", recipe.input), ("weight", recipe.weight)) if c.format != E4M3)
-    why = f"auto decided on {cast.format} for its {role}, and checkpoints hold E4M3: written in 16 bits"
-    return replace(decision, recipe=None, reason=why)
+    if layout == OURS and recipe.weight.format == E4M3:
+        grad = recipe.grad_output if recipe.grad_output.is_fp8 else Cast(E5M2)
+        own = Recipe(name="auto", input=recipe.input, weight=recipe.weight, grad_output=grad)
+        return replace(decision, recipe=own)
+    why = f"auto decided on {recipe.input} for its input and {recipe.weight} for its weight; the nearest that is held"
+    return replace(decision, recipe=rowwise(power_of_2=recipe.weight.power_of_2), reason=why)
 
 
 def _leave(decision: Decision, uses: Counter[int], high: list[str], layout: str) -> Decision:

@@ -302,7 +302,7 @@ def test_auto_before_it_has_seen_anything(tmp_path: Path):
 
 
 def test_what_auto_decided_and_no_checkpoint_holds(tmp_path: Path):
-    """An input in E5M2, and a forward in 16 bits: left in 16 bits, with the reason."""
+    """An input in E5M2: in our layout as decided, elsewhere by the nearest cast; a forward in 16 bits stays there."""
     model = trained_with_outliers()
     for name, change in (
         (OUT, {"input": fe.Cast(fe.E5M2)}),
@@ -314,8 +314,19 @@ def test_what_auto_decided_and_no_checkpoint_holds(tmp_path: Path):
         layer.numerics.adopt(recipe)
     report = export(model, tmp_path / "out")
     left = {row["name"]: row["reason"] for row in report.left}
-    assert left[OUT] == "auto decided on E5M2 for its input, and checkpoints hold E4M3: written in 16 bits"
     assert left[DOWN] == "auto decided on BF16 here"
+    assert {row["name"]: row["recipe"] for row in report.layers}[OUT] == "rowwise_exact"
+    want = f"{OUT}: auto decided on E5M2 per tensor for its input and E4M3 per tensor for its weight; the nearest"
+    assert any(want in note for note in report.notes), report.notes
+    weight = weights_of(model)[OUT]
+    assert decibels(as_transformers_reads(tmp_path / "out")[OUT], weight) > 31.0  # a scale per row: E4M3's 31.6 dB
+    ours = export(model, tmp_path / "ours", layout="fp8engine")
+    assert {row["name"]: row["recipe"] for row in ours.layers}[OUT] == "auto"
+    assert not any(OUT in note for note in ours.notes)
+    served, ids = load(tmp_path / "ours"), torch.randint(1, 64, (2, 16))
+    assert served.get_submodule(OUT).numerics.recipe.input == fe.Cast(fe.E5M2)
+    with torch.no_grad():
+        assert off_by(served(ids).logits, model(ids).logits) < OTHER_CODES
 
 
 BACKWARD: dict[str, Any] = {
