@@ -24,7 +24,7 @@ from fp8engine.errors import ConversionError
 from fp8engine.export.layout import COMPRESSED, OURS
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.cast import Cast
-from fp8engine.numerics.formats import E4M3, E5M2
+from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
@@ -151,8 +151,8 @@ def _decided(decision: Decision, layout: str) -> Decision:
     if known is not None:
         return replace(decision, recipe=known)
     if layout == OURS and recipe.weight.format == E4M3:
-        grad = recipe.grad_output if recipe.grad_output.is_fp8 else Cast(E5M2)
-        own = Recipe(name="auto", input=recipe.input, weight=recipe.weight, grad_output=grad)
+        # Of dy, which only adapters on the loaded model ask for: a format that multiplies E5M2 too.
+        own = Recipe(name="auto", input=recipe.input, weight=recipe.weight, grad_output=Cast(E4M3))
         return replace(decision, recipe=own)
     why = f"auto decided on {recipe.input} for its input and {recipe.weight} for its weight; the nearest that is held"
     return replace(decision, recipe=rowwise(power_of_2=recipe.weight.power_of_2), reason=why)
