@@ -10,8 +10,8 @@ code than x * s: there x is multiplied first, so that codes are those of the eng
 saturate=0 everywhere: what is finite has been scaled or clamped into the range, and NaN and Inf become NaN (Inf in
 E5M2), where saturate=1 would hide an Inf as 448.  The amax is of finite elements, as in the engine's casts.
 
-Each function takes what the operator takes (ops/casts.py, ops/matmul.py, ops/norm_act.py).  `onnx` nodes compute nothing
-in torch: torch.export traces these functions, and torch.onnx writes what it traced.
+Each function takes what the operator takes (ops/casts.py, ops/matmul.py, ops/norm_act.py).  ONNX's nodes compute
+nothing in torch: torch.export traces these functions, and torch.onnx writes what it traced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from __future__ import annotations
 import torch
 
 from fp8engine.numerics.formats import Format
-from fp8engine.ops.reference import How, Norm, as_groups, from_groups, norm_quantize as norm_of, act_quantize as act_of
+from fp8engine.ops.reference import How, Norm, as_groups, from_groups
+from fp8engine.ops.reference import act_quantize as act_of
+from fp8engine.ops.reference import norm_quantize as norm_of
 from fp8engine.ops.reference.scale import FP32_MAX
 
 # ONNX's numbers of the types (onnx.TensorProto.DataType).
@@ -48,10 +50,8 @@ def quantize_given(x_MK: torch.Tensor, text: str, s: torch.Tensor) -> torch.Tens
     """Codes of x * s, clamped; s: one number, or one for each group."""
     how = How.parse(text)
     x_MK, maximum = x_MK.float(), Format.of(how.dtype).max
-    if s.dim():
-        y_MK = from_groups(as_groups(x_MK, how.rows, how.cols) * s[:, None, :, None], *x_MK.shape)
-    else:
-        y_MK = x_MK * s
+    s = s.expand(how.scale_shape(*x_MK.shape)) if s.dim() else s.reshape(1, 1)
+    y_MK = from_groups(as_groups(x_MK, how.rows, how.cols) * s[:, None, :, None], *x_MK.shape)
     y_MK = torch.where(x_MK.abs() <= FP32_MAX, y_MK.clamp(-maximum, maximum), x_MK)
     return _quantize_linear(y_MK, _number(1.0), how)
 
