@@ -121,8 +121,8 @@ def _translate(graph: fx.GraphModule) -> None:
 
 
 def _layer(node: fx.Node) -> str:
-    stack = [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
-    return (stack and stack[-1]) or "the model"
+    stack: list[str] = [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
+    return stack[-1] if stack and stack[-1] else "the model"
 
 
 def _value(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:

@@ -16,6 +16,8 @@ nothing in torch: torch.export traces these functions, and torch.onnx writes wha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fp8engine.numerics.formats import Format
@@ -101,7 +103,8 @@ def floor_power_of_2(s: torch.Tensor) -> torch.Tensor:
     return torch.where(large, power * 2.0**30, power)
 
 
-def _stored(y_MK: torch.Tensor, dtype: torch.dtype, text: str) -> tuple:
+def _stored(y_MK: Any, dtype: torch.dtype, text: str) -> tuple:
+    """(y in `dtype`, None) or (codes, scale), and nothing of a transpose.  y_MK: FP32."""
     return *(quantize(y_MK, text) if text else (y_MK.to(dtype), None)), None, None
 
 

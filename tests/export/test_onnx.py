@@ -21,7 +21,8 @@ Dim = torch.export.Dim
 def test_onnxruntime_computes_what_the_engine_does(tmp_path, recipe: str):
     torch.manual_seed(0)
     # output=FP32: products are taken in FP32, where the emulation would round the sums to BF16 before the scales.
-    model = nn.Sequential(fe.Linear(200, 96, recipe=replace(resolve(recipe), output=fe.FP32))).eval()
+    layer = fe.Linear(200, 96, recipe=replace(resolve(recipe), output=fe.FP32))
+    model = nn.Sequential(layer).eval()
     path = tmp_path / "model.onnx"
     fe.onnx.export(model, (torch.randn(5, 7, 200),), path, dynamic_shapes={"input": {0: Dim("b"), 1: Dim("s")}})
     x = torch.randn(3, 11, 200)
@@ -31,7 +32,7 @@ def test_onnxruntime_computes_what_the_engine_does(tmp_path, recipe: str):
         wanted = model(x)
         # K = 200 sums in another order, and each operand's product with its scale rounded: (K + 4) ulps of sum |x w|,
         # which the casts enlarge by at most (1 + 2^-4)^2.
-        size = x.abs() @ model[0].weight.abs().t() + model[0].bias.abs()
+        size = x.abs() @ layer.weight.abs().t() + layer.bias.abs()
     assert ((torch.from_numpy(found) - wanted).abs() <= 204 * 2.0**-24 * 1.13 * size).all()
 
 
