@@ -63,9 +63,9 @@ def predicted(x_MK: torch.Tensor, text: str, s: float) -> tuple[torch.Tensor, to
     return quantize_given(x_MK, text, _number(s)), _number(1.0) / _number(s)
 
 
-def matmul(a_MK, b_NK, scale_a, scale_b, bias_N, groups, out: torch.dtype, precision: str) -> torch.Tensor:
+def matmul(a_MK, b_NK, scale_a, scale_b, *rest) -> torch.Tensor:
     """a @ b.T + bias in FP32, rounded to `out`."""
-    rows_a, cols_a, rows_b, cols_b, _ = groups
+    bias_N, (rows_a, cols_a, rows_b, cols_b, _), out, _ = rest
     x_MK = _dequantize_linear(a_MK, scale_a, rows_a, cols_a)
     w_NK = _dequantize_linear(b_NK, scale_b, rows_b, cols_b)
     return torch.nn.functional.linear(x_MK, w_NK, None if bias_N is None else bias_N.float()).to(out)
@@ -76,9 +76,10 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.to(dtype)
 
 
-def norm_quantize(x_MK, weight_K, bias_K, kind: str, eps: float, zero_centered: bool, text: str, transposed: bool):
+def norm_quantize(x_MK: torch.Tensor, weight_K, bias_K, *rest):
     """(y or its codes, scale, codes and scale of the transpose, which no forward reads, and statistics of rows)."""
-    y_MK, _, rows = norm_of(x_MK.float(), weight_K, bias_K, Norm(kind, eps, zero_centered))
+    *norm, text, _ = rest
+    y_MK, _, rows = norm_of(x_MK.float(), weight_K, bias_K, Norm(*norm))
     return *_stored(y_MK, x_MK.dtype, text), rows.rstd_M, rows.mean_M
 
 
