@@ -13,7 +13,7 @@
 from fp8engine import _moved, amp, distributed, errors
 from fp8engine.auto import flow
 from fp8engine.convert import convert, revert
-from fp8engine.export import hf
+from fp8engine.export import hf, onnx
 from fp8engine.nn import (
     Attention,
     GroupedLinear,
@@ -87,6 +87,7 @@ __all__ = [
     "inspect",
     "load_scaling_state_dict",
     "matmul",
+    "onnx",
     "quantize",
     "revert",
     "rowwise",

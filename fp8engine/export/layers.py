@@ -111,10 +111,10 @@ def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision
         else:
             why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
             found.append(Decision(name, module, None, why, shape))
-    return found, _never_ran(record)
+    return found, never_ran(record)
 
 
-def _never_ran(record: Record) -> list[str]:
+def never_ran(record: Record) -> list[str]:
     """A note on layers that `auto` has no statistics of.  Raises ConversionError where it has none at all."""
     names, total = [], 0
     for controller in record.controllers:

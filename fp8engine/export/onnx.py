@@ -1,0 +1,141 @@
+"""fe.onnx, converted models as ONNX graphs.
+
+torch.export traces the forward in evaluation mode; weights are cast once and become FP8 initializers with their scales;
+the engine's operators become QuantizeLinear, DequantizeLinear and Gemm (onnx_operators.py); torch.onnx writes it.
+A graph has no state:
+
+    delayed scaling    an input's latest scale is a constant, under which what does not fit saturates; the engine would
+                       cast it again.  An input without one is cast under its own amax, as `current` does
+    auto               each layer as it has been decided
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from fp8engine._torch import OpOverload
+from fp8engine.convert.swap import RECORD
+from fp8engine.errors import ConversionError
+from fp8engine.export import onnx_operators
+from fp8engine.export.layers import never_ran
+from fp8engine.ops.reference import How
+
+if TYPE_CHECKING:
+    from torch.onnx import ONNXProgram
+
+FIRST_OPSET = 21  # of blocks, and of the type of QuantizeLinear's result as an attribute
+NAMESPACE = "fp8engine"
+RECORDED = "_recorded"  # ends the names of operators that write a slot, whose five fields come last
+TRANSLATED = ("quantize", "quantize_given", "matmul", "decode", "norm_quantize", "act_quantize")
+PACKAGES = ("onnx", "onnxscript")
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    path: str | os.PathLike | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    opset: int = FIRST_OPSET,
+) -> ONNXProgram:
+    """Write the forward of a converted model, or of one that fe.hf.load has read, as ONNX; returns torch's ONNXProgram.
+
+    args, kwargs, dynamic_shapes: as torch.export.export takes them.
+    path: of the file; where the weights take more than 2 GB they are in PATH.data beside it.  None: nothing is written.
+    opset: ONNX's version of its operators, 21 or later.
+
+    Raises ConversionError for a model in training mode, without FP8 layers, or under an `auto` that has decided
+    nothing; for a layer that ONNX cannot hold, by name; for an older opset; and without the packages it needs.
+
+    >>> import fp8engine as fe
+    >>> layer = fe.Linear(32, 16, recipe="current").eval()
+    >>> program = export(layer, (torch.ones(4, 32),))
+    >>> sum(node.op_type == "QuantizeLinear" for node in program.model.graph)
+    1
+    """
+    _check(model, opset)
+    given: dict[str, Any] = {"kwargs": dict(kwargs or {}), "dynamic_shapes": dynamic_shapes}
+    with torch.no_grad():
+        graph: Any = torch.export.export(model, args, **given).module(check_guards=False)
+        _translate(graph)
+        traced: Any = torch.export.export(graph, args, **given)
+        program: Any = torch.onnx.export(traced, dynamo=True, opset_version=opset, verbose=False)
+    if path is not None:
+        program.save(path)
+    return program
+
+
+def _check(model: nn.Module, opset: int) -> None:
+    """Raise ConversionError for what can be known before the model is traced."""
+    if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ConversionError(f"onnx.export needs {' and '.join(absent)}: pip install 'fp8engine[onnx]'")
+    if opset < FIRST_OPSET:
+        raise ConversionError(f"onnx.export: opset {opset} has no FP8 blocks: use opset={FIRST_OPSET} or later")
+    if model.training:
+        raise ConversionError("onnx.export: the model is in training mode, and ONNX holds inference: call model.eval()")
+    if (record := getattr(model, RECORD, None)) is not None:
+        never_ran(record)
+
+
+def _translate(graph: fx.GraphModule) -> None:
+    """Replace the engine's operators by the functions of onnx_operators.py, and casts of weights by their results."""
+    nodes = [n for n in graph.graph.nodes if isinstance(n.target, OpOverload) and n.target.namespace == NAMESPACE]
+    if not nodes:
+        raise ConversionError(
+            "onnx.export: the model runs no FP8 layer: call fe.convert first, or use torch.onnx.export"
+        )
+    for node in nodes:
+        full = node.target._schema.name.split("::")[1]
+        name = full.removesuffix(RECORDED)
+        if name not in TRANSLATED:
+            raise ConversionError(
+                f"onnx.export: {_layer(node)} runs {name}, which has no translation into ONNX: leave that layer in 16 "
+                "bits (overrides of fe.convert)"
+            )
+        if name == "quantize" and node.args[0].op == "get_attr":
+            _fold(graph, node)
+            continue
+        if full.endswith(RECORDED):
+            *given, live, _, index, _, _ = node.args
+            node.args = tuple(given)
+            how = How.parse(given[1]) if name == "quantize" else None
+            s = float(_value(graph, live)[1, index]) if how is not None and how.delayed else 0.0
+            if s > 0:
+                name, node.args = "predicted", (*node.args, s)
+        node.target = getattr(onnx_operators, name)
+    graph.graph.eliminate_dead_code()
+    used = {n.target for n in graph.graph.nodes if n.op == "get_attr"}
+    for name, _ in list(graph.named_parameters(remove_duplicate=False)):
+        if name not in used:
+            parent, _, last = name.rpartition(".")
+            delattr(graph.get_submodule(parent), last)
+    graph.recompile()
+
+
+def _layer(node: fx.Node) -> str:
+    stack: list[str] = [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
+    return stack[-1] if stack and stack[-1] else "the model"
+
+
+def _value(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:
+    return attrgetter(str(node.target))(graph)
+
+
+def _fold(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Cast a weight now; its codes and scale become buffers beside it.  Tables are copied: the cast writes none."""
+    values: list[Any] = [_value(graph, n).detach().clone() if isinstance(n, fx.Node) else n for n in node.args]
+    parent, _, name = str(node.args[0].target).rpartition(".")  # pyright: ignore - a node, as the caller saw
+    for index, (suffix, tensor) in enumerate(zip(("codes", "scale"), node.target(*values), strict=True)):  # pyright: ignore
+        graph.get_submodule(parent).register_buffer(f"{name}_{suffix}", tensor)
+        with graph.graph.inserting_before(node):
+            made = graph.graph.get_attr(".".join(filter(None, (parent, f"{name}_{suffix}"))))
+        for user in [user for user in node.users if user.args[1] == index]:
+            user.replace_all_uses_with(made)
