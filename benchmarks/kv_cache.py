@@ -84,7 +84,7 @@ class Run:
 class Compared:
     """One cache beside the reference: a given and a free run of one batch, and what each token showed."""
 
-    def __init__(self, model: nn.Module, make: Make, prompt: Cache):
+    def __init__(self, model: nn.Module, make: Make, prompt: Any):
         self.given, self.free = Run(model, make), Run(model, make)
         for run in (self.given, self.free):
             for i, layer in enumerate(prompt.layers):
@@ -106,7 +106,8 @@ def batch(model: nn.Module, made: dict[str, Make], prompt_BT: torch.Tensor, toke
     """Of each cache [B, tokens] of `agreed`, `divergence` and `same`; bytes kept at the end, and seconds."""
     reference = Run(model, made[REFERENCE])
     token_B1 = reference.read(prompt_BT).argmax(-1, keepdim=True)
-    kept, reference.seconds = reference.cache, 0.0
+    kept: Any = reference.cache
+    reference.seconds = 0.0
     beside = {name: Compared(model, make, kept) for name, make in made.items() if name != REFERENCE}
     for _ in range(tokens):
         wanted_BV = reference.read(token_B1)
@@ -168,7 +169,9 @@ def main() -> None:
     options.add_argument("--json", action="store_true")
     options = options.parse_args()
     console, err = Console(), Console(stderr=True)
-    result = {"machine": machine()} | {key: getattr(options, key) for key in ("prompts", "prompt_tokens", "tokens")}
+    result: dict[str, Any] = {"machine": machine()} | {
+        key: getattr(options, key) for key in ("prompts", "prompt_tokens", "tokens")
+    }
     result |= {"batch": options.batch, "rows": []}
     real = load("smollm2", options.prompt_tokens, options.prompts)
     every = len(real.windows) // options.prompts

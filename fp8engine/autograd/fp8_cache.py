@@ -1,11 +1,11 @@
 """Keys and values of earlier tokens in E4M3, half of the bytes of 16 bits, with a scale per head and block of tokens.
 
     s[b, h, i]    = 2^floor(log2(MAX / a)),  a = max |x[b, h, t, :]| over the tokens t of block i of `block` tokens
-    code          = saturate(RNE(x * s))                 x ≈ code / s, exact in BF16 and FP32: a power of two moves no bit
+    code          = saturate(RNE(x * s))              x ≈ code / s, exact in BF16 and FP32: s is a power of two
 
-Whole blocks, counted from the first token, are codes; the tokens after them, fewer than a block, stay in their own dtype.
-So what is stored is a function of the tokens, not of how many came at once.  A token is cast once its block is complete,
-and after the call that completes it: a call's own keys and values are seen as they came.
+Whole blocks, counted from the first token, are codes; the tokens after them, fewer than a block, stay in their own
+dtype.  So what is stored is a function of the tokens, not of how many came at once.  A token is cast when its block is
+complete, after the call that completes it: a call's own keys and values are seen as they came.
 
 A NaN or Inf is NaN in its code; zeros stay zeros.  Source of the arithmetic: ops/reference/quantize.py, per row of a
 matrix whose rows are the blocks.
@@ -21,7 +21,7 @@ from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.ops import casts
 from fp8engine.ops.reference import How
 
-BLOCK = 16  # measured: docs/kv-cache.md
+BLOCK = 32  # measured: docs/kv-cache.md
 PER_BLOCK = How(E4M3.dtype, 1, -1, power_of_2=True)
 
 
@@ -96,8 +96,8 @@ class Blocks:
         """
         if self.of_graph and torch.is_grad_enabled():
             raise GradientError(
-                "FP8 cache: the keys and values that it keeps have a gradient, which codes do not carry; call the model "
-                "under torch.no_grad(), or train with a cache in 16 bits"
+                "FP8 cache: the keys and values that it keeps have a gradient, which codes do not carry; call the "
+                "model under torch.no_grad(), or train with a cache in 16 bits"
             )
         return torch.cat([self._decoded(), self.rest], 2)
 

@@ -168,7 +168,7 @@ class Fp8Cache(DynamicCache):
                 f"Fp8Cache: {config.model_type} has layers that cache something else beside keys and values: "
                 f"{', '.join(unknown)}; take transformers' DynamicCache(config=config)"
             )
-        layers = [
+        layers: list[Any] = [
             Fp8Layer(block, **its) if kind in KEEPS_KEYS else DYNAMIC_LAYER_TYPE_MAPPING[kind](**its)
             for kind, its in zip(kinds, options, strict=True)
         ]

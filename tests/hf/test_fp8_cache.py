@@ -1,6 +1,7 @@
 """fe.hf.Fp8Cache under generate(): greedy, beams, assisted, windows, encoder-decoder, converted models."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from fp8engine.errors import ConversionError, StateError
 from fp8engine.nn.hf_cache import Fp8Layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-SIZE = {
+SIZE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
 
 
 def mistral(window: int = 6):
@@ -26,9 +27,20 @@ def mistral(window: int = 6):
 
 
 def bart():
-    size = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": 64, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    size: dict[str, Any] = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }
+    heads: dict[str, Any] = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+    }
+    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     return transformers.BartForConditionalGeneration(transformers.BartConfig(**size, **heads, **special)).eval()
 
 
@@ -91,13 +103,16 @@ def test_beams_and_several_answers():
 
 
 @pytest.mark.parametrize("make", [llama, mistral])
-def test_assisted_generation_writes_what_greedy_writes(make):
-    """Rejected tokens are never cast, so every token that is kept has the codes it would have had."""
+def test_assisted_generation(make):
+    """In blocks of 64 nothing is cast, so that every token that was rejected has to be gone; in blocks of 4 it runs."""
     model, ids = make().eval(), tokens(1, 6).repeat(1, 3)
-    plain, assisted = (fe.hf.Fp8Cache(model.config, 4) for _ in range(2))
-    found = model.generate(ids, past_key_values=assisted, prompt_lookup_num_tokens=3, **GREEDY)
-    assert found.shape == model.generate(ids, past_key_values=plain, **GREEDY).shape
-    assert assisted.layers[0].record_past
+    greedy = model.generate(ids, **GREEDY)
+    for block in (64, 4):
+        cache = fe.hf.Fp8Cache(model.config, block)
+        found = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+        assert found.shape == greedy.shape
+        assert block == 4 or torch.equal(found, greedy)
+        assert cache.get_seq_length() == found.shape[1] - 1
 
 
 def test_tokens_taken_back_while_recording_leave_no_trace():
