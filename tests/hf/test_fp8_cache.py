@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 from support import converted, sqnr
-from tiny_models import gpt2, llama, tokens
+from tiny_models import gpt2, tokens
+from tiny_models import llama as tiny_llama
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import fp8engine as fe
@@ -22,11 +23,19 @@ SIZE: dict[str, Any] = {
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
 
 
-def mistral(window: int = 6):
+def llama() -> Any:
+    return tiny_llama().eval()
+
+
+def layer_of(block: int, window: int | None = None) -> Any:
+    return Fp8Layer(block, window)
+
+
+def mistral(window: int = 6) -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZE, sliding_window=window)).eval()
 
 
-def bart():
+def bart() -> Any:
     size: dict[str, Any] = {
         "d_model": 32,
         "encoder_layers": 1,
@@ -74,16 +83,16 @@ def test_a_window_is_right_in_any_steps(steps: list[int]):
 @pytest.mark.parametrize("block", [1, 4])
 def test_a_window_keeps_whole_blocks_that_can_still_be_seen(block: int):
     model, ids = mistral(6), tokens(2, 40)
-    cache = fe.hf.Fp8Cache(model.config, block)
+    cache: Any = fe.hf.Fp8Cache(model.config, block)
     logits_of(model, ids, cache, [30, *[1] * 10])
     assert cache.get_seq_length() == 40
     assert [layer.keys.shape[2] for layer in cache.layers] == [5 + (35 % block)] * 2
 
 
 def test_how_the_tokens_came_is_not_stored():
-    model, ids = llama().eval(), tokens(2, 24)
+    model, ids = llama(), tokens(2, 24)
     k = torch.randn(2, 2, 24, 8)
-    whole, parts = Fp8Layer(4), Fp8Layer(4)
+    whole, parts = layer_of(4), layer_of(4)
     whole.update(k, k)
     for part in k.split([3, 1, 15, 5], 2):
         parts.update(part, part)
@@ -95,7 +104,7 @@ def test_how_the_tokens_came_is_not_stored():
 
 
 def test_beams_and_several_answers():
-    model, ids = llama().eval(), tokens(2, 8)
+    model, ids = llama(), tokens(2, 8)
     for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
         found = model.generate(ids, past_key_values=fe.hf.Fp8Cache(model.config, 64), **GREEDY, **options)
         assert torch.equal(found, model.generate(ids, **GREEDY, **options))  # blocks of 64: nothing is cast
@@ -118,7 +127,7 @@ def test_assisted_generation(make):
 def test_tokens_taken_back_while_recording_leave_no_trace():
     k = torch.randn(1, 2, 23, 8)
     for window in (None, 6):
-        one, other = Fp8Layer(4, window), Fp8Layer(4, window)
+        one, other = layer_of(4, window), layer_of(4, window)
         one.activate_past_recording()
         one.update(k[:, :, :20], k[:, :, :20])
         one.crop(0)
@@ -136,7 +145,7 @@ def test_tokens_taken_back_while_recording_leave_no_trace():
 
 def test_an_encoder_decoder_takes_two():
     model, ids = bart(), tokens(2, 20)
-    both = EncoderDecoderCache(*(fe.hf.Fp8Cache(block=4) for _ in range(2)))
+    both: Any = EncoderDecoderCache(*(fe.hf.Fp8Cache(block=4) for _ in range(2)))
     wanted = model.generate(ids, **GREEDY, output_logits=True, return_dict_in_generate=True)
     found = model.generate(ids, past_key_values=both, **GREEDY, output_logits=True, return_dict_in_generate=True)
     assert torch.equal(found.logits[0], wanted.logits[0])
@@ -147,7 +156,7 @@ def test_an_encoder_decoder_takes_two():
 
 def test_rows_are_chosen_and_repeated():
     k = torch.randn(3, 2, 10, 8)
-    layer = Fp8Layer(4)
+    layer = layer_of(4)
     layer.update(k, k)
     values = layer.keys
     layer.batch_repeat_interleave(2)
@@ -157,7 +166,7 @@ def test_rows_are_chosen_and_repeated():
 
 
 def test_a_prompt_is_reused_from_a_copy():
-    model, ids = llama().eval(), tokens(1, 20)
+    model, ids = llama(), tokens(1, 20)
     prompt = fe.hf.Fp8Cache(model.config, 4)
     logits_of(model, ids[:, :-1], prompt, [19])
     once, twice = (model.generate(ids, past_key_values=copy.deepcopy(prompt), **GREEDY) for _ in range(2))
@@ -166,7 +175,7 @@ def test_a_prompt_is_reused_from_a_copy():
 
 
 def test_a_converted_model_writes_the_same_with_nothing_cast():
-    model, ids = converted(llama().eval(), "rowwise"), tokens(2, 8)
+    model, ids = converted(llama(), "rowwise"), tokens(2, 8)
     found = model.generate(ids, past_key_values=fe.hf.Fp8Cache(model.config, 64), **GREEDY)
     assert torch.equal(found, model.generate(ids, **GREEDY))
     small = fe.hf.Fp8Cache(model.config, 4)
