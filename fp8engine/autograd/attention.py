@@ -90,6 +90,10 @@ class Cache:
         self.key, self.value = k, v
         return k, v
 
+    def keep_context(self, k: torch.Tensor, v: torch.Tensor, width: int) -> None:
+        """Keep keys and values of a context, [..., heads * width]; `of_context` gives them to later calls."""
+        self.of_context = k, v
+
 
 def angles(positions: torch.Tensor, head: int, rotary: Rotary | float) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) [..., T, W / 2] of position * f in FP32, for heads of `head` columns and positions [T] or [batch, T].

@@ -14,6 +14,7 @@ from fp8engine.nn.families import FAMILIES, MLP, Attention, Block, Experts, Stru
 
 if TYPE_CHECKING:
     from fp8engine.export import Fp8EngineConfig
+    from fp8engine.nn.hf_cache import Fp8Cache
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from fp8engine.export import Fp8EngineConfig
 
         return Fp8EngineConfig
+    if name == "Fp8Cache":  # the same
+        from fp8engine.nn.hf_cache import Fp8Cache
+
+        return Fp8Cache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -32,6 +37,7 @@ __all__ = [
     "Description",
     "Experts",
     "ExportReport",
+    "Fp8Cache",
     "Fp8EngineConfig",
     "Structure",
     "describe",

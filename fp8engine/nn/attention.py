@@ -153,11 +153,11 @@ class Attention(nn.Module):
                 )
         elif context.dim() != 3 or context.shape[0] != x.shape[0]:
             raise ShapeError(f"Attention: context is {list(context.shape)}; want [{x.shape[0]}, S, context_size]")
-        if cache is not None and cache.of_context is not None:
-            return cache.of_context
+        if cache is not None and (kept := cache.of_context) is not None:
+            return kept
         k, v = norm_linear(context, None, [layer_of(self.k_proj), layer_of(self.v_proj)])
         if cache is not None:
-            cache.of_context = k, v
+            cache.keep_context(k, v, self.width)
         return k, v
 
     def _mix(self, projected: tuple, mask=None, positions=None, cache: Cache | None = None) -> torch.Tensor:
