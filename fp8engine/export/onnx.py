@@ -103,6 +103,11 @@ def _translate(graph: fx.GraphModule) -> None:
         if name == "quantize" and node.args[0].op == "get_attr":
             _fold(graph, node)
             continue
+        if name == "quantize" and not _reads_input(node.args[0]):
+            raise ConversionError(
+                f"onnx.export: {_layer(node)} casts a product or a transpose of its weight (a Conv1D, fe.smooth), which "
+                "the graph would keep in 16 or 32 bits: leave that layer in 16 bits (overrides of fe.convert)"
+            )
         if full.endswith(RECORDED):
             *given, live, _, index, _, _ = node.args
             node.args = tuple(given)
@@ -123,6 +128,17 @@ def _translate(graph: fx.GraphModule) -> None:
 def _layer(node: fx.Node) -> str:
     stack: list[str] = [name for name, _ in node.meta.get("nn_module_stack", {}).values()]
     return stack[-1] if stack and stack[-1] else "the model"
+
+
+def _reads_input(node: Any) -> bool:
+    """Whether the node is computed from an input of the model, and not from parameters alone."""
+    seen, waiting = set(), [node]
+    while waiting:
+        if (each := waiting.pop()).op == "placeholder":
+            return True
+        waiting += [n for n in each.all_input_nodes if n not in seen]
+        seen.update(each.all_input_nodes)
+    return False
 
 
 def _value(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:
