@@ -178,6 +178,7 @@ class _Server:
 
     def update(self) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._received()})
+        self.llm.apply_model(_pack_tied_heads)
         self.llm.reset_prefix_cache()
 
     def held(self) -> bytes:
@@ -191,6 +192,21 @@ class _Server:
     @staticmethod
     def _as_given(sequences: list[list[int]]) -> list[dict]:
         return [{"prompt_token_ids": ids} for ids in sequences]
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack an output head that shares the embedding's parameter anew.
+
+    On a CPU vLLM multiplies by a packed copy of the head, and `reload_weights` leaves a tied head as it is ("Failed to
+    load weights" in the log): without this the copy stays that of the old embedding.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    shared = {id(table.weight) for table in tables if not isinstance(table, ParallelLMHead)}
+    for table in tables:
+        if isinstance(table, ParallelLMHead) and id(table.weight) in shared:
+            table.quant_method.process_weights_after_loading(table)
 
 
 def _serve(pipe: Connection, folder: str, with_stand_in: bool) -> None:
