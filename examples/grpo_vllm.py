@@ -43,7 +43,8 @@ class Here:
             torch.manual_seed(seed)
             out = self.model.generate(
                 ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0, pad_token_id=0,
-                attention_mask=torch.ones_like(ids), eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+                attention_mask=torch.ones_like(ids), eos_token_id=None, output_logits=True,
+                return_dict_in_generate=True,
             )  # fmt: skip
         new = out.sequences[:, ids.shape[1] :]
         found = torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[..., None])[..., 0]
@@ -115,7 +116,8 @@ def main(steps: int = 30, vllm: str | None = None, pretraining: int = 150) -> li
                 found = rows[-1]
                 print(
                     f"step {seed:3}  reward {found['reward']:.3f}  gap of log-probabilities {found['gap']:.4f} "
-                    f"(largest {found['largest gap']:.3f})  sent {found['sent']:,} bytes, {found['sent'] / bf16:.0%} of BF16"
+                    f"(largest {found['largest gap']:.3f})  sent {found['sent']:,} bytes, "
+                    f"{found['sent'] / bf16:.0%} of BF16"
                 )
         finally:
             engine.close()

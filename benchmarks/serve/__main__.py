@@ -133,7 +133,13 @@ def updated(name: str, model: Any, ids_BT: torch.Tensor, folder: Path) -> list[d
     largest = gap.max().item()
     return [
         row(f"{name}: codes and scales that differ after the update", differ, "0", differ == 0),
-        row(f"{name}: largest gap of log-probabilities, {len(ids_BT)} prompts", largest, "<= 0.1", largest <= 0.1, **more),
+        row(
+            f"{name}: largest gap of log-probabilities, {len(ids_BT)} prompts",
+            largest,
+            "<= 0.1",
+            largest <= 0.1,
+            **more,
+        ),
         row(f"{name}: bytes sent over BF16's", share, "", None, bytes=sent),
     ]
 

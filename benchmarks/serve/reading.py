@@ -63,7 +63,9 @@ def lm_eval_rows(model: Any, tokenizer: Any, text: str, folder: Path) -> list[di
         for name, layer in served.named_modules()
         if hasattr(layer, "scale_name")
     )
-    rows = [{"what": f"lm-eval, bits per byte, {name}", "value": v, "target": "", "met": None} for name, v in found.items()]
+    rows = [
+        {"what": f"lm-eval, bits per byte, {name}", "value": v, "target": "", "met": None} for name, v in found.items()
+    ]
     same = f"{found['fe.hf.load']:.4f}" == f"{found['transformers']:.4f}"
     return [
         *rows,
