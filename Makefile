@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan test-oldest check static types codegen emulated gpu gpu-pack bench distributed mutants docs \
+.PHONY: help demo test titan serve-check test-oldest check static types codegen emulated gpu gpu-pack bench distributed mutants docs \
 	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
@@ -33,6 +33,11 @@ test-oldest:  ## before a release: the same tests on the oldest torch there may 
 titan:  ## torchtitan's debug Llama in FP8 on two processes, in an environment of its own
 	$(MAKE) .venv-titan/titan.stamp VENV=.venv-titan
 	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo .venv-titan/bin/python -m pytest tests/integrations
+
+serve-check:  ## exports in vLLM, transformers and lm-eval; new weights into a running vLLM; an environment of its own (5 GB)
+	$(MAKE) .venv-serve/serve.stamp VENV=.venv-serve CONSTRAINTS=constraints-serve.txt
+	@.venv-serve/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2> /dev/null  # do not fit torch+cpu
+	OMP_NUM_THREADS=1 .venv-serve/bin/python -m benchmarks.serve
 
 check: static browser  ## before a commit: format, lint, types, fast tests
 	$(PYTEST) -n $(JOBS) -m "not slow"
@@ -71,7 +76,7 @@ docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/house/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
-	rm -rf $(VENV) .venv-oldest .venv-titan .gpu-pack report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-titan .venv-serve .gpu-pack report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that
@@ -88,6 +93,7 @@ browser:
 # a removed .venv made anew, and an unchanged one costs nothing.
 $(VENV)/report.stamp: EXTRA := report
 $(VENV)/titan.stamp: EXTRA := titan
+$(VENV)/serve.stamp: EXTRA := serve
 $(VENV)/dev.stamp: EXTRA := dev
 $(VENV)/%.stamp: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'

@@ -100,10 +100,10 @@ def test_links_lead_somewhere(page: Path):
 
 @every_page
 def test_make_targets_exist(page: Path):
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     code = " ; ".join(block.text for block in blocks(page.read_text()) if block.info in ("sh", "bash", "console"))
     code += " ; ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
-    assert set(re.findall(r"\bmake ([a-z]+)", code)) <= targets
+    assert set(re.findall(r"\bmake ([a-z-]+)", code)) <= targets
 
 
 def test_a_tree_reads_as_paths():

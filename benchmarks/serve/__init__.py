@@ -1,0 +1,1 @@
+"""Exports read by vLLM, transformers and lm-eval: `make serve-check` runs __main__.py."""
