@@ -105,8 +105,8 @@ def _translate(graph: fx.GraphModule) -> None:
             continue
         if name == "quantize" and not _reads_input(node.args[0]):
             raise ConversionError(
-                f"onnx.export: {_layer(node)} casts a product or a transpose of its weight (a Conv1D, fe.smooth), which "
-                "the graph would keep in 16 or 32 bits: leave that layer in 16 bits (overrides of fe.convert)"
+                f"onnx.export: {_layer(node)} casts a product or a transpose of its weight (a Conv1D, fe.smooth): the "
+                "graph would keep it in 16 or 32 bits; leave that layer in 16 bits (overrides of fe.convert)"
             )
         if full.endswith(RECORDED):
             *given, live, _, index, _, _ = node.args

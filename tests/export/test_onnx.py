@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import tiny_models as tiny
 import torch
 from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError
 from fp8engine.export.onnx_operators import floor_power_of_2
+from fp8engine.nn.serving import ServedLinear
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops.reference.scale import floor_power_of_2 as by_bits
 
@@ -51,3 +53,71 @@ def test_what_cannot_be_exported_is_refused():
         fe.onnx.export(layer.eval(), (x,), opset=19)
     with pytest.raises(ConversionError, match=r"call fe\.convert first"):
         fe.onnx.export(nn.Linear(32, 16).eval(), (x,))
+
+
+def run(path, **inputs: torch.Tensor) -> torch.Tensor:
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in inputs.items()})[0])
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Within the FP32 sums' order: some hundred ulps of the largest value; a wrong code is 2^-4 of one product."""
+    return bool(((found - wanted).abs() <= 2.0**-15 * wanted.abs().max()).all())
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise"])
+def test_a_served_layer(tmp_path, recipe: str):
+    served = ServedLinear.of(nn.Linear(600, 300), replace(resolve(recipe), output=fe.FP32))
+    model, x = nn.Sequential(served).eval(), torch.randn(6, 600)
+    fe.onnx.export(model, (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        assert close(run(tmp_path / "model.onnx", input=x), model(x))
+    assert (tmp_path / "model.onnx").stat().st_size < 1.3 * 600 * 300, "a byte a weight, and the graph's text"
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_delayed_with_a_history_keeps_its_scale(tmp_path):
+    recipe = replace(resolve("delayed"), output=fe.FP32)
+    model = fe.convert(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32)), recipe)
+    x = torch.randn(6, 64)
+    for _ in range(3):
+        model(x).sum().backward()
+    model.eval()
+    fe.onnx.export(model, (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        assert close(run(tmp_path / "model.onnx", input=x), model(x))
+        beyond = 100 * x  # the graph saturates under its constant scale
+        assert run(tmp_path / "model.onnx", input=beyond).abs().max() < 0.2 * model(beyond).abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_a_whole_llama_for_other_sizes(tmp_path):
+    torch.manual_seed(0)
+    model = fe.convert(tiny.llama(), replace(resolve("rowwise"), output=fe.FP32)).eval()
+    model.config.use_cache = False
+    shapes = {"input_ids": {0: Dim("b"), 1: Dim("s", max=64)}}
+    fe.onnx.export(model, (), tmp_path / "m.onnx", kwargs={"input_ids": tiny.tokens(2)}, dynamic_shapes=shapes)
+    ids = torch.randint(3, 60, (3, 21))
+    with torch.no_grad():
+        assert close(run(tmp_path / "m.onnx", input_ids=ids), model(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_nan_stays_visible(tmp_path):
+    model, x = nn.Sequential(fe.Linear(32, 16, recipe="rowwise")).eval(), torch.randn(4, 32)
+    fe.onnx.export(model, (x,), tmp_path / "model.onnx")
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    found = run(tmp_path / "model.onnx", input=x)
+    assert found.isnan().any(1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_weights_that_the_graph_would_keep_in_16_bits(tmp_path):
+    model = fe.convert(tiny.gpt2(), "current").eval()
+    model.config.use_cache = False
+    with pytest.raises(ConversionError, match=r"casts a product or a transpose of its weight \(a Conv1D"):
+        fe.onnx.export(model, (tiny.tokens(2),), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConversionError, match="'auto' has decided nothing yet"):
+        fe.onnx.export(fe.convert(nn.Sequential(nn.Linear(32, 16)), "auto").eval(), (torch.randn(2, 32),))
