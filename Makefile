@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan serve-check test-oldest check static types codegen emulated gpu gpu-pack bench distributed mutants docs \
+.PHONY: help demo test titan serve-check test-oldest check static types codegen emulated gpu gpu-pack bench distributed mutants \
 	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
