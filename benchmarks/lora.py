@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from torch import nn
 import fp8engine as fe
 
 HELD_OUT, RANK, RATE = 16, 8, 1e-3
-BASES = ("bf16", "rowwise", "current", "blockwise")
+EXACT = {"rowwise_exact": fe.rowwise(power_of_2=False), "blockwise_exact": fe.blockwise(power_of_2=False)}
+BASES = ("bf16", "rowwise", "blockwise_exact", "current", "blockwise", "rowwise_exact")
 
 
 def base(recipe: str, dtype: torch.dtype) -> Any:
@@ -38,11 +40,11 @@ def base(recipe: str, dtype: torch.dtype) -> Any:
 
     folder = CACHE / "smollm2"
     if recipe != "bf16" and dtype == torch.bfloat16:  # as a user loads it: no 16-bit model is ever whole in memory
-        config = fe.hf.Fp8EngineConfig(recipe)
+        config = fe.hf.Fp8EngineConfig(EXACT.get(recipe, recipe))
         return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
     model.requires_grad_(False)
-    return model if recipe == "bf16" else fe.convert(model, recipe, frozen="fp8")
+    return model if recipe == "bf16" else fe.convert(model, EXACT.get(recipe, recipe), frozen="fp8")
 
 
 def adapted(model: nn.Module) -> Any:
@@ -121,7 +123,8 @@ def against(rows: list[dict], recipe: str) -> tuple[float, float]:
 def main() -> None:
     """Train every base under every seed, measure bytes, print, write the result."""
     options = parser(__doc__)
-    options.add_argument("--bases", nargs="+", default=list(BASES[:2]), choices=BASES)
+    options.add_argument("--bases", nargs="+", default=list(BASES[:3]), choices=BASES)
+    options.add_argument("--add", help="a result file: its rows are kept, and these bases are added")
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--steps", type=int, default=100)
     options.add_argument("--length", type=int, default=128, help="tokens of a window")
@@ -133,6 +136,8 @@ def main() -> None:
         return
     asked = {key: getattr(options, key) for key in ("seeds", "steps", "length")}
     result: dict = {"machine": machine(), **asked, "rank": RANK, "rate": RATE, "rows": [], "memory": []}
+    if options.add:
+        result = json.loads(Path(options.add).read_text())
     windows = load("smollm2", options.length, HELD_OUT + options.steps).windows
     for seed in range(options.seeds):
         for recipe in options.bases:
