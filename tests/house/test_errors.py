@@ -33,6 +33,7 @@ WARNINGS = {
     errors.EmulationWarning,
     errors.FusionWarning,
     errors.BypassWarning,
+    errors.FrozenWarning,
     errors.ParallelWarning,
 }
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
