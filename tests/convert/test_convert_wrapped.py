@@ -59,16 +59,17 @@ def test_under_data_parallel_already():
 def test_twice():
     """Another call changes the recipe in place: the same parameters, and the numbers of a first conversion."""
     model, x = Net(16), torch.randn(4, 16)
-    fresh = converted(copy.deepcopy(model), "rowwise")
+    fresh: Any = converted(copy.deepcopy(model), "rowwise")
     parameters = dict(model.named_parameters())
     converted(model)(x).sum().backward()
     converted(model, "rowwise")
     assert all(p is parameters[name] for name, p in model.named_parameters())
     assert torch.equal(model(x), fresh(x))
     assert same(tables(model), tables(fresh))
-    outer = converted(nn.Sequential(model, nn.Linear(4, 4)), "blockwise")
+    outer: Any = converted(nn.Sequential(model, nn.Linear(4, 4)), "blockwise")
     assert {row["recipe"] for row in fe.inspect(outer).layers} == {"blockwise"}
-    assert torch.equal(fe.revert(outer)[0](x), fe.revert(fresh)(x))
+    fe.revert(outer)
+    assert torch.equal(outer[0](x), fe.revert(fresh)(x))
 
 
 def test_an_error_leaves_the_earlier_conversion():
@@ -76,9 +77,9 @@ def test_an_error_leaves_the_earlier_conversion():
     handle = model.register_forward_hook(lambda *_: hooked.append(1))
     converted(model, "delayed")(x).sum().backward()
     before, hooks = tables(model), list(model._forward_pre_hooks.items())
-    for wrong in ({"recipe": "rowwize"}, {"recipe": "rowwise", "overrides": {"nowhere.*": "bf16"}}):
+    for recipe, overrides in (("rowwize", None), ("rowwise", {"nowhere.*": "bf16"})):
         with pytest.raises(fe.errors.UnknownName):
-            fe.convert(model, **wrong)
+            fe.convert(model, recipe, overrides=overrides)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         fe.convert(model, "auto", example_inputs=torch.randn(4, 3))
     assert same(tables(model), before)

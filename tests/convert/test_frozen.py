@@ -35,11 +35,11 @@ def with_lora(model: nn.Module, dora: bool = False) -> Any:
 
 def test_codes_stand_where_weights_were():
     plain = tiny.llama()
-    model = fe.convert(copy.deepcopy(plain).requires_grad_(False), "rowwise", frozen="fp8")
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, Served)}
+    model: Any = fe.convert(copy.deepcopy(plain).requires_grad_(False), "rowwise", frozen="fp8")
+    linear: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, Served)}
     assert len(linear) == 7 * len(model.model.layers)
     for name, layer in linear.items():
-        weight = plain.get_submodule(name).weight
+        weight: Any = plain.get_submodule(name).weight
         want = fe.quantize(weight.detach(), fe.rowwise().weight)
         assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8)), name
         assert torch.equal(layer.scale, want.scale)
@@ -105,7 +105,8 @@ def test_merging_takes_the_reverted_model():
         model.merge_and_unload()
     delta = model.base_model.model.model.layers[0].mlp.up_proj.get_delta_weight("default")
     codes = model.base_model.model.model.layers[0].mlp.up_proj.base_layer.dequantize()
-    merged = fe.revert(model).merge_and_unload()
+    fe.revert(model)
+    merged = model.merge_and_unload()
     up = merged.model.layers[0].mlp.up_proj
     assert type(up) is nn.Linear
     assert torch.equal(up.weight, codes + delta)
@@ -115,7 +116,7 @@ def test_merging_takes_the_reverted_model():
 
 def test_only_frozen_weights_are_stored():
     torch.manual_seed(0)
-    model = tiny.llama()
+    model: Any = tiny.llama()
     for p in model.model.layers[0].parameters():
         p.requires_grad_(False)
     fe.convert(model, "current", frozen="fp8")
@@ -143,7 +144,7 @@ def test_gpt2s_conv1d():
 def test_what_is_refused():
     with pytest.raises(UnknownName, match="unknown frozen 'int8'"):
         fe.convert(tiny.llama(), "current", frozen="int8")
-    model = tiny.llama()
+    model: Any = tiny.llama()
     kinds = [type(m) for m in model.modules()]
     with pytest.raises(ConversionError, match=r"every weight that it converts takes gradients.*get_peft_model first"):
         fe.convert(model, "current", frozen="fp8")
@@ -188,7 +189,8 @@ def test_save_pretrained_writes_what_load_reads(tmp_path):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert isinstance(loaded.model.layers[0].mlp.down_proj, Served)
     assert not isinstance(loaded.model.layers[0].self_attn.o_proj, Served)
-    for reverted in (fe.revert(model), fe.revert(loaded), fe.hf.load(tmp_path / "codes").dequantize()):
+    ways: list[Any] = [fe.revert(model), fe.revert(loaded), fe.hf.load(tmp_path / "codes").dequantize()]
+    for reverted in ways:
         assert not hasattr(reverted.config, "quantization_config")
         assert type(reverted.model.layers[0].mlp.up_proj) is nn.Linear
         fe.hf.export(reverted, tmp_path / f"again{id(reverted)}", "rowwise")

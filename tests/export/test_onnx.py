@@ -1,6 +1,7 @@
 """ONNX graphs of converted models: onnxruntime computes what the engine computes, for other sizes than exported."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tiny_models as tiny
@@ -94,7 +95,7 @@ def test_delayed_with_a_history_keeps_its_scale(tmp_path):
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_a_whole_llama_for_other_sizes(tmp_path):
     torch.manual_seed(0)
-    model = fe.convert(tiny.llama(), replace(resolve("rowwise"), output=fe.FP32)).eval()
+    model: Any = fe.convert(tiny.llama(), replace(resolve("rowwise"), output=fe.FP32)).eval()
     model.config.use_cache = False
     shapes = {"input_ids": {0: Dim("b"), 1: Dim("s", max=64)}}
     fe.onnx.export(model, (), tmp_path / "m.onnx", kwargs={"input_ids": tiny.tokens(2)}, dynamic_shapes=shapes)
@@ -114,7 +115,7 @@ def test_nan_stays_visible(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_weights_that_the_graph_would_keep_in_16_bits(tmp_path):
-    model = fe.convert(tiny.gpt2(), "current").eval()
+    model: Any = fe.convert(tiny.gpt2(), "current").eval()
     model.config.use_cache = False
     with pytest.raises(ConversionError, match=r"casts a product or a transpose of its weight \(a Conv1D"):
         fe.onnx.export(model, (tiny.tokens(2),), tmp_path / "m.onnx")
