@@ -36,14 +36,14 @@ def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     stored, others, kept = [], [], {}
     for decision, recipe in chosen:
-        recipe = rowwise() if isinstance(recipe, Auto) else recipe
+        once = rowwise() if isinstance(recipe, Auto) else recipe
         if weight_of(decision.module, decision.parameter).requires_grad or not recipe.is_fp8:
             others.append((decision, recipe))
-        elif why := _obstacle(decision, recipe, uses):
+        elif why := _obstacle(decision, once, uses):
             others.append((decision, recipe))
             kept[decision.name] = why
         else:
-            stored.append((decision, recipe))
+            stored.append((decision, once))
     if not stored:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:4]) or (
             "every weight that it converts takes gradients: model.requires_grad_(False) or peft's get_peft_model first"
@@ -54,7 +54,7 @@ def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -
         text = f"frozen='fp8': {len(kept)} frozen layers keep their 16- or 32-bit weights, {name!r} the first: {why}"
         if strict:
             raise StrictError(f"strict=True: {text}")
-        warnings.warn(text, FrozenWarning, stacklevel=4)
+        warnings.warn(text, FrozenWarning, stacklevel=3)
     return stored, others
 
 

@@ -64,7 +64,7 @@ def revert(model: nn.Module) -> nn.Module:
                     del hooks[key]
                     root._forward_hooks_always_called.pop(key, None)
         delattr(root, RECORD)
-        if (quantizer := getattr(root, "hf_quantizer", None)) is not None:
+        if served and (quantizer := getattr(root, "hf_quantizer", None)) is not None:
             quantizer.remove_quantization_config(root)
         elif served:
             vars(getattr(root, "config", root)).pop("quantization_config", None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,12 @@ def _translate(graph: fx.GraphModule) -> None:
             if s > 0:
                 name, node.args = "predicted", (*node.args, s)
         node.target = getattr(onnx_operators, name)
+    if constant := sum(node.target is onnx_operators.predicted for node in nodes):
+        warnings.warn(
+            f"onnx.export: {constant} inputs under delayed scaling keep their latest scale as a constant of the graph, "
+            "under which larger values saturate; convert with recipe 'current' for scales of each input",
+            stacklevel=3,
+        )
     graph.graph.eliminate_dead_code()
     used = {n.target for n in graph.graph.nodes if n.op == "get_attr"}
     for name, _ in list(graph.named_parameters(remove_duplicate=False)):

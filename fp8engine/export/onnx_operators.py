@@ -1,4 +1,4 @@
-"""What the engine's operators are in an ONNX graph, written in torch with ONNX's QuantizeLinear and DequantizeLinear.
+"""Translations of the engine's operators into ONNX, written in torch with ONNX's QuantizeLinear and DequantizeLinear.
 
     quantize    s = MAX / max |x| of a group         QuantizeLinear(x, 1 / s), or of x * s with scale 1
     matmul      Gemm(DequantizeLinear(a, scale_a), DequantizeLinear(b, scale_b)^T, bias) in FP32, rounded once

@@ -131,7 +131,7 @@ class Served(Float8Module):
 
     @property
     def W_q(self) -> torch.Tensor:
-        """The codes."""
+        """The codes, under HQQ's name for them: peft (DoRA) calls `dequantize` of a layer that has it."""
         return self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -128,6 +128,24 @@ def test_only_frozen_weights_are_stored():
     assert model.model.embed_tokens.weight.grad.norm() > 0, "gradients pass the frozen block"
 
 
+def test_weights_that_train_stay_under_auto():
+    model: Any = nn.ModuleDict({"base": nn.Linear(32, 32), "top": nn.Linear(32, 32)})
+    model["base"].requires_grad_(False)
+    fe.convert(model, "auto", frozen="fp8")
+    assert {name: layer.numerics.recipe.name for name, layer in model.items()} == {"base": "rowwise", "top": "auto"}
+
+
+def test_reverting_leaves_another_librarys_quantizer():
+    class Theirs:
+        def remove_quantization_config(self, model):
+            raise AssertionError("it is not ours")
+
+    model: Any = nn.Sequential(nn.Linear(32, 32))
+    model.hf_quantizer = Theirs()
+    fe.revert(fe.convert(model, "current"))
+    assert isinstance(model.hf_quantizer, Theirs)
+
+
 def test_gpt2s_conv1d():
     model = converted(tiny.gpt2().requires_grad_(False), "rowwise", frozen="fp8")
     assert any(type(m).__name__ == "ServedConv1D" for m in model.modules())
