@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
-from fp8engine.nn.serving import scale_name
+from fp8engine.nn.serving import scale_name, words_of
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Auto, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
 
@@ -107,16 +107,12 @@ def to_config(stored: Stored) -> dict[str, Any]:
     ('fp8', [128, 128], 'dynamic')
     """
     scheme, left = SCHEMES[stored.static], list(stored.left)
-    ours: dict[str, Any] = {"recipe": json.loads(stored.recipe.to_json())}
-    by_recipe: dict[Recipe, list[str]] = {}
-    for name, recipe in stored.mixed.items():
-        by_recipe.setdefault(recipe, []).append(name)
-    if by_recipe:
-        ours["recipes"] = [{"recipe": json.loads(r.to_json()), "layers": names} for r, names in by_recipe.items()]
+    ours = words_of(stored.recipe, stored.mixed)
     group = stored.recipe.weight.granularity
     if stored.layout == COMPRESSED:
         # Where schemes differ, by name: vLLM finds "Linear" in QKVParallelLinear before it looks for q_proj.
-        groups = by_recipe or {stored.recipe: ["Linear"]}
+        groups = {recipe: [n for n, own in stored.mixed.items() if own == recipe] for recipe in stored.mixed.values()}
+        groups = groups or {stored.recipe: ["Linear"]}
         return {
             "quant_method": COMPRESSED,
             "format": "float-quantized",

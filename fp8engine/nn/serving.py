@@ -12,6 +12,8 @@ The scale is called `weight_scale`, or `weight_scale_inv` where it covers blocks
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -248,23 +250,31 @@ def store(layer: nn.Module, kind: type[Served], recipe: Recipe) -> None:
     served.lay_out()
 
 
+def words_of(recipe: Recipe, mixed: Mapping[str, Recipe]) -> dict[str, Any]:
+    """What a checkpoint's config.json says of recipes: that of most layers, and of each by name where they differ."""
+    by_recipe: dict[Recipe, list[str]] = {}
+    for name, own in mixed.items():
+        by_recipe.setdefault(own, []).append(name)
+    found: dict[str, Any] = {"recipe": json.loads(recipe.to_json())}
+    if by_recipe:
+        found["recipes"] = [{"recipe": json.loads(own.to_json()), "layers": each} for own, each in by_recipe.items()]
+    return found
+
+
 def config_of(layers: list[tuple[str, Served]], left: list[str]) -> dict[str, Any]:
     """The quantization_config of config.json for a model with these served layers, as fe.hf.load reads it.
 
     left: names of the linear layers that are not served.
     """
-    by_recipe: dict[Recipe, list[str]] = {}
-    for name, layer in layers:
-        by_recipe.setdefault(layer.numerics.recipe, []).append(name)
-    most = max(by_recipe, key=lambda recipe: len(by_recipe[recipe]))
-    mixed = [{"recipe": json.loads(recipe.to_json()), "layers": names} for recipe, names in by_recipe.items()]
+    recipes = {name: layer.numerics.recipe for name, layer in layers}
+    [(most, count)] = Counter(recipes.values()).most_common(1)
     return {
         "quant_method": "fp8engine",
         "activation_scheme": "dynamic",
         "modules_to_not_convert": left,
         "scale_name": layers[0][1].scale_name,
-        "recipe": json.loads(most.to_json()),
-    } | ({"recipes": mixed} if len(by_recipe) > 1 else {})
+        **words_of(most, recipes if count < len(recipes) else {}),
+    }
 
 
 def restore(layer: Served, kind: type[nn.Module]) -> None:
