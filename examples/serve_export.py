@@ -56,7 +56,9 @@ def train(steps: int) -> Any:
         optimizer.zero_grad()
         if step == steps - 1:
             print(f"trained for {steps} steps: loss {loss.item():.2f} (chance is {torch.tensor(256.0).log():.2f})")
-    return model.to(torch.bfloat16).eval()
+    # model.to(torch.bfloat16) would round the rotary frequencies too, which whoever loads an export has in FP32.
+    weights = model.state_dict()
+    return type(model).from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16).eval()
 
 
 @torch.no_grad()

@@ -15,14 +15,16 @@ old weights are of no use: the prefix cache is emptied.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load, save
@@ -40,20 +42,27 @@ OFFLINE = {
 
 
 class EngineFailed(RuntimeError):
-    """vLLM raised or its process ended; the message is vLLM's own last words."""
+    """vLLM raised, its process ended, or it was closed; the message is vLLM's own last words."""
 
 
 class Engine:
     """A vLLM engine that serves `folder` in another process.  log: the file for what vLLM prints.
 
+    dtype: of what is not FP8.
     stand_in: let vLLM run where its CPU build lacks the operation that rounds to a given scale (see `stand_in` below).
-    Raises EngineFailed where vLLM does not load the folder.
+    Threads may share it: a call waits until the one before has its answer.
+    Raises EngineFailed where vLLM does not load the folder; so does every call after vLLM has failed.
     """
 
-    def __init__(self, python: str | Path, folder: str | Path, log: str | Path, *, stand_in: bool = False) -> None:
+    program = Path(__file__)  # what the process runs
+
+    def __init__(
+        self, python: str | Path, folder: str | Path, log: str | Path, dtype: str = "bfloat16", stand_in: bool = False
+    ) -> None:
         self._pipe, theirs = Pipe()
+        self._one_call = threading.Lock()
         self.log = Path(log)
-        command = [str(python), __file__, str(theirs.fileno()), str(folder), str(int(stand_in))]
+        command = [str(python), str(self.program), str(theirs.fileno()), str(folder), dtype, str(int(stand_in))]
         with self.log.open("w") as file:
             self._process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, pass_fds=[theirs.fileno()], env=os.environ | OFFLINE
@@ -61,7 +70,7 @@ class Engine:
         theirs.close()
         self._answer()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,14 +96,24 @@ class Engine:
         return self._ask("logprobs", sequences)
 
     def update(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Put new weights into the running engine; the bytes of tensors that were sent."""
-        self._pipe.send(("update",))
+        """Put new weights into the running engine; the bytes of tensors that were sent.
+
+        An error while `pairs` are made closes the engine, which then has some of the new weights and some of the old.
+        """
         sent = 0
-        for name, tensor in pairs:
-            self._pipe.send_bytes(save({name: tensor}))
-            sent += tensor.numel() * tensor.itemsize
-        self._pipe.send_bytes(b"")
-        self._answer()
+        with self._one_call:
+            try:
+                self._send("update")
+                for name, tensor in pairs:
+                    self._pipe.send_bytes(save({name: tensor}))
+                    sent += tensor.numel() * tensor.itemsize
+                self._pipe.send_bytes(b"")
+            except ConnectionError:  # it has failed meanwhile: its answer says why
+                pass
+            except BaseException:
+                self.close()
+                raise
+            self._answer()
         return sent
 
     def held(self) -> dict[str, torch.Tensor]:
@@ -102,16 +121,24 @@ class Engine:
         return load(self._ask("held"))
 
     def _ask(self, *message: Any) -> Any:
-        self._pipe.send(message)
-        return self._answer()
+        with self._one_call:
+            self._send(*message)
+            return self._answer()
+
+    def _send(self, *message: Any) -> None:
+        if self._pipe.closed:
+            raise EngineFailed(f"the engine has been closed; its log is {self.log}")
+        with contextlib.suppress(ConnectionError):  # it has ended: the answer says how
+            self._pipe.send(message)
 
     def _answer(self) -> Any:
         try:
             fine, answer = self._pipe.recv()
         except (EOFError, ConnectionError):
-            self._process.wait()
+            self.close()
             fine, answer = False, f"the process ended with {self._process.returncode}"
         if not fine:
+            self.close()
             raise EngineFailed(f"{answer}; its log is {self.log}")
         return answer
 
@@ -137,15 +164,14 @@ def stand_in() -> None:
 class _Server:
     """What answers in vLLM's process: a method for each message."""
 
-    def __init__(self, pipe: Connection, folder: str) -> None:
+    def __init__(self, folder: str, dtype: str) -> None:
         from vllm import LLM
 
-        self.pipe = pipe
         self.llm = LLM(
             folder,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype="bfloat16",
+            dtype=dtype,
             max_model_len=256,
             max_num_seqs=64,
             seed=0,
@@ -176,18 +202,14 @@ class _Server:
             for out in outputs
         ]
 
-    def update(self) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._received()})
+    def update(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
         self.llm.apply_model(_pack_tied_heads)
         self.llm.reset_prefix_cache()
 
     def held(self) -> bytes:
         (found,) = self.llm.apply_model(lambda model: {name: p.data for name, p in model.named_parameters()})
         return save({name: tensor.contiguous() for name, tensor in found.items()})
-
-    def _received(self) -> Iterator[tuple[str, torch.Tensor]]:
-        while message := self.pipe.recv_bytes():
-            yield from load(message).items()
 
     @staticmethod
     def _as_given(sequences: list[list[int]]) -> list[dict]:
@@ -209,15 +231,14 @@ def _pack_tied_heads(model: torch.nn.Module) -> None:
             table.quant_method.process_weights_after_loading(table)
 
 
-def _serve(pipe: Connection, folder: str, with_stand_in: bool) -> None:
+def serve(pipe: Connection, make: Callable[[], Any]) -> None:
+    """Answer an Engine's messages with the methods of what `make` returns, until the Engine is closed or one raises."""
     try:
-        if with_stand_in:
-            stand_in()
-        server = _Server(pipe, folder)
+        server = make()
         pipe.send((True, None))
         while True:
             what, *given = pipe.recv()
-            pipe.send((True, getattr(server, what)(*given)))
+            pipe.send((True, getattr(server, what)(*([_pairs(pipe)] if what == "update" else given))))
     except EOFError:  # the trainer has closed its end
         return
     except Exception as error:
@@ -225,5 +246,16 @@ def _serve(pipe: Connection, folder: str, with_stand_in: bool) -> None:
         raise
 
 
+def _pairs(pipe: Connection) -> Iterator[tuple[str, torch.Tensor]]:
+    while message := pipe.recv_bytes():
+        yield from load(message).items()
+
+
+def _vllm(folder: str, dtype: str, with_stand_in: str) -> _Server:
+    if with_stand_in == "1":
+        stand_in()
+    return _Server(folder, dtype)
+
+
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3] == "1")
+    serve(Connection(int(sys.argv[1])), lambda: _vllm(*sys.argv[2:]))

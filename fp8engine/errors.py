@@ -10,7 +10,10 @@ unknown recipe 'curent'; did you mean 'current'? known: current, delayed
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+SHOWN = 20  # names of a list that a message has in full; of a longer one, the nearest three
 
 
 class Fp8EngineError(Exception):
@@ -18,16 +21,28 @@ class Fp8EngineError(Exception):
 
 
 class UnknownName(Fp8EngineError, ValueError):
-    """A name that is not in the list it should come from; the message offers the nearest one."""
+    """A name that is not in the list it should come from; of a long list the message has the nearest three alone.
+
+    >>> print(UnknownName("pattern", "*.dwn", [f"layers.{i}.{part}" for i in range(7) for part in ("up", "down", "q")]))
+    unknown pattern '*.dwn'; did you mean 'layers.0.down', 'layers.0.q' or 'layers.0.up'? 21 are known
+    """
 
     def __init__(self, kind: str, name: object, known: Iterable[str]):
         known = list(known)
         self.args = (kind, name, known)
-        in_any_case = {n.lower(): n for n in known}
-        near = [in_any_case[n] for n in difflib.get_close_matches(str(name).lower(), in_any_case, n=3, cutoff=0.5)]
-        hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ";"
-        shown = ", ".join(known[:20]) + (f", … ({len(known)} in all)" if len(known) > 20 else "")
-        self.message = f"unknown {kind} {name!r}{hint} known: {shown}"
+        if len(known) > SHOWN:
+            # One layer for all blocks, unless it is one with the very number that was asked for.
+            asked = re.findall(r"\d+", str(name))
+            apart = {re.sub(r"\d+", lambda found: found[0] if found[0] in asked else "", n): n for n in known[::-1]}
+            near = difflib.get_close_matches(str(name), apart, n=3, cutoff=0.0)
+            *others, last = (repr(apart[n]) for n in near)
+            told = f"did you mean {', '.join(others)} or {last}? {len(known)} are known"
+        else:
+            in_any_case = {n.lower(): n for n in known}
+            near = [in_any_case[n] for n in difflib.get_close_matches(str(name).lower(), in_any_case, n=3, cutoff=0.5)]
+            hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
+            told = f"{hint}known: {', '.join(known)}"
+        self.message = f"unknown {kind} {name!r}; {told}"
 
     def __str__(self) -> str:
         return self.message

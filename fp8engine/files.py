@@ -1,6 +1,6 @@
 """Atomic writes to files, and asynchronous copies of tensors to the host.
 
-`write`: a file holds all of its old content or all of its new, whatever happens meanwhile.
+`write`, `write_by`: a file holds all of its old content or all of its new, whatever happens meanwhile.
 `HostCopy`: device memory is read without making the host wait for the device.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -39,6 +40,25 @@ def write(path: str | os.PathLike, content: bytes | str) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def write_by(path: str | os.PathLike, save: Callable[[Path], object]) -> None:
+    """`write` for what another library saves: `save(a path of the same name)`, and the files that it put beside that.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_by(Path(folder) / "b.txt", lambda path: path.write_text("whole"))
+    ...     (Path(folder) / "b.txt").read_text(), os.listdir(folder)
+    ('whole', ['b.txt'])
+    """
+    path = Path(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        save(Path(folder) / path.name)
+        for made in sorted(Path(folder).iterdir(), key=lambda file: file.name == path.name):  # what others name first
+            with open(made, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(made, path.parent / made.name)
     _sync_folder(path.parent)
 
 

@@ -20,7 +20,8 @@ import torch
 import transformers
 
 from benchmarks import common, real_models
-from benchmarks.serve.reading import lm_eval_rows
+from benchmarks.serve.judge import codes_that_differ, exit_code, gap, in_16_bits, least_sqnr, line, row
+from benchmarks.serve.reading import NUDGE, lm_eval_rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import serve_export
@@ -28,14 +29,10 @@ from vllm_rollout import Engine, EngineFailed
 
 import fp8engine as fe
 
+EXACT = fe.rowwise(power_of_2=False)  # vLLM's formula of an activation's scale: amax / 448
 PROMPT = list(b"The following ")
 NEW, PROMPTS = 24, 64
 LOG_WORDS = ("Initializing a V1", "Selected", "Reloading", "Failed to load", "prefix cache")
-
-
-def row(what: str, value: Any, target: str, met: bool | None, **more: Any) -> dict:
-    """A row of the table.  met: None where no target is set."""
-    return {"what": what, "value": value, "target": target, "met": met} | more
 
 
 @torch.no_grad()
@@ -50,40 +47,28 @@ def said(engine: Engine) -> list[str]:
     return [line[:400] for line in engine.lines(*LOG_WORDS)]
 
 
-def loaded(model: Any, recipe: str, folder: Path) -> list[dict]:
+def loaded(model: Any, recipe: Any, folder: Path) -> list[dict]:
     """Greedy tokens and log-probabilities of vLLM beside fe.hf.load's."""
-    fe.hf.export(model, folder / recipe, recipe)
-    served = fe.hf.load(folder / recipe)
+    name = recipe if isinstance(recipe, str) else recipe.name
+    fe.hf.export(model, folder / name, recipe)
+    served = fe.hf.load(folder / name)
     ids = torch.tensor([PROMPT])
     want = served.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist()
-    replaced = recipe == "current"
-    with Engine(sys.executable, folder / recipe, folder / f"{recipe}.log", stand_in=replaced) as engine:
+    replaced = name == "current"
+    with Engine(sys.executable, folder / name, folder / f"{name}.log", stand_in=replaced) as engine:
         ((tokens, _),) = engine.generate([PROMPT], NEW, temperature=0)
         same = sum(a == b for a, b in zip(want, PROMPT + tokens, strict=True))
-        gap = (logprobs(served, ids) - torch.tensor(engine.logprobs([PROMPT]))).abs().max().item()
+        found = gap(logprobs(served, ids), torch.tensor(engine.logprobs([PROMPT])))
         note = "one operation of vLLM's replaced: static_scaled_fp8_quant" if replaced else ""
+        largest = found["largest"]
         rows = [
-            row(f"{recipe}: tokens equal, of {len(want)}", same, "38", same == 38, log=said(engine), note=note),
-            row(f"{recipe}: largest gap of log-probabilities", gap, "<= 0.1", gap <= 0.1),
+            row(f"{name}: tokens equal, of {len(want)}", same, "38", same == 38, log=said(engine), note=note),
+            row(f"{name}: largest gap of log-probabilities", largest, "<= 0.1", largest <= 0.1, **found),
         ]
         if replaced:
-            rows.append(requantised(model, engine.held()))
+            least = least_sqnr(model.state_dict(), engine.held())
+            rows.append(row(f"{name}: least SQNR after vLLM's requantisation, dB", least, ">= 31", least >= 31))
     return rows
-
-
-def requantised(model: Any, held: dict[str, torch.Tensor]) -> dict:
-    """The least SQNR of the weights as vLLM holds them, after its requantize_with_max_scale, to the BF16 ones."""
-    parts = {"qkv_proj": [f"{x}_proj" for x in "qkv"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    state, least = model.state_dict(), float("inf")
-    for name, codes_KN in held.items():
-        if codes_KN.dtype != torch.float8_e4m3fn:
-            continue
-        parent, layer, _ = name.rsplit(".", 2)
-        found = (codes_KN.double() * held[f"{parent}.{layer}.weight_scale"].double()).t()
-        want = [state[f"{parent}.{part}.weight"].double() for part in parts.get(layer, [layer])]
-        for w, q in zip(want, found.split([len(w) for w in want]), strict=True):
-            least = min(least, 10 * torch.log10(w.square().sum() / (q - w).square().sum()).item())
-    return row("current: least SQNR after vLLM's requantisation, dB", least, ">= 31", least >= 31)
 
 
 def refused(model: Any, recipe: str, folder: Path) -> dict:
@@ -101,65 +86,40 @@ def refused(model: Any, recipe: str, folder: Path) -> dict:
 
 
 def updated(name: str, model: Any, ids_BT: torch.Tensor, folder: Path) -> list[dict]:
-    """Three steps of training; iter_fp8 into the running vLLM after them: codes, log-probabilities, bytes."""
-    trainer = fe.convert(copy.deepcopy(model), "rowwise")
+    """Three steps of training in FP32; iter_fp8 into a running vLLM after them: codes, log-probabilities, bytes."""
+    trainer = fe.convert(copy.deepcopy(model).float(), EXACT)
     fe.hf.export(trainer, folder / name)
-    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.02)
-    with Engine(sys.executable, folder / name, folder / f"{name}_update.log") as engine:
+    with (
+        Engine(sys.executable, folder / name, folder / f"{name}_float32.log", "float32") as engine,
+        Engine(sys.executable, folder / name, folder / f"{name}_bfloat16.log") as in_bf16,
+    ):
+        optimizer = torch.optim.SGD(trainer.parameters(), lr=0.02)
         for part in ids_BT[:24].split(8):
             trainer.train()(part, labels=part).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        trainer.eval()
-        old = torch.tensor(engine.logprobs(ids_BT.tolist()))
-        sent = engine.update(fe.hf.iter_fp8(trainer))
+        ours, asked = logprobs(trainer.eval(), ids_BT), ids_BT.tolist()
+        old = gap(ours, torch.tensor(engine.logprobs(asked)))
+        engine.update(fe.hf.iter_fp8(trainer))
         differ = codes_that_differ(dict(fe.hf.iter_fp8(trainer)), engine.held())
-        ours, theirs = logprobs(trainer, ids_BT), torch.tensor(engine.logprobs(ids_BT.tolist()))
-        gap = (ours - theirs).abs()
-        # What FP8 casts of activations do by themselves to small differences: this engine, the same codes, in FP32.
-        in_fp32 = logprobs(fe.hf.load(folder / name, dtype=torch.float32), ids_BT)
-        in_bf16 = logprobs(fe.hf.load(folder / name, dtype=torch.bfloat16), ids_BT)
-        more = {
-            "mean": gap.mean().item(),
-            "mean before the update": (ours - old).abs().mean().item(),
-            "loss of trainer, vLLM": [-ours.mean().item(), -theirs.mean().item()],
-            "this engine in BF16 to itself in FP32, mean and largest": [
-                (in_fp32 - in_bf16).abs().mean().item(),
-                (in_fp32 - in_bf16).abs().max().item(),
-            ],
-            "log": said(engine),
-        }
+        theirs = torch.tensor(engine.logprobs(asked))
+        sent = in_bf16.update(in_16_bits(fe.hf.iter_fp8(trainer)))
+        rounded = gap(ours, torch.tensor(in_bf16.logprobs(asked)))
+        log = said(engine)
+    found, losses = gap(ours, theirs), [-ours.mean().item(), -theirs.mean().item()]
+    trainer.get_input_embeddings().weight.data.mul_(NUDGE)
+    itself = gap(ours, logprobs(trainer, ids_BT))
     share = sent / sum(p.numel() * 2 for p in trainer.parameters())
-    largest = gap.max().item()
+    gaps = f"{name}: gap of log-probabilities, {len(ids_BT)} prompts,"
     return [
         row(f"{name}: codes and scales that differ after the update", differ, "0", differ == 0),
-        row(
-            f"{name}: largest gap of log-probabilities, {len(ids_BT)} prompts",
-            largest,
-            "<= 0.1",
-            largest <= 0.1,
-            **more,
-        ),
+        row(f"{gaps} FP32: mean", found["mean"], "<= 0.1", found["mean"] <= 0.1, **found, losses=losses, log=log),
+        row(f"{gaps} FP32: largest", found["largest"], "<= 0.1", found["largest"] <= 0.1),
+        row(f"{gaps} FP32, before the update: mean", old["mean"], "", None, **old),
+        row(f"{gaps} vLLM in BF16: mean", rounded["mean"], "", None, **rounded),
+        row(f"{name}: the trainer to itself, embedding 1 + 2^-20 times: mean", itself["mean"], "", None, **itself),
         row(f"{name}: bytes sent over BF16's", share, "", None, bytes=sent),
     ]
-
-
-def codes_that_differ(sent: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> int:
-    """Codes and scales of vLLM's fused layers that are not those that were sent.  Every held FP8 layer is compared."""
-    parts = {"qkv_proj": [f"{x}_proj" for x in "qkv"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    differ = compared = 0
-    for name, tensor in held.items():
-        if tensor.dtype != torch.float8_e4m3fn:
-            continue
-        parent, layer, _ = name.rsplit(".", 2)
-        members = [f"{parent}.{part}" for part in parts.get(layer, [layer])]
-        codes_NK = torch.cat([sent[f"{each}.weight"] for each in members])
-        scale_N1 = torch.cat([sent[f"{each}.weight_scale"] for each in members])
-        differ += int((codes_NK.view(torch.uint8) != tensor.t().contiguous().view(torch.uint8)).sum())
-        differ += int((scale_N1 != held[f"{parent}.{layer}.weight_scale"]).sum())
-        compared += len(members)
-    assert compared == sum(t.dtype == torch.float8_e4m3fn for t in sent.values()), "a layer was not compared"
-    return differ
 
 
 def main() -> int:
@@ -173,7 +133,8 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        rows += loaded(model, "rowwise", folder) + loaded(model, "current", folder)
+        for recipe in (EXACT, "rowwise", "current"):
+            rows += loaded(model, recipe, folder)
         rows += [refused(model, recipe, folder) for recipe in ("current", "blockwise")]
         rows += updated("small Llama", model, ids_BT, folder)
         if (source := real_models.CACHE / "smollm2" / "config.json").exists():
@@ -182,14 +143,12 @@ def main() -> int:
             text = bytes(serve_export.text()[-20_000:].tolist()).decode()
             ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
             rows += updated("SmolLM2", smol, ids[: PROMPTS * 32].view(PROMPTS, 32), folder)
-            rows += lm_eval_rows(smol, tokenizer, text[-6000:], folder)
+            rows += lm_eval_rows(folder, smol, tokenizer, text[-12_000:])
         else:
             rows.append(row("SmolLM2", "not run: benchmarks/real_models.py says how to get it", "", None))
-    for each in rows:
-        value = f"{each['value']:.4g}" if isinstance(each["value"], float) else each["value"]
-        print(f"{ {True: 'met', False: 'MISSED', None: ''}[each['met']]:7} {each['what']}: {value}  {each['target']}")
+    print(*map(line, rows), sep="\n")
     print(common.save("serve", {"what": "serve", "machine": common.machine(), "rows": rows}))
-    return int(any(each["met"] is False for each in rows))
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def saved_bytes(network: nn.Module, step: Callable[[], object]) -> int:
         storage = x.untyped_storage()
         if storage.data_ptr() not in own:
             sizes[storage.data_ptr()] = storage.nbytes()
-        return x
+        return x.detach()  # x itself may be the result of the node that saves it, which then is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         step()

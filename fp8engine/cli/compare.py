@@ -12,7 +12,9 @@ from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
 from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
 from fp8engine.demo import config as disk
 from fp8engine.numerics.recipe import RECIPES, Auto, resolve
-from fp8engine.report.compare import Comparison, batches, compare_recipes, pieces, show
+from fp8engine.report.compare import Comparison, batches, compare_recipes, picture, pieces, show
+
+NOISE = "bf16"  # always the first row: the error that 16 bits have already
 
 
 @app.command("compare")
@@ -20,7 +22,7 @@ def command(
     target: Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)],
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default="current"),
+        typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default="auto"),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What to read.", show_default="Python's own manual")
@@ -35,8 +37,8 @@ def command(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Compare a model with itself under FP8: loss, top-1 agreement, embeddings, SQNR of each linear layer."""
-    recipes = [resolve(name) for name in dict.fromkeys(recipe or ["current"])]
+    """Compare a model in bf16 and under FP8 with itself in fp32: loss, top-1 agreement, embeddings, SQNR by layer."""
+    recipes = [resolve(name) for name in dict.fromkeys([NOISE, *(recipe or ["auto"])])]
     chosen = pieces(read_text(text), texts)
     disk.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
@@ -52,6 +54,9 @@ def command(
                 f"{asked.name} has read the text first (at most {asked.window} batches), for its predicted scales"
             )
     found = compare_recipes(model, batches(model, ids, tokens), recipes)
+    one = "one text has no standard error, so no ± is given: --texts and a longer --text compare more"
+    several = "± is one standard error over the texts; a change of less than two may be chance"
+    notes.append(one if found.texts == 1 else several)
     content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
     content |= found.to_dict()
     written = _write(out, found, content)
@@ -64,7 +69,7 @@ def command(
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
     written = [out / "compare.json"]
     disk.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
-    if (image := show.picture(found)) is not None:
+    if (image := picture.draw(found)) is not None:
         written.append(out / "compare.png")
         disk.write(written[1], image)
     return written
@@ -73,8 +78,7 @@ def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
 def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
     screen = console()
     screen.print(show.table(found))
-    for result in found.results:
-        if result.worst() is not None:
-            screen.print(show.layer_table(result))
+    if (worst := show.layer_table(found)) is not None:
+        screen.print(worst)
     say(screen, *show.choices(found), *show.left_alone(found), *(f"note: {note}" for note in notes))
     say_files(screen, written)

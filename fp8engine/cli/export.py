@@ -13,7 +13,7 @@ import typer
 from safetensors import SafetensorError
 
 from fp8engine.cli.models import load_weights, quiet, read_text, token_ids, tokens_of
-from fp8engine.cli.shared import AsJson, Debug, Skip, app, console, match_skips, print_json, say, table
+from fp8engine.cli.shared import All, AsJson, Debug, Skip, app, console, match_skips, print_json, say, say_columns
 from fp8engine.convert.select import linear_layers
 from fp8engine.convert.swap import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
@@ -22,6 +22,7 @@ from fp8engine.export.layout import LAYOUTS, choose
 from fp8engine.export.write import check_target
 from fp8engine.numerics.recipe import Auto, current, resolve
 from fp8engine.report.compare import batches, pieces, run_training_steps
+from fp8engine.report.folded import groups, shape_of
 
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZE = r" *\d+(\.\d*)? *[KMGT]B *"
@@ -33,7 +34,10 @@ def command(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; new or empty.", show_default=False)],
     recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="Its weight cast is what is written; auto decides it from --text.")
+        str,
+        typer.Option(
+            "--recipe", "-r", help="Its weight cast is what is written. Not auto without --text: it decides from that."
+        ),
     ] = "current",
     layout: Annotated[str, typer.Option(help=f"auto, {', '.join(LAYOUTS)}.")] = "auto",
     skip: Skip = None,
@@ -43,6 +47,7 @@ def command(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="FOLDER|bytes", help="For --text.", show_default="in the model's folder")
     ] = None,
+    every: All = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -85,19 +90,17 @@ def command(
     if as_json:
         print_json(report.to_dict())
     else:
-        _tell(report)
+        _tell(report, every)
 
 
-def _tell(report: ExportReport) -> None:
-    title = f"{report.path}: {report.recipe}, layout {report.layout}"
-    right = "shape", "recipe", "bytes", "in FP8"
-    shown = table(title, ("layer", *right, "left alone"), right)
-    for layer in report.layers:
-        shape = "x".join(map(str, layer["shape"]))
-        before, after = (f"{layer[key]:,}" for key in ("bytes_before", "bytes_after"))
-        shown.add_row(layer["name"], shape, layer["recipe"], before, after, "")
-    for layer in report.left:
-        shown.add_row(layer["name"], "x".join(map(str, layer["shape"])), "", "", "", layer["reason"], style="dim")
-    screen = console()
-    screen.print(shown)
-    say(screen, *(f"note: {note}" for note in report.notes), str(report))
+def _tell(report: ExportReport, every: bool) -> None:
+    say(console(), str(report), *(f"note: {note}" for note in report.notes))
+    rows = [["layer", "shape", "recipe", "bytes", "in FP8"]]
+    for name, members in groups(report.layers, ("shape", "recipe"), every):
+        before, after = (f"{sum(each[key] for each in members):,}" for key in ("bytes_before", "bytes_after"))
+        rows.append([name, shape_of(members[0]), members[0]["recipe"], before, after])
+    left = [["left alone", "shape", "why"]]
+    left += [
+        [name, shape_of(each), each["reason"]] for name, (each, *_) in groups(report.left, ("shape", "reason"), every)
+    ]
+    say_columns(rows, left)

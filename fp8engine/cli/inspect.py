@@ -9,25 +9,26 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from torch import nn
 
 from fp8engine.cli.models import load_structure
-from fp8engine.cli.shared import AsJson, Debug, Skip, app, console, match_skips, print_json, table
+from fp8engine.cli.shared import All, AsJson, Debug, Skip, app, console, match_skips, print_json, say, say_columns
 from fp8engine.convert.select import Decision, experts_run
 from fp8engine.convert.swap import plan
 from fp8engine.errors import ConversionError, InvalidRecipe
 from fp8engine.nn.grouped import GroupedLinear
+from fp8engine.report.folded import groups, shape_of
 
 
 @app.command("inspect")
 def command(
     target: Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="For every layer that can.")] = "current",
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="For every layer that can.")] = "auto",
     skip: Skip = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="GLOB=RECIPE", help="Another recipe for some; repeatable.")
     ] = None,
+    every: All = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -40,13 +41,22 @@ def command(
     if as_json:
         print_json({"model": target, "class": type(model).__name__, **content})
         return
-    screen = console()
-    screen.print(_table(f"{type(model).__name__} under {recipe}", content["layers"]))
     totals = content["totals"]
-    screen.print(
-        f"{totals['converted']} of {totals['layers']} linear layers would be converted, "
-        f"{totals['fp8_flops_share']:.1%} of their FLOPs in FP8"
+    say(
+        console(),
+        f"{type(model).__name__} under {recipe}: {totals['converted']} of {totals['layers']} linear layers would be "
+        f"converted, {totals['fp8_flops_share']:.1%} of their FLOPs in FP8",
     )
+    converted = [["layer", "kind", "shape", "FLOPs", "recipe", "why"]]
+    left = [["left alone", "kind", "shape", "FLOPs", "why"]]
+    for name, members in groups(content["layers"], ("kind", "shape", "recipe", "reason"), every):
+        recipe, why = members[0]["recipe"], members[0]["reason"]
+        row = [name, members[0]["kind"], shape_of(members[0]), f"{sum(each['flops_share'] for each in members):.1%}"]
+        if recipe is None:
+            left.append([*row, why])
+        else:
+            converted.append([*row, recipe, why.removeprefix(f"recipe: {recipe}").removeprefix("; ")])
+    say_columns(converted, left)
 
 
 def describe(model: nn.Module, decisions: list[Decision]) -> dict:
@@ -119,12 +129,3 @@ def _skipping(decisions: list[Decision], patterns: Iterable[str]) -> list[Decisi
             for decision in decisions
         ]
     return decisions
-
-
-def _table(title: str, layers: list[dict]) -> Table:
-    shown = table(title, ("layer", "kind", "shape", "FLOPs", "recipe", "why"), right=("FLOPs",))
-    for layer in layers:
-        cells = layer["name"], layer["kind"], "x".join(map(str, layer["shape"])), f"{layer['flops_share']:.1%}"
-        recipe = layer["recipe"]
-        shown.add_row(*cells, recipe or "-", layer["reason"], style=None if recipe else "dim")
-    return shown

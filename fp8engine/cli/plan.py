@@ -22,7 +22,9 @@ def command(
     tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="all of a card's")] = None,
     tp: Annotated[int, typer.Option(help="Cards that share each layer (tensor parallel, by formula).")] = 1,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="Of every layer that can.")] = "rowwise",
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="Of every layer that can. Not auto: its casts are known after steps.")
+    ] = "rowwise",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

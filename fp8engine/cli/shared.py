@@ -15,6 +15,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from fp8engine.errors import Fp8EngineError, UnknownName
+from fp8engine.report.columns import columns, terminal_width
 
 IMPOSSIBLE = 2  # exit code, as for a wrong option
 DEBUG = "fp8engine.debug"
@@ -28,6 +29,7 @@ def _keep(ctx: typer.Context, value: bool) -> bool:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output, nothing else.")]
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
 Skip = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")]
+All = Annotated[bool, typer.Option("--all", help="A row for every layer, also where blocks repeat.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_keep, help="Show a traceback with an error.")]
 
 
@@ -79,6 +81,13 @@ def table(title: str, headings: Iterable[str], right: Collection[str] = ()) -> T
     for heading in headings:
         made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     return made
+
+
+def say_columns(*tables: Sequence[Sequence[str]]) -> None:
+    """Print the tables that have rows below their headings, as wide as the terminal, unwrapped in a pipe."""
+    for rows in tables:
+        if rows[1:]:
+            say(console(), "", *columns(rows, terminal_width()))
 
 
 def say_files(screen: Console, files: Sequence[Path]) -> None:

@@ -21,7 +21,8 @@ from fp8engine.convert.select import linear_layers
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import mix
 from fp8engine.nn.families import Block, Experts
-from fp8engine.nn.lazy import FusedActivation, FusedNorm, Group
+from fp8engine.nn.group import Group, Running
+from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import GATED
@@ -38,7 +39,10 @@ ACTS = {  # name of the class -> its formula's key in ACTIVATIONS
     "ReLUSquaredActivation": "srelu",
 }
 WHERE = ("transformers.activations", "torch.nn.modules.activation")
-AFTER = "its norm comes after the residual, which reads the norm too"
+AFTER = {
+    "post": "its norm comes after the residual, which reads the norm too",
+    "branch": "no norm and no activation stands before it",
+}
 EXPERTS = "its norm is read by a router, in 16 bits"
 SHARED = "its norm is attention's too"
 
@@ -55,17 +59,22 @@ def fuse(model: nn.Module) -> Fusion:
     """Make the recognised parts of a converted model run together, and note on every other layer why it does not."""
     try:
         found = describe(model)
-    except ConversionError as error:
-        blocks, unknown = (), (str(error),)
-    else:
-        blocks, unknown = found.blocks, found.why
+    except ConversionError as error:  # no module of it has a config: it is no model of transformers
+        return Fusion((), (str(error),))
+    unknown = found.why
     for _, layer, _ in linear_layers(model):
         if isinstance(layer, Float8Module):
             layer.fused, layer.not_fused_because = None, unknown[0] if unknown else "in no block of the table"
     groups = []
-    for block in blocks:
-        for group in _groups(model, block):
+    for block in found.blocks:
+        running, root = Running(), model.get_submodule(block.name)
+        of_block = list(_groups(model, block))
+        if of_block:
+            root.register_forward_pre_hook(running.begin)
+            root.register_forward_hook(running.end)
+        for group in of_block:
             groups.append(group)
+            group.running = running
             for layer in (*group.layers, group.second):
                 if layer is not None:
                     layer.fused, layer.not_fused_because = group, ""
@@ -89,8 +98,8 @@ def _groups(model: nn.Module, block: Block) -> Iterator[Group]:
         parts.note([*roles, f"{prefix}out"], "no norm and no activation stands before it")
         if attention.kv_from != "self":
             roles = roles[:1]
-        if structure.placement == "post":
-            parts.note(roles, AFTER)
+        if structure.placement in AFTER:
+            parts.note(roles, AFTER[structure.placement])
             continue
         if shared and not prefix:
             roles += ["up", "gate", "gate_up"]
@@ -102,7 +111,7 @@ def _groups(model: nn.Module, block: Block) -> Iterator[Group]:
         if shared:
             parts.note([f"{prefix}down"], SHARED)
             continue
-        yield from parts.mlp(first, f"{prefix}down", with_norm=structure.placement != "post" and not routed)
+        yield from parts.mlp(first, f"{prefix}down", with_norm=structure.placement not in AFTER and not routed)
     parts.note(["experts"], EXPERTS)
 
 
@@ -189,9 +198,10 @@ class _Parts:
             return f"{self.path(role)} stands in another block too"
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
             return Norm("layer", module.eps)
-        own, eps = {name for name, _ in module.named_parameters()}, vars(module).get("variance_epsilon")
-        if self.block.structure.norm == "rms" and own == {"weight"} and isinstance(eps, float):
-            return Norm("rms", eps)
+        own, kind = {name for name, _ in module.named_parameters()}, self.block.structure.norm
+        eps = vars(module).get("variance_epsilon", vars(module).get("eps"))
+        if kind != "layer" and own == {"weight"} and isinstance(eps, float):
+            return Norm("rms", eps, kind == "rms zero-centered")
         return f"{type(module).__name__} is no norm that is known"
 
     def _activation(self, role: str) -> tuple[str, str]:

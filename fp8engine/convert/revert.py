@@ -1,7 +1,7 @@
 """fe.revert, which gives the modules of a converted model their plain classes back, in place.
 
 Parameters, buffers, ties and hooks stay the objects that they are.  What fe.convert attached goes: scaling states,
-controllers of `auto`, fused groups, hooks of the root.  FP8 modules that fe.convert did not make stay as they are.
+controllers of `auto`, fused groups, its hooks.  FP8 modules that fe.convert did not make stay as they are.
 Weights that are stored as FP8 codes (a loaded checkpoint, fe.convert(frozen="fp8")) become new parameters, one layer
 after another: the values that the codes stand for, in 16 or 32 bits.
 """
@@ -18,6 +18,7 @@ from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.fp8_attention import Float8Sdpa, Softmax
+from fp8engine.nn.group import Running
 from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, restore
@@ -58,11 +59,11 @@ def revert(model: nn.Module) -> nn.Module:
                 vars(module).pop(name, None)
             if isinstance(module, Attention):
                 module.softmax = Softmax(module.heads.softmax, "Attention")
-        for hooks in (root._forward_pre_hooks, root._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState):
-                    del hooks[key]
-                    root._forward_hooks_always_called.pop(key, None)
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState | Running):
+                        del hooks[key]
+                        module._forward_hooks_always_called.pop(key, None)
         delattr(root, RECORD)
         if served and (quantizer := getattr(root, "hf_quantizer", None)) is not None:
             quantizer.remove_quantization_config(root)

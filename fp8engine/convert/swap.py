@@ -49,7 +49,7 @@ def convert(
     overrides: Mapping[str, str | Recipe] | None = None,
     example_inputs: object = None,
     strict: bool = False,
-    fuse: bool = False,
+    fuse: bool | None = None,
     attention: str | None = None,
     frozen: str | None = None,
 ) -> nn.Module:
@@ -65,8 +65,9 @@ def convert(
     learns from it the consumers of each layer's result: what only FP8 matmuls read is stored in FP8; and it decides on
     what the inputs show (auto/calibration.py), gradients included where the model returns a loss.
     strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
-    fuse: also run norms with the linear layers that read them, and MLPs, as one, where the table of Hugging Face's
-    families (families.py) recognises them; elsewhere layers run one by one, with a FusionWarning if that is everywhere.
+    fuse: run norms with the linear layers that read them, and MLPs, as one call, which saves less for backward.  None
+    does so where the table of Hugging Face's families (families.py) recognises them; True too, and gives a
+    FusionWarning (with strict, an error) where it recognises nothing; False: every layer runs by itself.
     attention: "fp8", "fp8 unrotated" or "auto": how modules that call torch's scaled_dot_product_attention compute it
     (nn/fp8_attention.py); None leaves it in 16 bits.  What FP8 does not take runs in 16 bits, with an AttentionWarning.
     frozen: "fp8": weights that take no gradient (a base under adapters) become FP8 codes, a byte each, and their 16-bit
@@ -106,7 +107,7 @@ def convert(
         chosen_names = {d.name for d, _ in stored}
         record.states += freeze.put(model, stored, [d.name for d in decisions if d.name not in chosen_names])
         propose(model)
-        fusion = fusing.fuse(model) if fuse else None
+        fusion = None if fuse is False else fusing.fuse(model)
         attending.put(attentions, attention or "", strict)
         call_layers(model)
         FirstForward(model, strict)
@@ -115,7 +116,7 @@ def convert(
         setattr(model, RECORD, record)
         if example_inputs is not None:
             calibrate(model, record.controllers, example_inputs)
-    _warn(emulated, fusion)
+    _warn(emulated, fusion if fuse else None)
     return model
 
 

@@ -70,6 +70,7 @@ class Result:
     last 20 steps, validation_loss over the validation windows.  tokens_per_second from the median step.
     activation_bytes: saved for one backward.  fp8_flops_share: of the linear layers' FLOPs.  saturated, underflowed:
     shares of the elements cast to FP8 (None where none was).  skipped: steps lost to overflow under the loss scale.
+    sample: text that the model writes; "" where it is not shown.
     decisions: changes of format under auto, as in fe.inspect(model).decisions.
     """
 
@@ -161,9 +162,8 @@ class Summary:
         return out.getvalue()
 
     def samples(self) -> list[Result]:
-        """The runs whose samples are shown: the first, and the last one in FP8."""
-        fp8 = [result for result in self.results[1:] if result.fp8_flops_share > 0]
-        return [*self.results[:1], *fp8[-1:]]
+        """The runs that have written a sample: the first, the last one in FP8, and one that was stopped."""
+        return [result for result in self.results if result.sample]
 
     def write(self, folder: Path) -> list[Path]:
         """table.json and table.csv in a folder, each whole or as it was before.  Raises DemoError."""
@@ -227,25 +227,23 @@ def draw(summary: Summary, path: Path) -> Path | None:
             "ytick.color": INK,
         }
     ):
-        figure = Figure(figsize=(12, 6.4), layout="constrained")
+        figure = Figure(figsize=(9.6, 6.4), layout="constrained")
         FigureCanvasAgg(figure)
-        panels: Any = figure.subplot_mosaic(
-            [["loss", "far", "far"], ["loss", "fast", "small"]], width_ratios=[1.7, 1, 1]
-        )
+        emulated = bool(summary.note())  # its speeds say nothing
+        below = ["loss", "small"] if emulated else ["loss", "fast", "small"]
+        mosaic: Any = [["far"] * len(below), below]
+        panels: Any = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1])
         for panel in panels.values():
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(length=0)
             panel.grid(color=FAINT, linewidth=0.6)
             panel.set_axisbelow(True)
-        _loss(panels["loss"], results, summary.about["loss_of_byte_pairs"])
         _difference(panels["far"], results)
-        _bars(panels["fast"], results, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in results])
-        _bars(
-            panels["small"],
-            results,
-            "activations saved for backward, MiB",
-            [r.activation_bytes / 2**20 for r in results],
-        )
+        _loss(panels["loss"], results, summary.about["loss_of_byte_pairs"])
+        if not emulated:
+            _bars(panels["fast"], results, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in results])
+        saved = [result.activation_bytes / 2**20 for result in results]
+        _bars(panels["small"], results, "activations saved for backward, MiB", saved)
         figure.suptitle(summary.title(), x=0.01, ha="left", fontsize=12, fontweight="bold")
         if summary.note():
             figure.supxlabel(summary.note(), x=0.01, ha="left", fontsize=8.5, color="#9a3b00")
@@ -257,62 +255,51 @@ def draw(summary: Summary, path: Path) -> Path | None:
 
 def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
     last = max(result.steps for result in results)
-    # The curves lie on one another: a window on the last fifth, drawn larger, shows them apart.
-    window = panel.inset_axes((0.42, 0.42, 0.565, 0.22))
     for result in results:
-        colour, plain = COLOURS.get(result.recipe, INK), result.recipe == "fp32"
+        plain = result.recipe == "fp32"
         smooth = _smooth(result.curve.losses)
-        steps = range(1, len(smooth) + 1)
-        panel.plot(steps, smooth, color=colour, linewidth=2.4 if plain else 1.1)
-        window.plot(steps, smooth, color=colour, linewidth=2.2 if plain else 1.1)
-        judged, losses = zip(*result.curve.validation, strict=True)
-        panel.plot(judged, losses, "o", color=colour, markersize=7 if plain else 3.5, zorder=3)
-        panel.plot([], [], color=colour, linewidth=2.6, label=f"{result.recipe}   {losses[-1]:.3f}")
+        colour = COLOURS.get(result.recipe, INK)
+        panel.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.4 if plain else 1.1)
     panel.axhline(pairs, color="#9aa3ad", linewidth=1, linestyle=(0, (4, 3)))
-    panel.annotate(
-        f"a table of byte pairs: {pairs:.2f}",
-        (1, pairs),
-        xycoords=("axes fraction", "data"),
-        xytext=(-2, 4),
-        textcoords="offset points",
-        ha="right",
-        color=DIM,
-        fontsize=8.5,
-    )
-    tails = _finite(loss for result in results for loss in _smooth(result.curve.losses)[int(0.8 * last) :])
-    if tails:
-        room = 0.08 * (max(tails) - min(tails)) + 1e-3
-        window.set(xlim=(0.8 * last, last), ylim=(min(tails) - room, max(tails) + room))
-        box = panel.indicate_inset_zoom(window, edgecolor=DIM, linewidth=0.8, alpha=0.6)
-        for line in box.connectors or ():
-            line.set_visible(False)
-        window.set_title("the training loss in the box", loc="left", fontsize=8, color=DIM, pad=3)
-    window.tick_params(length=0, labelsize=7.5)
-    window.grid(color=FAINT, linewidth=0.5)
-    ends = _finite(loss for result in results for _, loss in result.curve.validation)
-    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends, *tails]) - 0.15, 4.2))
-    panel.set_title("loss, nats a byte  (lines: training, smoothed; dots: validation)", loc="left", fontsize=10)
-    panel.legend(frameon=False, title="final validation loss", alignment="left", loc="upper right", handlelength=1.2)
+    told = f"a table of byte pairs: {pairs:.2f}"
+    panel.annotate(told, (last, pairs), xytext=(-2, 4), textcoords="offset points", ha="right", color=DIM, fontsize=8.5)
+    ends = _finite(min(result.curve.losses) for result in results)
+    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends]) - 0.15, 4.2))
+    panel.set_title("training loss, nats a byte", loc="left", fontsize=10)
 
 
 def _difference(panel: Axes, results: list[Result]) -> None:
-    panel.axhspan(-GOAL, GOAL, color="#e8f3ec", zorder=0)
-    panel.axhline(0, color=COLOURS["fp32"], linewidth=1.6)
-    base = next((dict(result.curve.validation) for result in results if result.recipe == "fp32"), {})
-    widest = GOAL
-    for result in results:
-        points = [(step, 100 * (loss / base[step] - 1)) for step, loss in result.curve.validation if base.get(step)]
-        if points and result.recipe != "fp32":
-            steps, far = zip(*points, strict=True)
-            widest = max([widest, *_finite(map(abs, far))])
-            colour = COLOURS.get(result.recipe, INK)
-            panel.plot(steps, far, "o-", color=colour, linewidth=1.4, markersize=4)
-    panel.set(
-        xlim=(0, 1.015 * max(result.steps for result in results)), ylim=(-1.25 * widest, 1.25 * widest), xlabel="step"
+    """Training losses are paired: both saw the same batch, and what one batch differs from another by falls out."""
+    base = next((result.curve for result in results if result.recipe == "fp32"), None)
+    panel.set_xlim(0, 1.015 * max(result.steps for result in results))
+    panel.set_xlabel("step")
+    panel.set_title(
+        f"loss against fp32's on the same text, one seed, %   (green: within {GOAL})", loc="left", fontsize=10
     )
-    panel.set_title(f"validation loss against fp32, %  (green: within {GOAL})", loc="left", fontsize=10)
-    if not base:
-        panel.text(0.5, 0.7, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color=DIM)
+    if base is None:
+        panel.text(0.5, 0.5, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color=DIM)
+        return
+    panel.axhspan(-GOAL, GOAL, color="#e8f3ec", zorder=0)
+    panel.axhline(0, color=COLOURS["fp32"], linewidth=1.6, label="fp32")
+    widest, validation = GOAL, dict(base.validation)
+    for result in results:
+        if result.recipe == "fp32":
+            continue
+        colour = COLOURS.get(result.recipe, INK)
+        pairs = zip(result.curve.losses, base.losses, strict=False)  # one of both may have been stopped
+        far = _smooth([100 * (loss / other - 1) for loss, other in pairs], keep=0.97)
+        dots = [
+            (step, 100 * (loss / validation[step] - 1))
+            for step, loss in result.curve.validation
+            if validation.get(step)
+        ]
+        label = f"{result.recipe}   {dots[-1][1]:+.2f}" if dots else result.recipe
+        panel.plot(range(1, len(far) + 1), far, color=colour, linewidth=1.3, label=label)
+        panel.plot([step for step, _ in dots], [each for _, each in dots], "o", color=colour, markersize=5)
+        widest = max([widest, *_finite(abs(each) for _, each in dots)])
+    panel.set_ylim(-1.9 * widest, 1.25 * widest)  # the legend is below
+    title = "lines: training, smoothed; dots: validation, at the end:"
+    panel.legend(frameon=False, title=title, alignment="left", loc="lower left", ncols=4, handlelength=1.2)
 
 
 def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -> None:

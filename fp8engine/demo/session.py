@@ -23,7 +23,7 @@ from torch import nn
 from fp8engine.demo import config as disk
 from fp8engine.demo.config import Config, DemoError, read
 from fp8engine.demo.model import loss_of
-from fp8engine.demo.precision import DEFAULT
+from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import Result, Summary, about, draw
 from fp8engine.demo.trainer import Keeping, OnStep, Trainer
@@ -63,8 +63,8 @@ def start(config: Config, recipe: str, seed: int, keeping: Keeping | None) -> Tr
     return trainer
 
 
-def measured(trainer: Trainer) -> Result:
-    """The result of a run as far as it has come."""
+def measured(trainer: Trainer, sampled: bool = True) -> Result:
+    """The result of a run as far as it has come.  sampled: with a text that it writes, which takes seconds."""
     config, curve = trainer.config, trainer.curve
     known = dict(curve.validation)
     report = inspect(trainer.model)
@@ -84,7 +84,7 @@ def measured(trainer: Trainer) -> Result:
         underflowed=totals["underflowed"] if converted else None,
         skipped=curve.skipped,
         ran_on=trainer.precision.ran(trainer.model),
-        sample=sample(trainer),
+        sample=sample(trainer) if sampled else "",
         curve=curve,
         decisions=report.decisions,
     )
@@ -182,6 +182,7 @@ def train(config: Config, session: Session, screen: Silent | None = None) -> Out
     common = about(config, session.seed)
     written: list[Path] = []
     pages: list[Path] = []
+    shown = {session.recipes[0], *[recipe for recipe in session.recipes if recipe not in PLAIN][-1:]}
     with _signals() as received:
         for recipe in session.recipes:
             trainer = start(config, recipe, session.seed, session.keeping)
@@ -192,7 +193,7 @@ def train(config: Config, session: Session, screen: Silent | None = None) -> Out
                 return not received
 
             trainer.run(on_step, session.keeping)
-            results.append(measured(trainer))
+            results.append(measured(trainer, sampled=recipe in shown or bool(received)))
             screen.done(recipe, results[-1].steps, results[-1].validation_loss)
             written = Summary(common, results).write(session.out)
             pages += _explain(trainer, session.out)

@@ -154,7 +154,7 @@ def parse(config: Mapping[str, Any]) -> Stored:
     Raises UnknownName for another quant_method, StateError for contents that this engine does not read.
 
     >>> parse({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}).recipe.name
-    'blockwise'
+    'blockwise_exact'
     """
     method = config.get("quant_method")
     if method not in LAYOUTS:
@@ -224,10 +224,11 @@ def _agreeing(recipe: Recipe, weight: Any) -> Recipe:
 
 
 def _of(weight: Any) -> Recipe:
+    """The recipe of a checkpoint that names none: exact scales of activations, as vLLM and compressed-tensors have."""
     if isinstance(weight, PerBlock):
-        found = blockwise(weight.cols)
+        found = blockwise(weight.cols, power_of_2=False)
         return replace(found, weight=replace(found.weight, granularity=weight))
-    return rowwise() if isinstance(weight, PerRow) else current()
+    return rowwise(power_of_2=False) if isinstance(weight, PerRow) else current()
 
 
 def _fp8(config: Mapping[str, Any]) -> tuple[PerTensor | PerBlock | None, bool]:

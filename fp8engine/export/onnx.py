@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from fp8engine import files
 from fp8engine._torch import OpOverload
 from fp8engine.convert.swap import RECORD
 from fp8engine.errors import ConversionError
@@ -51,10 +52,11 @@ def export(
 
     args, kwargs, dynamic_shapes: as torch.export.export takes them.
     path: of the file; where the weights take more than 2 GB they are in PATH.data beside it.  None: nothing is written.
+        An error leaves what was there before.
     opset: ONNX's version of its operators, 21 or later.
 
-    Raises ConversionError for a model in training mode, without FP8 layers, or under an `auto` that has decided
-    nothing; for a layer that ONNX cannot hold, by name; for an older opset; and without the packages it needs.
+    Raises ConversionError for a model in training mode, in BF16, without FP8 layers, or under an `auto` that has
+    decided nothing; for a layer that ONNX cannot hold, by name; for an older opset; and without the packages it needs.
 
     >>> import fp8engine as fe
     >>> layer = fe.Linear(32, 16, recipe="current").eval()
@@ -70,7 +72,7 @@ def export(
         traced: Any = torch.export.export(graph, args, **given)
         program: Any = torch.onnx.export(traced, dynamo=True, opset_version=opset, verbose=False)
     if path is not None:
-        program.save(path)
+        files.write_by(path, program.save)
     return program
 
 
@@ -82,6 +84,11 @@ def _check(model: nn.Module, opset: int) -> None:
         raise ConversionError(f"onnx.export: opset {opset} has no FP8 blocks: use opset={FIRST_OPSET} or later")
     if model.training:
         raise ConversionError("onnx.export: the model is in training mode, and ONNX holds inference: call model.eval()")
+    if bf16 := next((name for name, p in model.named_parameters() if p.dtype == torch.bfloat16), None):
+        raise ConversionError(
+            f"onnx.export: {bf16} is in BF16, for which onnxruntime on a CPU has no Mul: call model.float(), which "
+            "leaves FP8 weights as they are, or model.half()"
+        )
     if (record := getattr(model, RECORD, None)) is not None:
         never_ran(record)
 
@@ -96,6 +103,9 @@ def _translate(graph: fx.GraphModule) -> None:
     for node in nodes:
         full = node.target._schema.name.split("::")[1]
         name = full.removesuffix(RECORDED)
+        if name == "count_again":  # counters of the report, which have no result
+            graph.graph.erase_node(node)
+            continue
         if name not in TRANSLATED:
             raise ConversionError(
                 f"onnx.export: {_layer(node)} runs {name}, which has no translation into ONNX: leave that layer in 16 "

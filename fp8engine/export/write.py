@@ -289,6 +289,15 @@ def _notes(chosen: list[Decision], stored: Stored, model, beside: list[str]) -> 
         notes.append(
             "what is not FP8 is FP32, as in the model: model.to(torch.bfloat16) before, or --dtype bf16, halves it"
         )
+    stored_too = model.state_dict(keep_vars=True)
+    rounded = [
+        n for n, b in model.named_buffers() if n not in stored_too and b.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if rounded:
+        notes.append(
+            f"{rounded[0]} is in 16 bits (model.to), and no checkpoint holds it: programs that load this export "
+            "compute it in FP32, and give other results; change a model's dtype with from_pretrained(dtype=...) instead"
+        )
     if not beside:
         notes.append("no tokenizer files found beside the model: tokenizer.save_pretrained writes them")
     return notes

@@ -3,6 +3,8 @@
     pre       y = x + A(n1(x))        z = y + M(n2(y))
     post      y = n1(x + A(x))        z = n2(y + M(y))
     parallel  z = x + A(n1(x)) + M(n2(x))                   n2 may be n1
+    sandwich  y = x + n3(A(n1(x)))    z = y + n4(M(n2(y)))  n3 and n4 have no role: no layer reads them
+    branch    y = x + n1(A(x))        z = y + n2(M(y))
 
 A(h) = out(softmax(q k^T) v), with q, k, v = h W^T of three layers or of one; M(h) = down(act(up h)), or
 down(act(gate h) * up h), gate and up of two layers or of one.  A row of FAMILIES is a config's `model_type`, and the
@@ -83,11 +85,12 @@ class Experts(MLP):
 class Structure:
     """One kind of block.  norm: "rms" divides by the root mean square, "layer" also takes the mean away.
 
+    "rms zero-centered" multiplies by 1 + weight instead of by the weight.
     when: (name, value) that the config must have, where names alone do not tell two structures apart.
     """
 
-    placement: Literal["pre", "post", "parallel"]
-    norm: Literal["rms", "layer"]
+    placement: Literal["pre", "post", "parallel", "sandwich", "branch"]
+    norm: Literal["rms", "rms zero-centered", "layer"]
     attention: Attention
     mlp: MLP
     cross: Attention | None = None
@@ -125,6 +128,16 @@ _LLAMA = Structure(
 _QWEN3 = replace(_LLAMA, attention=replace(_LLAMA.attention, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
 _MIXTRAL = replace(_LLAMA, mlp=Experts(_NEXT, **_ROUTED))
 _QWEN2_MOE = replace(_LLAMA, mlp=Experts(_NEXT, **_ROUTED, **_SHARED, shared_weigh="mlp.shared_expert_gate"))
+_GPT_OSS = replace(_LLAMA, mlp=Experts(_NEXT, down="", experts="mlp.experts", router="mlp.router"))
+_GEMMA = replace(_LLAMA, norm="rms zero-centered")
+_BEFORE: dict[str, Any] = {"norm": "pre_feedforward_layernorm", "activation": "hidden_activation"}
+_GEMMA2 = replace(_GEMMA, placement="sandwich", mlp=MLP(**_BEFORE, **_GATED))
+_OLMO2 = replace(
+    _QWEN3,
+    placement="branch",
+    attention=replace(_QWEN3.attention, norm=_NEXT),
+    mlp=MLP("post_feedforward_layernorm", **_GATED),
+)
 _PHI3 = replace(
     _LLAMA,
     attention=Attention(_PRE, "self_attn.o_proj", qkv="self_attn.qkv_proj", fused="stacked", rotary=True, **_RESID),
@@ -177,6 +190,26 @@ _BERT = Structure(
     ),
     MLP("output.LayerNorm", "output.dense", "intermediate.dense", **_HIDDEN),
 )
+_DEBERTA = replace(
+    _BERT,
+    attention=_attention(
+        "attention",
+        "attention.output.LayerNorm",
+        "self.query_proj self.key_proj self.value_proj output.dense",
+        **_HIDDEN,
+        **_PROBS,
+    ),
+)
+_MPNET = replace(
+    _BERT,
+    attention=_attention("attention", "attention.LayerNorm", "attn.q attn.k attn.v attn.o", **_HIDDEN, **_PROBS),
+)
+_MODERNBERT = Structure(
+    "pre",
+    "layer",
+    Attention("attn_norm", "attn.Wo", qkv="attn.Wqkv", fused="stacked", rotary=True),
+    MLP("mlp_norm", "mlp.Wo", gate_up="mlp.Wi", activation="hidden_activation"),
+)
 _DISTILBERT = Structure(
     "post",
     "layer",
@@ -194,6 +227,24 @@ _VIT = Structure(
     "layer",
     _attention("attention", "layernorm_before", "q_proj k_proj v_proj o_proj", **_HIDDEN, **_PROBS),
     MLP("layernorm_after", "mlp.fc2", "mlp.fc1", **_HIDDEN),
+)
+_DINOV2 = replace(
+    _VIT,
+    attention=_attention("attention", "norm1", "q_proj k_proj v_proj o_proj", **_HIDDEN, **_PROBS),
+    mlp=MLP("norm2", "mlp.fc2", "mlp.fc1"),
+)
+_WAV2VEC2 = Structure(
+    "post",
+    "layer",
+    _attention("attention", "layer_norm", dropout="hidden_dropout"),
+    MLP("final_layer_norm", "feed_forward.output_dense", "feed_forward.intermediate_dense", dropout="hidden_dropout"),
+    when=("do_stable_layer_norm", False),
+)
+_STARCODER2 = Structure(
+    "pre",
+    "layer",
+    replace(_LLAMA.attention, dropout="residual_dropout"),
+    MLP(_NEXT, "mlp.c_proj", "mlp.c_fc", dropout="residual_dropout"),
 )
 _CLIP = Structure("pre", "layer", _attention("self_attn", "layer_norm1"), MLP("layer_norm2", "mlp.fc2", "mlp.fc1"))
 
@@ -218,6 +269,17 @@ FAMILIES: dict[str, tuple[Structure, ...]] = {
     "mistral": (_LLAMA,),
     "qwen2": (_LLAMA,),
     "qwen3": (_QWEN3,),
+    "qwen2_5_vl_text": (_LLAMA,),
+    "qwen3_vl_text": (_QWEN3,),
+    "smollm3": (_LLAMA,),
+    "granite": (_LLAMA,),
+    "olmo2": (_OLMO2,),
+    "olmo3": (_OLMO2,),
+    "gemma": (_GEMMA,),
+    "gemma2": (_GEMMA2,),
+    "gemma3_text": (replace(_GEMMA2, attention=_QWEN3.attention),),
+    "stablelm": (replace(_LLAMA, norm="layer"),),
+    "starcoder2": (_STARCODER2,),
     "phi": (_PHI,),
     "phi3": (_PHI3,),
     "gpt2": (_GPT2,),
@@ -225,15 +287,27 @@ FAMILIES: dict[str, tuple[Structure, ...]] = {
     "opt": (_OPT, replace(_OPT, placement="post", when=("do_layer_norm_before", False))),
     "bert": (_BERT,),
     "roberta": (_BERT,),
+    "xlm-roberta": (_BERT,),
+    "camembert": (_BERT,),
+    "electra": (_BERT,),
+    "deberta-v2": (_DEBERTA,),
+    "mpnet": (_MPNET,),
+    "modernbert": (_MODERNBERT,),
     "distilbert": (_DISTILBERT,),
     "albert": (_ALBERT,),
     "vit": (_VIT,),
     "clip": (_CLIP,),
     "clip_text_model": (_CLIP,),
     "clip_vision_model": (_CLIP,),
+    "siglip_text_model": (_CLIP,),
+    "siglip_vision_model": (_CLIP,),
+    "dinov2": (_DINOV2,),
+    "wav2vec2": (_WAV2VEC2, replace(_WAV2VEC2, placement="pre", when=("do_stable_layer_norm", True))),
     "t5": tuple(_t5(decoder, gated) for decoder in (True, False) for gated in (True, False)),
     "whisper": (_WHISPER_DECODER, _WHISPER),
+    "bart": (replace(_WHISPER_DECODER, placement="post"), replace(_WHISPER, placement="post")),
     "mixtral": (_MIXTRAL,),
+    "gpt_oss": (_GPT_OSS,),
     "qwen2_moe": (_QWEN2_MOE, _LLAMA),
     "qwen3_moe": (replace(_MIXTRAL, attention=_QWEN3.attention), _QWEN3),
 }

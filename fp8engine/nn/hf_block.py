@@ -90,6 +90,12 @@ def _unfit(block: Block, layer: nn.Module, config: Any) -> str:
         return "it has cross attention"
     if isinstance(kind.mlp, Experts):
         return "its MLP is a mixture of experts"
+    if kind.placement in ("sandwich", "branch"):
+        return "it normalises what attention and MLP return"
+    if kind.norm == "rms zero-centered":
+        return "its norms multiply by 1 + weight"
+    if getattr(config, "residual_multiplier", 1.0) != 1.0:
+        return f"it multiplies by {config.residual_multiplier} before each residual addition"
     if _activation(block) is None:
         return f"its activation is {block.activation!r}"
     if not isinstance(getattr(attention, "is_causal", None), bool):
@@ -100,6 +106,10 @@ def _unfit(block: Block, layer: nn.Module, config: Any) -> str:
         return "it drops out after the activation"
     if kind.attention.rotary:
         rope = config.rope_parameters
+        if not getattr(attention, "use_rope", True):
+            return "its q and k are not rotated, though those of other blocks are"
+        if "rope_theta" not in rope:
+            return "its rotary positions depend on the kind of block"
         if rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
             return f"its rotary positions are of type {rope['rope_type']!r}"
     return ""

@@ -10,86 +10,28 @@ The code between the modules, transformers' own forward, is not rewritten: it pa
 shape, splits [gate | up] in two, multiplies, or applies a dropout that drops nothing.  Any other operation computes the
 value by the modules' own forwards, as if nothing were fused: the same result, and slower.
 
-Modules also run by their own forwards where one of them, or a module around them within the block, has a hook, a
-forward on its instance, or an adapter in its place.  A placeholder is no tensor subclass, so that torch.compile traces
-through it: a compiled graph holds the fused operators and nothing else.
+A placeholder is no tensor subclass, so that torch.compile traces through it: a compiled graph holds the fused
+operators and nothing else.  Where none is made, and modules run by their own forwards: group.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import Proxy
 
-from fp8engine import _torch
 from fp8engine.autograd.linear import linear
 from fp8engine.autograd.mlp import norm_mlp
 from fp8engine.autograd.norm_linear import norm_linear
-from fp8engine.autograd.parts import NormOf
+from fp8engine.autograd.parts import KEEP, Memory
 from fp8engine.errors import ScriptError, StateError
 from fp8engine.nn.class_swap import Mixin
-from fp8engine.numerics.formats import FLOATS
-from fp8engine.ops.reference import Norm
+from fp8engine.nn.group import Group
 from fp8engine.ops.reference.activations import GATED
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-@dataclass(eq=False)
-class Group:
-    """Modules that run as one.  layers: the consumers of the norm's result, or of x where norm is None.
-
-    act, kind, second: of an MLP, the activation, its formula's name, and the layer after it; `layers` is then (up,),
-    (gate_up,) or (gate, up).
-    places: (parent, key, module) of each of them, and of the modules around them in the block.
-    note: "" where the latest forward was fused, else why it was not.
-    """
-
-    label: str
-    norm: nn.Module | None
-    which: Norm | None
-    layers: tuple[Any, ...]
-    act: nn.Module | None = None
-    kind: str = ""
-    second: Any = None
-    places: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    note: str = "it has not run yet"
-
-    def runs_fused(self, x: torch.Tensor) -> bool:
-        """Whether the modules run as one on this x; notes why not."""
-        self.note = self._why_apart(x)
-        return not self.note
-
-    def _why_apart(self, x: torch.Tensor) -> str:
-        if _torch.has_any_global_hook():
-            return "a hook on all modules looks on"
-        for parent, key, module in self.places:
-            if parent._modules.get(key) is not module:
-                return f"another module stands in {key}'s place (an adapter?)"
-            if any(getattr(module, name) for name in HOOKS):
-                return f"a hook on {key} looks on"
-            if "forward" in vars(module):
-                return f"{key} has a forward of its own"
-        if x.dtype not in FLOATS or (self.norm is not None and self._weight_dtype() not in (x.dtype, None)):
-            return f"the norm's input is {x.dtype} and its weight {self._weight_dtype()}"
-        return ""
-
-    def _weight_dtype(self) -> torch.dtype | None:
-        weight: Any = None if self.norm is None else self.norm.weight
-        return None if weight is None else weight.dtype
-
-    def norm_of(self) -> NormOf | None:
-        """The norm and its parameters as they are now."""
-        if self.norm is None or self.which is None:
-            return None
-        return NormOf(self.which, self.norm.weight, getattr(self.norm, "bias", None))  # pyright: ignore
-
-    def __str__(self) -> str:
-        return f"fused: {self.label}" if not self.note else f"fused as {self.label}, but run apart: {self.note}"
+SMALL = Memory(recompute_activation=True)  # of a ReLU torch keeps one tensor; y and FP8(act(y)) would be more
 
 
 class Lazy(ABC):
@@ -97,6 +39,7 @@ class Lazy(ABC):
 
     def __init__(self, group: Group, shape: torch.Size, like: Any):
         self.group, self.shape, self.dtype, self.device = group, shape, like.dtype, like.device
+        self.grad = torch.is_grad_enabled()
         self._value: torch.Tensor | None = None
 
     def size(self, dim: int | None = None) -> Any:
@@ -106,7 +49,8 @@ class Lazy(ABC):
         """The tensor, computed by the modules' own forwards."""
         if self._value is None:
             self.group.note = "its result was read by other code too"
-            self._value = self._compute()
+            with torch.set_grad_enabled(self.grad):  # its first consumer may be under no_grad, and another not
+                self._value = self._compute()
         return self._value
 
     @abstractmethod
@@ -155,7 +99,7 @@ class Normed(Lazy):
         if self.version is not None and self.x._version != self.version:
             raise StateError(
                 f"{self.group.label}: the norm's input was written in place before the norm's result was read; "
-                "convert without fuse=True"
+                "convert with fuse=False"
             )
         return self.x
 
@@ -287,10 +231,11 @@ def _whole_mlp(x: Lazy) -> torch.Tensor | None:
         first, kind = (x.source,), group.kind
     else:
         return None
-    made, source = tuple(each.layer.as_layer() for each in first), first[0].source
+    firsts, source = tuple(each.layer.as_layer() for each in first), first[0].source
     tensor = source.source() if isinstance(source, Normed) else source
     norm = group.norm_of() if isinstance(source, Normed) else None
-    return norm_mlp(tensor, norm, made if len(made) == 2 else made[0], group.second.as_layer(), kind)
+    memory = SMALL if kind == "relu" else KEEP
+    return norm_mlp(tensor, norm, firsts if len(firsts) == 2 else firsts[0], group.second.as_layer(), kind, memory)
 
 
 class FusedNorm(Mixin):

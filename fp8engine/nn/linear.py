@@ -9,7 +9,8 @@ from fp8engine.auto import attach
 from fp8engine.autograd import Layer, Numerics, linear
 from fp8engine.autograd.refusals import no_script
 from fp8engine.errors import ConversionError, ParallelError
-from fp8engine.nn.lazy import PLACEHOLDERS, Group, apply
+from fp8engine.nn.group import Group
+from fp8engine.nn.lazy import PLACEHOLDERS, apply
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
 

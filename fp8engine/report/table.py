@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import os
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fp8engine import files
 from fp8engine.auto import Alarm, Controller, merge
 from fp8engine.errors import StateError
-from fp8engine.report import outliers
+from fp8engine.report import folded, outliers
+from fp8engine.report.columns import columns, terminal_width, wrapped
 from fp8engine.report.page import write
 from fp8engine.scaling.table import ROLES
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fp8engine.report.page.write import Drawn
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
-NARROWEST = 5  # characters that every column of a text table keeps
+ALONE = "not fused: "  # how collect.py begins the reason
 SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts")
 
 
@@ -97,24 +97,16 @@ class Report:
             writer.writerow([shape if key == "shape" else layer[key] for key in COLUMNS] + numbers)
         files.write(path, text.getvalue())
 
-    def table(self, width: int = 160) -> str:
-        """The layers and the sums as text, `width` columns wide."""
-        stores = any(layer["output"]["cast"] != "none" for layer in self.layers)  # a result in FP8 is rare
-        shown = [*ROLES, *["output"] * stores]
-        rows = [["layer", "shape", "recipe", "backend", *shown, "saturated", "flushed", "note"]]
-        for layer in self.layers:
-            slots = [layer[role] for role in ROLES]
-            rows.append([
-                layer["name"],
-                "x".join(map(str, layer["shape"])),
-                layer["recipe"],
-                f"{layer['backend']} (emulated)" if layer["emulated"] else layer["backend"],
-                *(layer[role]["cast"] for role in shown),
-                _percent([slot.get("saturated") for slot in slots]),
-                _percent([slot.get("underflowed") for slot in slots]),
-                "; ".join(filter(None, [_unless_emulated(layer), layer["fused"], layer.get("outliers")])),
-            ])  # fmt: skip
-        return "\n".join(["FP8 engine: what ran, and why", *_columns(rows, width), *self._summary(), ""])
+    def table(self, width: int | None = None, every: bool = False) -> str:
+        """The sums and the layers as text, `width` columns wide; None: as the terminal, or unwrapped in a pipe.
+
+        Layers of repeated blocks that ran alike are one row with the largest of their shares; every: a row for each.
+        """
+        width = terminal_width() if width is None else width
+        rows = folded.tables(self.layers, every)
+        lines = ["FP8 engine: what ran, and why", *self._summary(), *[folded.READ_AS] * (not every)]
+        parts = [wrapped(lines, width), *(columns(table, width) for table in rows)]
+        return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
     def _gather(self) -> list[str]:
         """What fully_shard's gathers of weights send, and what they would send as codes."""
@@ -141,6 +133,16 @@ class Report:
         ]
         if 0 < totals["sampled"] < 1:
             lines.append(f"flushed shares are from a sample of {totals['sampled']:.1%} of the elements")
+        fused = sum(layer["fused"].startswith("fused: ") for layer in self.layers)
+        alone = Counter(why for layer in self.layers if (why := layer["fused"].removeprefix(ALONE)) != layer["fused"])
+        if fused or alone:
+            whys = "; ".join(f"{count} do not: {why}" for why, count in alone.most_common())
+            told = f"{fused} layers run fused with their norms or activations"
+            lines.append("; ".join(filter(None, [told, whys])))
+        words = {"saturated": "saturated", "underflowed": "was flushed to zero"}
+        nothing = [word for key, word in words.items() if not totals[key]]
+        if nothing and totals["converted"]:
+            lines.append(f"nothing {' or '.join(nothing)}")
         if totals["nonfinite"]:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
@@ -178,47 +180,3 @@ class Report:
 
     def __str__(self) -> str:
         return self.table()
-
-
-def _unless_emulated(layer: dict) -> str:
-    return "" if layer["emulated"] and layer["reason"].startswith("emulated") else layer["reason"]
-
-
-def _percent(shares: list[float | None]) -> str:
-    return (
-        " / ".join("-" if share is None else f"{share:.2%}" for share in shares)
-        if any(share is not None for share in shares)
-        else "-"
-    )
-
-
-def _columns(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    r"""Lines: the first row, a rule, the other rows.  What is too long for its column goes on in the line below.
-
-    Words, and so the names of layers, stay whole where the width allows; then those of the first column, the names.
-
-    >>> print(*_columns([["layer", "note"], ["blocks.0.up", "never ran"]], 23), sep="\n")
-    │ layer       │ note  │
-    ├─────────────┼───────┤
-    │ blocks.0.up │ never │
-    │             │ ran   │
-    """
-    table = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in table]
-    longest = [max(len(word) for cell in column for word in cell.split() or [""]) for column in table]
-    for least in (longest, [longest[0], *[NARROWEST] * (len(widths) - 1)], [NARROWEST] * len(widths)):
-        while sum(widths) + 3 * len(widths) + 1 > width:
-            wide = [i for i, size in enumerate(widths) if size > least[i]]
-            if not wide:
-                break
-            widths[max(wide, key=lambda i: widths[i])] -= 1
-    for i, row in enumerate(rows):
-        cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
-        for line in itertools.zip_longest(*cells, fillvalue=""):
-            yield f"│ {' │ '.join(part.ljust(width) for part, width in zip(line, widths, strict=True))} │"
-        if i == 0:
-            yield f"├{'┼'.join('─' * (width + 2) for width in widths)}┤"
-
-
-def _folded(cell: str, width: int) -> list[str]:
-    return [cell] if len(cell) <= width else textwrap.wrap(cell, width, break_on_hyphens=False)

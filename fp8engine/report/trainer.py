@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer that keeps a model's scaling state beside each checkpoint.
+"""Callbacks for transformers' Trainer: the scaling state beside each checkpoint, the report while a model trains.
 
 A converted model trains, evaluates and saves under Trainer without it.  But the state_dict that Trainer saves has no
 scaling state, on purpose: without the windows of delayed scaling a resumed run casts its first steps with current
@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from fp8engine import files
 from fp8engine.errors import StateError
+from fp8engine.report.live import LiveReport
 from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict
 
 FILE = "scaling_state.pt"
@@ -70,6 +71,39 @@ class ScalingStateCallback(TrainerCallback):
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise StateError(f"{path} cannot be read ({type(error).__name__}): cut short or damaged") from error
         load_scaling_state_dict(model, saved)
+
+
+class ReportCallback(TrainerCallback):
+    """Calls a `LiveReport` (live.py) with each step of Trainer, and at the training's end.
+
+    folder, every: as of `LiveReport`.  Trainer gives the mean loss of `logging_steps` steps, which each of them gets.
+
+    >>> ReportCallback("runs/first", every=500).live.every
+    500
+    """
+
+    def __init__(self, folder: str | os.PathLike, every: int = 100):
+        self.live, self.logged = LiveReport(folder, every), 0
+
+    def on_train_begin(self, args, state, control, **_):
+        """Begin where a resumed run does."""
+        self.logged = state.global_step
+
+    def on_log(self, args, state, control, logs=None, **_):
+        """Keep the loss that Trainer logs."""
+        if logs and "loss" in logs:
+            self.live.losses |= dict.fromkeys(range(self.logged, state.global_step), logs["loss"])
+            self.logged = state.global_step
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        """Note the step."""
+        if model is not None:
+            self.live.step(model, state.global_step - 1)
+
+    def on_train_end(self, args, state, control, model=None, **_):
+        """Write the last report."""
+        if model is not None and state.global_step:
+            self.live.write(model, state.global_step - 1)
 
 
 def _folder(args, state) -> Path:

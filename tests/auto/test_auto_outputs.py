@@ -80,7 +80,7 @@ def test_a_result_that_a_matmul_alone_reads_is_stored_in_fp8_and_the_report_says
     assert down["output"]["format"] == "float32"
     # step 0 before the look, step 1 finds the scale, 2 to 7 are in FP8
     assert (up["output"]["calls"], down["input"]["ready"]) == (7, 6)
-    assert "E4M3 per tensor (delayed)" in report.table(width=240)
+    assert "E4M3 per tensor (delayed)" in report.table()
     json.dumps(report.to_dict())
     assert "down.output" not in list(fe.scaling_state(model))
     assert isinstance(model.up(torch.randn(2, X)), Float8Tensor)

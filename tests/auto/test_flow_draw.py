@@ -112,7 +112,7 @@ def test_equal_blocks_are_drawn_once(depth: int):
     assert frame.times == depth
     assert len(fold(found).labels) == len(fold(recorded("llama", num_hidden_layers=2)).labels)
     svg = found.to_svg()
-    assert (f"model.layers.0 … {depth - 1}   × {depth}" in svg) == (depth > 1)
+    assert (f"model.layers.0-{depth - 1}   × {depth}" in svg) == (depth > 1)
     assert svg.count("self_attn.q_proj</text>") == 1
 
 

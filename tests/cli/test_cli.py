@@ -273,7 +273,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("target", ["models:small", "models:made"])
 def test_inspect_of_a_function_by_hand(target: str, script: Path):
     told = json.loads(call("inspect", target, "--json", "--override", "down=rowwise_gw_hp").stdout)
-    assert [layer["recipe"] for layer in told["layers"]] == ["current", "rowwise_gw_hp", None]
+    assert [layer["recipe"] for layer in told["layers"]] == ["auto", "rowwise_gw_hp", None]
     assert "output head" in told["layers"][2]["reason"]
     sizes = 96 * 32, 32 * 96, 64 * 32
     assert told["totals"]["fp8_flops_share"] == pytest.approx((sizes[0] + sizes[1] * 2 / 3) / sum(sizes), rel=1e-12)

@@ -47,16 +47,29 @@ def test_a_hook_sees_what_it_saw_and_its_group_runs_apart(place: str, hook: str)
     attention, mlp = groups(two).values()
     apart, together = (attention, mlp) if place in PLACES[:3] else (mlp, attention)
     assert (apart, together) == (f"a hook on {place.rpartition('.')[2]} looks on", "")
-    assert f"but run apart: {apart}" in fe.inspect(two).table(width=600)
+    assert f"but run apart: {apart}" in fe.inspect(two).table()
     assert sqnr(first[0], second[0]) > 20
     removable[1].remove()
     step(two, batch)
     assert set(groups(two).values()) == {""}
 
 
+def test_outputs_that_transformers_captures_keep_nothing_apart():
+    """Its hooks on attention stay after the first call that asked for attentions; they read what attention returns."""
+    model = converted(FAMILIES["llama"].build(attn_implementation="eager"), "rowwise")
+    batch = FAMILIES["llama"].batch()
+    want = step(model, batch)
+    model.zero_grad()
+    captured = model(**batch, output_attentions=True, output_hidden_states=True)
+    assert [type(x) for x in (*captured.attentions, *captured.hidden_states)] == [torch.Tensor] * 5
+    assert model.model.layers[0].self_attn._forward_hooks
+    assert same(want, step(model, batch))
+    assert set(groups(model).values()) == {""}
+
+
 def test_all_apart_is_level_1_bit_for_bit():
     family = FAMILIES["qwen3"]
-    one, seen = converted(family.build(), "delayed"), []
+    one, seen = converted(family.build(), "delayed", fuse=False), []
     two = converted(_again(family, one), "delayed", fuse=True)
     batch = family.batch()
     with torch.nn.modules.module.register_module_forward_hook(lambda m, args, y: seen.append(type(y))):
@@ -133,6 +146,8 @@ def test_what_is_not_recognised_is_said_once_and_refused_when_strict():
     rows = [row for row in fe.inspect(model).layers if row["recipe"] != "none"]
     assert len(rows) == 4
     assert {row["fused"] for row in rows} == {"not fused: model_type 'bloom' is in no row of fp8engine.hf.FAMILIES"}
+    by_default = fe.inspect(converted(transformers.BloomForCausalLM(config))).table()
+    assert "0 layers run fused with their norms or activations; 4 do not: model_type 'bloom' is in no row" in by_default
     with pytest.warns(FusionWarning, match="Sequential has no config: describe takes a model of transformers"):
         converted(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), fuse=True)
 
@@ -157,25 +172,83 @@ def test_dropout_between_activation_and_down_runs_apart_in_training():
     assert {why for name, why in said.items() if "wo" not in name} == {""}
 
 
-def test_lazy_results_answer_as_tensors_do():
-    model: Any = converted(FAMILIES["llama"].build(), fuse=True)
+@pytest.fixture
+def inside():
+    """A block of a fused model as its own forward finds it: placeholders are made inside of a block alone."""
+    model: Any = converted(FAMILIES["llama"].build())
     block = model.model.layers[0]
+    block.input_layernorm.group.running.begin(block, ())
+    return block
+
+
+def test_parts_called_by_themselves_return_tensors():
+    for name, path in (
+        ("llama", "model.layers.0.input_layernorm"),
+        ("bert", "bert.encoder.layer.0.intermediate.dense"),
+    ):
+        model = converted(FAMILIES[name].build())
+        step(model, FAMILIES[name].batch())
+        assert type(model.get_submodule(path)(torch.randn(2, 3, 32))) is torch.Tensor
+
+
+def test_lazy_results_answer_as_tensors_do(inside):
     x = torch.randn(2, 3, 32)
-    norm: Any = block.input_layernorm(x)
+    norm: Any = inside.input_layernorm(x)
     assert type(norm).__name__ == "Normed"
     assert (norm.shape, norm.size(-1), norm.dtype, norm.device) == (x.shape, 32, x.dtype, x.device)
-    want = nn.functional.rms_norm(x, (32,), block.input_layernorm.weight, 1e-6)
+    want = nn.functional.rms_norm(x, (32,), inside.input_layernorm.weight, 1e-6)
     for found in (norm + 0, norm * 1, 1 * norm, torch.cat([norm, norm])[:2], norm[:], norm.float(), norm.clone()):
         torch.testing.assert_close(found, want)
 
 
-def test_an_input_written_in_place_is_refused():
-    model: Any = converted(FAMILIES["llama"].build(), fuse=True)
+def test_an_input_written_in_place_is_refused(inside):
     x = torch.randn(2, 3, 32)
-    norm = model.model.layers[0].input_layernorm(x)
+    norm = inside.input_layernorm(x)
     x += 1
     with pytest.raises(StateError, match=r"input_layernorm .*written in place before the norm's result was read"):
-        model.model.layers[0].self_attn.q_proj(norm)
+        inside.self_attn.q_proj(norm)
+
+
+def test_a_value_read_without_gradients_first_keeps_them(inside):
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    norm = inside.input_layernorm(x)
+    with torch.no_grad():
+        assert norm.std() > 0
+    norm.sum().backward()
+    assert x.grad is not None
+
+
+class _Swish(torch.autograd.Function):
+    """silu(gate) * up as other libraries fuse it; a placeholder given to a Function would get no gradient."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            y = nn.functional.silu(leaves[0]) * leaves[1]
+        return torch.autograd.grad(y, leaves, dy)
+
+
+@pytest.mark.parametrize("patched", ["before", "after"])
+def test_another_librarys_forward_gets_tensors_and_keeps_its_gradients(patched: str, monkeypatch: pytest.MonkeyPatch):
+    """Liger and others replace forwards of transformers' classes."""
+    kind: Any = transformers.models.llama.modeling_llama.LlamaMLP
+    theirs = lambda self, x: self.down_proj(_Swish.apply(self.gate_proj(x), self.up_proj(x)))  # noqa: E731 - one use
+    family = FAMILIES["llama"]
+    if patched == "before":
+        monkeypatch.setattr(kind, "forward", theirs)
+    one = converted(family.build(), fuse=False)
+    two = converted(_again(family, one))
+    monkeypatch.setattr(kind, "forward", theirs)
+    batch = family.batch(rows=32)
+    want, found = step(one, batch), step(two, batch)
+    assert min(map(sqnr, want, found)) > 60, "as in test_fuse.py: the order of FP32 sums"
+    assert list(groups(two).values()) == ["", f"the forward of LlamaMLP is of {__name__}"] * 2
 
 
 def test_a_forward_of_an_instance_is_called():

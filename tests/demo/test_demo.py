@@ -4,17 +4,19 @@ import functools
 import json
 import math
 import signal
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, run, session, train
+from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, report, run, session, train
 from fp8engine.demo.config import Text, read
 from fp8engine.demo.precision import SumsInFP32
 from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import COLUMNS, Summary, about
-from fp8engine.demo.trainer import Trainer
+from fp8engine.demo.trainer import Curve, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.report import scaling_state_dict
 
@@ -277,3 +279,28 @@ def test_the_difference_to_fp32_is_taken_at_equal_steps():
     assert rows[1]["difference_to_fp32_percent"] == pytest.approx(want, rel=1e-9)
     assert rows[2]["difference_to_fp32_percent"] is None
     assert all(set(row) == set(COLUMNS) for row in rows)
+
+
+def test_only_the_first_run_and_the_last_in_fp8_write_a_sample(tmp_path):
+    """A sample takes as long as 20 steps, and two are shown."""
+    config = Config(size="tiny", steps=2, batch=2)
+    outcome = train(config, Session(recipes=("fp32", "current", "rowwise", "bf16"), out=tmp_path))
+    assert [bool(result.sample) for result in outcome.summary.results] == [True, False, True, False]
+    assert [result.recipe for result in outcome.summary.samples()] == ["fp32", "rowwise"]
+
+
+def test_the_picture_pairs_losses_with_fp32s_step_by_step():
+    """Twice the loss on every batch is +100 %, whatever the batches' losses are; a stopped run ends where it ended."""
+    from matplotlib.figure import Figure
+
+    base = run(Config(size="tiny", steps=4, batch=2), "fp32")
+    curve = base.curve
+    double = Curve([2 * loss for loss in curve.losses[:3]], curve.seconds[:3], [(1, 2 * curve.validation[0][1])])
+    panel: Any = Figure().subplots()
+    report._difference(panel, [base, replace(base, recipe="current", steps=3, curve=double)])
+    zero, line, dots = panel.lines
+    assert list(zero.get_ydata()) == [0, 0]
+    assert list(line.get_xdata()) == [1, 2, 3]
+    assert list(line.get_ydata()) == pytest.approx([100] * 3, rel=1e-9)
+    assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([1], [pytest.approx(100, rel=1e-9)])
+    assert line.get_label() == "current   +100.00"

@@ -48,8 +48,7 @@ def test_a_person_gets_a_table(plain: Path, tmp_path: Path):
     result = call(plain, tmp_path / "out", "--layout", "fp8engine", "--max-shard-size", "20KB")
     assert result.exit_code == 0, result.output
     for part in (
-        "model.layers.1.mlp.up_proj",
-        "2,048",
+        "model.layers.0-1.mlp.up_proj × 2",
         "output head",
         "note: ",
         "14 layers in FP8 (current; layout fp8e",

@@ -47,7 +47,7 @@ def test_plain_weights_become_fp8(saved, ids, recipe):
         assert torch.equal(layer.weight.view(torch.uint8), want.data.view(torch.uint8))
         assert torch.equal(layer.scale, want.scale.reshape(layer.scale.shape))
         assert not layer.weight.requires_grad
-    fe.convert(model, recipe)
+    fe.convert(model, recipe, fuse=False)  # fused norms are not rounded to 16 bits in between
     with torch.no_grad():
         assert torch.equal(back(ids).logits, model(ids).logits)
     generated = back.generate(ids, max_new_tokens=4, do_sample=False)
@@ -102,7 +102,7 @@ def test_families(saved, ids, family):
     model, folder = saved(getattr(tiny_models, family)())
     kind = type(model)
     back = kind.from_pretrained(folder, quantization_config=Fp8EngineConfig("rowwise"), dtype=torch.bfloat16)
-    fe.convert(model, "rowwise", overrides={"*.experts.*": "bf16"} if family == "mixtral" else None)
+    fe.convert(model, "rowwise", fuse=False, overrides={"*.experts.*": "bf16"} if family == "mixtral" else None)
     with torch.no_grad():
         assert torch.equal(back(ids).logits, model(ids).logits)
     left = {row["name"]: row["reason"] for row in fe.inspect(back).layers if row["recipe"] == "none"}

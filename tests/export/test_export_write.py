@@ -216,6 +216,18 @@ def test_what_lies_beside_the_model_comes_along(tmp_path: Path):
     assert load(tmp_path / "out").generation_config.max_new_tokens == 7
 
 
+def test_rotary_frequencies_that_no_program_will_have(tmp_path: Path, ids):
+    model: Any = tiny_models.llama().eval().to(torch.bfloat16)
+    report = export(model, tmp_path / "out", "current")
+    assert any(note.startswith("model.rotary_emb.inv_freq is in 16 bits") for note in report.notes)
+    loaded = load(tmp_path / "out", dtype=torch.bfloat16)
+    assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+    report = export(
+        transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16), tmp_path / "b", "current"
+    )
+    assert not any("16 bits (model.to)" in note for note in report.notes)
+
+
 def test_a_converted_model_brings_its_recipes(tmp_path: Path, ids):
     model: Any = tiny_models.llama().eval()
     fe.convert(model, "rowwise", overrides={"*.down_proj": "bf16", "lm_head": "rowwise"})

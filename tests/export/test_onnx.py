@@ -93,16 +93,85 @@ def test_delayed_with_a_history_keeps_its_scale(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("make", "fuse"), [(tiny.llama, True), (tiny.bert, False)])
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
-def test_a_whole_llama_for_other_sizes(tmp_path):
+def test_whole_models_for_other_sizes(tmp_path, make, fuse: bool):
     torch.manual_seed(0)
-    model: Any = fe.convert(tiny.llama(), replace(resolve("rowwise"), output=fe.FP32)).eval()
+    model: Any = fe.convert(make(), replace(resolve("rowwise"), output=fe.FP32), fuse=fuse).eval()
     model.config.use_cache = False
-    shapes = {"input_ids": {0: Dim("b"), 1: Dim("s", max=64)}}
+    shapes = {"input_ids": {0: Dim("b"), 1: Dim("s", max=32)}}
     fe.onnx.export(model, (), tmp_path / "m.onnx", kwargs={"input_ids": tiny.tokens(2)}, dynamic_shapes=shapes)
     ids = torch.randint(3, 60, (3, 21))
     with torch.no_grad():
-        assert close(run(tmp_path / "m.onnx", input_ids=ids), model(ids).logits)
+        assert close(run(tmp_path / "m.onnx", input_ids=ids), model(ids)[0])
+
+
+@pytest.mark.parametrize("module", [fe.LayerNormMLP, fe.LayerNormLinear])
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_layers_with_norm_and_activation(tmp_path, module):
+    torch.manual_seed(0)
+    model, x = module(64, 96, recipe=replace(resolve("rowwise"), output=fe.FP32)).eval(), 3 * torch.randn(6, 64) + 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # weights and biases of norms are 1 and 0 otherwise
+    fe.onnx.export(model, (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        assert close(run(tmp_path / "model.onnx", x=x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_16_bits(tmp_path):
+    """FP16 runs; BF16 is refused, and the same codes run in FP32."""
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32)), torch.randn(6, 64)
+    half = fe.convert(layers.half(), "rowwise").eval()
+    fe.onnx.export(half, (x.half(),), tmp_path / "half.onnx")
+    with torch.no_grad():
+        wanted = half(x.half()).float()
+    found = run(tmp_path / "half.onnx", input=x.half())
+    assert found.dtype == torch.float16
+    assert (found.float() - wanted).norm() < 2.0**-6 * wanted.norm(), "sums are rounded to BF16 here"
+    layer = ServedLinear.of(nn.Linear(64, 32).bfloat16(), replace(resolve("rowwise"), output=fe.FP32))
+    served = nn.Sequential(layer)
+    with pytest.raises(ConversionError, match=r"0\.bias is in BF16, .* call model\.float\(\)"):
+        fe.onnx.export(served.eval(), (x.bfloat16(),), tmp_path / "bf16.onnx")
+    codes = layer.weight.clone()
+    fe.onnx.export(served.float(), (x,), tmp_path / "served.onnx")
+    with torch.no_grad():
+        assert close(run(tmp_path / "served.onnx", input=x), served(x))
+    assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_auto_as_it_has_decided(tmp_path):
+    """A row 10^4 times as large makes the first input per row: per tensor the others would be flushed to zero."""
+    torch.manual_seed(0)
+    model = fe.convert(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32)), "auto")
+    x = torch.randn(64, 64)
+    x[5] *= 1e4
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert fe.inspect(model).layers[0]["input"]["cast"] == "E4M3 per row"
+    fe.onnx.export(model.eval(), (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        apart = (run(tmp_path / "model.onnx", input=x) - model(x)).norm(dim=1) / model(x).norm(dim=1)
+    assert apart.max() < 2.0**-7, "sums are rounded to BF16 here"
+
+
+def test_an_error_leaves_the_old_file(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    layer, x, path = fe.Linear(32, 16, recipe="current").eval(), torch.ones(4, 32), tmp_path / "model.onnx"
+    fe.onnx.export(layer, (x,), path)
+    old = path.read_bytes()
+
+    def cut_off(self: object, destination: Any) -> None:
+        destination.write_bytes(b"half a graph")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", cut_off)
+    with pytest.raises(OSError, match="No space"):
+        fe.onnx.export(layer, (x,), path)
+    assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")

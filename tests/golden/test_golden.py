@@ -12,6 +12,7 @@ from golden import record
 
 from fp8engine.demo.precision import RECIPES
 
+FUSED = ("current", "delayed", "rowwise", "blockwise", "auto")
 GOLDEN = record.read(Path(record.__file__).with_name("golden.json"))
 
 # Sums of another architecture, or of other kernels of torch, are rounded elsewhere; every x86-64 CPU gives these bits.
@@ -42,7 +43,18 @@ def test_every_recipe_is_recorded_for_every_model():
     models = {"gpt": set(RECIPES), "llama": set(RECIPES) - {"fp32"}, "gpt2": set(RECIPES) - {"fp32"}}
     assert {f"{model}/{recipe}" for model, names in models.items() for recipe in names} <= GOLDEN["runs"].keys()
     assert all(len(GOLDEN["runs"][f"{m}/{r}"]["losses"]) == 20 for m, names in models.items() for r in names)
-    assert all(GOLDEN["runs"][f"{model}/auto"]["decisions"] for model in models)
+    fused = [GOLDEN["runs"][f"fused_{model}/{r}"] for model in ("llama", "gpt2") for r in FUSED]
+    assert all(GOLDEN["runs"][f"{model}/auto"]["decisions"] for model in (*models, "fused_llama", "fused_gpt2"))
+    assert all(len(run["losses"]) == 5 for run in fused)
+
+
+def test_blocks_computed_again_train_alike():
+    """Gradient checkpointing runs the same forward twice: no gradient may differ, fused or not."""
+    runs = GOLDEN["runs"]
+    for fused in ("", "fused_"):
+        stored, again = runs[f"{fused}llama/delayed"], runs[f"{fused}checkpointed_llama/delayed"]
+        assert stored["gradients"][:5] == again["gradients"]
+        assert stored["losses"][:5] == again["losses"]
 
 
 def test_the_first_difference_is_named():

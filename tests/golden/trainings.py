@@ -175,29 +175,24 @@ def training(model: Any, steps: int = STEPS) -> Training:
     return Training(model, lambda step: model(input_ids=tokens(step), labels=tokens(step)).loss, steps)
 
 
-def llama(recipe: str) -> Training:
-    """A converted Llama."""
-    return training(converted(plain_llama(), named(recipe)))
+def llama(recipe: str, fuse: bool = False) -> Training:
+    """A converted Llama.  fuse: norms and MLPs run with the layers that read them, which is fe.convert's default."""
+    return training(converted(plain_llama(), named(recipe), fuse=fuse))
 
 
-def gpt2(recipe: str) -> Training:
+def gpt2(recipe: str, fuse: bool = False) -> Training:
     """A converted GPT-2: Conv1D layers, an output head tied to the embedding."""
     import transformers
 
     size = {"n_embd": WIDTH, "n_inner": INNER, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": VOCABULARY}
     quiet = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, **EAGER}
     config = transformers.GPT2Config(**size, **quiet)
-    return training(converted(integers(transformers.GPT2LMHeadModel(config)).train(), named(recipe)))
+    return training(converted(integers(transformers.GPT2LMHeadModel(config)).train(), named(recipe), fuse=fuse))
 
 
-def fused_llama(recipe: str) -> Training:
-    """Norms and MLPs run with the layers that read them."""
-    return training(converted(plain_llama(), recipe, fuse=True), FEWER)
-
-
-def checkpointed_llama(reentrant: bool, recipe: str) -> Training:
+def checkpointed_llama(reentrant: bool, recipe: str, fuse: bool = False) -> Training:
     """Blocks computed again in the backward pass."""
-    model = converted(plain_llama(use_cache=False), recipe)
+    model = converted(plain_llama(use_cache=False), recipe, fuse=fuse)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     return training(model, FEWER)
@@ -207,7 +202,7 @@ def outlier_llama(objective: str) -> Training:
     """Under `auto`, with a channel that needs more than a scale per tensor."""
     model = plain_llama()
     model.model.embed_tokens.weight.data[:, 5] *= 2.0**15
-    return training(converted(model, fe.auto(interval=2, objective=objective)), 12)
+    return training(converted(model, fe.auto(interval=2, objective=objective), fuse=False), 12)
 
 
 def chain(objective: str) -> Training:
@@ -269,9 +264,7 @@ def baseline() -> Training:
 def more() -> dict[str, Callable[[], Training]]:
     """Beyond Linear: name -> what makes the training."""
     found: dict[str, Callable[[], Training]] = {
-        "fused_llama/current": lambda: fused_llama("current"),
-        "fused_llama/rowwise": lambda: fused_llama("rowwise"),
-        "fused_llama/delayed": lambda: fused_llama("delayed"),
+        "fused_checkpointed_llama/delayed": lambda: checkpointed_llama(False, "delayed", fuse=True),
         "checkpointed_llama/delayed": lambda: checkpointed_llama(False, "delayed"),
         "reentrant_llama/delayed": lambda: checkpointed_llama(True, "delayed"),
         "outlier_llama/auto": lambda: outlier_llama("accuracy"),
@@ -283,6 +276,9 @@ def more() -> dict[str, Callable[[], Training]]:
         "fused_mixtral/delayed": lambda: mixtral("delayed", fuse=True),
         "baseline/fp16": baseline,
     }
+    for recipe in ("current", "delayed", "rowwise", "blockwise", "auto"):
+        found[f"fused_llama/{recipe}"] = lambda recipe=recipe: replace(llama(recipe, fuse=True), steps=FEWER)
+        found[f"fused_gpt2/{recipe}"] = lambda recipe=recipe: replace(gpt2(recipe, fuse=True), steps=FEWER)
     for recipe in ("current", "delayed", "rowwise", "blockwise"):
         found[f"transformer_layer/{recipe}"] = lambda recipe=recipe: blocks(recipe)
         found[f"mlp/{recipe}"] = lambda recipe=recipe: mlps(recipe)

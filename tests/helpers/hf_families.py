@@ -59,6 +59,8 @@ class Family:
                 return {"pixel_values": torch.randn(rows, 3, 8, 8), "labels": classes}
             case "pairs":
                 return {"input_ids": ids, "pixel_values": torch.randn(rows, 3, 8, 8), "return_loss": True}
+            case "waves":
+                return {"input_values": torch.randn(rows, 64), "labels": classes}
             case "sequences":
                 return {"input_ids": ids, "attention_mask": _padding(ids), "labels": ids.flip(1)}
             case _:
@@ -71,7 +73,7 @@ class Family:
     @property
     def experts(self) -> bool:
         """Whether a router chooses experts."""
-        return self.config in ("MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig")
+        return self.config in ("MixtralConfig", "Qwen2MoeConfig", "Qwen3MoeConfig", "GptOssConfig")
 
     @property
     def generates(self) -> bool:
@@ -172,5 +174,63 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 16, "num_experts": 4}
+    ),
+}
+
+# Families whose blocks are joined as one above is, or nearly: tests of fusing and of blocks run them, others do not.
+_GEMMA = {**_GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16}
+_BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0, **TOKENS}
+_BART |= {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("attention_heads", 2), ("ffn_dim", 64))}
+_BART |= {"max_position_embeddings": 64, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+_SPEECH = {**_SIZE, "num_attention_heads": 2, "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
+_SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
+_SPEECH |= dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0)
+_SPEECH |= {"layerdrop": 0.0, "final_dropout": 0.0, "num_labels": LABELS, "classifier_proj_size": WIDTH}
+_VISION = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
+MORE = {
+    "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 16}),
+    "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", _GEMMA),
+    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA),
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
+    "olmo3": Family("Olmo3ForCausalLM", "Olmo3Config", _GROUPED),
+    "granite": Family("GraniteForCausalLM", "GraniteConfig", {**_GROUPED, "residual_multiplier": 0.5}),
+    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Config", {**_GROUPED, "no_rope_layers": [1, 0]}),
+    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", _GROUPED),
+    "starcoder2": Family("Starcoder2ForCausalLM", "Starcoder2Config", {**_GROUPED, "residual_dropout": 0.0}),
+    "gpt_oss": Family("GptOssForCausalLM", "GptOssConfig", {**_GROUPED, "head_dim": 16, "num_local_experts": 4}),
+    "qwen2.5-vl": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {
+                **_GROUPED,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": _VISION,
+        },
+    ),
+    "xlm-roberta": Family("XLMRobertaForSequenceClassification", "XLMRobertaConfig", _ENCODER, "classes", depth=9),
+    "camembert": Family("CamembertForSequenceClassification", "CamembertConfig", _ENCODER, "classes", depth=9),
+    "electra": Family("ElectraForSequenceClassification", "ElectraConfig", _ENCODER, "classes", depth=9),
+    "mpnet": Family("MPNetForSequenceClassification", "MPNetConfig", _ENCODER, "classes", depth=9),
+    "deberta-v2": Family("DebertaV2ForSequenceClassification", "DebertaV2Config", _ENCODER, "classes", depth=9),
+    "modernbert": Family("ModernBertForSequenceClassification", "ModernBertConfig", _ENCODER, "classes", depth=9),
+    "siglip": Family(
+        "SiglipForImageClassification",
+        "SiglipConfig",
+        {"vision_config": _PICTURE, "text_config": _TEXT, "num_labels": LABELS},
+        "pictures",
+    ),
+    "dinov2": Family(
+        "Dinov2ForImageClassification", "Dinov2Config", {**_PICTURE, **_QUIET, "num_labels": LABELS}, "pictures"
+    ),
+    "bart": Family("BartForConditionalGeneration", "BartConfig", _BART, "sequences", depth=20, blocks=4),
+    "wav2vec2": Family("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", _SPEECH, "waves", depth=9),
+    "wav2vec2-stable": Family(
+        "Wav2Vec2ForSequenceClassification",
+        "Wav2Vec2Config",
+        {**_SPEECH, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
+        "waves",
+        depth=9,
     ),
 }

@@ -53,13 +53,14 @@
     seen.restored = JSON.stringify(paths(maps[2])) === JSON.stringify(before);
   }
   if (find("filter")) {
-    const rows = Array.from(find("decided").getElementsByTagName("tbody")[0].children);
+    const groups = Array.from(find("decided").getElementsByTagName("tbody")[0].children);
+    const rows = groups.flatMap((group) => Array.from(group.getElementsByTagName("tbody")[0].children));
     const type = (words) => {
       find("filter").value = words;
       find("filter").dispatchEvent(new Event("input", { bubbles: true }));
       return { shown: rows.filter((row) => !row.hidden).length, count: text("count") };
     };
-    seen.filter = { all: type(""), some: type("UP  grad_output"), none: type("no such slot"), rows: rows.length };
+    seen.filter = { all: type(""), some: type("UP  grad_output"), none: type("no such slot"), rows: rows.length, groups: groups.filter((group) => !group.hidden).length };
   }
   find("theme").click();
   seen.theme = document.documentElement.getAttribute("data-theme");

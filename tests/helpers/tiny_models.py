@@ -1,7 +1,12 @@
 """Tiny, randomly initialised transformers models, built from config objects: nothing is downloaded."""
 
+from pathlib import Path
+from typing import Any
+
+import tokenizers
 import torch
 import transformers
+from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
 VOCABULARY, WIDTH = 64, 32
@@ -21,6 +26,17 @@ def llama(**options) -> nn.Module:
 def llama_of_blocks() -> nn.Module:
     """A llama whose weights are whole numbers of 128x128 blocks."""
     return llama(hidden_size=128, intermediate_size=256, num_key_value_heads=2, num_hidden_layers=1)
+
+
+def byte_llama(folder: Path) -> None:
+    """Write a llama of two blocks and a tokenizer of bytes as a folder that from_pretrained reads."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
+    model: Any = llama(vocab_size=256, hidden_size=128, intermediate_size=256, max_position_embeddings=256)
+    model.save_pretrained(folder)
 
 
 def mixtral() -> nn.Module:

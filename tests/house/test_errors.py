@@ -78,11 +78,20 @@ def test_unknown_names_offer_the_nearest(name, known, message: str):
     assert str(errors.UnknownName("x", name, iter(known))) == message
 
 
-def test_a_long_list_is_cut_but_its_nearest_name_is_not():
-    known = [f"blocks.{i}.up" for i in range(300)]
-    message = str(errors.UnknownName("layer", "blocks.299.upp", known))
-    assert "did you mean 'blocks.299.up'" in message
-    assert message.endswith("blocks.19.up, … (300 in all)")
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("layers.17.mlp.dwn_proj", ["layers.17.mlp.down_proj", "layers.0.mlp.down_proj", "layers.17.mlp.up_proj"]),
+        ("*.q_prj", ["layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj"]),
+        ("lmhead", ["lm_head", "layers.0.mlp.down_proj", "layers.0.mlp.up_proj"]),
+    ],
+)
+def test_of_a_long_list_only_the_nearest_three_are_named(name: str, nearest: list[str]):
+    parts = "self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"
+    known = [f"layers.{i}.{part}" for i in range(30) for part in parts] + ["lm_head"]
+    first, second, third = map(repr, nearest)
+    told = f"unknown layer {name!r}; did you mean {first}, {second} or {third}? 91 are known"
+    assert str(errors.UnknownName("layer", name, known)) == told
 
 
 def raised(tree: ast.AST) -> set[str]:

@@ -1,6 +1,9 @@
 """torch.export of FP8 layers: the graph computes what the model does, with gradients on too, and says it has none."""
 
+from typing import Any
+
 import pytest
+import tiny_models
 import torch
 from support import FP8_RECIPES
 from torch import nn
@@ -29,6 +32,20 @@ def test_an_exported_graph_computes_what_the_model_does(recipe: str, kind: str):
             assert torch.equal(found, exported(given))
     with pytest.raises(GradientError, match=r"torch\.export holds the forward of FP8 layers alone; run it under"):
         found.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "dtype"), [("current", torch.float32), ("rowwise", torch.bfloat16)])
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_a_whole_model_for_other_sizes(recipe: str, dtype: torch.dtype):
+    model: Any = fe.convert(tiny_models.llama().to(dtype), recipe).eval()
+    model.config.use_cache = False
+    sizes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=32)}}
+    given = {"input_ids": tiny_models.tokens(2)}
+    with torch.no_grad():
+        exported = torch.export.export(model, (), kwargs=given, dynamic_shapes=sizes).module()
+        ids = torch.randint(3, 60, (3, 21))
+        assert torch.equal(exported(input_ids=ids).logits, model(ids).logits)
 
 
 def test_a_bias_alone_is_trained_where_nothing_in_fp8_lies_behind_it():

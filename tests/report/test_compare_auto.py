@@ -21,6 +21,8 @@ from fp8engine.report.compare.show import choices
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.choice import begin
 
+TEXTS = [[5, 9, 33, 2, 7], [17, 2, 50]]
+
 
 def with_outliers(factor: float) -> nn.Module:
     """Embeddings of which one channel is larger than the others by a factor."""
@@ -54,19 +56,45 @@ def test_the_model_itself_is_left_as_it_was():
     assert fe.inspect(model).totals["converted"] == 0
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_the_models_own_precision_is_compared_too(recipe: str, dtype: torch.dtype):
-    """It is the baseline; asked for beside others, it once ended the whole comparison with an error."""
-    model = tiny_models.llama().to(dtype)
-    found = compare_recipes(model, batches(model, [[5, 9, 33, 2, 7], [17, 2, 50]], BYTES), [recipe, "current"])
-    own, current = found.results
-    assert (own.loss, own.top1, own.sqnr_db, own.fp8_flops_share) == (found.loss, 1.0, math.inf, 0.0)
+def test_fp32_against_itself_is_equal():
+    """Asked for beside others, the model's own precision once ended the whole comparison with an error."""
+    model = tiny_models.llama()
+    own, current = compare_recipes(model, batches(model, TEXTS, BYTES), ["fp32", "current"]).results
+    assert (own.change, own.top1, own.sqnr_db, own.fp8_flops_share) == ((0, 0), (1, 0), math.inf, 0)
     assert own.worst() is None
     assert {layer.sqnr_db for layer in own.layers} == {math.inf}
     assert {layer.reason for layer in own.layers if layer.name != "lm_head"} == {
-        f"recipe: {recipe}, which it computes in already"
+        "recipe: fp32, which it computes in already"
     }
     assert 0 < current.sqnr_db < math.inf
+
+
+def test_a_model_in_bf16_is_compared_with_its_fp32_copy():
+    """Its bf16 row is the model itself, and an FP8 row the model converted in BF16: both against the FP32 copy."""
+    model: Any = tiny_models.llama().to(torch.bfloat16).eval()
+    (batch,) = made = batches(model, TEXTS, BYTES)
+    inputs: Any = batch.inputs
+    found = compare_recipes(model, made, ["bf16", "current"])
+    assert found.dtype == "bfloat16"
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert batch.targets is not None
+    asked = batch.targets != -100
+    twins = {"bf16": model, "current": converted(copy.deepcopy(model), "current", fuse=False)}
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(**inputs).logits[asked].double()
+        loss = F.cross_entropy(exact, batch.targets[asked]).item()
+        # FP32 losses of about 4 nats: roundings of 2^-22
+        assert found.loss == pytest.approx(loss, abs=1e-6)
+        for result in found.results:
+            low = twins[result.recipe](**inputs).logits[asked].double()
+            assert result.change is not None
+            change = F.cross_entropy(low, batch.targets[asked]).item() - loss
+            assert result.change.value == pytest.approx(change, abs=1e-6)
+            assert change != 0
+            noise = (low - exact).square().sum() / exact.square().sum()
+            assert result.sqnr_db == pytest.approx(-10 * math.log10(noise), abs=1e-6)
+    own = {result.recipe: [block.own_sqnr_db or 0 for block in result.blocks] for result in found.results}
+    assert min(own["bf16"]) > 45 > 35 > max(own["current"][:2])  # 2^-9 against 2^-4 of each value
 
 
 def test_delayed_predicts_its_scales_from_the_text():
@@ -88,8 +116,8 @@ def test_delayed_predicts_its_scales_from_the_text():
     assert 0 < (delayed.least_cosine or 0) < 0.9
 
 
-def test_what_auto_chose_is_counted_by_casts():
-    """Every slot once, as the layers' own recipes say it."""
+def test_what_auto_chose_is_counted_by_matmuls():
+    """Every layer once in each matmul, as the layers' own recipes say it."""
     model = with_outliers(3e5)
     text = batches(model, [list(b"an embedding of bytes, one channel of which outweighs all")], BYTES)
     found = compare_recipes(model, text, ["current", "auto"])
@@ -99,14 +127,15 @@ def test_what_auto_chose_is_counted_by_casts():
     fixed, auto = found.results
     assert fixed.chosen is None
     assert auto.chosen is not None
-    assert sum(auto.chosen["slots"].values()) == 2 * 3
-    assert auto.chosen["forward_in_16_bits"] == sum(not recipe.input.is_fp8 for recipe in recipes)
     assert auto.chosen["not_sampled"] == 0
-    forward = [count for cast, count in auto.chosen["slots"].items() if "forward BF16" in cast]
-    assert sum(forward) == 2 * auto.chosen["forward_in_16_bits"]  # of both operands
+    matmuls = auto.chosen["matmuls"]
+    assert {matmul: sum(count.values()) for matmul, count in matmuls.items()} == {"forward": 2, "dgrad": 2, "wgrad": 2}
+    assert matmuls["forward"].get("BF16", 0) == sum(not recipe.input.is_fp8 for recipe in recipes)
+    per_tensor = sum(str(recipe.input).endswith("per tensor") for recipe in recipes)
+    assert sum(count for cast, count in matmuls["forward"].items() if cast.endswith("/tensor")) == per_tensor
     (line,) = choices(found)
-    assert line.startswith("auto chose, by slots: ")
-    assert all(f"{cast} {count}" in line for cast, count in auto.chosen["slots"].items())
+    assert line.startswith("auto chose, by layers: forward ")
+    assert all(f"{cast} {count}" in line for counts in matmuls.values() for cast, count in counts.items())
     assert line.endswith(f"; {auto.fp8_flops_share:.0%} of linear FLOPs in FP8")
 
 
@@ -116,23 +145,24 @@ def test_forwards_in_16_bits_and_layers_that_never_ran_are_counted_as_layers():
     choice = replace(start, matmuls={key: casts for key, casts in start.matmuls.items() if key != (1, "forward")})
     controller: Any = SimpleNamespace(layers=[None] * 3, choices={0: choice, 1: choice})
     made = chosen([controller])
-    slots = {"E4M3/tensor": 2, "E4M3/tensor (forward BF16)": 2, "E5M2/tensor": 2}
-    assert made == {"slots": slots, "forward_in_16_bits": 1, "not_sampled": 1}
+    backward = {"E5M2·E4M3/tensor": 2}  # of the gradient, and of the other operand
+    matmuls = {"forward": {"E4M3/tensor": 1, "BF16": 1}, "dgrad": backward, "wgrad": backward}
+    assert made == {"matmuls": matmuls, "not_sampled": 1}
     assert chosen([]) is None
     controller.choices = {}  # of a plan that is repeated
     assert chosen([controller]) is None
-    result = RecipeResult("auto", None, None, None, None, 30.0, 0.5, True, [], made)
+    result = RecipeResult("auto", None, None, None, None, None, 30.0, 0.5, True, [], [], made)
     (line,) = choices(Comparison("Model", "float32", None, 1, 2, [result]))
     assert line == (
-        "auto chose, by slots: E4M3/tensor 2, E5M2/tensor 2, E4M3/tensor (forward BF16) 2; "
-        "forward in 16 bits: 1 layer; not sampled: 1 layer; 50% of linear FLOPs in FP8"
+        "auto chose, by layers: forward E4M3/tensor 1, BF16 1; dgrad E5M2·E4M3/tensor 2; wgrad E5M2·E4M3/tensor 2; "
+        "not sampled 1; 50% of linear FLOPs in FP8"
     )
 
 
 def test_rare_casts_are_summed_in_the_line():
-    made = {"slots": {f"cast{i}": 20 - i for i in range(10)}, "forward_in_16_bits": 0, "not_sampled": 0}
-    result = RecipeResult("auto", None, None, None, None, 30.0, 1.0, True, [], made)
+    made = {"matmuls": {"forward": {f"cast{i}": 20 - i for i in range(10)}}, "not_sampled": 0}
+    result = RecipeResult("auto", None, None, None, None, None, 30.0, 1.0, True, [], [], made)
     comparison = Comparison("Model", "float32", None, 1, 2, [result])
     (line,) = choices(comparison)
-    assert "cast7 13, other casts 23; 100% of" in line  # 12 + 11 of the last two
+    assert "cast7 13, others 23; 100% of" in line  # 12 + 11 of the last two
     assert comparison.to_dict()["results"][0]["chosen"] == made

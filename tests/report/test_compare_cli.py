@@ -60,23 +60,28 @@ def test_screen_json_and_files_tell_the_same(folder: Path, tmp_path: Path):
     assert told["files"] == [str(tmp_path / name) for name in ("compare.json", "compare.png")]
     assert json.loads((tmp_path / "compare.json").read_text()) == {k: v for k, v in told.items() if k != "files"}
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert [one["recipe"] for one in told["results"]] == ["current", "rowwise"]
+    assert [one["recipe"] for one in told["results"]] == ["bf16", "current", "rowwise"]
     assert (told["model"], told["dtype"], told["texts"]) == ("LlamaForCausalLM", "float32", 10)
-    assert told["notes"] == [f"{sum(len(line) > 30 for line in _chosen())} of 10 texts were cut to 30 tokens"]
+    assert told["notes"] == [
+        f"{sum(len(line) > 30 for line in _chosen())} of 10 texts were cut to 30 tokens",
+        "± is one standard error over the texts; a change of less than two may be chance",
+    ]
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
     ids = [BYTES.encode(line)[:30] for line in _chosen()]
     want = compare_recipes(model, batches(model, ids, BYTES), ["current"])
     assert told["loss"] == want.loss
-    assert told["results"][0]["loss"] == want.results[0].loss
-    assert told["results"][0]["top1"] == want.results[0].top1
+    result, agrees = told["results"][1], want.results[0].top1
+    assert agrees is not None
+    assert (result["loss"], result["top1"], result["top1_error"]) == (want.results[0].loss, *agrees)
 
-    shown = call(*arguments, "--out", tmp_path)
+    shown = call(*arguments, "-r", "current", "--out", tmp_path)
     assert shown.exit_code == 0, shown.output
     for part in (
         "current (emulated)",
         f"{want.loss:.4f}",
-        f"{want.results[0].top1:.2%}",
+        f"{100 * agrees.value:.2f}",
+        f"{result['change_percent']:+.3f} ± {result['change_percent_error']:.3f}",
         "texts were cut",
         "compare.png",
     ):
@@ -160,10 +165,22 @@ def test_the_models_own_precision_is_a_row_of_the_table(folder: Path, tmp_path: 
     arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 2, "--out", tmp_path)
     shown = call(*arguments, "-r", "fp32", "-r", "current")
     assert shown.exit_code == 0, shown.output
-    (row,) = [line for line in shown.stdout.splitlines() if "100.00%" in line and "fp32" in line]
-    assert "equal" in row
-    assert "fp32: the worst" not in shown.stdout
+    rows = [line for line in shown.stdout.splitlines() if "fp32 " in line[:10] or "bf16 " in line[:10]]
+    assert ["+0.000 ± 0.000" in row and "equal" in row for row in rows] == [False, False, True]
     assert "recipe: fp32, which it computes in already" in shown.stdout
+
+
+def test_bf16_comes_first_and_auto_is_what_is_compared_by_default(folder: Path, tmp_path: Path):
+    """One text has no standard error: no ± is printed, JSON has null, and a note says so."""
+    arguments = (folder / "model", "--tokenizer", "bytes", "--texts", 1, "--out", tmp_path)
+    told = json.loads(call(*arguments, "--json").stdout)
+    assert [one["recipe"] for one in told["results"]] == ["bf16", "auto"]
+    assert {one["change_error"] for one in told["results"]} == {None}
+    assert any("one text has no standard error" in note for note in told["notes"])
+    shown = call(*arguments, "-r", "current", "-r", "bf16").stdout
+    assert "±" not in shown.replace("no ± is given", "")
+    rows = [line.split("│")[1].split()[0] for line in shown.splitlines() if line.startswith("│")]
+    assert rows[:3] == ["fp32", "bf16", "current"]
 
 
 def test_what_recipes_have_read_before_is_said(folder: Path, tmp_path: Path):
@@ -175,7 +192,7 @@ def test_what_recipes_have_read_before_is_said(folder: Path, tmp_path: Path):
 
 
 def test_screen_and_json_say_what_auto_chose(folder: Path, tmp_path: Path):
-    """Of 7 layers in each of the Llama's blocks, with 3 slots each; a fixed recipe chooses nothing."""
+    """Of each converted layer three matmuls; a fixed recipe chooses nothing."""
     arguments = (
         folder / "model",
         "--tokenizer",
@@ -189,13 +206,14 @@ def test_screen_and_json_say_what_auto_chose(folder: Path, tmp_path: Path):
         "-r",
         "auto",
     )
-    current, auto = json.loads(call(*arguments, "--json").stdout)["results"]
+    _, current, auto = json.loads(call(*arguments, "--json").stdout)["results"]
     assert current["chosen"] is None
-    slots = auto["chosen"]["slots"]
-    assert sum(slots.values()) == 3 * sum(layer["recipe"] == "auto" for layer in auto["layers"]) > 0
+    converted = sum(layer["recipe"] == "auto" for layer in auto["layers"])
+    matmuls = auto["chosen"]["matmuls"]
+    assert [sum(count.values()) for count in matmuls.values()] == [converted] * 3
     shown = " ".join(call(*arguments).stdout.split())
-    cast, count = next(iter(slots.items()))
-    assert f"auto chose, by slots: {cast} {count}" in shown
+    cast, count = next(iter(matmuls["forward"].items()))
+    assert f"auto chose, by layers: forward {cast} {count}" in shown
     assert f"; {auto['fp8_flops_share']:.0%} of linear FLOPs in FP8" in shown
     assert "current chose" not in shown
 

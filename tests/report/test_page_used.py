@@ -39,7 +39,7 @@ def test_names_are_text_and_nothing_comes_from_outside(seen, auto):
     assert (seen["hacked"], seen["injected"], seen["outside"]) == (None, False, [])
     assert "<b id=hacked>" not in auto[1]
     assert seen["sections"] == [
-        "loss", "formats", "detail", "alarms", "decisions", "layers", "left", "flow", "memory",
+        "loss", "formats", "detail", "outliers", "decisions", "layers", "left", "flow", "memory", "words",
     ]  # fmt: skip
 
 
@@ -80,6 +80,7 @@ def test_maps_can_show_numbers_and_go_back(seen):
     assert seen["painted"]["paths"] == 5
     assert seen["painted"]["drawn"] is True
     assert seen["painted"]["key"].startswith("≥ 30 dB")
+    assert seen["painted"]["key"].endswith("hatched: not seen at that step")
     assert seen["restored"] is True
 
 
@@ -90,7 +91,7 @@ def test_the_filter_wants_every_word_in_any_case(seen, auto):
     filtered = seen["filter"]
     assert filtered["all"] == {"shown": len(decisions), "count": f"{len(decisions)} changes"}
     assert filtered["some"] == {"shown": len(matching), "count": f"{len(matching)} of {len(decisions)}"}
-    assert filtered["none"]["shown"] == 0
+    assert filtered["none"]["shown"] == filtered["groups"] == 0
 
 
 def test_the_button_turns_light_into_dark(seen):
@@ -119,7 +120,7 @@ def test_a_fixed_recipe_has_a_page_without_maps_and_says_why(engine: str, tmp_pa
     text = page(fe.inspect(model))
     seen = used(text, engine, tmp_path, width=420)  # a telephone
     assert seen["maps"] == 0
-    assert seen["sections"] == ["formats", "alarms", "decisions", "layers", "left", "memory"]
+    assert seen["sections"] == ["formats", "outliers", "decisions", "layers", "left", "memory", "words"]
     assert "No layer is under auto: a fixed recipe gives each tensor one cast for good" in text
     assert (seen["hacked"], seen["injected"], seen["outside"]) == (None, False, [])
     if engine == "chromium":

@@ -154,11 +154,12 @@ def test_planted_losses_are_counted():
     assert report.totals["nonfinite"] == 3
     assert report.totals["sampled"] == pytest.approx((64 + 64) / 256)
     assert report.totals["underflowed"] == pytest.approx(5 / (64 + 64))
-    text = report.table(width=300)
+    text = report.table(every=True)
+    assert "nothing saturated\n" in text
     assert "3 elements were NaN or Inf and stayed so" in text
     assert f"from a sample of {128 / 256:.1%} of the elements" in text
     (row,) = [line.split("│") for line in text.splitlines() if "reference" in line]
-    assert [cell.strip() for cell in row[8:10]] == ["0.00% / 0.00% / 0.00%", "7.81% / 0.00% / 0.00%"]
+    assert [cell.strip() for cell in row[7:9]] == ["0 / 0 / 0", "7.81% / 0 / 0"]
 
 
 def test_planted_saturation_is_counted_and_recast():
@@ -195,12 +196,12 @@ def test_csv_read_back_is_the_dict(tmp_path: Path):
 
 def test_the_table_says_it_in_words():
     report = fe.inspect(mixed())
-    text = report.table(width=400)
-    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if line.count("│") > 3}
+    text = report.table(every=True)
+    lines = {line.split("│")[0].strip(): line for line in text.splitlines() if "│" in line}
     assert "reference (emulated)" in lines["first"]
     assert "E4M3 per row (power of 2)" in lines["wide"]
     assert NEVER_RAN in lines["unused"]
-    assert "asked for bf16" in lines["sixteen"]
+    assert lines["sixteen"].split("│")[2].strip() == "bf16"
     assert by_name(mixed())["lm_head"]["reason"] in lines["lm_head"]
     share = f"{report.totals['fp8_flops_share']:.1%} of linear-layer FLOPs in FP8"
     assert f"{share}; 5 layers converted (3 emulated, 1 never ran), 1 left alone" in text
@@ -211,8 +212,8 @@ def test_the_table_says_it_in_words():
 def test_names_are_printed_as_they_are():
     """rich would read [brackets] as markup and :colons: as pictures."""
     named = dataclasses.replace(fe.current(), name="[bold]mine[/bold]")
-    text = fe.inspect(converted(nn.ModuleDict({":cat:": nn.Linear(8, 8), "[x]": nn.Linear(8, 8)}), named)).table(400)
-    assert text.count("[bold]mine[/bold]") == 2
+    text = str(fe.inspect(converted(nn.ModuleDict({":cat:": nn.Linear(8, 8), "[x]": nn.Linear(8, 8)}), named)))
+    assert "[bold]mine[/bold]" in text
     assert ":cat:" in text
     assert "[x]" in text
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fp8engine.auto.flow import repeats
+
 if TYPE_CHECKING:
     from fp8engine.auto.flow.result import Consumer, Flow
 
@@ -31,11 +33,17 @@ class Frame:
     inner: str
 
     @property
+    def blocks(self) -> list[str]:
+        """The names of all blocks that it stands for."""
+        family, number = self.first[: self.first.rfind(".") + 1], int(self.first.rpartition(".")[2])
+        return [f"{family}{number + i}" for i in range(self.times)]
+
+    @property
     def title(self) -> str:
         """The name of the block, or of the blocks that it stands for."""
         if self.times == 1:
             return self.inner
-        return f"{self.first} … {self.last.rpartition('.')[2]}   × {self.times}"
+        return f"{self.first}-{self.last.rpartition('.')[2]}   × {self.times}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ def fold(flow: Flow) -> Folded:
     >>> import torch
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> [frame.title for frame in fold(record(nn.Sequential(block(), block(), block()), torch.ones(1, 4))).frames]
-    ['0 … 2   × 3']
+    ['0-2   × 3']
     """
     blocks: dict[Block, list[int]] = {}
     for index, node in enumerate(flow.nodes):
@@ -96,22 +104,19 @@ def block_of(node: Consumer) -> Block | None:
 
 def _runs(flow: Flow, blocks: dict[Block, list[int]]) -> list[list[Block]]:
     """Neighbouring blocks that are equal, and have more than one part."""
-    runs: list[list[Block]] = []
-    contents = {block: _content(flow, block, nodes) for block, nodes in blocks.items()}
-    for block in sorted(blocks):
-        family, number = block
-        if runs and runs[-1][-1] == (family, number - 1) and contents[family, number - 1] == contents[block]:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return [run for run in runs if len(blocks[run[0]]) > 1]
+    equal: dict[tuple[str, tuple], list[int]] = {}
+    for (family, number), nodes in blocks.items():
+        if len(nodes) > 1:
+            equal.setdefault((family, _content(flow, (family, number), nodes)), []).append(number)
+    runs = [(key[0], run) for key, numbers in equal.items() for run in repeats.spans(numbers)]
+    return [[(family, number) for number in range(first, last + 1)] for family, (first, last) in sorted(runs)]
 
 
 def _content(flow: Flow, block: Block, nodes: Sequence[int]) -> tuple:
     """A block's parts and edges without its number."""
     place = {index: i for i, index in enumerate(nodes)}
-    parts = [(flow.nodes[i].kind, flow.nodes[i].name.removeprefix(f"{block[0]}{block[1]}.")) for i in nodes]
-    return parts, sorted({(place[i], place[j]) for i, j in flow.edges if i in place and j in place})
+    parts = ((flow.nodes[i].kind, flow.nodes[i].name.removeprefix(f"{block[0]}{block[1]}.")) for i in nodes)
+    return tuple(parts), tuple(sorted({(place[i], place[j]) for i, j in flow.edges if i in place and j in place}))
 
 
 def _common(flow: Flow, nodes: Sequence[int], block: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -101,9 +101,12 @@ class Flow:
         Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False).print(table)
         return out.getvalue()
 
-    def to_svg(self) -> str:
-        """The graph as one self-contained SVG, repeated blocks drawn once."""
-        return draw.svg(self)
+    def to_svg(self, formats: Mapping[str, Sequence[str]] | None = None) -> str:
+        """The graph as one self-contained SVG, repeated blocks drawn once.
+
+        formats: name of a layer -> those of its input, weight and grad_output, which a report's page gives.
+        """
+        return draw.svg(self, formats)
 
     def to_png(self, path: str | os.PathLike) -> None:
         """The same picture through matplotlib (the extra `report`)."""

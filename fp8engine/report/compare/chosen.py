@@ -1,4 +1,4 @@
-"""Count of the casts that `auto` chose for the slots of a model."""
+"""Count of the casts that `auto` chose for the matmuls of a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fp8engine.numerics.recipe import ROLES
-from fp8engine.scaling.choice import label
+from fp8engine.numerics.formats import BF16
+from fp8engine.numerics.recipe import MATMULS
+from fp8engine.scaling.choice import Casts
 
 if TYPE_CHECKING:
     from fp8engine.auto import Controller
@@ -16,17 +17,27 @@ if TYPE_CHECKING:
 def chosen(controllers: Iterable[Controller]) -> dict | None:
     """Counts of what was decided; None where nothing was: a fixed recipe, a plan that is repeated.
 
-    slots: how many have each cast, by its label as decisions print it, the most frequent first.
-    forward_in_16_bits: layers whose forward is.  not_sampled: layers that have run in no training step.
+    matmuls: for forward, dgrad and wgrad, how many layers multiply with which casts, the most frequent first.
+    not_sampled: layers that have run in no training step.
     """
-    slots: Counter[str] = Counter()
-    layers = sampled = wide = 0
+    matmuls: dict[str, Counter[str]] = {matmul: Counter() for matmul in MATMULS}
+    layers = sampled = 0
     for controller in controllers:
         layers += len(controller.layers)
         sampled += len(controller.choices)
         for i, choice in controller.choices.items():
-            slots.update(label((i, role), choice) for role in ROLES)
-            wide += (i, "forward") not in choice.used
+            for matmul, count in matmuls.items():
+                count[_name(choice.used.get((i, matmul)))] += 1
     if not sampled:
         return None
-    return {"slots": dict(slots.most_common()), "forward_in_16_bits": wide, "not_sampled": layers - sampled}
+    return {
+        "matmuls": {key: dict(count.most_common()) for key, count in matmuls.items()},
+        "not_sampled": layers - sampled,
+    }
+
+
+def _name(casts: Casts | None) -> str:
+    """Formats of both operands, and what a scale covers."""
+    if casts is None:
+        return str(BF16)
+    return f"{'·'.join(dict.fromkeys(map(str, casts[1:])))}/{casts.granularity}"

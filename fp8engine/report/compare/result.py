@@ -1,4 +1,4 @@
-"""Results of a comparison: one value a model, a recipe and a layer, and all of them as plain values for JSON.
+"""Results of a comparison: one value a model, a recipe, a block and a layer, and all of them as plain values for JSON.
 
 JSON has no Inf and no NaN: an SQNR that is no number is null there, and `note` says why ("equal", "not finite", "not
 comparable").
@@ -7,7 +7,10 @@ comparable").
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+
+from fp8engine.report.compare.scores import Estimate
 
 
 @dataclass(frozen=True)
@@ -36,29 +39,42 @@ class LayerResult:
 
 
 @dataclass(frozen=True)
-class RecipeResult:
-    """A model under one recipe, against itself.  None: the model has no such number.
+class BlockResult:
+    """A transformer block under a recipe: the lowest own SQNR of its layers, and the SQNR of its output in the model.
 
-    loss: nats a token.  top1: share of equal answers.  cosine, least_cosine: over the texts.
-    chosen: what `auto` decided, as `chosen` counts it; None of a fixed recipe.
+    inf, NaN and None as in LayerResult; own_sqnr_db is None also where every layer is left alone.
+    """
+
+    name: str
+    own_sqnr_db: float | None
+    sqnr_db: float | None
+
+
+@dataclass(frozen=True)
+class RecipeResult:
+    """A model under one recipe, against itself in FP32.  None: the model has no such number.
+
+    loss: nats a token; change: of it, paired text by text.  top1: share of equal answers.  cosine: over the texts, the
+    lowest is least_cosine.  chosen: what `auto` decided, as `chosen` counts it; None of a fixed recipe.
     """
 
     recipe: str
     loss: float | None
-    top1: float | None
-    cosine: float | None
+    change: Estimate | None
+    top1: Estimate | None
+    cosine: Estimate | None
     least_cosine: float | None
     sqnr_db: float
     fp8_flops_share: float
     emulated: bool
     layers: list[LayerResult]
+    blocks: list[BlockResult]
     chosen: dict | None = None
 
     def worst_first(self) -> list[LayerResult]:
         """The converted layers that were called, by their own SQNR; those that are not finite first."""
-        pairs = [(layer.own_sqnr_db, layer) for layer in self.layers if layer.recipe != "none"]
-        called = [(-math.inf if math.isnan(sqnr) else sqnr, layer) for sqnr, layer in pairs if sqnr is not None]
-        return [layer for _, layer in sorted(called, key=lambda pair: pair[0])]
+        called = [layer for layer in self.layers if layer.recipe != "none" and layer.own_sqnr_db is not None]
+        return sorted(called, key=lambda layer: order(layer.own_sqnr_db))
 
     def worst(self) -> LayerResult | None:
         """The converted layer of the lowest own SQNR; None where none was called."""
@@ -67,7 +83,7 @@ class RecipeResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model, and what each recipe makes of it.  loss: its own.  texts, tokens: what it was run on."""
+    """A model, and what each recipe makes of it.  loss: its own in FP32.  texts, tokens: what it was run on."""
 
     model: str
     dtype: str
@@ -76,26 +92,40 @@ class Comparison:
     tokens: int
     results: list[RecipeResult]
 
-    def loss_change_percent(self, result: RecipeResult) -> float | None:
-        """By how much a recipe raises the loss, in percent of the model's own; None where a loss is missing or NaN."""
-        if result.loss is None or not self.loss:
-            return None
-        change = 100 * (result.loss / self.loss - 1)
-        return change if math.isfinite(change) else None
+    def change_percent(self, result: RecipeResult) -> Estimate | None:
+        """By how much a recipe raises the loss, in percent of the loss in FP32; None where there is no loss."""
+        return None if result.change is None or not self.loss else result.change.times(100 / self.loss)
 
     def to_dict(self) -> dict:
-        """Everything, in types that JSON knows.
+        """Everything, in types that JSON knows; an estimate `x` is `x` and `x_error`.
 
         >>> Comparison("Model", "float32", math.nan, 1, 2, []).to_dict()["loss"] is None
         True
         """
         results = []
         for result in self.results:
-            worst, change = result.worst(), self.loss_change_percent(result)
-            plain = {key: value for key, value in vars(result).items() if key != "layers"}
-            plain |= {"loss_change_percent": change, "worst_layer": None if worst is None else worst.name}
+            worst = result.worst()
+            plain = vars(result) | {"change_percent": self.change_percent(result)}
+            for key in ("change", "change_percent", "top1", "cosine"):
+                plain[key], plain[f"{key}_error"] = plain[key] or (None, None)
+            plain |= {"worst_layer": None if worst is None else worst.name}
+            plain |= {"blocks": [_finite(asdict(block)) for block in result.blocks]}
             results.append(_finite(plain) | {"layers": [layer.to_dict() for layer in result.layers]})
         return _finite(vars(self)) | {"results": results}
+
+
+def least(sqnrs: Iterable[float | None]) -> float | None:
+    """The worst SQNR, NaN before all numbers; None where there is none.
+
+    >>> least([31.0, None, 29.0]), least([31.0, math.nan]), least([None])
+    (29.0, nan, None)
+    """
+    return min((sqnr for sqnr in sqnrs if sqnr is not None), key=order, default=None)
+
+
+def order(sqnr: float | None) -> float:
+    """What SQNRs are sorted by: those that are not finite are the worst."""
+    return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
 
 
 def note(sqnr_db: float | None) -> str:

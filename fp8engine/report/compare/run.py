@@ -1,4 +1,4 @@
-"""Runs of a model and of a converted copy on the same batches, and the numbers that their outputs add up to.
+"""Runs of a model in FP32 and of a converted copy on the same batches.
 
 `auto` decides in training steps, and `delayed` predicts its scales from the amaxes of earlier steps.  Forwards without
 gradients are neither, so a copy under these recipes runs a few steps on the first batches before it is compared.
@@ -9,36 +9,37 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine._torch import tree_leaves
-from fp8engine.amp.difference import Call, Difference, on_calls
+from fp8engine._torch import tree_map
+from fp8engine.amp.difference import Call, on_calls
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
 from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
-from fp8engine.report.compare.batches import NOTHING, Batch, pooled, real_rows
+from fp8engine.report.compare.batches import NOTHING, Batch, real_rows
+from fp8engine.report.compare.blocks import blocks
 from fp8engine.report.compare.chosen import chosen
-from fp8engine.report.compare.result import Comparison, LayerResult, RecipeResult
+from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult, least
+from fp8engine.report.compare.scores import Noise, Scores, first, ratio
 
-ROWS = 128  # taken into FP64 at once: logits of a large vocabulary in FP64 would be the largest tensor of all
 STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow
 
 
 def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequence[str | Recipe]) -> Comparison:
-    """Run `model` as it is and a converted copy under each recipe, one copy at a time, on the same batches.
+    """Run `model` in FP32 and a converted copy of it under each recipe, one copy at a time, on the same batches.
 
-    batches: from `batches`.  Forwards only, in eval mode; the model is left as it was.
+    batches: from `batches`.  Forwards only, in eval mode; the model is left as it was.  A model in 16 bits is the one
+    that is converted, and its FP32 copy what it is compared with: "bf16" is then the model itself.
     "auto" runs a few training steps first, without an optimizer; "delayed" a forward over each of the first batches,
     which fills its history.  A 16- or 32-bit recipe that every layer computes in already gives the model itself.
-    Memory: the model, one copy, and what its linear layers give for one batch.
+    Memory: the model, in 16 bits also its FP32 copy, one converted copy, and what linear layers give for one batch.
 
     Raises UnknownName (a recipe), ConversionError (no batch, no linear layer that can be converted to FP8, a model
     that cannot be copied or does not run on the batches).
@@ -48,20 +49,21 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     >>> found = compare_recipes(model, batches(model, [list(b"some text")], BYTES), ["current", "bf16"])
     >>> [(result.recipe, result.worst().name in "13") for result in found.results]
     [('current', True), ('bf16', True)]
-    >>> 0.99 < found.results[0].cosine < found.results[1].cosine < 1
+    >>> 0.99 < found.results[0].least_cosine < found.results[1].least_cosine < 1
     True
     """
     asked = [resolve(recipe) for recipe in recipes]
     if not batches:
         raise ConversionError("compare_recipes: no batches: give text that is not empty")
     modes = [(module, module.training) for module in model.modules()]
+    dtypes = sorted({word(p.dtype) for p in model.parameters() if p.is_floating_point()})
     try:
         model.eval()
-        pairs = [_compare(model, batches, recipe) for recipe in asked]
+        exact = model if dtypes == ["float32"] else _copy(model).float()
+        pairs = [_compare(model, exact, batches, recipe) for recipe in asked]
     finally:
         for module, mode in modes:
             module.training = mode
-    dtypes = sorted({word(p.dtype) for p in model.parameters() if p.is_floating_point()})
     return Comparison(
         type(model).__name__,
         "+".join(dtypes),
@@ -72,8 +74,10 @@ def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequenc
     )
 
 
-def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tuple[float | None, RecipeResult]:
-    """(the model's own loss, the result)."""
+def _compare(
+    model: nn.Module, exact: nn.Module, batches: Sequence[Batch], recipe: Recipe
+) -> tuple[float | None, RecipeResult]:
+    """(the loss in FP32, the result).  exact: the model in FP32."""
     decisions = plan(model, recipe)
     if not decisions:
         raise ConversionError(f"{type(model).__name__} has no linear layers")
@@ -82,25 +86,29 @@ def _compare(model: nn.Module, batches: Sequence[Batch], recipe: Recipe) -> tupl
         run_training_steps(twin, batches)
     elif recipe.delayed:
         _fill_history(twin, batches[: recipe.window])
-    layers, scores = _Layers(model, twin, decisions), _Scores()
+    layers, scores = _Layers(model, exact, twin, decisions), Scores()
     with torch.no_grad():
         for batch in batches:
             low, high = layers.run(batch)
             scores.add(low, high, batch)
     report = inspect(twin)
+    own, change = ratio(scores.high, scores.predicted), ratio(scores.change, scores.predicted)
+    loss = None if own is None or change is None else own.value + change.value
     result = RecipeResult(
         recipe.name,
-        scores.mean(scores.loss_low),
-        scores.same / scores.answers if scores.answers else None,
-        sum(scores.cosines) / len(scores.cosines) if scores.cosines else None,
+        loss,
+        change,
+        ratio(scores.same, scores.answers),
+        ratio(scores.cosines, [1] * len(scores.cosines)),
         min(scores.cosines, default=None),
         scores.output.found.sqnr_db,
         report.totals["fp8_flops_share"],
         any(layer["emulated"] for layer in report.layers),
         layers.results(),
+        layers.blocks(),
         chosen(report.controllers),
     )
-    return scores.mean(scores.loss_high), result
+    return None if own is None else own.value, result
 
 
 def run_training_steps(model: nn.Module, batches: Sequence[Batch]) -> None:
@@ -134,23 +142,30 @@ def _fill_history(model: nn.Module, batches: Sequence[Batch]) -> None:
 
 def _loss(output: Any, batch: Batch) -> torch.Tensor:
     logits = getattr(output, "logits", None)
-    values = logits if isinstance(logits, torch.Tensor) else _first(output, with_grad=True)
+    values = logits if isinstance(logits, torch.Tensor) else first(output, with_grad=True)
     if batch.targets is not None and values.dim() == 3:
         return F.cross_entropy(values.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=NOTHING)
     return values.float().square().mean()
 
 
 def _converted(model: nn.Module, recipe: Recipe, decisions: list[Decision]) -> nn.Module:
-    """A copy under the recipe; the copy as it is, where every layer computes in a 16- or 32-bit recipe already."""
-    try:
-        twin = copy.deepcopy(model)
-    except (RuntimeError, TypeError) as error:  # what copy and torch raise for what cannot be copied
-        raise ConversionError(f"{type(model).__name__} cannot be copied to convert the copy: {error}") from error
+    """A copy under the recipe; the copy as it is, where every layer computes in a 16- or 32-bit recipe already.
+
+    Layer by layer: what each layer returns is compared, and a hook on a fused layer keeps it apart anyway.
+    """
+    twin = _copy(model)
     if not recipe.is_fp8 and all(decision.recipe is None for decision in decisions):
         return twin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationWarning)  # the result says it
-        return convert(twin, recipe)
+        return convert(twin, recipe, fuse=False)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:  # what copy and torch raise for what cannot be copied
+        raise ConversionError(f"{type(model).__name__} cannot be copied to convert the copy: {error}") from error
 
 
 def _call(model: nn.Module, batch: Batch) -> Any:
@@ -166,80 +181,25 @@ def _run(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
-@dataclass
-class _Noise:
-    """The difference of one tensor between the two runs, over all batches.  comparable: shapes agreed so far."""
-
-    found: Difference = field(default_factory=Difference)
-    calls: int = 0
-    comparable: bool = True
-
-    def add(self, low: torch.Tensor, high: torch.Tensor | None) -> None:
-        self.calls += 1
-        if high is None or low.shape != high.shape:
-            self.comparable = False
-            return
-        self.found.add(low, high, ROWS)
-
-    def sqnr_db(self) -> float | None:
-        return self.found.sqnr_db if self.calls and self.comparable else None
-
-
-@dataclass
-class _Scores:
-    """What the outputs of all batches add up to."""
-
-    loss_low: float = 0.0
-    loss_high: float = 0.0
-    predicted: int = 0
-    same: int = 0
-    answers: int = 0
-    cosines: list[float] = field(default_factory=list)
-    output: _Noise = field(default_factory=_Noise)
-
-    def mean(self, loss: float) -> float | None:
-        return loss / self.predicted if self.predicted else None
-
-    def add(self, low: Any, high: Any, batch: Batch) -> None:
-        ours, theirs = _answer(low), _answer(high)
-        if batch.targets is not None:
-            asked = batch.targets != NOTHING
-            targets, ours, theirs = batch.targets[asked], ours[asked].float(), theirs[asked].float()
-            self.loss_low += F.cross_entropy(ours, targets, reduction="sum").item()
-            self.loss_high += F.cross_entropy(theirs, targets, reduction="sum").item()
-            self.predicted += len(targets)
-            self._agree(ours, theirs)
-        elif hasattr(high, "logits"):
-            self._agree(ours, theirs)
-        else:
-            pairs = pooled(ours.double(), batch.real), pooled(theirs.double(), batch.real)
-            self.cosines += F.cosine_similarity(*pairs, dim=-1).tolist()
-            ours, theirs = real_rows(ours, batch.real), real_rows(theirs, batch.real)
-        self.output.add(ours, theirs)
-
-    def _agree(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        same = ours.argmax(-1) == theirs.argmax(-1)
-        self.same += int(same.sum())
-        self.answers += same.numel()
-
-
 class _Layers:
-    """The linear layers of a model and of its copy, and the noise of each.
+    """The linear layers of a model and of its copy, the blocks that they are in, and the noise of each.
 
-    own: of the copy's layer called with the input of the model's; inside: of the copy's layer within the copy.
+    own: of the copy's layer called with the input that it has in FP32; inside: of layers and blocks within the copy.
     """
 
-    def __init__(self, model: nn.Module, twin: nn.Module, decisions: list[Decision]):
+    def __init__(self, model: nn.Module, exact: nn.Module, twin: nn.Module, decisions: list[Decision]):
         paths = {id(module): name for name, module in model.named_modules()}
-        twins = dict(twin.named_modules())
-        self.model, self.twin = model, twin
+        exacts, twins = dict(exact.named_modules()), dict(twin.named_modules())
+        self.exact, self.twin, self.same_dtype = exact, twin, exact is model
         self.decisions: dict[str, Decision] = {}
         for decision in decisions:  # experts of one module have a decision each, and are called as one
             self.decisions.setdefault(paths[id(decision.module)], decision)
-        self.modules = {name: decision.module for name, decision in self.decisions.items()}
-        self.twins = {name: twins[name] for name in self.decisions}
-        self.own = {name: _Noise() for name in self.decisions}
-        self.inside = {name: _Noise() for name in self.decisions}
+        self.inner = blocks({name: type(module) for name, module in exacts.items()}, self.decisions)
+        watched = dict.fromkeys([*self.decisions, *self.inner])
+        self.modules = {name: exacts[name] for name in watched}
+        self.twins = {name: twins[name] for name in watched}
+        self.own = {name: Noise() for name in self.decisions}
+        self.inside = {name: Noise() for name in watched}
 
     def run(self, batch: Batch) -> tuple[Any, Any]:
         """(output of the copy, output of the model); the noise of every layer on the way is added."""
@@ -251,20 +211,31 @@ class _Layers:
         def keep(call: Call) -> None:
             name, _ = call.key
             high = reference[call.key] = rows(call).clone()  # a clone: a later function may work in place
-            if self.decisions[name].recipe is not None:
-                alone = call._replace(output=self.twins[name](*call.args, **call.kwargs))
-                self.own[name].add(rows(alone), high)
+            decision = self.decisions.get(name)
+            if decision is not None and not (decision.recipe is None and self.same_dtype):
+                self.own[name].add(rows(call._replace(output=self._alone(call))), high)
 
         def match(call: Call) -> None:
             self.inside[call.key[0]].add(rows(call), reference.pop(call.key, None))
 
         with on_calls(self.modules, keep):
-            high = _run(self.model, batch)
+            high = _run(self.exact, batch)
         with on_calls(self.twins, match):
             low = _call(self.twin, batch)
         for name, _ in reference:  # the copy called it less often: an expert that no token was sent to
             self.inside[name].comparable = False
         return low, high
+
+    def _alone(self, call: Call) -> Any:
+        """What the copy's layer gives for the FP32 input of a call, rounded to the copy's dtype."""
+        twin = self.twins[call.key[0]]
+        dtype = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
+
+        def rounded(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        args, kwargs = tree_map(rounded, (call.args, call.kwargs))
+        return twin(*args, **kwargs)
 
     def results(self) -> list[LayerResult]:
         found = []
@@ -274,18 +245,9 @@ class _Layers:
             found.append(LayerResult(name, decision.shape, recipe, decision.reason, own, inside))
         return found
 
-
-def _first(output: Any, *, with_grad: bool = False) -> torch.Tensor:
-    tensors = (value for value in tree_leaves(output) if isinstance(value, torch.Tensor))
-    found = next((tensor for tensor in tensors if tensor.requires_grad or not with_grad), None)
-    if found is None:
-        wanted = "tensor that has a gradient" if with_grad else "tensor"
-        raise ConversionError(f"the model returns no {wanted}: the comparison needs one in its output")
-    return found
-
-
-def _answer(output: Any) -> torch.Tensor:
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(value := getattr(output, name, None), torch.Tensor):
-            return value
-    return _first(output)
+    def blocks(self) -> list[BlockResult]:
+        """The blocks in the model's order, each with its worst layer's own SQNR."""
+        return [
+            BlockResult(name, least(self.own[layer].sqnr_db() for layer in layers), self.inside[name].sqnr_db())
+            for name, layers in self.inner.items()
+        ]

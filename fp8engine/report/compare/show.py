@@ -1,43 +1,41 @@
-"""Tables of a comparison for a terminal, and its picture for a file."""
+"""Tables and lines of a comparison for a terminal."""
 
 from __future__ import annotations
 
-import io
 import math
 from typing import TYPE_CHECKING
 
-from fp8engine.report.compare.result import Comparison, RecipeResult, note
+from fp8engine.report.compare.result import Comparison, note, order
+from fp8engine.report.compare.scores import Estimate
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHOWN = 8  # layers in the table for a terminal, the worst first; casts in the line of what auto chose
-# Okabe-Ito, told apart by colour-blind readers; in the order of the recipes asked for.
-COLOURS = ("#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#7f8c9b", "#1b1b1b")
-FAINT = "#d9dde2"
+SHOWN = 8  # layers in the table for a terminal, the worst first; casts of a matmul in the line of what auto chose
 
 
 def table(comparison: Comparison) -> Table:
-    """One line a recipe."""
+    """One line a recipe, FP32's first; what the model does not have is left out."""
     from rich.table import Table  # here: importing rich draws from Python's random numbers
 
-    title = f"{comparison.model} in {comparison.dtype}, {comparison.texts} texts, {comparison.tokens} tokens"
-    shown = Table(title=title, title_justify="left")
-    rows = [["precision", "loss", "change", "top-1 agrees", "cosine, mean", "least", "output SQNR dB", "FP8 FLOPs"]]
-    rows.append([comparison.dtype, _number(comparison.loss, ".4f"), *["-"] * 6])
-    rows += [
-        [
-            result.recipe + " (emulated)" * result.emulated,
-            _number(result.loss, ".4f"),
-            _number(comparison.loss_change_percent(result), "+.2f", " %"),
-            _number(result.top1, ".2%"),
-            _number(result.cosine, ".5f"),
-            _number(result.least_cosine, ".5f"),
-            decibels(result.sqnr_db),
-            f"{result.fp8_flops_share:.0%}",
-        ]
-        for result in comparison.results
-    ]
+    texts = f"{comparison.texts} text{'s' * (comparison.texts != 1)}, {comparison.tokens:,} tokens"
+    shown = Table(title=f"{comparison.model} in {comparison.dtype} against FP32: {texts}", title_justify="left")
+    rows = [["precision", "loss", "change %", "same top-1 %", "1 - cosine %", "largest", "output dB", "FP8 FLOPs"]]
+    rows.append(["fp32", _number(comparison.loss, ".4f"), *["-"] * 6])
+    for result in comparison.results:
+        apart = None if result.cosine is None else result.cosine.times(-100)
+        rows.append(
+            [
+                result.recipe + " (emulated)" * result.emulated,
+                _number(result.loss, ".4f"),
+                estimate(comparison.change_percent(result), "+.3f"),
+                estimate(None if result.top1 is None else result.top1.times(100), ".2f"),
+                estimate(None if apart is None else Estimate(100 + apart.value, apart.error), ".4f"),
+                _number(None if result.least_cosine is None else 100 - 100 * result.least_cosine, ".4f"),
+                decibels(result.sqnr_db),
+                f"{result.fp8_flops_share:.0%}",
+            ]
+        )
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]  # what this model has
     for heading, *_ in columns:
         shown.add_column(heading, justify="left" if heading == "precision" else "right")
@@ -46,34 +44,43 @@ def table(comparison: Comparison) -> Table:
     return shown
 
 
-def layer_table(result: RecipeResult) -> Table:
-    """The layers of the lowest own SQNR."""
+def layer_table(comparison: Comparison) -> Table | None:
+    """The layers of the lowest own SQNR under any FP8 recipe, and what the others make of them; None without any."""
     from rich.table import Table
 
-    worst = result.worst_first()
-    title = f"{result.recipe}: the worst {min(SHOWN, len(worst))} of {len(worst)} converted layers, SQNR in dB"
+    worst: dict[str, float] = {}
+    for result in comparison.results:
+        for layer in result.worst_first() if result.fp8_flops_share else []:
+            worst[layer.name] = min(worst.get(layer.name, math.inf), order(layer.own_sqnr_db))
+    if not worst:
+        return None
+    title = f"the worst {min(SHOWN, len(worst))} of {len(worst)} converted layers, each alone: SQNR in dB"
     shown = Table(title=title, title_justify="left")
-    for heading in ("layer", "shape", "layer alone", "in the model"):
-        shown.add_column(heading, justify="left" if heading == "layer" else "right", overflow="fold")
-    for layer in worst[:SHOWN]:
-        shape = "x".join(map(str, layer.shape))
-        shown.add_row(layer.name, shape, decibels(layer.own_sqnr_db), decibels(layer.sqnr_db))
+    shown.add_column("layer", overflow="fold")
+    for heading in ("shape", *(result.recipe for result in comparison.results)):
+        shown.add_column(heading, justify="right")
+    layers = [{layer.name: layer for layer in result.layers} for result in comparison.results]
+    for name in sorted(worst, key=lambda name: worst[name])[:SHOWN]:
+        shape = "x".join(map(str, layers[0][name].shape))
+        shown.add_row(name, shape, *(decibels(found[name].own_sqnr_db) for found in layers))
     return shown
 
 
 def choices(comparison: Comparison) -> list[str]:
-    """A line for each recipe that decides: how many slots it gave each cast, the most frequent first."""
+    """A line for each recipe that decides: how many layers multiply with which casts, the most frequent first."""
     lines = []
     for result in comparison.results:
         if (made := result.chosen) is None:
             continue
-        counted = [f"{cast} {count}" for cast, count in made["slots"].items()]
-        if rest := sum(list(made["slots"].values())[SHOWN:]):
-            counted[SHOWN:] = [f"other casts {rest}"]
-        layers = {"forward in 16 bits": made["forward_in_16_bits"], "not sampled": made["not_sampled"]}
-        told = [f"{what}: {count} layer{'s' * (count != 1)}" for what, count in layers.items() if count]
+        told = []
+        for matmul, count in made["matmuls"].items():
+            counted = [f"{cast} {layers}" for cast, layers in count.items()]
+            if rest := sum(list(count.values())[SHOWN:]):
+                counted[SHOWN:] = [f"others {rest}"]
+            told.append(f"{matmul} {', '.join(counted)}")
+        told += [f"not sampled {made['not_sampled']}"] * bool(made["not_sampled"])
         share = f"{result.fp8_flops_share:.0%} of linear FLOPs in FP8"
-        lines.append(f"{result.recipe} chose, by slots: {'; '.join([', '.join(counted), *told, share])}")
+        lines.append(f"{result.recipe} chose, by layers: {'; '.join([*told, share])}")
     return lines
 
 
@@ -102,58 +109,16 @@ def decibels(value: float | None) -> str:
     return note(value) or f"{value:.1f}"
 
 
-def picture(comparison: Comparison) -> bytes | None:
-    """A PNG of each layer's SQNR under every recipe; None where matplotlib is not installed."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    names = [layer.name for layer in comparison.results[0].layers]
-    with matplotlib.rc_context({"font.size": 9, "axes.edgecolor": FAINT}):
-        figure = Figure(figsize=(max(7.0, min(24.0, 2 + 0.22 * len(names))), 6.5), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(2, 1, sharex=True)
-        for panel, key in zip(panels, ("own_sqnr_db", "sqnr_db"), strict=True):
-            for index, result in enumerate(comparison.results):
-                colour = COLOURS[index % len(COLOURS)]
-                values = [_finite(getattr(layer, key)) for layer in result.layers]
-                # Earlier ones are drawn wider, beneath: equal lines are all seen.
-                over = (len(comparison.results) - 1 - index) * min(1.0, 4 / len(comparison.results))
-                width, size = 1 + 1.5 * over, 4 + 3 * over
-                panel.plot(range(len(names)), values, "o-", color=colour, linewidth=width, markersize=size)
-                panel.plot([], [], color=colour, linewidth=2.6, label=_legend(comparison, result))
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.grid(color=FAINT, linewidth=0.6)
-            panel.set_ylabel("SQNR, dB")
-        panels[0].set_title("each linear layer on its own: same input, other casts", loc="left", fontsize=10)
-        panels[1].set_title("in the model: errors of earlier layers arrive with the input", loc="left", fontsize=10)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, ncols=2)
-        step = -(-len(names) // 60)  # more names than that lie on one another
-        panels[1].set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
-        title = f"{comparison.model} in {comparison.dtype} against itself under FP8, {comparison.tokens} tokens"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        memory = io.BytesIO()
-        figure.savefig(memory, format="png", dpi=110, facecolor="white", metadata={"Software": None})
-    return memory.getvalue()
+def estimate(found: Estimate | None, form: str) -> str:
+    """A mean with its standard error for a table; the mean alone where there is no error.
+
+    >>> estimate(Estimate(0.25, 0.0625), "+.2f"), estimate(Estimate(0.25, None), ".2f"), estimate(None, ".2f")
+    ('+0.25 ± 0.06', '0.25', '-')
+    """
+    if found is None or found.error is None or not math.isfinite(found.value):
+        return _number(None if found is None else found.value, form)
+    return f"{found.value:{form}} ± {found.error:{form.removeprefix('+')}}"
 
 
-def _legend(comparison: Comparison, result: RecipeResult) -> str:
-    parts = [result.recipe]
-    if result.loss is not None and comparison.loss is not None:
-        parts.append(f"loss {result.loss:.4f} ({comparison.loss:.4f})")
-    if result.top1 is not None:
-        parts.append(f"top-1 {result.top1:.1%}")
-    if result.cosine is not None:
-        parts.append(f"cosine {result.cosine:.4f}")
-    return ", ".join(parts)
-
-
-def _finite(value: float | None) -> float:
-    """matplotlib leaves a gap at NaN."""
-    return value if value is not None and math.isfinite(value) else math.nan
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}" if math.isfinite(value) else "not finite"

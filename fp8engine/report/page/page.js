@@ -151,12 +151,13 @@
       map.replaceChildren(...paths.map((d, i) => shape("path", { fill: HEAT[i], d })));
     });
     if (!how) { key.replaceChildren(...formatKey); return; }
+    const hatched = formatKey[formatKey.length - 1];
     key.replaceChildren(...HEAT.map((colour, i) => {
       const item = node("li", {});
       const word = i === 0 ? how.first : i === HEAT.length - 1 ? (name === "sqnr" ? "< " : "> ") : (name === "sqnr" ? "down to " : "up to ");
       item.append(node("i", { style: `background:${colour}` }), node("span", {}, word + how.say(how.at[Math.min(i, how.at.length - 1)])));
       return item;
-    }));
+    }), hatched);
   };
   if (find("paint")) find("paint").addEventListener("change", () => paint(find("paint").value));
 
@@ -258,16 +259,22 @@
   // ---- decisions ------------------------------------------------------------------------------------------------
   const filter = find("filter");
   if (filter) {
-    const rows = Array.from(find("decided").getElementsByTagName("tbody")[0].children);
-    const texts = rows.map((row) => row.textContent.toLowerCase());
+    const groups = Array.from(find("decided").getElementsByTagName("tbody")[0].children).map((row) => {
+      const changes = Array.from(row.getElementsByTagName("tbody")[0].children);
+      const about = row.children[1].textContent;
+      return { row, changes, texts: changes.map((change) => `${about} ${change.textContent}`.toLowerCase()) };
+    });
     const sieve = () => {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-      let left = 0;
-      rows.forEach((row, i) => {
-        row.hidden = !words.every((word) => texts[i].includes(word));
-        left += row.hidden ? 0 : 1;
-      });
-      find("count").textContent = words.length ? `${left} of ${rows.length}` : `${rows.length} changes`;
+      let left = 0, all = 0;
+      for (const { row, changes, texts } of groups) {
+        changes.forEach((change, i) => { change.hidden = !words.every((word) => texts[i].includes(word)); });
+        const shown = changes.filter((change) => !change.hidden).length;
+        row.hidden = !shown;
+        left += shown;
+        all += changes.length;
+      }
+      find("count").textContent = words.length ? `${left} of ${all}` : `${all} changes`;
     };
     filter.addEventListener("input", sieve);
     sieve();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,9 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fp8engine.report.outliers import ABOVE
+from fp8engine.report.page.html import chip, decibel, name, table
 from fp8engine.report.page.svg import colour
+from fp8engine.report.page.words import explained
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
@@ -17,15 +20,17 @@ if TYPE_CHECKING:
 
 FORMATS_NOTE = "one row a layer, one column a sample"
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
-ALARMS_NOTE = "amax growing away from rms, long before anything saturates"
-OUTLIERS_NOTE = f"amax above {ABOVE:.0f} times rms at the latest sample"
+OUTLIERS_NOTE = (
+    f"early warnings of amax growing away from rms, before anything saturates; and amax above {ABOVE:.0f} × rms at the "
+    "latest sample"
+)
 
 
-def section(name: str, title: str, body: str, note: str = "") -> str:
+def section(key: str, title: str, body: str, note: str = "") -> str:
     """A panel with its heading."""
-    small = f"<small>{escape(note)}</small>" if note else ""
+    small = f"<small>{explained(note)}</small>" if note else ""
     return (
-        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}{small}</h2>{body}</section>'
+        f'<section id="{key}" aria-labelledby="{key}-h"><h2 id="{key}-h">{explained(title)}{small}</h2>{body}</section>'
     )
 
 
@@ -60,7 +65,7 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
     if now:
         worst = min(now, key=now.__getitem__)
         median = f"{statistics.median(now.values()):.1f} dB"
-        found.append(_card("median SQNR now", median, f"least {now[worst]:.1f}: {worst}"))
+        found.append(_card("median SQNR now", median, f"<i>least {now[worst]:.1f}:</i> {name(worst)}"))
     if report.controllers:
         steps = len({decision["step"] for decision in report.decisions})
         found.append(_card("formats changed", str(len(report.decisions)), f"at {steps} step{'s' * (steps != 1)}"))
@@ -68,7 +73,7 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
         note, mood = (f"on {slots} slot{'s' * (slots != 1)}", "bad") if slots else _calm(samples, report.outliers)
         found.append(_card("early warnings", str(len(report.alarms)), note, mood))
     if standing := report.outliers:
-        largest = f"largest {standing[0]['ratio']:.0f} × rms: {standing[0]['slot']}"
+        largest = f"<i>largest {standing[0]['ratio']:.0f} × rms:</i> {name(standing[0]['slot'])}"
         found.append(_card("standing outliers", str(len(standing)), largest, "warn"))
     if totals["nonfinite"]:
         found.append(_card("NaN or Inf", f"{totals['nonfinite']:,}", "elements; they stayed so", "bad"))
@@ -80,10 +85,9 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
 
 def legend(numbers: Mapping) -> str:
     """The colour of every cast on the maps, and the choice of what else the script can paint on them."""
-    items = "".join(
-        f'<li><i style="background:{colour(cast["label"])}"></i>{escape(cast["label"])}</li>'
-        for cast in sorted(numbers["casts"], key=lambda cast: cast["label"])
-    )
+    casts = dict.fromkeys(sorted(cast["label"].partition(" (")[0] for cast in numbers["casts"]))
+    items = "".join(f'<li><i style="background:{colour(cast)}"></i>{escape(cast)}</li>' for cast in casts)
+    items += '<li><i class="hatched"></i>hatched: not seen at that step</li>'
     shown = "".join(f'<option value="{key}">{name}</option>' for key, name in PAINTS.items())
     choice = f'<label>show <select id="paint">{shown}</select></label>'
     return f'<div class="bar">{choice}<ul class="legend" id="key">{items}</ul></div>'
@@ -103,9 +107,12 @@ def why_no_maps(report) -> str:
 
 def detail(numbers: Mapping) -> str:
     """The place in which the script draws the charts of the chosen layer."""
-    options = "".join(
-        f'<option value="{i}">{escape(layer["name"])}</option>' for i, layer in enumerate(numbers["layers"])
-    )
+    names = [layer["name"] for layer in numbers["layers"]]
+    parts = [x.split(".")[:-1] for x in names]
+    columns = itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
+    shared = sum(len(same[0]) + 1 for same in columns) if names[1:] else 0
+    shown = [f"…{each[shared:]}" if shared else each for each in names]
+    options = "".join(f'<option value="{i}">{escape(each)}</option>' for i, each in enumerate(shown))
     keys = "".join(f'<li class="r{i}"><svg viewBox="0 0 26 8" aria-hidden="true"><path d="M1 4H25"/></svg>{role}</li>'
                    for i, role in enumerate(numbers["roles"]))  # fmt: skip
     return (
@@ -116,50 +123,23 @@ def detail(numbers: Mapping) -> str:
     )
 
 
-def alarms(report) -> str:
-    """Every alarm, latest first."""
-    if not report.alarms:
-        note = "None." if report.controllers else "Only layers under auto are watched."
-        return f'<p class="quiet">{note}</p>'
-    rows = "".join(
-        f'<tr><td class="n">{alarm["step"]}</td><td><code>{escape(alarm["slot"])}</code></td>'
-        f'<td class="n">{alarm["ratio"]:.0f}</td>'
-        f'<td class="n">×{alarm["growth"]:.1f} in {alarm["steps"]} steps</td>'
-        f"<td><code>{escape(alarm.get('remedy', ''))}</code></td></tr>"
-        for alarm in reversed(report.alarms)
-    )
-    return _table(("step", "slot", "amax / rms", "grew", "remedy"), rows)
-
-
 def outliers(report) -> str:
-    """Every slot with standing outliers, the largest first; "" where there is none."""
-    rows = "".join(
-        f"<tr><td><code>{escape(each['slot'])}</code></td>"
-        f'<td class="n">{each["ratio"]:.0f}</td><td>{_chip(each["cast"])}</td>'
-        f'<td class="n">{_decibel(each["sqnr_db"])}</td><td class="n">{each["step"]}</td>'
-        f"<td><code>{escape(each['remedy'])}</code></td></tr>"
-        for each in report.outliers
+    """Growing and standing outliers in one table, a row for each slot, the greatest first."""
+    rows: dict[str, dict] = {each["slot"]: each | {"grew": "stands"} for each in report.outliers}
+    for alarm in report.alarms:  # oldest first: the latest of a slot is shown
+        known = rows.get(alarm["slot"], {"cast": None, "sqnr_db": None})
+        rows[alarm["slot"]] = known | alarm | {"grew": f"×{alarm['growth']:.1f} in {alarm['steps']} steps"}
+    if not rows:
+        return f'<p class="quiet">{"None." if report.controllers else "Only layers under auto are watched."}</p>'
+    told = "".join(
+        f'<tr><td>{name(each["slot"])}</td><td class="n">{each["ratio"]:.0f}</td><td class="n">{each["grew"]}</td>'
+        f'<td class="n">{each["step"]}</td><td>{"–" if each["cast"] is None else chip(each["cast"])}</td>'
+        f'<td class="n">{decibel(each["sqnr_db"])}</td>'
+        f'<td class="wide"><code>{escape(each.get("remedy", ""))}</code></td></tr>'
+        for each in sorted(rows.values(), key=lambda each: -each["ratio"])
     )
-    return _table(("slot", "amax / rms", "cast", "SQNR", "step", "remedy"), rows) if rows else ""
-
-
-def decisions(report) -> str:
-    """Every change, oldest first, and a box that filters them."""
-    if not report.decisions:
-        note = "No format was changed." if report.controllers else "A fixed recipe makes none."
-        return f'<p class="quiet">{note}</p>'
-    rows = "".join(
-        f'<tr><td class="n">{each["step"]}</td><td><code>{escape(each["slot"])}</code></td>'
-        f"<td>{_chip(each['before'])} → {_chip(each['after'])}</td><td>{escape(each['why'])}</td>"
-        f'<td class="n">{_decibel(each["sqnr_db"])}</td></tr>'
-        for each in report.decisions
-    )
-    head = ("step", "slot", "from → to", "why", "SQNR then")
-    return (
-        '<div class="bar"><label>filter <input id="filter" type="search" placeholder="layer, format, reason …" '
-        'autocomplete="off"></label><span id="count" class="quiet" role="status"></span></div>'
-        f'<div class="scroll" tabindex="0" aria-label="Decisions">{_table(head, rows, "decided")}</div>'
-    )
+    head = ("slot", "amax / rms", "growing or standing", "at step", "cast", "SQNR", "remedy")
+    return f'<div class="scroll" tabindex="0" aria-label="Outliers">{table(head, told)}</div>'
 
 
 def layers(report, numbers: Mapping) -> str:
@@ -167,18 +147,18 @@ def layers(report, numbers: Mapping) -> str:
     drawn = {layer["name"]: i for i, layer in enumerate(numbers["layers"])}
     rows = []
     for layer in report.layers:
-        name = f"<code>{escape(layer['name'])}</code>"
+        shown = name(layer["name"])
         if (place := drawn.get(layer["name"])) is not None:
-            name = f'<button class="pick" type="button" data-layer="{place}">{name}</button>'
+            shown = f'<button class="pick" type="button" data-layer="{place}">{shown}</button>'
         casts = "".join(f"<td>{escape(layer[role]['cast'])}</td>" for role in ROLES)
         shares = ([layer[role].get(key) for role in ROLES] for key in ("underflowed", "saturated"))
         lost = "".join(f"<td>{_triple(each)}</td>" for each in shares)
         rows.append(
-            f"<tr><td>{name}</td><td>{'×'.join(map(str, layer['shape']))}</td>"
+            f"<tr><td>{shown}</td><td>{'×'.join(map(str, layer['shape']))}</td>"
             f'<td class="n">{layer["flops_share"]:.1%}</td><td>{escape(layer["recipe"])}</td>{casts}{lost}</tr>'
         )
     head = ("layer", "weight", "FLOPs", "recipe", *ROLES, "flushed i / w / g", "saturated i / w / g")
-    return f'<div class="scroll" tabindex="0" aria-label="Layers">{_table(head, "".join(rows))}</div>'
+    return f'<div class="scroll" tabindex="0" aria-label="Layers">{table(head, "".join(rows))}</div>'
 
 
 def left(report) -> str:
@@ -189,12 +169,13 @@ def left(report) -> str:
     if not others:
         return '<p class="quiet">None: every linear layer is in FP8.</p>'
     rows = "".join(
-        f"<tr><td><code>{escape(layer['name'])}</code></td><td>{escape(layer['kind'])}</td>"
+        f"<tr><td>{name(layer['name'])}</td><td>{escape(layer['kind'])}</td>"
         f'<td>{"×".join(map(str, layer["shape"]))}</td><td class="n">{layer["flops_share"]:.1%}</td>'
         f"<td>{escape(layer['reason'] or 'decided: see Decisions')}</td></tr>"
         for layer in others
     )
-    return _table(("layer", "kind", "weight", "FLOPs", "why"), rows)
+    shown = table(("layer", "kind", "weight", "FLOPs", "why"), rows)
+    return f'<div class="scroll" tabindex="0" aria-label="Left alone">{shown}</div>'
 
 
 def memory(report) -> str:
@@ -206,14 +187,14 @@ def memory(report) -> str:
             "the FP8 copy of each input, one byte an element.</p>"
         )
     rows = "".join(
-        f'<tr><td><code>{escape(layer["name"])}</code></td><td class="n">{layer["kept_bytes"] / 2**20:.2f} MiB</td>'
+        f'<tr><td>{name(layer["name"])}</td><td class="n">{layer["kept_bytes"] / 2**20:.2f} MiB</td>'
         f"<td>{escape(layer['kept_why'])}</td></tr>"
         for layer in sorted(report.layers, key=lambda layer: -layer["kept_bytes"])
         if layer["kept_bytes"]
     )
     return (
         f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
-        f'<div class="scroll" tabindex="0" aria-label="Memory">{_table(("layer", "kept", "why"), rows)}</div>'
+        f'<div class="scroll" tabindex="0" aria-label="Memory">{table(("layer", "kept", "why"), rows)}</div>'
     )
 
 
@@ -225,22 +206,8 @@ def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
 
 
 def _card(title: str, value: str, under: str, mood: str = "") -> str:
-    under = under if under.startswith("<meter") else escape(under)
-    return f'<div class="card {mood}"><h3>{escape(title)}</h3><b>{escape(value)}</b><span>{under}</span></div>'
-
-
-def _table(head: Sequence[str], rows: str, name: str = "") -> str:
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
-    mark = f' id="{name}"' if name else ""
-    return f"<table{mark}><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-def _chip(cast: str) -> str:
-    return f'<span class="chip" style="--c:{colour(cast)}">{escape(cast)}</span>'
-
-
-def _decibel(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f} dB" if math.isfinite(value) else "exact"
+    under = under if under.startswith("<") else explained(under)
+    return f'<div class="card {mood}"><h3>{explained(title)}</h3><b>{escape(value)}</b><span>{under}</span></div>'
 
 
 def _percent(share: float) -> str:

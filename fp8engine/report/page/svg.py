@@ -27,11 +27,12 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 210, 46, 26, 12
 
 
 def colour(label: str) -> str:
-    """A cast's colour.
+    """A cast's colour; that of its first cast where a matmul has another.
 
-    >>> colour("E4M3/row"), colour("E4M3/tensor margin 2") == SHADES["E4M3"]
+    >>> colour("E4M3/row (wgrad E4M3/tensor)"), colour("E4M3/tensor margin 2") == SHADES["E4M3"]
     ('#3b8bd4', True)
     """
+    label = label.partition(" (")[0]
     return SHADES.get(label) or SHADES.get(label.partition("/")[0], OTHER)
 
 

@@ -15,10 +15,16 @@ from importlib import resources
 from typing import Protocol
 
 from fp8engine import files
+from fp8engine.auto.flow import Flow
 from fp8engine.errors import ReportError
 from fp8engine.report.page import parts
 from fp8engine.report.page.data import blob, samples_of, to_json
+from fp8engine.report.page.decided import decisions
 from fp8engine.report.page.svg import format_map, loss_curve, row_height
+from fp8engine.report.page.words import listed
+from fp8engine.scaling.table import ROLES
+
+DECISIONS_NOTE = "one sentence once; those about the greatest outliers first"
 
 
 class Drawn(Protocol):
@@ -42,18 +48,18 @@ def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = Non
     """The page as text.  Raises ReportError for losses that are not numbers, or a flow that cannot draw itself."""
     measured = None if losses is None else _numbers(losses)
     samples = samples_of(report)
-    numbers, standing = blob(report, samples), parts.outliers(report)
+    numbers = blob(report, samples)
     sections = [
         parts.section("loss", "Loss", _loss(report, measured)) if measured is not None else "",
         parts.section("formats", "Format of every tensor", _maps(report, numbers), parts.FORMATS_NOTE),
         parts.section("detail", "One layer", parts.detail(numbers)) if numbers["layers"] else "",
-        parts.section("alarms", "Early warning", parts.alarms(report), parts.ALARMS_NOTE),
-        parts.section("outliers", "Standing outliers", standing, parts.OUTLIERS_NOTE) if standing else "",
-        parts.section("decisions", "Decisions", parts.decisions(report)),
+        parts.section("outliers", "Outliers", parts.outliers(report), parts.OUTLIERS_NOTE),
+        parts.section("decisions", "Decisions", decisions(report, samples), DECISIONS_NOTE),
         parts.section("layers", "Layers", parts.layers(report, numbers)),
         parts.section("left", "Left alone, and why", parts.left(report)),
-        parts.section("flow", "Who consumes what", _picture(flow)) if flow is not None else "",
+        parts.section("flow", "Who consumes what", _picture(flow, report)) if flow is not None else "",
         parts.section("memory", "Memory", parts.memory(report)),
+        parts.section("words", "Words", listed()),
     ]
     filled = {
         "style": _asset("page.css"),
@@ -94,10 +100,11 @@ def _maps(report, numbers: dict) -> str:
     )
 
 
-def _picture(flow: Drawn) -> str:
+def _picture(flow: Drawn, report) -> str:
     """A drawing as an image: its styles and ids do not mix with the page's, and a script in it does not run."""
+    formats = {x["name"]: [x[role]["format"] for role in ROLES] for x in report.layers if x["recipe"] != "none"}
     try:
-        drawn = flow.to_svg()
+        drawn = flow.to_svg(formats) if isinstance(flow, Flow) else flow.to_svg()
         code = base64.b64encode(drawn.encode()).decode()
     except (AttributeError, UnicodeError) as error:
         raise ReportError(f"flow: {type(flow).__name__} has no to_svg() that gives text; leave flow= out") from error

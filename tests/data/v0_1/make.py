@@ -118,9 +118,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": encoder,
     "grouped": grouped,
     "llama_fused": lambda: fe.convert(family("Llama"), "current", fuse=True),
-    "gpt2": lambda: fe.convert(family("GPT2LMHead"), "delayed"),
+    "gpt2": lambda: fe.convert(family("GPT2LMHead"), "delayed", fuse=False),
     "fresh": two_layers,  # no step before it was saved
-    "mixtral": lambda: fe.convert(family("Mixtral", num_local_experts=2, num_experts_per_tok=1), "rowwise"),
+    "mixtral": lambda: fe.convert(family("Mixtral", num_local_experts=2, num_experts_per_tok=1), "rowwise", fuse=False),
 }
 EXPORTS = ("current", "blockwise", "rowwise")
 

@@ -1,0 +1,88 @@
+"""The report of a model while it trains: its page, TensorBoard's events, and wandb where a run of it is active.
+
+For a loop of one's own, or Accelerate's.  trainer.py calls it from transformers' Trainer, lightning.py from Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8engine.report.collect import inspect
+from fp8engine.report.events import EventWriter
+from fp8engine.report.table import Report
+
+PAGE = "report.html"
+SUMS = ("fp8_flops_share", "saturated", "underflowed", "nonfinite", "recasts", "cost_millinats")
+
+
+class LiveReport:
+    """Writes a model's report every so many steps into a folder, each time anew: report.html, and TensorBoard's events.
+
+    every: steps from one to the next; writing waits for the device.  TensorBoard's events need its package; without it
+    `targets` has no "tensorboard".  A run that `wandb.init` has begun gets the report's sums and the page.
+    Of several processes each calls `step`, and the first writes.  Raises ReportError where a file cannot be written.
+
+    >>> import tempfile
+    >>> from fp8engine.nn import Linear
+    >>> layer = Linear(16, 16, recipe="current")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     live = LiveReport(folder, every=2)
+    ...     for step in range(4):
+    ...         loss = layer(torch.ones(2, 16)).square().mean()
+    ...         loss.backward()
+    ...         live.step(layer, step, loss)
+    ...     (Path(folder) / "report.html").exists()
+    True
+    """
+
+    def __init__(self, folder: str | os.PathLike, every: int = 100):
+        self.folder, self.every = Path(folder), every
+        self.losses: dict[int, Any] = {}  # floats and tensors of one element
+        self.events: EventWriter | None = None
+        found = {"tensorboard": importlib.util.find_spec("tensorboard"), "wandb": _wandb()}
+        self.targets = ["page", *(name for name, package in found.items() if package)]
+
+    def step(self, model: nn.Module, step: int, loss: float | torch.Tensor | None = None) -> None:
+        """Note a step, counted from 0, and its loss; write where it is the last of `every`."""
+        if loss is not None:
+            self.losses[step] = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        if (step + 1) % self.every == 0:
+            self.write(model, step)
+
+    def write(self, model: nn.Module, step: int) -> None:
+        """Write the report as it is behind that step."""
+        report = inspect(model)
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+            return
+        self.losses = {at: float(loss) for at, loss in self.losses.items()}
+        losses = [float(self.losses.get(at, math.nan)) for at in range(step + 1)] if self.losses else None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        report.to_html(self.folder / PAGE, losses=losses)
+        if "tensorboard" in self.targets:
+            self.events = self.events or EventWriter(self.folder)
+            self.events.write_report(report, step)
+        wandb = _wandb()
+        if wandb is not None and wandb.run is not None:
+            wandb.run.log(_sums(report, step) | {"fp8/report": wandb.Html(str(self.folder / PAGE))})
+
+
+def _sums(report: Report, step: int) -> dict[str, Any]:
+    sums = {f"fp8/{key}": report.totals[key] for key in SUMS}
+    counts = {"decisions": report.decisions, "early_warnings": report.alarms, "standing_outliers": report.outliers}
+    return {"fp8/step": step} | sums | {f"fp8/{key}": len(found) for key, found in counts.items()}
+
+
+def _wandb() -> Any:
+    """The package wandb, None where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        return None

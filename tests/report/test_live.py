@@ -1,0 +1,166 @@
+"""The report while a model trains, by the real Trainer, Lightning and Accelerate; wandb alone is a stand-in module."""
+
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import lightning
+import pytest
+import torch
+from hf_families import FAMILIES, VOCABULARY
+from support import converted
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainingArguments
+
+import fp8engine as fe
+from fp8engine.report.lightning import ReportCallback as ForLightning
+from fp8engine.report.live import LiveReport
+from fp8engine.report.trainer import ReportCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+STEPS = 5
+
+
+class Lines(Dataset):
+    """Ten lines of random tokens, each its own labels."""
+
+    def __init__(self):
+        self.ids = torch.randint(3, VOCABULARY, (2 * STEPS, 8), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def llama(recipe: Any = "current") -> Any:
+    torch.manual_seed(0)
+    return converted(FAMILIES["llama"].build(), recipe)
+
+
+def written(folder: Path) -> tuple[int, list[int]]:
+    """(losses on the page, steps of an amax in TensorBoard)."""
+    text = (folder / "report.html").read_text()
+    found = re.search(r"Loss over (\d+) steps", text)
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tag = next(tag for tag in events.Tags()["scalars"] if tag.startswith("scale/") and tag.endswith("q_proj.input"))
+    return int(found[1]) if found else 0, [event.step for event in events.Scalars(tag)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps behind which a report was written."""
+    seen: list[int] = []
+    write = LiveReport.write
+    monkeypatch.setattr(LiveReport, "write", lambda self, model, step: (seen.append(step), write(self, model, step))[1])
+    return seen
+
+
+@pytest.mark.parametrize("logging", [1, 2])
+def test_trainer_writes_page_and_events(logging: int, tmp_path: Path, calls: list[int]):
+    callback = ReportCallback(tmp_path / "live", every=2)
+    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), max_steps=STEPS, logging_steps=logging, **options)
+    trainer = Trainer(llama(), arguments, train_dataset=Lines(), callbacks=[callback])
+    trainer.train()
+    assert calls == [1, 3, 4]
+    assert written(tmp_path / "live") == (STEPS, [1, 3, 4])
+    logged = {int(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    for step, loss in logged.items():
+        assert [callback.live.losses[at] for at in range(step - logging, step)] == [loss] * logging
+    assert (STEPS - 1 in callback.live.losses) == (logging == 1), "what Trainer has not logged is not made up"
+
+
+def test_a_resumed_trainer_has_gaps_where_it_saw_no_loss(tmp_path: Path):
+    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
+
+    def run(steps: int, **more: Any) -> ReportCallback:
+        callback = ReportCallback(tmp_path / "live", every=100)
+        arguments = TrainingArguments(str(tmp_path), max_steps=steps, save_steps=2, **options)
+        Trainer(llama(), arguments, train_dataset=Lines(), callbacks=[callback]).train(**more)
+        return callback
+
+    run(2)
+    resumed = run(4, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(resumed.live.losses) == [2, 3]
+    assert written(tmp_path / "live")[0] == 4
+
+
+class Module(lightning.LightningModule):
+    """A tiny Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = llama()
+
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning_writes_once_for_optimizer_steps(accumulate: int, tmp_path: Path, calls: list[int]):
+    callback = ForLightning(tmp_path / "live", every=2)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
+    runner = lightning.Trainer(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[callback], **quiet)
+    runner.fit(Module(), DataLoader(Lines(), 2))
+    assert calls == ([1, 3, 4] if accumulate == 1 else [1, 2])
+    assert sorted(callback.live.losses) == list(range(math.ceil(STEPS / accumulate)))
+    assert all(0 < loss < 10 for loss in callback.live.losses.values())
+    assert written(tmp_path / "live")[0] == math.ceil(STEPS / accumulate)
+
+
+def test_accelerates_own_loop(tmp_path: Path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    inner = llama(fe.auto(interval=1))
+    model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters()))
+    live = LiveReport(tmp_path, every=2)
+    losses = []
+    for step, batch in enumerate(DataLoader(Lines(), 2)):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        live.step(accelerator.unwrap_model(model), step, loss)
+        losses.append(loss.item())
+    assert list(live.losses.values())[:4] == losses[:4]
+    assert written(tmp_path)[0] == 4
+    assert 'id="decided"' in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_of_wandb_gets_sums_and_the_page(begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    logged: list[dict] = []
+    run = SimpleNamespace(log=logged.append) if begun else None
+    stand_in = SimpleNamespace(run=run, Html=lambda path: Path(path).read_text()[:15])
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)  # pyright: ignore[reportArgumentType]
+    model = llama()
+    live = LiveReport(tmp_path, every=1)
+    assert live.targets == ["page", "tensorboard", "wandb"]
+    loss = model(Lines().ids[:2], labels=Lines().ids[:2]).loss
+    loss.backward()
+    live.step(model, 0, loss)
+    assert len(logged) == begun
+    if begun:
+        assert logged[0]["fp8/report"] == "<!DOCTYPE html>"
+        assert logged[0]["fp8/fp8_flops_share"] == fe.inspect(model).totals["fp8_flops_share"] > 0.5
+        assert (logged[0]["fp8/step"], logged[0]["fp8/decisions"]) == (0, 0)
+
+
+def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    live = LiveReport(tmp_path / "a" / "b", every=1)
+    assert live.targets == ["page"]
+    live.step(torch.nn.Linear(2, 2), 0, 1.0)
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["report.html"]
