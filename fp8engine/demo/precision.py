@@ -10,9 +10,10 @@
 Parameters are FP32 everywhere.  On a card the rest of the model (attention, norms, the head) runs in 16 bits, as it is
 usually trained; on a CPU autocast makes the emulated step slower, and without it the difference to fp32 is FP8's alone.
 
-FP16 on a CPU without FP16 instructions: FP16 operands, products and sums in FP32, one rounding to FP16.  That is what a
-V100's Tensor Cores compute.  torch's own FP16 matmul rounds alike but takes 6 to 28 times an FP32 matmul's time there
-(measured: 2048x128x512 on one AVX512 core), and its attention likewise.
+FP16 or BF16 on a CPU without instructions that multiply it: 16-bit operands, products and sums in FP32, one rounding of
+the result to 16 bits.  That is what Tensor Cores compute.  torch's own matmul rounds alike but takes 6 to 28 times an
+FP32 matmul's time in FP16 (measured: 2048x128x512 on one AVX512 core), and the small GPT's step in BF16 takes 12 times
+FP32's (measured: two AVX2 cores).
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from fp8engine._torch import TorchDispatchMode, tree_map
 from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning, UnknownName
 from fp8engine.numerics.recipe import RECIPES
+from fp8engine.ops.device import cpu_multiplies
 from fp8engine.report import inspect
 
 PLAIN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")
 aten = torch.ops.aten
-# The matmuls of a transformer, and which of each one's results are FP16 (None: all; attention's second is a sum).
+# The matmuls of a transformer, and which of each one's results have 16 bits (None: all; attention's second is a sum).
 PRODUCTS = {
     aten.mm.default: None,
     aten.addmm.default: None,
@@ -46,43 +48,48 @@ PRODUCTS = {
 
 
 class SumsInFP32(TorchDispatchMode):
-    """Within it, matmuls of FP16 tensors multiply and add in FP32 and round their result once.
+    """Within it, matmuls of tensors of dtype (FP16 or BF16) multiply and add in FP32 and round their result once.
 
     >>> a = torch.full((1, 2), 200.0, dtype=torch.float16)
-    >>> with SumsInFP32():
+    >>> with SumsInFP32(torch.float16):
     ...     a @ a.t()                                      # 80000 is beyond FP16, and is not hidden
     tensor([[inf]], dtype=torch.float16)
     """
 
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in PRODUCTS or not any(_is_half(arg) for arg in args):
+        if func not in PRODUCTS or not any(self._is_narrow(arg) for arg in args):
             return func(*args, **kwargs)
-        result = func(*tree_map(_widen, args), **kwargs)
+        result = func(*tree_map(lambda x: x.float() if self._is_narrow(x) else x, args), **kwargs)
         if isinstance(result, torch.Tensor):
-            return result.half()
-        halves = PRODUCTS[func]
-        return tuple(part.half() if halves is None or index in halves else part for index, part in enumerate(result))
+            return result.to(self.dtype)
+        narrow = PRODUCTS[func]
+        return tuple(part.to(self.dtype) if narrow is None or at in narrow else part for at, part in enumerate(result))
+
+    def _is_narrow(self, x: object) -> bool:
+        return isinstance(x, torch.Tensor) and x.dtype == self.dtype
 
 
-def _is_half(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.dtype == torch.float16
+def cpu_is_slow(dtype: torch.dtype) -> bool:
+    """Whether this CPU has no instructions that multiply FP16 or BF16, as far as torch tells.
 
-
-def _widen(x):
-    return x.float() if _is_half(x) else x
-
-
-def cpu_is_slow() -> bool:
-    """Whether this CPU has no FP16 instructions, as far as torch tells (all x86 before Sapphire Rapids)."""
+    FP16: no x86 before Sapphire Rapids has them.  BF16: those with AVX512-BF16, AMX, or Arm's bf16 do.
+    """
+    if dtype == torch.bfloat16:
+        return not cpu_multiplies("bf16")
     known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return x86 and not (known.get("avx512_fp16") or known.get("amx_fp16"))
 
 
-def matmuls(device: torch.device) -> contextlib.AbstractContextManager:
-    """The context in which FP16 is trained on this device: SumsInFP32 on a CPU that is slow at it, else nothing."""
-    return SumsInFP32() if device.type == "cpu" and cpu_is_slow() else contextlib.nullcontext()
+def matmuls(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager:
+    """The context in which dtype is trained on this device: SumsInFP32 on a CPU that is slow at it, else nothing."""
+    slow = dtype in (torch.float16, torch.bfloat16) and device.type == "cpu" and cpu_is_slow(dtype)
+    return SumsInFP32(dtype) if slow else contextlib.nullcontext()
 
 
 class Precision:
@@ -101,7 +108,7 @@ class Precision:
         beside_fp8 = torch.bfloat16 if device.type == "cuda" else None
         self.autocast = PLAIN.get(recipe, beside_fp8)
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe == "fp16")
-        self.matmuls = matmuls(device) if recipe == "fp16" else contextlib.nullcontext()
+        self.matmuls = matmuls(PLAIN.get(recipe), device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """The model as this recipe trains it.  That FP8 is emulated, the table says: no warning beside it."""

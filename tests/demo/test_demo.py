@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, report, run, session, train
+from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, precision, report, run, session, train
 from fp8engine.demo.config import Text, read
 from fp8engine.demo.precision import SumsInFP32
 from fp8engine.demo.progress import Silent
@@ -159,23 +159,36 @@ def test_an_overflow_under_the_loss_scale_skips_the_step_and_is_counted():
     assert all(map(torch.equal, before, one.model.parameters()))
 
 
-def test_fp16_sums_in_fp32_are_one_rounding_from_exact():
-    """Against float64: half a unit of FP16's 11 bits, and FP32's sums of 64 far below it."""
-    a, b = (torch.randn(8, 64).half().requires_grad_() for _ in range(2))
-    with SumsInFP32():
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float16, 11), (torch.bfloat16, 8)])
+def test_sums_in_fp32_are_one_rounding_from_exact(dtype: torch.dtype, bits: int):
+    """Against float64: half a unit of the dtype's significand, and FP32's sums of 64 far below it."""
+    a, b = (torch.randn(8, 64).to(dtype).requires_grad_() for _ in range(2))
+    with SumsInFP32(dtype):
         product = a @ b.t()
         q, k = a.view(1, 1, 8, 64), b.view(1, 1, 8, 64)
         attention = nn.functional.scaled_dot_product_attention(q, k, k)
         attention.sum().backward()
     exact = a.detach().double() @ b.detach().double().t()
-    assert product.dtype == attention.dtype == torch.float16
+    assert product.dtype == attention.dtype == dtype
     assert a.grad is not None
-    assert a.grad.dtype == torch.float16
-    bound = exact.abs() * 2.0**-11 + 64 * 2.0**-24 * (a.detach().double().abs() @ b.detach().double().abs().t())
+    assert a.grad.dtype == dtype
+    bound = exact.abs() * 2.0**-bits + 64 * 2.0**-24 * (a.detach().double().abs() @ b.detach().double().abs().t())
     assert ((product.double() - exact).abs() <= bound + 2.0**-25).all()
     wide_q, wide_k = q.detach().double(), k.detach().double()
     close = nn.functional.scaled_dot_product_attention(wide_q, wide_k, wide_k)
-    assert torch.allclose(attention.double(), close, atol=2.0**-10, rtol=2.0**-10)
+    assert torch.allclose(attention.double(), close, atol=2.0 ** (1 - bits), rtol=2.0 ** (1 - bits))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_a_cpu_without_16_bit_instructions_multiplies_in_fp32_and_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    """torch's own BF16 matmul takes 12 times as long there; the losses of both stay within a rounding of 16 bits."""
+    monkeypatch.setattr(precision, "cpu_is_slow", lambda dtype: False)
+    own = trainer(recipe)
+    monkeypatch.setattr(precision, "cpu_is_slow", lambda dtype: True)
+    wide = trainer(recipe)
+    assert own.precision.ran(own.model) == "torch"
+    assert wide.precision.ran(wide.model) == "torch (emulated)"
+    assert wide.step() == pytest.approx(own.step(), rel=2.0**-8)
 
 
 def test_the_learning_rate_rises_then_falls():
