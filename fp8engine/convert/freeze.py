@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.convert.bypassed import asked_for_dtype
 from fp8engine.convert.select import Decision, is_conv1d, weight_of
 from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
 from fp8engine.nn.serving import Served, ServedLinear, attach, config_of, store
@@ -34,12 +35,13 @@ def divide(model: nn.Module, chosen: Chosen, frozen: str | None, strict: bool) -
     if frozen != "fp8":
         raise UnknownName("frozen", frozen, ["fp8"])
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    asked = asked_for_dtype(model)
     stored, others, kept = [], [], {}
     for decision, recipe in chosen:
         once = rowwise() if isinstance(recipe, Auto) else recipe
         if weight_of(decision.module, decision.parameter).requires_grad or not recipe.is_fp8:
             others.append((decision, recipe))
-        elif why := _obstacle(decision, once, uses):
+        elif why := asked.get(id(decision.module)) or _obstacle(decision, once, uses):
             others.append((decision, recipe))
             kept[decision.name] = why
         else:

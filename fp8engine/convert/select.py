@@ -36,7 +36,8 @@ CHOSEN = ("top_k", "num_experts_per_tok")  # names, in mixtures of experts, for 
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
-BYPASSED = "nn.MultiheadAttention reads its weight and never calls it"
+# Subclasses of nn.Linear whose code computes what nn.Linear does.
+LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 
 
@@ -71,6 +72,13 @@ def parameter_of(name: str, module: nn.Module) -> str:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D itself; found by name, so that transformers need not be there."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_plain_linear(kind: type) -> bool:
+    """Whether modules of this class compute what nn.Linear does: it, a subclass without code of its own, Falcon's."""
+    if not issubclass(kind, nn.Linear) or f"{kind.__module__}.{kind.__qualname__}" in LIKE_LINEAR:
+        return issubclass(kind, nn.Linear)
+    return kind is nn.Linear or not set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
@@ -162,7 +170,7 @@ def decide(
         key = parameter_of(name, module)
         if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"
-        obstacle = None if left else BYPASSED if id(module) in bypassed else _obstacle(module)
+        obstacle = None if left else bypassed.get(id(module)) or _obstacle(module)
         reason = left or obstacle or f"{reason}: {wanted.name}"
         used = None if left or obstacle else wanted
         decisions.append(Decision(name, module, used, reason, shape, obstacle is not None, key))
@@ -263,7 +271,7 @@ def _obstacle(module: nn.Module) -> str | None:
         if _stacked(module):
             return experts.obstacle(module)
         return f"{kind.__module__}.{kind.__name__} is not an nn.Linear (quantised by another library?)"
-    if kind is not nn.Linear and set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}:
+    if not is_plain_linear(kind):
         return f"{kind.__name__} is a subclass of nn.Linear with code of its own"
     if "weight" not in module._parameters:
         return "its weight is computed (weight_norm, pruning or a parametrization)"

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from fp8engine.convert.bypassed import asked_for_dtype
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers, parameter_of
 from fp8engine.errors import ConversionError
@@ -27,6 +28,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
 
+BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
 # Recipes whose forwards a checkpoint can hold.
 KNOWN = (
@@ -54,10 +56,8 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
     "compressed-tensors".  Raises ConversionError where nothing is left to write, or the layout cannot hold it.
     """
     decisions, notes = _asked(model, recipe)
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
-    wanted = {decision.name: decision.recipe for decision in decisions}
-    decisions = [_leave(_decided(decision, layout), uses, high, layout) for decision in decisions]
+    wanted, needed = {decision.name: decision.recipe for decision in decisions}, _needed(model)
+    decisions = [_leave(_decided(decision, layout), needed, layout) for decision in decisions]
     changed = [d for d in decisions if d.recipe and (was := wanted[d.name]) and scheme(d.recipe) != scheme(was)]
     if layout != OURS:
         decisions, more = _alike(decisions)
@@ -106,8 +106,9 @@ def _asked(model: nn.Module, recipe: str | Recipe | None) -> tuple[list[Decision
     found = []
     for name, module, shape in linear_layers(model):
         if isinstance(module, Float8Module) and parameter_of(name, module) == "weight":
-            own = module.numerics.recipe
-            found.append(Decision(name, module, own, f"recipe: {own.name}", shape))
+            own, bypassed = module.numerics.recipe, module.numerics.bypassed
+            why = BYPASSED if bypassed else f"recipe: {own.name}"
+            found.append(Decision(name, module, None if bypassed else own, why, shape))
         else:
             why = EXPERTS if isinstance(module, Float8Module) else record.why_left(name)
             found.append(Decision(name, module, None, why, shape))
@@ -158,24 +159,29 @@ def _decided(decision: Decision, layout: str) -> Decision:
     return replace(decision, recipe=rowwise(power_of_2=recipe.weight.power_of_2), reason=why)
 
 
-def _leave(decision: Decision, uses: Counter[int], high: list[str], layout: str) -> Decision:
-    """Leave a layer in 16 bits that programs reading the layout could not load.
-
-    uses: how many modules have a parameter, by its id.  high: modules that transformers keeps in FP32.
-    """
+def _needed(model: nn.Module) -> dict[int, str]:
+    """ids of modules whose weight code beside their forward needs in 16 or 32 bits -> why."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
+    found = asked_for_dtype(model)
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
+    for name, module in model.named_modules():
+        if uses[id(module._parameters.get("weight"))] > 1:
+            found[id(module)] = "its weight is shared with another module, which reads it in 16 bits"
+        elif high and not should_convert_module(name, high):
+            found[id(module)] = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
+    return found
+
+
+def _leave(decision: Decision, needed: dict[int, str], layout: str) -> Decision:
+    """Leave a layer in 16 bits that programs reading the layout could not load."""
     if decision.recipe is None:
         return decision
-    conv1d = is_conv1d(decision.module) or not isinstance(decision.module, nn.Linear)
-    why = None
-    if uses[id(decision.module.weight)] > 1:
-        why = "its weight is shared with another module, which reads it in 16 bits"
-    elif conv1d and layout != OURS:
+    why = needed.get(id(decision.module))
+    if layout != OURS and (is_conv1d(decision.module) or not isinstance(decision.module, nn.Linear)):
         held = COMPRESSED if layout == "auto" else layout
-        why = f"{held!r} holds nn.Linear only, and this is a Conv1D (layout='fp8engine' holds both)"
-    elif high and not should_convert_module(decision.name, high):
-        why = "transformers keeps it in FP32 (_keep_in_fp32_modules)"
+        why = why or f"{held!r} holds nn.Linear only, and this is a Conv1D (layout='fp8engine' holds both)"
     return decision if why is None else replace(decision, recipe=None, reason=why)
 
 

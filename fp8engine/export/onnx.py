@@ -11,10 +11,11 @@ A graph has no state:
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,8 @@ def export(
 ) -> ONNXProgram:
     """Write the forward of a converted model, or of one that fe.hf.load has read, as ONNX; returns torch's ONNXProgram.
 
-    args, kwargs, dynamic_shapes: as torch.export.export takes them.
+    args, kwargs, dynamic_shapes: as torch.export.export takes them.  Models of transformers run without a KV cache,
+        which is no tensor that a graph could return.
     path: of the file; where the weights take more than 2 GB they are in PATH.data beside it.  None: nothing is written.
         An error leaves what was there before.
     opset: ONNX's version of its operators, 21 or later.
@@ -66,11 +68,17 @@ def export(
     """
     _check(model, opset)
     given: dict[str, Any] = {"kwargs": dict(kwargs or {}), "dynamic_shapes": dynamic_shapes}
-    with torch.no_grad():
+    with torch.no_grad(), _without_cache(model):
         graph: Any = torch.export.export(model, args, **given).module(check_guards=False)
         _translate(graph)
         traced: Any = torch.export.export(graph, args, **given)
-        program: Any = torch.onnx.export(traced, dynamo=True, opset_version=opset, verbose=False)
+        try:
+            program: Any = torch.onnx.export(traced, dynamo=True, opset_version=opset, verbose=False)
+        except torch.onnx.OnnxExporterError as error:
+            raise ConversionError(
+                "onnx.export: torch's exporter cannot translate this model, in FP8 or not (it knows no experts): "
+                f"{error.__cause__ or error}"
+            ) from error
     if path is not None:
         files.write_by(path, program.save)
     return program
@@ -91,6 +99,20 @@ def _check(model: nn.Module, opset: int) -> None:
         )
     if (record := getattr(model, RECORD, None)) is not None:
         never_ran(record)
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Within it, the configs of transformers' models say use_cache=False."""
+    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+    cached = [config for config in configs.values() if getattr(config, "use_cache", None)]
+    try:
+        for config in cached:
+            config.use_cache = False
+        yield
+    finally:
+        for config in cached:
+            config.use_cache = True
 
 
 def _translate(graph: fx.GraphModule) -> None:

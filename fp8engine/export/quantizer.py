@@ -18,9 +18,10 @@ import torch
 import transformers
 from torch import nn
 
+from fp8engine.convert.bypassed import asked_for_dtype
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.revert import revert
-from fp8engine.convert.select import decide, is_conv1d, weight_of
+from fp8engine.convert.select import decide, is_conv1d, is_plain_linear, weight_of
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
 from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
@@ -156,9 +157,9 @@ class Fp8EngineQuantizer(HfQuantizer):
                 raise UnknownName("modules_to_not_convert pattern (no linear layer matches it)", pattern, names)
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
-        layers, left = [], {}
+        layers, left, asked = [], {}, asked_for_dtype(model)
         for decision in decisions:
-            name, why = decision.name, None if decision.recipe else decision.reason
+            name, why = decision.name, asked.get(id(decision.module)) if decision.recipe else decision.reason
             if decision.parameter != "weight":
                 why = why or "experts in one 3-D parameter: read in 16 bits"
             elif any(fnmatch.fnmatchcase(name, p) for p in self.quantization_config.modules_to_not_convert):
@@ -258,7 +259,7 @@ def _stored_layers(model, heads, name_in_file: dict[str, str], stored: Stored) -
     fp8 = set(headers.fp8_layers(heads, stored))
     layers, left, used = [], {}, set()
     for name, module in model.named_modules():
-        if not (type(module) is nn.Linear or is_conv1d(module)):
+        if not (is_plain_linear(type(module)) or is_conv1d(module)):
             continue
         key = name_in_file.get(f"{name}.weight", "").removesuffix(".weight")
         if key not in fp8:

@@ -246,7 +246,7 @@ def test_multihead_attention_reads_its_projection_directly_and_is_reported_so():
     rows = {row["name"]: row for row in fe.inspect(model).layers}
     assert reasons(model) == {
         "self_attn.in_proj_weight": "nn.MultiheadAttention multiplies by this weight itself: it is no layer of its own",
-        "self_attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
+        "self_attn.out_proj": "MultiheadAttention reads its weight and never calls it",
     }
     assert rows["linear1"]["ran"]
 

@@ -82,7 +82,7 @@ def test_an_encoder_evaluates_by_its_converted_layers(mode, masked: bool):
     rows = {row["name"]: row for row in report.layers}
     assert all(rows[f"encoder.layers.{i}.linear{j}"]["ran"] for i in (0, 1) for j in (1, 2))
     assert report.totals["never_ran"] == 0
-    why = "nn.MultiheadAttention reads its weight and never calls it"
+    why = "MultiheadAttention reads its weight and never calls it"
     assert rows["encoder.layers.0.self_attn.out_proj"]["reason"] == why
 
 
@@ -187,6 +187,45 @@ class Mamba(nn.Module):
 
     def forward(self, x):
         return _by_hand(self.x_proj, (self.dt_proj.weight @ self.in_proj(x).mT).mT)
+
+
+class Reads(nn.Module):
+    """`read` is multiplied by and never called, `both` is read and called, `asked` is asked for its dtype alone."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.plain = nn.Linear(width, width)
+        self.read = nn.Linear(width, width)
+        self.both = nn.Linear(width, width)
+        self.asked = nn.Linear(width, width)
+        nn.init.ones_(self.asked.weight)
+
+    def forward(self, x):
+        x = self.asked(self.plain(x).to(self.asked.weight.dtype))
+        x = self.both(x) + F.linear(x, self.both.weight)
+        return F.linear(x, self.read.weight, self.read.bias)
+
+
+class ReadsToo(Reads):
+    """The forward is inherited."""
+
+
+@pytest.mark.parametrize("kind", [Reads, ReadsToo])
+def test_code_that_reads_a_weight_and_never_calls_the_layer_is_found_before_it_runs(kind: type[nn.Module]):
+    """Else frozen="fp8" and exports would store codes that other code multiplies by."""
+    model, x = Model(kind()).requires_grad_(False), torch.randn(2, 16)
+    with pytest.warns(fe.errors.FrozenWarning, match="asked.*casts to the dtype of its weight, which codes would make"):
+        converted(model, "rowwise", frozen="fp8", overrides={"*.both": "bf16"})
+    found: Any = model.parts[0]
+    assert {name: found.get_submodule(name).weight.dtype.itemsize for name in found._modules} == {
+        "plain": 1, "read": 4, "both": 4, "asked": 4,
+    }  # fmt: skip
+    assert model(x).isfinite().all()
+    rows = {row["name"]: row["reason"] for row in fe.inspect(model).layers}
+    assert rows["parts.0.read"] == f"{kind.__name__} reads its weight and never calls it"
+    assert "reads its weight" not in rows["parts.0.both"]
+    with pytest.raises(fe.errors.StrictError, match="reads its weight and never calls it"):
+        fe.convert(Model(kind()), "rowwise", strict=True)
 
 
 def _by_hand(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -179,6 +179,28 @@ def test_what_is_refused():
         stored(tiny.tokens(2))
 
 
+@pytest.mark.parametrize("adapters_first", [False, True])
+def test_t5_casts_to_the_dtype_of_a_weight_which_stays(adapters_first: bool):
+    """transformers: hidden_states.to(self.wo.weight.dtype), which of codes would be FP8 without a scale."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    model: Any = transformers.T5ForConditionalGeneration(config).requires_grad_(False)
+    lora = peft.LoraConfig(r=4, target_modules=["q", "wo"])
+    if adapters_first:
+        model = peft.get_peft_model(model, lora)
+    with pytest.warns(FrozenWarning, match=r"4 frozen layers keep .*wo.*casts to the dtype of its weight"):
+        fe.convert(model, "rowwise", frozen="fp8")
+    model = model if adapters_first else peft.get_peft_model(model, lora)
+    ids = tiny.tokens(2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert sum(isinstance(module, Served) for module in model.modules()) == 2 * (
+        5 + 9
+    )  # of layers with q, k, v, o and wi
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
 def test_what_cannot_be_stored_is_said():
     model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)}).requires_grad_(
         False

@@ -98,9 +98,10 @@ def test_delayed_with_a_history_keeps_its_scale(tmp_path):
 def test_whole_models_for_other_sizes(tmp_path, make, fuse: bool):
     torch.manual_seed(0)
     model: Any = fe.convert(make(), replace(resolve("rowwise"), output=fe.FP32), fuse=fuse).eval()
-    model.config.use_cache = False
     shapes = {"input_ids": {0: Dim("b"), 1: Dim("s", max=32)}}
+    model.config.use_cache = True  # transformers' default; the graph has no cache
     fe.onnx.export(model, (), tmp_path / "m.onnx", kwargs={"input_ids": tiny.tokens(2)}, dynamic_shapes=shapes)
+    assert model.config.use_cache
     ids = torch.randint(3, 60, (3, 21))
     with torch.no_grad():
         assert close(run(tmp_path / "m.onnx", input_ids=ids), model(ids)[0])
@@ -186,9 +187,22 @@ def test_nan_stays_visible(tmp_path):
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_weights_that_the_graph_would_keep_in_16_bits(tmp_path):
     model: Any = fe.convert(tiny.gpt2(), "current").eval()
-    model.config.use_cache = False
+    model.config.use_cache = True  # transformers' default; a cache is no tensor
     with pytest.raises(ConversionError, match=r"casts a product or a transpose of its weight \(a Conv1D"):
         fe.onnx.export(model, (tiny.tokens(2),), tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
+    assert model.config.use_cache
     with pytest.raises(ConversionError, match="'auto' has decided nothing yet"):
         fe.onnx.export(fe.convert(nn.Sequential(nn.Linear(32, 16)), "auto").eval(), (torch.randn(2, 32),))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_what_torchs_exporter_does_not_know_is_named(tmp_path):
+    """Experts: the plain model is not exported either."""
+    model: Any = fe.convert(tiny.mixtral(), "rowwise").eval()
+    with pytest.raises(
+        ConversionError, match=r"torch's exporter cannot translate this model, in FP8 or not.*aten\.sort"
+    ):
+        fe.onnx.export(model, (tiny.tokens(2),), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
