@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,7 +161,13 @@ def test_a_run_of_wandb_gets_sums_and_the_page(begun: bool, tmp_path: Path, monk
 def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    live = LiveReport(tmp_path / "a" / "b", every=1)
+    for callback in (ReportCallback, ForLightning):
+        with pytest.warns(fe.errors.ReportWarning, match=r"no TensorBoard events.*pip install 'fp8engine\[report\]'"):
+            callback(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        live = LiveReport(tmp_path / "a" / "b", every=1)
     assert live.targets == ["page"]
+    assert [(warning.category, warning.filename) for warning in caught] == [(fe.errors.ReportWarning, __file__)]
     live.step(torch.nn.Linear(2, 2), 0, 1.0)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["report.html"]
