@@ -24,6 +24,8 @@ from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
 from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.report.auto_run import AutoRun
+from fp8engine.report.outliers import standing
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
@@ -85,7 +87,8 @@ def inspect(model: nn.Module) -> Report:
     changes = sorted((c for controller in controllers for c in controller.log), key=lambda change: change.step)
     decisions = [line for change in changes for line in change.decisions()]
     alarms = sorted((a for controller in controllers for a in controller.history.alarms), key=lambda alarm: alarm.step)
-    return Report(layers, sums, decisions, controllers, [alarm._asdict() for alarm in alarms], _attention(model))
+    told = [alarm._asdict() for alarm in alarms]
+    return Report(layers, sums, decisions, AutoRun.of(controllers), told, _attention(model), standing(controllers))
 
 
 def _attention(model: nn.Module) -> tuple[dict, ...]:

@@ -52,15 +52,13 @@ class EventWriter:
 
     def write_report(self, report: Report, step: int = 0) -> None:
         """Add what is new in a report; `step` is where numbers without a step of their own go."""
-        for controller in report.controllers:
-            history = controller.history
-            for slot, samples in history.samples.items():
-                for sample in samples.since(self.seen.get(slot, -1)):
-                    self._sample(slot, sample)
-                spread = history.spreads.get(slot)
-                if spread is not None and spread.step > self.seen.get(slot, -1):
-                    self._histogram(slot, spread)
-                self.seen[slot] = samples[-1].step
+        for slot, samples in report.auto.samples.items():
+            for sample in samples.since(self.seen.get(slot, -1)):
+                self._sample(slot, sample)
+            spread = report.auto.spreads.get(slot)
+            if spread is not None and spread.step > self.seen.get(slot, -1):
+                self._histogram(slot, spread)
+            self.seen[slot] = samples[-1].step
         for layer in report.layers:
             for role in ROLES:
                 self._slot(f"{layer['name']}.{role}" if layer["name"] else role, layer[role], step)

@@ -28,6 +28,7 @@ from fp8engine.report.compare.blocks import blocks
 from fp8engine.report.compare.chosen import chosen
 from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult, least
 from fp8engine.report.compare.scores import Noise, Scores, first, ratio
+from fp8engine.report.state import controllers_of
 
 STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow
 
@@ -106,7 +107,7 @@ def _compare(
         any(layer["emulated"] for layer in report.layers),
         layers.results(),
         layers.blocks(),
-        chosen(report.controllers),
+        chosen(controllers_of(twin)),
     )
     return None if own is None else own.value, result
 

@@ -35,11 +35,8 @@ NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
 def samples_of(report) -> dict[str, list[Sample]]:
-    """Slot name -> samples, oldest first, from all controllers of the model; empty under fixed recipes."""
-    found: dict[str, list[Sample]] = {}
-    for controller in report.controllers:
-        found |= {slot: samples.evenly() for slot, samples in list(controller.history.samples.items()) if samples}
-    return found
+    """Slot name -> samples, oldest first; empty under fixed recipes."""
+    return {slot: samples.evenly() for slot, samples in report.auto.samples.items()}
 
 
 def blob(report, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def blob(report, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     above, in the report's order.  max, margin: of each cast.
     """
     steps = sorted({sample.step for each in samples.values() for sample in each})
-    spans = (each.span for controller in report.controllers for each in controller.history.samples.values())
+    spans = (each.span for each in report.auto.samples.values())
     every = max(math.ceil(len(steps) / COLUMNS), 1)
     columns = {step: i // every for i, step in enumerate(steps)}
     casts: dict[str, int] = {}

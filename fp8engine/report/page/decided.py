@@ -20,7 +20,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?=x? |%|,|;|\)|$)")
 def decisions(report, samples: Mapping[str, Sequence[Sample]]) -> str:
     """A row for each sentence, its slots and steps inside; a box that filters them."""
     if not report.decisions:
-        note = "No format was changed." if report.controllers else "A fixed recipe makes none."
+        note = "No format was changed." if report.auto.plans else "A fixed recipe makes none."
         return f'<p class="quiet">{note}</p>'
     groups: dict[tuple, list[dict]] = {}
     for each in report.decisions:

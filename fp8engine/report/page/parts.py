@@ -66,7 +66,7 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
         worst = min(now, key=now.__getitem__)
         median = f"{statistics.median(now.values()):.1f} dB"
         found.append(_card("median SQNR now", median, f"<i>least {now[worst]:.1f}:</i> {name(worst)}"))
-    if report.controllers:
+    if report.auto.plans:
         steps = len({decision["step"] for decision in report.decisions})
         found.append(_card("formats changed", str(len(report.decisions)), f"at {steps} step{'s' * (steps != 1)}"))
         slots = len({alarm["slot"] for alarm in report.alarms})
@@ -95,12 +95,12 @@ def legend(numbers: Mapping) -> str:
 
 def why_no_maps(report) -> str:
     """The text in place of the maps: why there are none."""
-    if not report.controllers:
+    if not report.auto.plans:
         return (
             "No layer is under auto: a fixed recipe gives each tensor one cast for good, so nothing is measured over "
             'time. The casts are in the table of layers below; fe.convert(model, "auto") decides, and shows it here.'
         )
-    if any(controller.plan is not None for controller in report.controllers):
+    if report.auto.repeats:
         return "This run repeats a plan: nothing is measured; what it changed, and when, is under Decisions."
     return "Nothing has been seen yet: the first sample is read when the second training step begins."
 
@@ -130,7 +130,7 @@ def outliers(report) -> str:
         known = rows.get(alarm["slot"], {"cast": None, "sqnr_db": None})
         rows[alarm["slot"]] = known | alarm | {"grew": f"×{alarm['growth']:.1f} in {alarm['steps']} steps"}
     if not rows:
-        return f'<p class="quiet">{"None." if report.controllers else "Only layers under auto are watched."}</p>'
+        return f'<p class="quiet">{"None." if report.auto.plans else "Only layers under auto are watched."}</p>'
     told = "".join(
         f'<tr><td>{name(each["slot"])}</td><td class="n">{each["ratio"]:.0f}</td><td class="n">{each["grew"]}</td>'
         f'<td class="n">{each["step"]}</td><td>{"–" if each["cast"] is None else chip(each["cast"])}</td>'
