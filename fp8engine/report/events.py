@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 from fp8engine.auto import Alarm
 from fp8engine.errors import ReportError
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from fp8engine.report.state import slot_name
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class EventWriter:
             self.seen[slot] = samples[-1].step
         for layer in report.layers:
             for role in ROLES:
-                self._slot(f"{layer['name']}.{role}" if layer["name"] else role, layer[role], step)
+                self._slot(slot_name(layer["name"], role), layer[role], step)
         self._texts(report)
         self.events.flush()
 
@@ -78,7 +79,7 @@ class EventWriter:
     def _sample(self, slot: str, sample: Sample) -> None:
         numbers = {"amax": sample.amax, "sqnr": sample.sqnr_db}
         numbers |= {"flushed": sample.flushed, "saturated": sample.saturated}
-        numbers["crest"] = sample.amax / sample.rms if sample.rms > 0 else math.nan
+        numbers["crest"] = sample.crest or math.nan  # no point of a tensor of zeros
         self._scalars(slot, numbers, sample.step)
         self._format(slot, sample.cast.partition("/")[0], sample.step)
 

@@ -88,7 +88,7 @@ def _rows(seen: Sequence[Sample], columns: Mapping[int, int], width: int, casts:
     numbers = {
         "amax": [_log(max((each.amax for each in part), default=0.0), 1000, math.log10, 60000) for part in parts],
         "sqnr": [_decibels(min((each.sqnr_db for each in part), default=math.inf)) for part in parts],
-        "crest": [_log(max(map(_crest, part), default=0.0), 100, math.log2, 0) for part in parts],
+        "crest": [_log(max((each.crest for each in part), default=0.0), 100, math.log2, 0) for part in parts],
         "flushed": [_share(max((each.flushed for each in part), default=0.0)) for part in parts],
         "saturated": [_share(max((each.saturated for each in part), default=0.0)) for part in parts],
     }
@@ -108,10 +108,6 @@ def _letters(number: int, width: int) -> str:
     """
     number = number if number < 0 else min(number, 64**width + LOST - 1)
     return "".join(ALPHABET[number >> 6 * place & 63] for place in reversed(range(width)))
-
-
-def _crest(sample: Sample) -> float:
-    return sample.amax / sample.rms if sample.rms > 0 else 0.0
 
 
 def _log(value: float, times: int, log, zero: int) -> int:

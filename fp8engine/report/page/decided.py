@@ -25,14 +25,14 @@ def decisions(report, samples: Mapping[str, Sequence[Sample]]) -> str:
     groups: dict[tuple, list[dict]] = {}
     for each in report.decisions:
         groups.setdefault((each["before"], each["after"], NUMBER.sub("", each["why"])), []).append(each)
-    crests = {slot: max((s.amax / s.rms for s in seen if s.rms > 0), default=0.0) for slot, seen in samples.items()}
+    crests = {slot: max((each.crest for each in seen), default=0.0) for slot, seen in samples.items()}
     ranked = [(max(crests.get(each["slot"], 0.0) for each in group), group) for group in groups.values()]
     rows = "".join(_row(crest, group) for crest, group in sorted(ranked, key=lambda x: (-x[0], len(x[1]))))
     head = ("changes", "from → to", "why, and where", "amax / rms, at most", "SQNR then")
     return (
         '<div class="bar"><label>filter <input id="filter" type="search" placeholder="layer, format, reason …" '
         'autocomplete="off"></label><span id="count" class="quiet" role="status"></span></div>'
-        f'<div class="scroll" tabindex="0" aria-label="Decisions">{table(head, rows, "decided")}</div>'
+        f"{table(head, rows, 'decided', scrolls='Decisions')}"
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from fp8engine.auto.flow import repeats
 from fp8engine.report.outliers import ABOVE
 from fp8engine.report.page.html import chip, decibel, name, table
 from fp8engine.report.page.svg import colour
@@ -108,10 +108,8 @@ def why_no_maps(report) -> str:
 def detail(numbers: Mapping) -> str:
     """The place in which the script draws the charts of the chosen layer."""
     names = [layer["name"] for layer in numbers["layers"]]
-    parts = [x.split(".")[:-1] for x in names]
-    columns = itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
-    shared = sum(len(same[0]) + 1 for same in columns) if names[1:] else 0
-    shown = [f"…{each[shared:]}" if shared else each for each in names]
+    shared = repeats.shared(names) if names[1:] else ""
+    shown = [each.replace(shared, "…", 1) if shared else each for each in names]
     options = "".join(f'<option value="{i}">{escape(each)}</option>' for i, each in enumerate(shown))
     keys = "".join(f'<li class="r{i}"><svg viewBox="0 0 26 8" aria-hidden="true"><path d="M1 4H25"/></svg>{role}</li>'
                    for i, role in enumerate(numbers["roles"]))  # fmt: skip
@@ -139,7 +137,7 @@ def outliers(report) -> str:
         for each in sorted(rows.values(), key=lambda each: -each["ratio"])
     )
     head = ("slot", "amax / rms", "growing or standing", "at step", "cast", "SQNR", "remedy")
-    return f'<div class="scroll" tabindex="0" aria-label="Outliers">{table(head, told)}</div>'
+    return table(head, told, scrolls="Outliers")
 
 
 def layers(report, numbers: Mapping) -> str:
@@ -158,7 +156,7 @@ def layers(report, numbers: Mapping) -> str:
             f'<td class="n">{layer["flops_share"]:.1%}</td><td>{escape(layer["recipe"])}</td>{casts}{lost}</tr>'
         )
     head = ("layer", "weight", "FLOPs", "recipe", *ROLES, "flushed i / w / g", "saturated i / w / g")
-    return f'<div class="scroll" tabindex="0" aria-label="Layers">{table(head, "".join(rows))}</div>'
+    return table(head, "".join(rows), scrolls="Layers")
 
 
 def left(report) -> str:
@@ -174,8 +172,7 @@ def left(report) -> str:
         f"<td>{escape(layer['reason'] or 'decided: see Decisions')}</td></tr>"
         for layer in others
     )
-    shown = table(("layer", "kind", "weight", "FLOPs", "why"), rows)
-    return f'<div class="scroll" tabindex="0" aria-label="Left alone">{shown}</div>'
+    return table(("layer", "kind", "weight", "FLOPs", "why"), rows, scrolls="Left alone")
 
 
 def memory(report) -> str:
@@ -192,10 +189,8 @@ def memory(report) -> str:
         for layer in sorted(report.layers, key=lambda layer: -layer["kept_bytes"])
         if layer["kept_bytes"]
     )
-    return (
-        f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
-        f'<div class="scroll" tabindex="0" aria-label="Memory">{table(("layer", "kept", "why"), rows)}</div>'
-    )
+    sum_of_all = f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
+    return sum_of_all + table(("layer", "kept", "why"), rows, scrolls="Memory")
 
 
 def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
