@@ -37,7 +37,7 @@ def decisions(report, samples: Mapping[str, Sequence[Sample]]) -> str:
 
 
 def told_once(sentences: Sequence[str]) -> str:
-    """Sentences that are equal but for their numbers as one: the least and the largest of each.
+    """One sentence for several that differ in their numbers alone; it has the least and the largest of each number.
 
     >>> told_once(["SQNR 24.9 dB where 31.9 dB can be had", "SQNR 25.2 dB where 31.9 dB can be had"])
     'SQNR 24.9 to 25.2 dB where 31.9 dB can be had'

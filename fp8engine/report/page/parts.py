@@ -194,7 +194,7 @@ def memory(report) -> str:
 
 
 def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
-    """What is said where nothing has warned, and its mood: the all-clear only where tensors were seen and are calm."""
+    """(text, CSS class) of the card where nothing has warned: "good" only where tensors were sampled and are calm."""
     if not samples:
         return "no tensor was sampled", ""
     return ("none grows: see standing outliers", "") if standing else ("no tensor has outliers or grows them", "good")
