@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 from fp8engine.auto import Alarm
 from fp8engine.errors import ReportError
-from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from fp8engine.numerics import formats
 from fp8engine.report.state import slot_name
 from fp8engine.scaling.table import ROLES
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fp8engine.auto.history import Sample, Spread
     from fp8engine.report.table import Report
 
-FORMATS = tuple(format.name for format in (E4M3, E5M2, FP16, BF16, FP32))
+FORMATS = tuple(formats.FORMATS)
 OCTAVE = 8  # bins of a Spread
 
 

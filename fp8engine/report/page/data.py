@@ -21,8 +21,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8engine.errors import UnknownName
-from fp8engine.numerics.formats import Format
+from fp8engine.numerics.formats import FORMATS
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
@@ -126,11 +125,8 @@ def _share(value: float) -> int:
 
 def _max(label: str) -> float | None:
     """The largest value of a cast's format, if that is FP8: what amax is scaled to."""
-    try:
-        format = Format.named(label.partition("/")[0])
-    except UnknownName:
-        return None
-    return format.max if format.is_fp8 else None
+    format = FORMATS.get(label.partition("/")[0])
+    return format.max if format is not None and format.is_fp8 else None
 
 
 def _margin(label: str) -> int:
