@@ -128,5 +128,9 @@ class ReportError(Fp8EngineError, ValueError):
     """A report that cannot be written: losses that are not numbers, a missing folder, a missing package."""
 
 
+class ReportWarning(UserWarning):
+    """Warning, once per LiveReport: a part of what it writes is left out, because a package is missing."""
+
+
 class EmulationWarning(UserWarning):
     """Warning, once per model: this device has no FP8 Tensor Cores: FP8 values are emulated, nothing is faster."""

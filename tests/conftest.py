@@ -74,6 +74,23 @@ def fresh():
 
 
 @pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """(operation, shape) of every cast."""
+    from fp8engine.ops import reference
+
+    seen = []
+    for name in ("quantize", "cast_transpose"):
+        real = getattr(reference, name)
+
+        def spy(x_MK, how, *rest, name=name, real=real):
+            seen.append((name, tuple(x_MK.shape)))
+            return real(x_MK, how, *rest)
+
+        monkeypatch.setattr(reference, name, spy)
+    return seen
+
+
+@pytest.fixture
 def group():
     """A process group of one."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

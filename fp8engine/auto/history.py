@@ -32,6 +32,11 @@ class Sample(NamedTuple):
     saturated: float
     nonfinite: int
 
+    @property
+    def crest(self) -> float:
+        """amax / rms; 0 of a tensor of zeros."""
+        return self.amax / self.rms if self.rms > 0 else 0.0
+
 
 ROW = [
     ("step", "i8"), ("cast", "i4"), ("amax", "f8"), ("rms", "f8"), ("kurtosis", "f8"), ("sqnr_db", "f8"),

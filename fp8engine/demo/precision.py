@@ -88,8 +88,9 @@ def cpu_is_slow(dtype: torch.dtype) -> bool:
 
 def matmuls(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager:
     """The context in which dtype is trained on this device: SumsInFP32 on a CPU that is slow at it, else nothing."""
-    slow = dtype in (torch.float16, torch.bfloat16) and device.type == "cpu" and cpu_is_slow(dtype)
-    return SumsInFP32(dtype) if slow else contextlib.nullcontext()
+    if dtype is not None and dtype.itemsize == 2 and device.type == "cpu" and cpu_is_slow(dtype):
+        return SumsInFP32(dtype)
+    return contextlib.nullcontext()
 
 
 class Precision:

@@ -133,7 +133,7 @@ class Watch(Silent):
 
 def rows_of(report: Report) -> list[dict]:
     """A dict for each layer in FP8: name, casts, amax and SQNR by role (None where not known), warnings."""
-    samples = {slot: seen[-1] for each in report.controllers for slot, seen in each.history.samples.items() if seen}
+    samples = {slot: seen[-1] for slot, seen in report.auto.samples.items()}
     warned = [alarm["slot"] for alarm in report.alarms]
     rows = []
     for layer in report.layers:

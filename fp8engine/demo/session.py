@@ -225,7 +225,7 @@ def _check_resumable(session: Session) -> None:
 def _explain(trainer: Trainer, folder: Path) -> list[Path]:
     """The page and the plan of a run whose formats were decided on the way; nothing under a fixed recipe."""
     report = inspect(trainer.model)
-    if not report.controllers:
+    if not report.auto.plans:
         return []
     html, plan = folder / f"{trainer.recipe}.html", folder / f"{trainer.recipe}-plan.json"
     disk.write(html, page(report, trainer.curve.losses or None).encode(errors="replace"))

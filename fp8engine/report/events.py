@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Self
 
 from fp8engine.auto import Alarm
 from fp8engine.errors import ReportError
-from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from fp8engine.numerics import formats
+from fp8engine.report.state import slot_name
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
     from fp8engine.auto.history import Sample, Spread
     from fp8engine.report.table import Report
 
-FORMATS = tuple(format.name for format in (E4M3, E5M2, FP16, BF16, FP32))
+FORMATS = tuple(formats.FORMATS)
 OCTAVE = 8  # bins of a Spread
 
 
@@ -52,18 +53,16 @@ class EventWriter:
 
     def write_report(self, report: Report, step: int = 0) -> None:
         """Add what is new in a report; `step` is where numbers without a step of their own go."""
-        for controller in report.controllers:
-            history = controller.history
-            for slot, samples in history.samples.items():
-                for sample in samples.since(self.seen.get(slot, -1)):
-                    self._sample(slot, sample)
-                spread = history.spreads.get(slot)
-                if spread is not None and spread.step > self.seen.get(slot, -1):
-                    self._histogram(slot, spread)
-                self.seen[slot] = samples[-1].step
+        for slot, samples in report.auto.samples.items():
+            for sample in samples.since(self.seen.get(slot, -1)):
+                self._sample(slot, sample)
+            spread = report.auto.spreads.get(slot)
+            if spread is not None and spread.step > self.seen.get(slot, -1):
+                self._histogram(slot, spread)
+            self.seen[slot] = samples[-1].step
         for layer in report.layers:
             for role in ROLES:
-                self._slot(f"{layer['name']}.{role}" if layer["name"] else role, layer[role], step)
+                self._slot(slot_name(layer["name"], role), layer[role], step)
         self._texts(report)
         self.events.flush()
 
@@ -80,7 +79,7 @@ class EventWriter:
     def _sample(self, slot: str, sample: Sample) -> None:
         numbers = {"amax": sample.amax, "sqnr": sample.sqnr_db}
         numbers |= {"flushed": sample.flushed, "saturated": sample.saturated}
-        numbers["crest"] = sample.amax / sample.rms if sample.rms > 0 else math.nan
+        numbers["crest"] = sample.crest or math.nan  # no point of a tensor of zeros
         self._scalars(slot, numbers, sample.step)
         self._format(slot, sample.cast.partition("/")[0], sample.step)
 

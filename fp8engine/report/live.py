@@ -9,12 +9,14 @@ import importlib
 import importlib.util
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fp8engine.errors import ReportWarning
 from fp8engine.report.collect import inspect
 from fp8engine.report.events import EventWriter
 from fp8engine.report.table import Report
@@ -27,7 +29,8 @@ class LiveReport:
     """Writes a model's report every so many steps into a folder, each time anew: report.html, and TensorBoard's events.
 
     every: steps from one to the next; writing waits for the device.  TensorBoard's events need its package; without it
-    `targets` has no "tensorboard".  A run that `wandb.init` has begun gets the report's sums and the page.
+    a ReportWarning says so and `targets` has no "tensorboard".  A run of wandb gets the report's sums and the page once
+    `wandb.init` has begun it.
     Of several processes each calls `step`, and the first writes.  Raises ReportError where a file cannot be written.
 
     >>> import tempfile
@@ -49,6 +52,9 @@ class LiveReport:
         self.events: EventWriter | None = None
         found = {"tensorboard": importlib.util.find_spec("tensorboard"), "wandb": _wandb()}
         self.targets = ["page", *(name for name, package in found.items() if package)]
+        if not found["tensorboard"]:
+            why = "no TensorBoard events: the package tensorboard is missing; pip install 'fp8engine[report]' brings it"
+            warnings.warn(f"LiveReport({str(folder)!r}) writes {why}", ReportWarning, stacklevel=2)
 
     def step(self, model: nn.Module, step: int, loss: float | torch.Tensor | None = None) -> None:
         """Note a step, counted from 0, and its loss; write where it is the last of `every`."""

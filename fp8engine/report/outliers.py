@@ -35,10 +35,9 @@ def standing(controllers: Iterable[Controller]) -> list[dict]:
             if not samples:
                 continue
             last = samples[-1]
-            ratio = last.amax / last.rms if last.rms > 0 else 0.0
-            if math.isfinite(ratio) and ratio > ABOVE:
+            if math.isfinite(last.crest) and last.crest > ABOVE:
                 sqnr = last.sqnr_db if math.isfinite(last.sqnr_db) else None
-                told = {"step": last.step, "slot": slot, "ratio": ratio, "cast": last.cast, "sqnr_db": sqnr}
+                told = {"step": last.step, "slot": slot, "ratio": last.crest, "cast": last.cast, "sqnr_db": sqnr}
                 found.append(told | {"remedy": history.remedies.get(slot, "")})
     return sorted(found, key=lambda each: (-each["ratio"], each["slot"]))
 

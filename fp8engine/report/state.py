@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -145,16 +145,6 @@ def _states(layers: Mapping[str, Numerics]) -> list[ScalingState]:
     return list({id(numerics.state): numerics.state for numerics in layers.values()}.values())
 
 
-def _load_auto(controllers: list[Controller], kept: Sequence[Mapping]) -> None:
-    """Load the controllers.  This comes before the tables: a changed recipe clears a predicted scale."""
-    if len(kept) != len(controllers):
-        raise StateError(
-            f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
-        )
-    for controller, found in zip(controllers, kept, strict=True):
-        controller.load_state_dict(found)
-
-
 def scaling_state(model: nn.Module) -> StateView:
     """The slots of a model's converted layers: `fe.scaling_state(model)["blocks.0.mlp.up.input"].amax`.
 
@@ -216,7 +206,12 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         )
     for name, numerics, role in _slots_of(layers):
         _check(slots.get(slot_name(name, role)), numerics, role, deeper=bool(controllers))
-    _load_auto(controllers, state_dict.get("auto", []))
+    if len(kept := state_dict.get("auto", [])) != len(controllers):
+        raise StateError(
+            f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
+        )
+    for controller, found in zip(controllers, kept, strict=True):  # before the tables: a changed recipe clears a scale
+        controller.load_state_dict(found)
     for name, numerics, role in _slots_of(layers):
         saved = slots.get(slot_name(name, role), {})
         for key, target in _columns(numerics, role).items() if saved else ():

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fp8engine import files
-from fp8engine.auto import Alarm, Controller, merge
+from fp8engine.auto import Alarm, merge
 from fp8engine.errors import StateError
 from fp8engine.report import folded, outliers
+from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.columns import columns, terminal_width, wrapped
 from fp8engine.report.page import write
 from fp8engine.scaling.table import ROLES
@@ -32,37 +33,40 @@ class Report:
 
     layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, fused, and a dict for each of input,
     weight, grad_output and output.  totals: fp8_flops_share, converted, left_alone, ...  Shares are of elements.
-    decisions: changes of format, oldest first (a fixed recipe makes none).  controllers: who made them.
+    decisions: changes of format, oldest first (a fixed recipe makes none).  auto: the samples behind them, and plans.
     alarms: early warnings, oldest first: step, slot, ratio (amax/rms), growth over the last `steps` steps.
     attention: one dict for each attention whose format was asked for or is fe.Attention's: name, asked, ran and why.
+    outliers: slots with standing outliers, the largest first: step, slot, ratio (amax/rms), cast, sqnr_db, remedy.
+    It is plain data: it keeps nothing of the model alive, and does not change while training goes on.
     """
 
     layers: list[dict]
     totals: dict
     decisions: list[dict] = field(default_factory=list)
-    controllers: list[Controller] = field(default_factory=list, repr=False)
+    auto: AutoRun = field(default_factory=AutoRun, repr=False)
     alarms: list[dict] = field(default_factory=list)
     attention: tuple[dict, ...] = ()
+    outliers: list[dict] = field(default_factory=list)
 
-    @property
-    def outliers(self) -> list[dict]:
-        """Slots with standing outliers, the largest first: step, slot, ratio (amax/rms), cast, sqnr_db, remedy."""
-        return outliers.standing(self.controllers)
+    def __setstate__(self, state: dict) -> None:
+        if "controllers" in state:  # a report that 0.1 has pickled
+            controllers = state.pop("controllers")
+            state |= {"auto": AutoRun.of(controllers), "outliers": outliers.standing(controllers)}
+        self.__dict__.update(state)
 
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
 
         Raises StateError where no layer is under `auto`.
         """
-        if not self.controllers:
+        if not self.auto.plans:
             raise StateError('save_plan: no layer is under "auto", so nothing was decided; fe.convert(model, "auto")')
-        merge([controller.as_plan() for controller in self.controllers]).save(path)
+        merge(self.auto.plans).save(path)
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
         told = {"layers": self.layers, "totals": self.totals, "decisions": self.decisions, "alarms": self.alarms}
-        told["outliers"] = self.outliers
-        return told | ({"attention": list(self.attention)} if self.attention else {})
+        return told | {"outliers": self.outliers} | ({"attention": list(self.attention)} if self.attention else {})
 
     def to_html(
         self, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None
@@ -147,7 +151,7 @@ class Report:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
-        if any(each.recipe.budget is not None and each.loss is None and each.log for each in self.controllers):
+        if self.auto.lacks_loss:
             lines.append(
                 "the budget of loss is not kept: no loss was seen; call fe.scaling_state(model).see_loss(loss) before "
                 "each backward, or return it from the model as .loss"
@@ -158,8 +162,8 @@ class Report:
             )
         if self.alarms:
             lines.append(f"{len(self.alarms)} early warnings, the latest: {Alarm(**self.alarms[-1])}")
-        if standing := self.outliers:
-            lines.append(outliers.line(standing))
+        if self.outliers:
+            lines.append(outliers.line(self.outliers))
         if totals["kept_weight_bytes"]:
             why = ", ".join(sorted({layer["kept_why"] for layer in self.layers if layer["kept_bytes"]}))
             size = totals["kept_weight_bytes"] / 2**20

@@ -9,7 +9,6 @@ Nothing else imports this module, because it needs transformers.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -51,10 +50,7 @@ class ScalingStateCallback(TrainerCallback):
         """Write the scaling state beside the checkpoint that Trainer has written, whole or not at all."""
         if not state.is_world_process_zero or model is None:
             return
-        path = _folder(args, state) / FILE
-        memory = io.BytesIO()
-        torch.save(scaling_state_dict(model), memory)
-        files.write(path, memory.getvalue())
+        files.write_by(_folder(args, state) / FILE, lambda path: torch.save(scaling_state_dict(model), path))
 
     def on_train_begin(self, args, state, control, model=None, **_):
         """Load the scaling state of the checkpoint that Trainer resumes from; at step 0 there is none."""

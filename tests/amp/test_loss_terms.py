@@ -68,14 +68,17 @@ def gradients(model: Any, optimizer: Any) -> list[torch.Tensor]:
     return [p.grad.float() for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def start(level: str = "O1", decorated: bool = True, **given: Any) -> tuple[Any, Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return decorate(model, optimizer, level=level, **given) if decorated else (model, optimizer)
+
+
 def made(level: str, losses: list[Callable], one_pass: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of the sum of the losses in FP32, and decorated; in one backward pass or in one each."""
     found = []
     for decorated in (False, True):
-        model: Any = Net()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        if decorated:
-            model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 1024.0))
+        model, optimizer = start(level, decorated, scaler=GradScaler("cpu", 1024.0))
         backward = optimizer.backward if decorated else torch.Tensor.backward
         optimizer.zero_grad()
         if one_pass:
@@ -116,10 +119,7 @@ def test_several_losses_and_accumulation(level: str, one_pass: bool):
 def test_training_with_a_penalty_ends_where_fp32_does(level: str):
     ends = []
     for decorated in (False, True):
-        model: Any = Net()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        if decorated:
-            model, optimizer = decorate(model, optimizer, level=level, scaler=GradScaler("cpu", 1024.0))
+        model, optimizer = start(level, decorated, scaler=GradScaler("cpu", 1024.0))
         for _ in range(40):
             optimizer.zero_grad()
             loss = with_penalty(model)
@@ -128,11 +128,6 @@ def test_training_with_a_penalty_ends_where_fp32_does(level: str):
         ends.append(loss.item())
     # the penalty contracts: an error of 2^-11 of the loss a step dies out as a series of ratio 0.9: ten of them
     assert abs(ends[1] - ends[0]) < 10 * 2.0**-11 * ends[0]
-
-
-def start(level: str = "O1", **given: Any) -> tuple[Any, Any]:
-    model = Net()
-    return decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, **given)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -12,6 +12,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.auto import Alarm
 from fp8engine.errors import StateError
+from fp8engine.report.state import controllers_of
 
 
 def grow(model: nn.Module, steps: int) -> None:
@@ -36,7 +37,7 @@ def test_a_listener_hears_each_alarm_until_it_is_stopped():
     stop()
     stop()  # twice is once
     before = len(heard)
-    history = fe.inspect(model).controllers[0].history
+    history = controllers_of(model)[0].history
     history.trends.clear()
     grow(model, 12)
     assert len(fe.inspect(model).alarms) > before
@@ -65,7 +66,7 @@ def test_a_copy_and_a_saved_model_have_no_listeners():
     torch.save(model, memory)  # a lambda would not be saved
     memory.seek(0)
     again = torch.load(memory, weights_only=False)
-    assert fe.inspect(again).controllers[0].history.listeners == []
+    assert controllers_of(again)[0].history.listeners == []
     grow(model, 12)
     assert heard
 

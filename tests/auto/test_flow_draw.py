@@ -76,7 +76,7 @@ def drawn(family: str) -> Picture:
 def test_table_and_dict():
     found = recorded("llama")
     text = str(found)
-    for words in ("model.layers.0.self_attn.q_proj", "softmax attention", "activation aten.mul", "output logits"):
+    for words in ("layers.0-1.self_attn.q_proj × 2", "softmax attention", "activation aten.mul", "output logits"):
         assert words in text
     assert max(map(len, text.splitlines())) <= 160
     told = json.loads(json.dumps(found.to_dict()))
@@ -88,6 +88,24 @@ def test_table_and_dict():
     }
     assert len(told["nodes"]) == len(found.nodes)
     assert all(0 <= i < j < len(found.nodes) for i, j in told["edges"])
+
+
+@pytest.mark.parametrize(
+    ("family", "depth", "rows"),
+    [("llama", 3, 7 + 1), ("bert", 3, 3 * 2 + 3 + 2), ("t5", 3, 6 + 10 + 1)],
+    ids=["llama: one block, lm_head", "bert: q, k, v of block 0 read another norm; 2 in the head", "t5: cross k and v"],
+)
+def test_a_table_has_one_row_for_layers_that_differ_in_their_blocks_alone(family: str, depth: int, rows: int):
+    """Each row stands for layers with the row's consumers and producers, wherever those are seen from the layer."""
+    found = recorded(family, num_hidden_layers=depth) if family != "t5" else recorded(family, num_layers=depth)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in found.table(400).splitlines() if "│" in line]
+    assert len([first for first, *_ in cells if first]) == rows
+    if family == "bert":
+        query = {first: (source, reads) for first, source, _, reads, _ in cells if "self.query" in first}
+        assert query == {
+            "bert.encoder.layer.0.attention.self.query": ("norm bert.embeddings.LayerNorm", "key"),
+            "bert.encoder.layer.1-2.attention.self.query × 2": ("norm bert.encoder.layer.0-1.output.LayerNorm", "key"),
+        }
 
 
 def test_a_table_says_what_never_ran_and_what_nothing_reads():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support import FP8_RECIPES, converted, tables
+from support import FP8_RECIPES, converted, saved, tables
 from torch import nn
 
 import fp8engine as fe
@@ -117,21 +117,6 @@ def test_sixteen_bit_recipes_have_second_gradients():
     dx.square().sum().backward()
     assert x.grad is not None
     assert x.grad.any()
-
-
-def saved(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors that a forward keeps for its backward, the parameters left out."""
-    kept = []
-    own = {p.data_ptr() for p in layer.parameters()}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.data_ptr() not in own:
-            kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer(x)
-    return kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

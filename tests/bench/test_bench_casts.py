@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from ticks import Ticks
 from torch import nn
 from typer.testing import CliRunner
 
@@ -17,21 +18,6 @@ from fp8engine.ops.backends import asked
 
 CPU = torch.device("cpu")
 COPY = Limits(1e12, 1e9)
-
-
-class Ticks:
-    """A clock on which each variant takes the seconds that its place in the turn says: 1, 2, 3, ..."""
-
-    def __init__(self, variants: int):
-        self.variants, self.count = variants, 0
-
-    def time(self, call):
-        call()
-        self.count += 1
-
-    def seconds(self):
-        count, self.count = self.count, 0
-        return [1.0 + i % self.variants for i in range(count)]
 
 
 def test_bytes_that_have_to_move():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ticks import Ticks
 
 from fp8engine.bench import gemm as matmuls
 from fp8engine.bench import harness
@@ -32,21 +33,6 @@ CARD, H100, A100, V100 = torch.device("cuda"), (9, 0), (8, 0), (7, 0)
 TIMES = {"seconds", "spread", "tflops", "of_16_bit_rate", "peer", "over_peer", "over_16_bits"}
 OURS = [f"triton fp8 {kind} {way}" for kind in ("tensor", "row") for way in ("fast", "promoted")]
 OURS += ["triton fp8 block", "triton fp8 block by block"]
-
-
-class Ticks:
-    """A clock on which each variant takes the seconds that its place in the turn says: 1, 2, 3, ..."""
-
-    def __init__(self, variants: int):
-        self.variants, self.count = variants, 0
-
-    def time(self, call):
-        call()
-        self.count += 1
-
-    def seconds(self):
-        count, self.count = self.count, 0
-        return [1.0 + i % self.variants for i in range(count)]
 
 
 def right(pair):

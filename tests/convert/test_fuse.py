@@ -29,9 +29,9 @@ GROUPS = {  # of each model, by hand: blocks times (attention, MLP); BERT-like n
     "t5": 10,
     "t5-v1.1": 10,
     "whisper": 10,
-    **dict.fromkeys(["gemma", "gemma2", "gemma3", "granite", "smollm3", "stablelm", "starcoder2", "qwen2.5-vl"], 4),
+    **dict.fromkeys(["gemma", "gemma2", "gemma3", "granite", "smollm3", "stablelm", "starcoder2"], 4),
     **dict.fromkeys(["olmo2", "olmo3", "gpt_oss", "xlm-roberta", "camembert", "electra", "mpnet", "deberta-v2"], 2),
-    **dict.fromkeys(["siglip", "dinov2", "bart", "wav2vec2-stable"], 4),
+    **dict.fromkeys(["siglip", "dinov2", "bart", "wav2vec2-stable", "qwen2.5-vl", "qwen3-vl"], 4),
     "modernbert": 3,  # no norm stands before the first block's attention
     "wav2vec2": 2,
 }

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from made_reports import made_up
@@ -10,7 +11,6 @@ from rich.console import Console
 from fp8engine.auto import Alarm
 from fp8engine.demo import Config, Session, config, session, train
 from fp8engine.demo.progress import Lines, Watch, last, layers, rows_of, shown
-from fp8engine.report.table import Report
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_elsewhere_there_are_lines(tmp_path):
 def test_of_more_layers_than_fit_those_with_the_least_sqnr_are_shown():
     report = made_up(40, 2)
     worst = report.layers[27]["name"]
-    looks = report.controllers[0].history.samples[f"{worst}.weight"]
+    looks = report.auto.samples[f"{worst}.weight"]
     looks.append(looks[-1]._replace(sqnr_db=1.5))
     rows = rows_of(report)
     assert (rows[27]["name"], rows[27]["sqnr"][1]) == (worst, 1.5)
@@ -75,7 +75,7 @@ def test_warnings_are_counted_and_told_in_their_order():
     base = made_up(2, 2)
     slot = base.decisions[0]["slot"]
     told = [Alarm(20, slot, 81.5, 8.2, 128)._asdict(), Alarm(10, slot, 20.0, 4.0, 64)._asdict()]
-    report = Report(base.layers, base.totals, base.decisions[:1], base.controllers, told)
+    report = replace(base, decisions=base.decisions[:1], alarms=told)
     assert [row["warnings"] for row in rows_of(report)] == [2, 0]
     lines = [line for line, _ in last(report)]
     assert lines[0].startswith("⚠ step 10")

@@ -134,15 +134,16 @@ RING = [  # in kernels/gluon_ring.py, which both Gluon matmuls use
         "write is not ordered after the last asynchronous read",
     ),
 ]
+ENDS = Bug(  # in both
+    "the program ends while TMA reads its memory",
+    "tma.store_wait(0)  # shared memory",
+    "# shared memory",
+    Fault,
+    "no thread had waited for its last TMA store",
+)
 FAST = [
     Bug("the slot before is an alias of the slot", "before = slot + 0", "before = slot", Deadlock, "mbarrier"),
-    Bug(
-        "the program ends while TMA reads its memory",
-        "tma.store_wait(0)  # shared memory",
-        "# shared memory",
-        Fault,
-        "no thread had waited for its last TMA store",
-    ),
+    ENDS,
     Bug(
         "a slot is given back before its product is done",
         "empty.index(before), count=1, pred=k > 0)",
@@ -152,13 +153,7 @@ FAST = [
     ),
 ]
 SCALED = [
-    Bug(
-        "the program ends while TMA reads its memory",
-        "tma.store_wait(0)  # shared memory",
-        "# shared memory",
-        Fault,
-        "no thread had waited for its last TMA store",
-    ),
+    ENDS,
     Bug(
         "one consumer gives a slot back for both",
         "new_barriers(STAGES, CONSUMERS)",

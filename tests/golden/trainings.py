@@ -21,6 +21,7 @@ from fp8engine.demo.precision import PLAIN, RECIPES, Precision
 
 STEPS, FEWER = 20, 5
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 0, **EAGER}
 VOCABULARY, WIDTH, INNER = 64, 64, 208  # INNER: one whole block of 128, and a part of one
 
 
@@ -159,14 +160,7 @@ def plain_llama(**options: Any) -> Any:
     import transformers
 
     size = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        **EAGER,
-    }
-    config = transformers.LlamaConfig(**size, **heads, **options)
+    config = transformers.LlamaConfig(**size, **HEADS, **options)
     return integers(transformers.LlamaForCausalLM(config)).train()
 
 
@@ -220,15 +214,8 @@ def mixtral(recipe: str, fuse: bool = False) -> Training:
     import transformers
 
     size = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        **EAGER,
-    }
     experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**size, **heads, **experts)
+    config = transformers.MixtralConfig(**size, **HEADS, **experts)
     return training(converted(integers(transformers.MixtralForCausalLM(config)).train(), recipe, fuse=fuse), FEWER)
 
 

@@ -1,25 +1,11 @@
 """A small gated transformer MLP stack, and a training loop whose every number can be compared."""
 
 import torch
-from support import converted
+from support import Block, converted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 64
-
-
-class Block(nn.Module):
-    """Norm, gate and up from one input, down, residual: what shares inputs and chains layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.gate = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
 class Net(nn.Module):
@@ -27,7 +13,7 @@ class Net(nn.Module):
 
     def __init__(self, reentrant: bool | None = None):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.reentrant = reentrant
 
     def forward(self, x):

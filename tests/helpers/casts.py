@@ -12,6 +12,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = [E4M3, E5M2]
 MAX = {E4M3: 448.0, E5M2: 57344.0}
 NUMPY = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E5M2: np.dtype(ml_dtypes.float8_e5m2)}
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, at most
 FP32_MAX = np.finfo(np.float32).max
 
 
@@ -73,3 +74,11 @@ def assert_same(found: torch.Tensor | np.ndarray, wanted: torch.Tensor | np.ndar
         raise AssertionError(
             f"{what}: {len(differ)} of {found.size} differ; at {at} {found[at]!r}, want {wanted[at]!r}"
         )
+
+
+def assert_within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> None:
+    """Within `bound` of `wanted` before a result is rounded to its dtype; FP16 may be subnormal."""
+    assert found.shape == wanted.shape, what
+    bound = bound + ROUNDING[found.dtype] * (wanted.abs() + bound) + 2.0**-25 * (found.dtype == torch.float16)
+    error = (found.double() - wanted).abs()
+    assert (error <= bound).all(), f"{what}: {(error / bound).max():.2f} times the bound"

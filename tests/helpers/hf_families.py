@@ -187,6 +187,7 @@ _SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "a
 _SPEECH |= dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0)
 _SPEECH |= {"layerdrop": 0.0, "final_dropout": 0.0, "num_labels": LABELS, "classifier_proj_size": WIDTH}
 _VISION = {"depth": 1, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": WIDTH}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 MORE = {
     "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 16}),
     "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", _GEMMA),
@@ -202,11 +203,16 @@ MORE = {
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen2_5_VLConfig",
         {
-            "text_config": {
-                **_GROUPED,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-            },
+            "text_config": {**_GROUPED, "rope_parameters": _ROPE},
             "vision_config": _VISION,
+        },
+    ),
+    "qwen3-vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {
+            "text_config": {**_GROUPED, "head_dim": 16, "rope_parameters": _ROPE},
+            "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
         },
     ),
     "xlm-roberta": Family("XLMRobertaForSequenceClassification", "XLMRobertaConfig", _ENCODER, "classes", depth=9),

@@ -2,14 +2,16 @@
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from support import converted
 from torch import nn
 
-from fp8engine.auto.history import History, Sample, Samples
+import fp8engine as fe
+from fp8engine.auto.history import Sample, Samples
+from fp8engine.auto.log import Plan
+from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.table import Report
 
 EVIL = """</script><script>hacked=1</script><b id=hacked>"bold"&amp;<!--'"""
@@ -37,14 +39,14 @@ def trained(recipe: Any, steps: int = 12) -> tuple[nn.Module, list[float]]:
 
 def made_up(layers: int, looks: int) -> Report:
     """As large a report as one likes, its numbers as long as they get; slots change their cast three times."""
-    rng, history = random.Random(0), History()
+    rng, samples = random.Random(0), dict[str, Samples]()
     rows = []
     for i in range(layers):
         name = f"model.decoder.layers.{i}.feed_forward.down_projection"
         slots = {}
         for role in ("input", "weight", "grad_output"):
             changes = sorted(rng.sample(range(1, looks), 3)) if looks > 3 else []
-            seen = history.samples.setdefault(f"{name}.{role}", Samples())
+            seen = samples.setdefault(f"{name}.{role}", Samples())
             for look in range(looks):
                 cast = ("E5M2/tensor", "E4M3/tensor", "E4M3/row", "BF16")[sum(look >= c for c in changes)]
                 amax = 10 ** rng.uniform(-12, 12)
@@ -80,5 +82,9 @@ def made_up(layers: int, looks: int) -> Report:
     totals = {"layers": layers, "converted": layers, "left_alone": 0, "never_ran": 0, "emulated": layers}
     totals |= {"fp8_flops_share": 1.0, "saturated": 0.1, "underflowed": 0.1, "sampled": 1.0, "nonfinite": 3}
     totals |= {"recasts": 0, "kept_weight_bytes": 0, "gather": None}
-    deciding: Any = SimpleNamespace(history=history, plan=None)
-    return Report(rows, totals, decisions, [deciding])
+    return Report(rows, totals, decisions, of_auto(samples))
+
+
+def of_auto(samples: dict[str, Samples]) -> AutoRun:
+    """What `auto` would tell that has sampled this and changed nothing."""
+    return AutoRun((Plan({}, fe.auto(), ()),), samples)

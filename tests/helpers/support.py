@@ -214,3 +214,18 @@ def train(model: nn.Module, forward=None, steps: int = 4, rows=(24,), width: int
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def saved(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors that a forward keeps for its backward, parameters left out; once for each time they are kept."""
+    kept = []
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.data_ptr() not in own:
+            kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return kept

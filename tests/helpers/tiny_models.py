@@ -70,19 +70,14 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _decoder() -> dict:
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-    }
+    return {**_sizes(), "num_key_value_heads": 1, "pad_token_id": 0}
 
 
 def _encoder() -> dict:
+    return {**_sizes(), "num_labels": 2}
+
+
+def _sizes() -> dict:
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -90,5 +85,4 @@ def _encoder() -> dict:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "max_position_embeddings": 32,
-        "num_labels": 2,
     }

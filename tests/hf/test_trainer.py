@@ -9,9 +9,10 @@ import accelerate
 import lightning
 import pytest
 import torch
-from hf_families import FAMILIES, VOCABULARY
+from hf_families import FAMILIES
 from support import converted, same, tables
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
+from trainers import LIGHTNING, TRAINER, Lines, Module, llama
 from transformers import Trainer, TrainingArguments
 
 import fp8engine as fe
@@ -19,24 +20,7 @@ from fp8engine.report.trainer import FILE, ScalingStateCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 STEPS, STOP = 4, 2
-
-
-class Lines(Dataset):
-    """Eight lines of random tokens, each its own labels."""
-
-    def __init__(self):
-        self.ids = torch.randint(3, VOCABULARY, (2 * STEPS, 8), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-def llama(recipe: str = "delayed") -> Any:
-    torch.manual_seed(0)
-    return converted(FAMILIES["llama"].build(), recipe)
+LINES = Lines(2 * STEPS)
 
 
 def everything(model: Any) -> list[torch.Tensor]:
@@ -50,13 +34,10 @@ def trainer(model: Any, folder: Path, callback: Any = None, **options: Any) -> T
         per_device_train_batch_size=2,
         save_steps=STOP,
         learning_rate=1e-2,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
         seed=1,
-        **{"max_steps": STEPS, **options},
+        **{"max_steps": STEPS, **TRAINER, **options},
     )
-    return Trainer(model, arguments, train_dataset=Lines(), callbacks=[callback] if callback else [])
+    return Trainer(model, arguments, train_dataset=LINES, callbacks=[callback] if callback else [])
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -76,47 +57,47 @@ def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
 
 def test_without_the_callback_delayed_scaling_starts_anew(tmp_path: Path):
     """What the callback is for: the weights come back, the windows do not."""
-    straight, resumed = llama(), llama()
+    straight, resumed = llama("delayed"), llama("delayed")
     trainer(straight, tmp_path).train()
     trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STOP}"))
     assert not same(tables(resumed)[:1], tables(straight)[:1])
 
 
 def test_a_checkpoint_elsewhere_or_fresh_scales(tmp_path: Path):
-    first = llama()
+    first = llama("delayed")
     trainer(first, tmp_path / "a", ScalingStateCallback()).train()
     checkpoint = str(tmp_path / "a" / f"checkpoint-{STOP}")
     with pytest.raises(fe.errors.StateError, match=r"resumed at step 2, but .*names the checkpoint's folder"):
-        trainer(llama(), tmp_path / "b", ScalingStateCallback()).train(resume_from_checkpoint=checkpoint)
-    moved = llama()
+        trainer(llama("delayed"), tmp_path / "b", ScalingStateCallback()).train(resume_from_checkpoint=checkpoint)
+    moved = llama("delayed")
     trainer(moved, tmp_path / "c", ScalingStateCallback(checkpoint)).train(resume_from_checkpoint=checkpoint)
     assert same(everything(moved), everything(first))
-    fresh = llama()
+    fresh = llama("delayed")
     trainer(fresh, tmp_path / "d", ScalingStateCallback(False)).train(resume_from_checkpoint=checkpoint)
     assert not same(tables(fresh)[:1], tables(first)[:1])
 
 
 def test_a_damaged_file_loads_nothing(tmp_path: Path):
-    trainer(llama(), tmp_path, ScalingStateCallback(), max_steps=STOP).train()
+    trainer(llama("delayed"), tmp_path, ScalingStateCallback(), max_steps=STOP).train()
     checkpoint = tmp_path / f"checkpoint-{STOP}"
     whole = (checkpoint / FILE).read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"not a file of torch"):
         (checkpoint / FILE).write_bytes(damaged)
-        model = llama()
+        model = llama("delayed")
         before = tables(model)
         with pytest.raises(fe.errors.StateError, match="cut short or damaged"):
             trainer(model, tmp_path, ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
         assert same(tables(model), before)
     torch.save(fe.scaling_state_dict(converted(FAMILIES["gpt2"].build(), "delayed")), checkpoint / FILE)
     with pytest.raises(fe.errors.StateError, match="another model"):
-        trainer(llama(), tmp_path, ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
+        trainer(llama("delayed"), tmp_path, ScalingStateCallback()).train(resume_from_checkpoint=str(checkpoint))
 
 
 @pytest.mark.parametrize(
     "options", [{"bf16": True}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}]
 )
 def test_trainer_options_train(options: dict, tmp_path: Path):
-    model = llama()
+    model = llama("delayed")
     before = [p.detach().clone() for p in model.parameters()]
     result = trainer(model, tmp_path, save_strategy="no", max_steps=STOP, **options).train()
     assert 0 < result.training_loss < 10
@@ -140,7 +121,7 @@ def test_accelerate_resumes_exactly(tmp_path: Path):
             assert not same(everything(inner), saved)
             accelerator.load_state(str(tmp_path))
             assert same(everything(inner), saved)
-        for batch in itertools.islice(DataLoader(Lines(), 2), steps.start, steps.stop):
+        for batch in itertools.islice(DataLoader(LINES, 2), steps.start, steps.stop):
             accelerator.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -149,23 +130,13 @@ def test_accelerate_resumes_exactly(tmp_path: Path):
             saved.extend(everything(inner))
         return everything(inner)
 
-    straight = run(llama(), range(STEPS))
-    run(llama(), range(STOP), save=True)
-    assert same(run(llama(), range(STOP, STEPS), load=True), straight)
+    straight = run(llama("delayed"), range(STEPS))
+    run(llama("delayed"), range(STOP), save=True)
+    assert same(run(llama("delayed"), range(STOP, STEPS), load=True), straight)
 
 
 def test_lightning_resumes_exactly(tmp_path: Path):
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, batch, index):
-            return self.model(**batch).loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
+    class Resumed(Module):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["scaling_state"] = fe.scaling_state_dict(self.model)
 
@@ -173,11 +144,10 @@ def test_lightning_resumes_exactly(tmp_path: Path):
             fe.load_scaling_state_dict(self.model, checkpoint["scaling_state"])
 
     def run(epochs: int, path: Path | None = None) -> tuple[Any, Any]:
-        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
-        module, runner = Module(), lightning.Trainer(max_epochs=epochs, **quiet)
+        module = Resumed("delayed")
+        runner = lightning.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **LIGHTNING)
         # Two steps an epoch: Lightning resumes exactly between epochs, but not inside one with a plain DataLoader.
-        lines = Subset(Lines(), range(2 * STOP))
+        lines = Subset(LINES, range(2 * STOP))
         runner.fit(module, DataLoader(lines, 2), ckpt_path=path, weights_only=True if path else None)
         return module, runner
 
@@ -190,7 +160,7 @@ def test_lightning_resumes_exactly(tmp_path: Path):
 
 def test_a_copy_of_a_converted_model_trains_like_it(tmp_path: Path):
     """Trainer's model_init and hyperparameter searches copy models."""
-    model = llama()
+    model = llama("delayed")
     twin = copy.deepcopy(model)
     for one, folder in ((model, "a"), (twin, "b")):
         trainer(one, tmp_path / folder, save_strategy="no", max_steps=STOP).train()

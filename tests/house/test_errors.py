@@ -35,6 +35,7 @@ WARNINGS = {
     errors.BypassWarning,
     errors.FrozenWarning,
     errors.ParallelWarning,
+    errors.ReportWarning,
 }
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.
 PROTOCOL = {"KeyError", "AttributeError"}

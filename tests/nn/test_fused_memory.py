@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fused import MEMORIES, NORMS, Model, like
-from support import FP8_RECIPES
+from support import FP8_RECIPES, saved
 from torch import nn
 
 from fp8engine.autograd import Memory
@@ -11,21 +11,6 @@ from fp8engine.ops.reference.activations import ACTIVATIONS
 
 M, K, F = 256, 384, 256
 RMS, LAYER = NORMS[0], NORMS[2]
-
-
-def saved(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors that a forward keeps for its backward, parameters left out; once for each time they are kept."""
-    kept = []
-    own = {p.data_ptr() for p in model.parameters()}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.data_ptr() not in own:
-            kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(x)
-    return kept
 
 
 def size(model: nn.Module, dtype=torch.bfloat16, needs=True) -> int:

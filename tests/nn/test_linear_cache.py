@@ -1,7 +1,5 @@
 """What a layer keeps between calls: quantised once while nothing has changed, and never used once something has."""
 
-from collections import Counter
-
 import pytest
 import torch
 from support import FP8_RECIPES, Net, converted, state_of
@@ -10,21 +8,6 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import reference
-
-
-@pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """How often a tensor of each shape has been cast."""
-    seen = Counter()
-    quantize = reference.quantize
-
-    def counted(x, how, slot=None):
-        seen[tuple(x.shape)] += 1
-        return quantize(x, how, slot)
-
-    monkeypatch.setattr(reference, "quantize", counted)
-    return seen
 
 
 def doubled(weight: torch.Tensor) -> None:
@@ -99,7 +82,7 @@ def test_a_changed_conv1d_is_seen_though_its_weight_is_a_transposed_view():
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_a_weight_is_cast_once_a_version(recipe: str, casts: Counter):
+def test_a_weight_is_cast_once_a_version(recipe: str, casts):
     layer = fe.Linear(48, 32, recipe=recipe)
     # Once for the forward, and once more for dgrad where that reads it along the other dimension or in another group.
     forward, dgrad = resolve(recipe).weight, resolve(recipe).operands("dgrad")[1]
@@ -109,19 +92,19 @@ def test_a_weight_is_cast_once_a_version(recipe: str, casts: Counter):
         for _ in range(4):  # microbatches
             layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
         # The second microbatch of all casts once more: it shows that versions are read again; then they stay.
-        assert casts[32, 48] == once * (step + 2)
+        assert casts.count(("quantize", (32, 48))) == once * (step + 2)
         assert int(fe.scaling_state(layer)["weight"].calls) == step + 2
         optimizer.step()
 
 
-def test_a_frozen_weight_is_cast_once_in_all(casts: Counter):
+def test_a_frozen_weight_is_cast_once_in_all(casts):
     layer = fe.Linear(48, 32, recipe="current").requires_grad_(False)
     for _ in range(3):
         layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
     layer.eval()
     with torch.no_grad():
         layer(torch.randn(6, 48))
-    assert casts[32, 48] == 1
+    assert casts.count(("quantize", (32, 48))) == 1
 
 
 class Attention(nn.Module):
@@ -136,11 +119,11 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_an_input_of_three_layers_is_cast_once_and_seen_in_all_their_slots(recipe: str, casts: Counter):
+def test_an_input_of_three_layers_is_cast_once_and_seen_in_all_their_slots(recipe: str, casts):
     model, x = converted(Attention(), recipe), torch.randn(6, 48, requires_grad=True)
     model(x).sum().backward()
     once = 1 if resolve(recipe).input == resolve(recipe).operands("wgrad")[1] else 2
-    assert casts[6, 48] == (1 if recipe == "rowwise_gw_hp" else once)
+    assert casts.count(("quantize", (6, 48))) == (1 if recipe == "rowwise_gw_hp" else once)
     amax = x.detach().abs().max()
     for name in "qkv":
         slot = fe.scaling_state(model)[f"{name}.input"]
@@ -205,8 +188,8 @@ def test_an_evaluation_on_the_training_batch_does_not_hide_the_training_step(rec
     assert state_of(model).live_2S[0, 0] == x.abs().max(), "recorded, though the operand was there already"
 
 
-def test_gradient_accumulation_quantises_each_weight_once_for_the_whole_model(casts: Counter):
+def test_gradient_accumulation_quantises_each_weight_once_for_the_whole_model(casts):
     model = converted(Net(16))
     for _ in range(3):
         model(torch.randn(5, 16)).sum().backward()
-    assert casts[32, 16] == 8, "up and gate of two blocks; twice, not three times"
+    assert casts.count(("quantize", (32, 16))) == 8, "up and gate of two blocks; twice, not three times"

@@ -10,25 +10,9 @@ import fp8engine as fe
 from fp8engine.autograd import numerics
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import casts as operations
-from fp8engine.ops import reference
 from fp8engine.ops.reference import How
 
 TURNING = ("current", "delayed", "rowwise")  # torch's scaled matmul, which a CPU has, takes no blocks
-
-
-@pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """(operation, shape) of every cast."""
-    seen = []
-    for name in ("quantize", "cast_transpose"):
-        real = getattr(reference, name)
-
-        def spy(x_MK, how, *rest, name=name, real=real):
-            seen.append((name, tuple(x_MK.shape)))
-            return real(x_MK, how, *rest)
-
-        monkeypatch.setattr(reference, name, spy)
-    return seen
 
 
 def step(recipe: str, seed: int = 0) -> tuple[fe.Linear, list[torch.Tensor]]:

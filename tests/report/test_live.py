@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,9 @@ import accelerate
 import lightning
 import pytest
 import torch
-from hf_families import FAMILIES, VOCABULARY
-from support import converted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from trainers import LIGHTNING, TRAINER, Lines, Module, llama
 from transformers import Trainer, TrainingArguments
 
 import fp8engine as fe
@@ -24,24 +24,7 @@ from fp8engine.report.trainer import ReportCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 STEPS = 5
-
-
-class Lines(Dataset):
-    """Ten lines of random tokens, each its own labels."""
-
-    def __init__(self):
-        self.ids = torch.randint(3, VOCABULARY, (2 * STEPS, 8), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-def llama(recipe: Any = "current") -> Any:
-    torch.manual_seed(0)
-    return converted(FAMILIES["llama"].build(), recipe)
+LINES = Lines(2 * STEPS)
 
 
 def written(folder: Path) -> tuple[int, list[int]]:
@@ -66,9 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("logging", [1, 2])
 def test_trainer_writes_page_and_events(logging: int, tmp_path: Path, calls: list[int]):
     callback = ReportCallback(tmp_path / "live", every=2)
-    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
-    arguments = TrainingArguments(str(tmp_path), max_steps=STEPS, logging_steps=logging, **options)
-    trainer = Trainer(llama(), arguments, train_dataset=Lines(), callbacks=[callback])
+    arguments = TrainingArguments(str(tmp_path), max_steps=STEPS, logging_steps=logging, save_strategy="no", **TRAINER)
+    trainer = Trainer(llama("current"), arguments, train_dataset=LINES, callbacks=[callback])
     trainer.train()
     assert calls == [1, 3, 4]
     assert written(tmp_path / "live") == (STEPS, [1, 3, 4])
@@ -79,12 +61,10 @@ def test_trainer_writes_page_and_events(logging: int, tmp_path: Path, calls: lis
 
 
 def test_a_resumed_trainer_has_gaps_where_it_saw_no_loss(tmp_path: Path):
-    options: dict[str, Any] = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
-
     def run(steps: int, **more: Any) -> ReportCallback:
         callback = ReportCallback(tmp_path / "live", every=100)
-        arguments = TrainingArguments(str(tmp_path), max_steps=steps, save_steps=2, **options)
-        Trainer(llama(), arguments, train_dataset=Lines(), callbacks=[callback]).train(**more)
+        arguments = TrainingArguments(str(tmp_path), max_steps=steps, save_steps=2, logging_steps=1, **TRAINER)
+        Trainer(llama("current"), arguments, train_dataset=LINES, callbacks=[callback]).train(**more)
         return callback
 
     run(2)
@@ -93,27 +73,12 @@ def test_a_resumed_trainer_has_gaps_where_it_saw_no_loss(tmp_path: Path):
     assert written(tmp_path / "live")[0] == 4
 
 
-class Module(lightning.LightningModule):
-    """A tiny Llama."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = llama()
-
-    def training_step(self, batch, index):
-        return self.model(**batch).loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_lightning_writes_once_for_optimizer_steps(accumulate: int, tmp_path: Path, calls: list[int]):
     callback = ForLightning(tmp_path / "live", every=2)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": tmp_path}
-    runner = lightning.Trainer(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[callback], **quiet)
-    runner.fit(Module(), DataLoader(Lines(), 2))
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "default_root_dir": tmp_path, **LIGHTNING}
+    runner = lightning.Trainer(max_epochs=1, callbacks=[callback], **options)
+    runner.fit(Module("current"), DataLoader(LINES, 2))
     assert calls == ([1, 3, 4] if accumulate == 1 else [1, 2])
     assert sorted(callback.live.losses) == list(range(math.ceil(STEPS / accumulate)))
     assert all(0 < loss < 10 for loss in callback.live.losses.values())
@@ -126,7 +91,7 @@ def test_accelerates_own_loop(tmp_path: Path):
     model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters()))
     live = LiveReport(tmp_path, every=2)
     losses = []
-    for step, batch in enumerate(DataLoader(Lines(), 2)):
+    for step, batch in enumerate(DataLoader(LINES, 2)):
         loss = model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
@@ -144,10 +109,10 @@ def test_a_run_of_wandb_gets_sums_and_the_page(begun: bool, tmp_path: Path, monk
     run = SimpleNamespace(log=logged.append) if begun else None
     stand_in = SimpleNamespace(run=run, Html=lambda path: Path(path).read_text()[:15])
     monkeypatch.setitem(sys.modules, "wandb", stand_in)  # pyright: ignore[reportArgumentType]
-    model = llama()
+    model = llama("current")
     live = LiveReport(tmp_path, every=1)
     assert live.targets == ["page", "tensorboard", "wandb"]
-    loss = model(Lines().ids[:2], labels=Lines().ids[:2]).loss
+    loss = model(LINES.ids[:2], labels=LINES.ids[:2]).loss
     loss.backward()
     live.step(model, 0, loss)
     assert len(logged) == begun
@@ -160,7 +125,13 @@ def test_a_run_of_wandb_gets_sums_and_the_page(begun: bool, tmp_path: Path, monk
 def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    live = LiveReport(tmp_path / "a" / "b", every=1)
+    for callback in (ReportCallback, ForLightning):
+        with pytest.warns(fe.errors.ReportWarning, match=r"no TensorBoard events.*pip install 'fp8engine\[report\]'"):
+            callback(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        live = LiveReport(tmp_path / "a" / "b", every=1)
     assert live.targets == ["page"]
+    assert [(warning.category, warning.filename) for warning in caught] == [(fe.errors.ReportWarning, __file__)]
     live.step(torch.nn.Linear(2, 2), 0, 1.0)
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["report.html"]

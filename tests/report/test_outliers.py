@@ -18,6 +18,7 @@ from fp8engine.auto import Alarm
 from fp8engine.auto.history import History, Sample, Samples
 from fp8engine.report.outliers import ABOVE, standing
 from fp8engine.report.page import page
+from fp8engine.report.state import controllers_of
 
 CALM = "no tensor has outliers or grows them"
 
@@ -83,7 +84,7 @@ def test_a_planted_outlier_is_told_everywhere_with_its_remedy():
     first, n = report.outliers[0], 512 * model[0].down.weight.shape[1]  # pyright: ignore
     assert first["slot"] == "0.down.input"
     assert first["ratio"] == pytest.approx(600 / math.sqrt(1 + 600**2 / n), rel=0.05)
-    sample = report.controllers[0].history.samples["0.down.input"][-1]
+    sample = report.auto.samples["0.down.input"][-1]
     assert (first["step"], first["cast"], first["sqnr_db"]) == (sample.step, sample.cast, sample.sqnr_db)
     assert first["remedy"] == "fe.smooth(model, '0.down')"
     assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["outliers"] == report.outliers
@@ -116,5 +117,5 @@ def test_an_alarm_and_nothing_sampled_are_no_all_clear(tmp_path):
     fe.inspect(model).save_plan(tmp_path / "plan.json")
     again, _ = trained(fe.auto(plan=tmp_path / "plan.json"), steps=2)
     assert cards(page(fe.inspect(again)))["early warnings"] == ("", "0", "no tensor was sampled")
-    fe.inspect(model).controllers[0].history.alarms.append(Alarm(6, "up.input", 81.5, 8.2, 128))
+    controllers_of(model)[0].history.alarms.append(Alarm(6, "up.input", 81.5, 8.2, 128))
     assert cards(page(fe.inspect(model)))["early warnings"] == ("bad", "1", "on 1 slot")

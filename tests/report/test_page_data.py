@@ -3,31 +3,27 @@
 import json
 import math
 import re
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from made_reports import made_up, trained
+from made_reports import made_up, of_auto, trained
 from page_engines import ENGINES, used
 
 import fp8engine as fe
 from fp8engine.auto import Alarm
-from fp8engine.auto.history import History, Sample, Samples
+from fp8engine.auto.history import Sample, Samples
 from fp8engine.errors import ReportError
 from fp8engine.report.page import page
 from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, samples_of, to_json
 from fp8engine.report.page.svg import colour, format_map, loss_curve
+from fp8engine.report.state import controllers_of
 from fp8engine.report.table import Report
 
 
 def report_of(looks: list[Sample], slot: str = "up.input") -> Report:
     """A report of one slot."""
-    history = History()
-    history.samples[slot] = Samples(looks)
-    controller: Any = SimpleNamespace(history=history, plan=None)
     model, _ = trained("current", steps=1)
-    base = fe.inspect(model)
-    return Report(base.layers, base.totals, [], [controller])
+    return replace(fe.inspect(model), auto=of_auto({slot: Samples(looks)}))
 
 
 def look(step: int, cast: str = "E4M3/tensor", **numbers: float) -> Sample:
@@ -68,7 +64,7 @@ def test_numbers_come_back_as_they_were_seen():
     compared = 0
     for layer in told["layers"]:
         for role, rows in layer["slots"].items():
-            looks = report.controllers[0].history.samples[f"{layer['name']}.{role}"]
+            looks = report.auto.samples[f"{layer['name']}.{role}"]
             amax, sqnr, crest, flushed = (
                 decoded(rows[key], 3 if key == "amax" else 2) for key in ("amax", "sqnr", "crest", "flushed")
             )
@@ -114,7 +110,7 @@ def test_of_many_looks_each_column_keeps_the_worst():
 
 def test_a_slot_that_was_not_seen_has_a_gap():
     report = report_of([look(0), look(32)])
-    report.controllers[0].history.samples["up.weight"] = Samples([look(0), look(16), look(32)])
+    report.auto.samples["up.weight"] = Samples([look(0), look(16), look(32)])
     told = blob(report, samples_of(report))
     assert told["steps"] == [0, 16, 32]
     assert told["layers"][0]["slots"]["input"]["cast"] == [[0, 1], [None, 1], [0, 1]]
@@ -169,7 +165,7 @@ def test_the_loss_curve_has_every_step_in_place():
 
 def test_alarms_are_in_the_report_everywhere():
     model, losses = trained(fe.auto(interval=1))
-    controller = fe.inspect(model).controllers[0]
+    controller = controllers_of(model)[0]
     controller.history.alarms.append(Alarm(160, "up.input", 81.5, 8.2, 128, "fe.smooth(model, '<up>')"))
     report = fe.inspect(model)
     told = {"step": 160, "slot": "up.input", "ratio": 81.5, "growth": 8.2, "steps": 128}

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from made_reports import of_auto
 from support import converted
 from torch import nn
 
 import fp8engine as fe
 from fp8engine.auto import Alarm, flow
 from fp8engine.auto.history import History, Sample, Samples
+from fp8engine.report.outliers import standing
 from fp8engine.report.page import page
 from fp8engine.report.page.words import WORDS, explained
 
@@ -32,7 +34,8 @@ def report_of(decisions: list[dict], ratios: dict[str, float], alarms: tuple[Ala
         history.samples[slot] = Samples([Sample(16, "E4M3/row", ratio, 1.0, 3.0, 29.2, 0.0, 0.0, 0)])
     totals = fe.inspect(nn.Linear(2, 2)).totals
     told = [alarm._asdict() for alarm in alarms]
-    return fe.Report([], totals, decisions, [SimpleNamespace(history=history, plan=None)], told)  # pyright: ignore
+    seen: Any = SimpleNamespace(history=history)
+    return fe.Report([], totals, decisions, of_auto(history.samples), told, outliers=standing([seen]))
 
 
 def plain(html: str) -> str:

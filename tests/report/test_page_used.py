@@ -45,7 +45,7 @@ def test_names_are_text_and_nothing_comes_from_outside(seen, auto):
 
 def test_it_begins_with_the_latest_look_of_the_first_layer(seen, auto):
     """11 looks are in: the twelfth step's table is read when a thirteenth begins."""
-    last = auto[0].controllers[0].history.samples["up.input"][-1]
+    last = auto[0].auto.samples["up.input"][-1]
     assert last.step == 10
     assert seen["maps"] == 3
     assert seen["first"]["layer"] == "0"

@@ -3,6 +3,9 @@
 import csv
 import dataclasses
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,3 +233,25 @@ def test_a_compiled_model_reports_that_it_ran():
         ] * 2
         assert report.totals["fp8_flops_share"] == 1.0
         assert report.layers[0]["grad_output"]["elements"] == 6 * 32
+
+
+def test_a_report_is_plain_data_that_a_process_without_the_model_reads():
+    """Bytes of a layer, at most: its row has 100 numbers of 10 bytes and 1 kB of text; its three sampled slots have 512
+    counts of 4 bytes and 8 samples of 68 each; its decisions take 2 kB.  Together 12 kB, where a weight has 1 MB.
+    """
+    model = converted(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), fe.auto(interval=1))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(64, 512)).square().mean().backward()
+
+    train(4)
+    report = fe.inspect(model)
+    pickled = pickle.dumps(report)
+    assert len(pickled) < 12_000 * len(report.layers)
+    train(2)
+    assert pickle.dumps(report) == pickled, "training goes on, and the report stays as it was"
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).table(100), end='')"
+    ran = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True, check=True)
+    assert ran.stdout.decode() == report.table(100)
+    assert len(report.auto.samples) == 3 * len(report.layers)

@@ -13,6 +13,7 @@ from fp8engine.auto import Alarm
 from fp8engine.auto.history import Spread
 from fp8engine.errors import ReportError
 from fp8engine.report.events import FORMATS
+from fp8engine.report.state import controllers_of
 from fp8engine.report.tensorboard import Writer
 
 
@@ -35,13 +36,13 @@ def test_every_look_of_every_slot_is_there(tmp_path):
     report = fe.inspect(model)
     report.to_tensorboard(tmp_path)
     found = read(tmp_path)
-    for slot, looks in report.controllers[0].history.samples.items():
+    for slot, looks in report.auto.samples.items():
         tag = slot.replace("'", "_").replace('"', "_")
         for key, of in (("amax", "amax"), ("sqnr", "sqnr_db"), ("flushed", "flushed"), ("saturated", "saturated")):
             want = [(look.step, getattr(look, of)) for look in looks]
             got = series(found, next(each for each in found.Tags()["scalars"] if each.startswith(f"{key}/") and tag))
             assert [step for step, _ in got] == [step for step, _ in want]
-    looks = report.controllers[0].history.samples["up.grad_output"]
+    looks = report.auto.samples["up.grad_output"]
     assert series(found, "sqnr/up.grad_output") == [(k.step, pytest.approx(k.sqnr_db, rel=1e-6)) for k in looks]
     formats = [FORMATS[int(index)] for _, index in series(found, "format/up.grad_output")]
     assert formats == [look.cast.partition("/")[0] for look in looks]
@@ -52,7 +53,7 @@ def test_every_look_of_every_slot_is_there(tmp_path):
 
 def test_a_second_write_adds_only_what_is_new(tmp_path):
     model, _ = trained(fe.auto(interval=1), steps=4)
-    history = fe.inspect(model).controllers[0].history
+    history = controllers_of(model)[0].history
     history.alarms.append(Alarm(2, "up.input", 81.5, 8.2, 128))
     with Writer(tmp_path) as writer:
         writer.write(model, 4)
@@ -73,7 +74,7 @@ def test_a_second_write_adds_only_what_is_new(tmp_path):
 def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):
     """2^2 seven times, the amax; a hundred elements 18 eighths of an octave lower; bins end an eighth above octaves."""
     model, _ = trained(fe.auto(interval=1), steps=2)
-    history = fe.inspect(model).controllers[0].history
+    history = controllers_of(model)[0].history
     counts = [0] * 512
     counts[511], counts[511 - 18], counts[0] = 7, 100, 1000  # at amax; 18/8 octaves below; zeros
     history.spreads["up.input"] = Spread(0, 4.0, numpy.array(counts))
@@ -90,7 +91,7 @@ def test_a_histogram_counts_magnitudes_by_octaves(tmp_path):
 def test_the_spread_is_of_the_slots_own_values():
     """All its elements, their largest at the end: of 64 x 64 inputs one is amax, and half lie above the median."""
     model, _ = trained(fe.auto(interval=1), steps=3)
-    spread = fe.inspect(model).controllers[0].history.spreads["up.input"]
+    spread = fe.inspect(model).auto.spreads["up.input"]
     assert spread.step == 1
     assert spread.counts.sum() == 64 * 64
     assert spread.counts[-1] == 1

@@ -78,7 +78,8 @@ def fold(flow: Flow) -> Folded:
         for other in run[1:]:
             for kept, folded in zip(nodes, blocks[other], strict=True):
                 stands_for[folded] = kept
-        frame = Frame(tuple(nodes), first, last, len(run), _common(flow, nodes, first))
+        inside = [flow.nodes[i].name for i in nodes if flow.nodes[i].name.startswith(f"{first}.")]
+        frame = Frame(tuple(nodes), first, last, len(run), repeats.shared(inside).removesuffix(".") or first)
         frames.append(frame)
         frame_of.update((node, frame) for node in nodes)
     edges = {}
@@ -117,18 +118,6 @@ def _content(flow: Flow, block: Block, nodes: Sequence[int]) -> tuple:
     place = {index: i for i, index in enumerate(nodes)}
     parts = ((flow.nodes[i].kind, flow.nodes[i].name.removeprefix(f"{block[0]}{block[1]}.")) for i in nodes)
     return tuple(parts), tuple(sorted({(place[i], place[j]) for i, j in flow.edges if i in place and j in place}))
-
-
-def _common(flow: Flow, nodes: Sequence[int], block: str) -> str:
-    """The longest name that is a whole part of each node's, beginning with the block's."""
-    names = [flow.nodes[i].name for i in nodes]
-    inside = [name.split(".")[:-1] for name in names if name.startswith(f"{block}.")]
-    parts = block.split(".")
-    for step in zip(*(name[len(parts) :] for name in inside), strict=False):
-        if len(set(step)) > 1:
-            break
-        parts.append(step[0])
-    return ".".join(parts)
 
 
 def _label(flow: Flow, node: int, frame: Frame | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 SPANS = 4  # of numbers that a name lists; of more it shows the first two and the last
@@ -34,6 +35,16 @@ def fold(named: Iterable[tuple[str, Hashable]]) -> list[tuple[str, list[int]]]:
             members = sorted(i for *_, those in group for i in those)
             rows[parts, key, members[0]] = members
     return [(_name(parts, len(members)), members) for (parts, *_), members in _beside(rows)]
+
+
+def shared(names: Iterable[str]) -> str:
+    """The beginning that all names share: whole parts with their dots, but never a name's last part.
+
+    >>> shared(["h.0.mlp.up", "h.0.mlp.down"])
+    'h.0.mlp.'
+    """
+    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return "".join(f"{part}." for part, *_ in itertools.takewhile(lambda those: len(set(those)) == 1, parts))
 
 
 def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:

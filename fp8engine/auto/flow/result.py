@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow import draw, png, text
+from fp8engine.auto.flow import draw, png, repeats, text
 
 if TYPE_CHECKING:
     from fp8engine.auto.flow.origins import Origin
@@ -81,21 +81,24 @@ class Flow:
         }
 
     def table(self, width: int = 160) -> str:
-        """One row a layer, `width` columns wide."""
+        """Text, `width` columns wide; layers whose rows differ in the numbers of their blocks alone are one row."""
         from rich.console import Console  # here: importing rich draws from Python's random numbers
         from rich.table import Table
 
         table = Table(title="Who consumes what", title_justify="left")
         for heading in ("layer", "input from", "output to", "reads the same input", "calls"):
             table.add_column(heading, overflow="fold", ratio=None if heading == "calls" else 1)
-        for name, layer in self.layers.items():
-            never = "" if layer.calls else "never ran"
+        names, layers = list(self.layers), list(self.layers.values())
+        for name, members in repeats.fold(zip(names, map(_alike, names, layers), strict=True)):
+            those = [layers[i] for i in members]
+            others = _told((other, "") for layer in those for other in layer.shares_input_with)
             table.add_row(
                 name or "(the model)",
-                "\n".join(map(str, layer.producer)),
-                "\n".join(map(str, layer.consumers)) or never or "nothing reads it",
-                "\n".join(_beside(other, name) for other in layer.shares_input_with),
-                str(layer.calls),
+                "\n".join(_told((each.name, each.kind) for layer in those for each in layer.producer)),
+                "\n".join(_told((each.name, each.kind) for layer in those for each in layer.consumers))
+                or ("nothing reads it" if those[0].calls else "never ran"),
+                "\n".join(_beside(other, name) for other in others),
+                str(those[0].calls),
             )
         out = io.StringIO()
         Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False).print(table)
@@ -147,6 +150,34 @@ def flow_of(names: Iterable[str], made: Sequence[Origin], sharing: Iterable[Sequ
             len(mine),
         )
     return Flow(layers, *_graph(made))
+
+
+def _alike(name: str, layer: Layer) -> str:
+    """What layers of one row have in common; layers that read one tensor are told by the names of all of them."""
+    sharing = _told((each, "") for each in (name, *layer.shares_input_with))
+    ends = [[(each.kind, _seen_from(name, each.name)) for each in those] for those in (layer.producer, layer.consumers)]
+    return str((layer.calls, ends, sorted(_seen_from(name, each) for each in sharing)))
+
+
+def _seen_from(name: str, other: str) -> str:
+    """Another name with its blocks' numbers as distances from those of `name`.
+
+    >>> _seen_from("h.3.q", "h.2.norm.0")
+    'h.-1.norm.0'
+    """
+    parts = other.split(".")
+    for i, (part, own) in enumerate(zip(parts, name.split("."), strict=False)):
+        if part.isdecimal() and own.isdecimal():
+            parts[i] = f"{int(part) - int(own)}"
+        elif part != own:
+            break
+    return ".".join(parts)
+
+
+def _told(named: Iterable[tuple[str, str]]) -> list[str]:
+    """Each (name, kind) once as text, names of repeated blocks as one."""
+    once = list(dict.fromkeys(named))
+    return [f"{once[i][1]} {name.partition(' × ')[0]}".lstrip() for name, (i, *_) in repeats.fold(once)]
 
 
 def _beside(other: str, name: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fp8engine.auto.flow import repeats
 from fp8engine.report.compare.result import Comparison, note
 
 if TYPE_CHECKING:
@@ -78,12 +78,10 @@ def _heat(panel: Axes, values: Sequence[Sequence[float | None]]) -> None:
 
 
 def _shortened(names: Sequence[str]) -> list[str]:
-    """The names without the whole parts that all of them begin with, and at most NAME characters of their ends.
+    """The names without the beginning that all of them share, and at most NAME characters of their ends.
 
     >>> _shortened(["model.layers.0", "model.layers.1"]), _shortened(["encoder.block.0", "decoder.block.0"])
     (['0', '1'], ['encoder.block.0', 'decoder.block.0'])
     """
-    parts = zip(*(name.split(".") for name in names), strict=False)
-    shared = itertools.takewhile(lambda those: len(set(those)) == 1, parts)
-    cut = sum(len(part) + 1 for part, *_ in shared) if len(names) > 1 else 0
+    cut = len(repeats.shared(names)) if len(names) > 1 else 0
     return [name[cut:] if len(name) - cut <= NAME else f"…{name[1 - NAME :]}" for name in names]

@@ -72,7 +72,7 @@ class RecipeResult:
     chosen: dict | None = None
 
     def worst_first(self) -> list[LayerResult]:
-        """The converted layers that were called, by their own SQNR; those that are not finite first."""
+        """The converted layers that were called, the lowest own SQNR first, and NaN before all."""
         called = [layer for layer in self.layers if layer.recipe != "none" and layer.own_sqnr_db is not None]
         return sorted(called, key=lambda layer: order(layer.own_sqnr_db))
 
@@ -124,7 +124,7 @@ def least(sqnrs: Iterable[float | None]) -> float | None:
 
 
 def order(sqnr: float | None) -> float:
-    """What SQNRs are sorted by: those that are not finite are the worst."""
+    """What SQNRs are sorted by: NaN and None come before every number."""
     return -math.inf if sqnr is None or math.isnan(sqnr) else sqnr
 
 

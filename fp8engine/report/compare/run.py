@@ -17,17 +17,19 @@ from torch.nn import functional as F
 
 from fp8engine._torch import tree_map
 from fp8engine.amp.difference import Call, on_calls
+from fp8engine.auto.flow.fold import FIRST_NUMBER
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
+from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.errors import ConversionError, EmulationWarning
 from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.compare.batches import NOTHING, Batch, real_rows
-from fp8engine.report.compare.blocks import blocks
 from fp8engine.report.compare.chosen import chosen
 from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult, least
 from fp8engine.report.compare.scores import Noise, Scores, first, ratio
+from fp8engine.report.state import controllers_of
 
 STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow
 
@@ -106,7 +108,7 @@ def _compare(
         any(layer["emulated"] for layer in report.layers),
         layers.results(),
         layers.blocks(),
-        chosen(report.controllers),
+        chosen(controllers_of(twin)),
     )
     return None if own is None else own.value, result
 
@@ -181,6 +183,16 @@ def _run(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
+def _block_of(layer: str, blocks: Sequence[str]) -> str:
+    """The name of the block that a layer is in: of a repeated one, else up to its first number, else its own.
+
+    >>> _block_of("h.3.experts.0.up", ["h.3"]), _block_of("tower.7.up", ["h.3"]), _block_of("lm_head", ["h.3"])
+    ('h.3', 'tower.7', 'lm_head')
+    """
+    numbered = FIRST_NUMBER.match(layer)
+    return next((block for block in blocks if f"{layer}.".startswith(f"{block}.")), numbered[0] if numbered else layer)
+
+
 class _Layers:
     """The linear layers of a model and of its copy, the blocks that they are in, and the noise of each.
 
@@ -194,7 +206,9 @@ class _Layers:
         self.decisions: dict[str, Decision] = {}
         for decision in decisions:  # experts of one module have a decision each, and are called as one
             self.decisions.setdefault(paths[id(decision.module)], decision)
-        self.inner = blocks({name: type(module) for name, module in exacts.items()}, self.decisions)
+        blocks, self.inner = [paths[id(block)] for block in repeated_blocks(model)], {}
+        for name in self.decisions:
+            self.inner.setdefault(_block_of(name, blocks), []).append(name)
         watched = dict.fromkeys([*self.decisions, *self.inner])
         self.modules = {name: exacts[name] for name in watched}
         self.twins = {name: twins[name] for name in watched}

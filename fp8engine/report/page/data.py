@@ -21,8 +21,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8engine.errors import UnknownName
-from fp8engine.numerics.formats import Format
+from fp8engine.numerics.formats import FORMATS
 from fp8engine.scaling.table import ROLES
 
 if TYPE_CHECKING:
@@ -35,11 +34,8 @@ NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
 def samples_of(report) -> dict[str, list[Sample]]:
-    """Slot name -> samples, oldest first, from all controllers of the model; empty under fixed recipes."""
-    found: dict[str, list[Sample]] = {}
-    for controller in report.controllers:
-        found |= {slot: samples.evenly() for slot, samples in list(controller.history.samples.items()) if samples}
-    return found
+    """Slot name -> samples, oldest first; empty under fixed recipes."""
+    return {slot: samples.evenly() for slot, samples in report.auto.samples.items()}
 
 
 def blob(report, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def blob(report, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     above, in the report's order.  max, margin: of each cast.
     """
     steps = sorted({sample.step for each in samples.values() for sample in each})
-    spans = (each.span for controller in report.controllers for each in controller.history.samples.values())
+    spans = (each.span for each in report.auto.samples.values())
     every = max(math.ceil(len(steps) / COLUMNS), 1)
     columns = {step: i // every for i, step in enumerate(steps)}
     casts: dict[str, int] = {}
@@ -91,7 +87,7 @@ def _rows(seen: Sequence[Sample], columns: Mapping[int, int], width: int, casts:
     numbers = {
         "amax": [_log(max((each.amax for each in part), default=0.0), 1000, math.log10, 60000) for part in parts],
         "sqnr": [_decibels(min((each.sqnr_db for each in part), default=math.inf)) for part in parts],
-        "crest": [_log(max(map(_crest, part), default=0.0), 100, math.log2, 0) for part in parts],
+        "crest": [_log(max((each.crest for each in part), default=0.0), 100, math.log2, 0) for part in parts],
         "flushed": [_share(max((each.flushed for each in part), default=0.0)) for part in parts],
         "saturated": [_share(max((each.saturated for each in part), default=0.0)) for part in parts],
     }
@@ -113,10 +109,6 @@ def _letters(number: int, width: int) -> str:
     return "".join(ALPHABET[number >> 6 * place & 63] for place in reversed(range(width)))
 
 
-def _crest(sample: Sample) -> float:
-    return sample.amax / sample.rms if sample.rms > 0 else 0.0
-
-
 def _log(value: float, times: int, log, zero: int) -> int:
     return max(round(times * log(value)) + zero, 0) if value > 0 and math.isfinite(value) else NONE
 
@@ -133,11 +125,8 @@ def _share(value: float) -> int:
 
 def _max(label: str) -> float | None:
     """The largest value of a cast's format, if that is FP8: what amax is scaled to."""
-    try:
-        format = Format.named(label.partition("/")[0])
-    except UnknownName:
-        return None
-    return format.max if format.is_fp8 else None
+    format = FORMATS.get(label.partition("/")[0])
+    return format.max if format is not None and format.is_fp8 else None
 
 
 def _margin(label: str) -> int:

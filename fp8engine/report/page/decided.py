@@ -20,24 +20,24 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?=x? |%|,|;|\)|$)")
 def decisions(report, samples: Mapping[str, Sequence[Sample]]) -> str:
     """A row for each sentence, its slots and steps inside; a box that filters them."""
     if not report.decisions:
-        note = "No format was changed." if report.controllers else "A fixed recipe makes none."
+        note = "No format was changed." if report.auto.plans else "A fixed recipe makes none."
         return f'<p class="quiet">{note}</p>'
     groups: dict[tuple, list[dict]] = {}
     for each in report.decisions:
         groups.setdefault((each["before"], each["after"], NUMBER.sub("", each["why"])), []).append(each)
-    crests = {slot: max((s.amax / s.rms for s in seen if s.rms > 0), default=0.0) for slot, seen in samples.items()}
+    crests = {slot: max((each.crest for each in seen), default=0.0) for slot, seen in samples.items()}
     ranked = [(max(crests.get(each["slot"], 0.0) for each in group), group) for group in groups.values()]
     rows = "".join(_row(crest, group) for crest, group in sorted(ranked, key=lambda x: (-x[0], len(x[1]))))
     head = ("changes", "from → to", "why, and where", "amax / rms, at most", "SQNR then")
     return (
         '<div class="bar"><label>filter <input id="filter" type="search" placeholder="layer, format, reason …" '
         'autocomplete="off"></label><span id="count" class="quiet" role="status"></span></div>'
-        f'<div class="scroll" tabindex="0" aria-label="Decisions">{table(head, rows, "decided")}</div>'
+        f"{table(head, rows, 'decided', scrolls='Decisions')}"
     )
 
 
 def told_once(sentences: Sequence[str]) -> str:
-    """Sentences that are equal but for their numbers as one: the least and the largest of each.
+    """One sentence for several that differ in their numbers alone; it has the least and the largest of each number.
 
     >>> told_once(["SQNR 24.9 dB where 31.9 dB can be had", "SQNR 25.2 dB where 31.9 dB can be had"])
     'SQNR 24.9 to 25.2 dB where 31.9 dB can be had'

@@ -10,11 +10,12 @@ from fp8engine.report.page.svg import colour
 from fp8engine.report.page.words import explained
 
 
-def table(head: Sequence[str], rows: str, mark: str = "") -> str:
-    """A table.  rows: HTML.  mark: its id."""
+def table(head: Sequence[str], rows: str, mark: str = "", scrolls: str = "") -> str:
+    """A table.  rows: HTML.  mark: its id.  scrolls: the label of the box in which it scrolls; "": in none."""
     titles = "".join(f'<th scope="col">{explained(title)}</th>' for title in head)
     place = f' id="{mark}"' if mark else ""
-    return f"<table{place}><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+    made = f"<table{place}><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scroll" tabindex="0" aria-label="{scrolls}">{made}</div>' if scrolls else made
 
 
 def chip(cast: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from fp8engine.auto.flow import repeats
 from fp8engine.report.outliers import ABOVE
 from fp8engine.report.page.html import chip, decibel, name, table
 from fp8engine.report.page.svg import colour
@@ -66,7 +66,7 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
         worst = min(now, key=now.__getitem__)
         median = f"{statistics.median(now.values()):.1f} dB"
         found.append(_card("median SQNR now", median, f"<i>least {now[worst]:.1f}:</i> {name(worst)}"))
-    if report.controllers:
+    if report.auto.plans:
         steps = len({decision["step"] for decision in report.decisions})
         found.append(_card("formats changed", str(len(report.decisions)), f"at {steps} step{'s' * (steps != 1)}"))
         slots = len({alarm["slot"] for alarm in report.alarms})
@@ -95,12 +95,12 @@ def legend(numbers: Mapping) -> str:
 
 def why_no_maps(report) -> str:
     """The text in place of the maps: why there are none."""
-    if not report.controllers:
+    if not report.auto.plans:
         return (
             "No layer is under auto: a fixed recipe gives each tensor one cast for good, so nothing is measured over "
             'time. The casts are in the table of layers below; fe.convert(model, "auto") decides, and shows it here.'
         )
-    if any(controller.plan is not None for controller in report.controllers):
+    if report.auto.repeats:
         return "This run repeats a plan: nothing is measured; what it changed, and when, is under Decisions."
     return "Nothing has been seen yet: the first sample is read when the second training step begins."
 
@@ -108,10 +108,8 @@ def why_no_maps(report) -> str:
 def detail(numbers: Mapping) -> str:
     """The place in which the script draws the charts of the chosen layer."""
     names = [layer["name"] for layer in numbers["layers"]]
-    parts = [x.split(".")[:-1] for x in names]
-    columns = itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
-    shared = sum(len(same[0]) + 1 for same in columns) if names[1:] else 0
-    shown = [f"…{each[shared:]}" if shared else each for each in names]
+    shared = repeats.shared(names) if names[1:] else ""
+    shown = [each.replace(shared, "…", 1) if shared else each for each in names]
     options = "".join(f'<option value="{i}">{escape(each)}</option>' for i, each in enumerate(shown))
     keys = "".join(f'<li class="r{i}"><svg viewBox="0 0 26 8" aria-hidden="true"><path d="M1 4H25"/></svg>{role}</li>'
                    for i, role in enumerate(numbers["roles"]))  # fmt: skip
@@ -130,7 +128,7 @@ def outliers(report) -> str:
         known = rows.get(alarm["slot"], {"cast": None, "sqnr_db": None})
         rows[alarm["slot"]] = known | alarm | {"grew": f"×{alarm['growth']:.1f} in {alarm['steps']} steps"}
     if not rows:
-        return f'<p class="quiet">{"None." if report.controllers else "Only layers under auto are watched."}</p>'
+        return f'<p class="quiet">{"None." if report.auto.plans else "Only layers under auto are watched."}</p>'
     told = "".join(
         f'<tr><td>{name(each["slot"])}</td><td class="n">{each["ratio"]:.0f}</td><td class="n">{each["grew"]}</td>'
         f'<td class="n">{each["step"]}</td><td>{"–" if each["cast"] is None else chip(each["cast"])}</td>'
@@ -139,7 +137,7 @@ def outliers(report) -> str:
         for each in sorted(rows.values(), key=lambda each: -each["ratio"])
     )
     head = ("slot", "amax / rms", "growing or standing", "at step", "cast", "SQNR", "remedy")
-    return f'<div class="scroll" tabindex="0" aria-label="Outliers">{table(head, told)}</div>'
+    return table(head, told, scrolls="Outliers")
 
 
 def layers(report, numbers: Mapping) -> str:
@@ -158,7 +156,7 @@ def layers(report, numbers: Mapping) -> str:
             f'<td class="n">{layer["flops_share"]:.1%}</td><td>{escape(layer["recipe"])}</td>{casts}{lost}</tr>'
         )
     head = ("layer", "weight", "FLOPs", "recipe", *ROLES, "flushed i / w / g", "saturated i / w / g")
-    return f'<div class="scroll" tabindex="0" aria-label="Layers">{table(head, "".join(rows))}</div>'
+    return table(head, "".join(rows), scrolls="Layers")
 
 
 def left(report) -> str:
@@ -174,8 +172,7 @@ def left(report) -> str:
         f"<td>{escape(layer['reason'] or 'decided: see Decisions')}</td></tr>"
         for layer in others
     )
-    shown = table(("layer", "kind", "weight", "FLOPs", "why"), rows)
-    return f'<div class="scroll" tabindex="0" aria-label="Left alone">{shown}</div>'
+    return table(("layer", "kind", "weight", "FLOPs", "why"), rows, scrolls="Left alone")
 
 
 def memory(report) -> str:
@@ -192,14 +189,12 @@ def memory(report) -> str:
         for layer in sorted(report.layers, key=lambda layer: -layer["kept_bytes"])
         if layer["kept_bytes"]
     )
-    return (
-        f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
-        f'<div class="scroll" tabindex="0" aria-label="Memory">{table(("layer", "kept", "why"), rows)}</div>'
-    )
+    sum_of_all = f"<p>Quantised weights kept between calls: {kept / 2**20:.1f} MiB.</p>"
+    return sum_of_all + table(("layer", "kept", "why"), rows, scrolls="Memory")
 
 
 def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
-    """What is said where nothing has warned, and its mood: the all-clear only where tensors were seen and are calm."""
+    """(text, CSS class) of the card where nothing has warned: "good" only where tensors were sampled and are calm."""
     if not samples:
         return "no tensor was sampled", ""
     return ("none grows: see standing outliers", "") if standing else ("no tensor has outliers or grows them", "good")

@@ -27,7 +27,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 210, 46, 26, 12
 
 
 def colour(label: str) -> str:
-    """A cast's colour; that of its first cast where a matmul has another.
+    """A cast's colour; where one matmul reads the slot under another cast, that of the first.
 
     >>> colour("E4M3/row (wgrad E4M3/tensor)"), colour("E4M3/tensor margin 2") == SHADES["E4M3"]
     ('#3b8bd4', True)

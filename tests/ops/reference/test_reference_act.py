@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from activations import BOUNDED, EXACT, OF_GATE, SQUARED, exact, terms
-from casts import E4M3, E5M2, assert_same, bits, fp8, plain
+from casts import E4M3, E5M2, ROUNDING, assert_same, assert_within, bits, fp8, plain
 
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops.reference import (
@@ -26,7 +26,6 @@ from fp8engine.ops.reference import (
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
 
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 HOWS = [How(E4M3, -1, -1), How(E5M2, -1, -1), How(E4M3, 1, -1, True), How(E4M3, 1, 128, True)]
 
@@ -36,13 +35,6 @@ def sample(m: int, n: int, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor,
     top = 2 if kind in SQUARED else 5  # x^2 up stays in FP16
     x_MK = torch.randn(m, n * (1 + (kind in OF_GATE))) * torch.exp2(torch.randint(-5, top, (m, 1)))
     return x_MK.to(dtype), torch.randn(m, n).to(dtype)
-
-
-def assert_within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> None:
-    assert found.shape == wanted.shape, what
-    bound = bound + ROUNDING[found.dtype] * (wanted.abs() + bound) + 2.0**-25 * (found.dtype == torch.float16)
-    error = (found.double() - wanted).abs()
-    assert (error <= bound).all(), f"{what}: {(error / bound).max():.2f} times the bound"
 
 
 def test_all_kinds_are_here():

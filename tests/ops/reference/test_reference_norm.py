@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from casts import E4M3, E5M2, assert_same, bits, fp8, plain
+from casts import E4M3, E5M2, ROUNDING, assert_same, assert_within, bits, fp8, plain
 
 from fp8engine.errors import UnknownName
 from fp8engine.ops.reference import (
@@ -25,7 +25,6 @@ from fp8engine.ops.reference import (
 )
 from fp8engine.ops.reference.operand import COUNTERS
 
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 KINDS = ["rms", "layer"]
 HOWS = [How(E4M3, -1, -1), How(E5M2, -1, -1), How(E4M3, 1, -1, True), How(E4M3, 1, 128, True)]
@@ -43,13 +42,6 @@ def exact(x_MK, weight_K, bias_K, norm: Norm) -> torch.Tensor:
 def sample(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows of very different size, so that eps decides the small ones, with a mean that LayerNorm must take away."""
     return ((torch.randn(m, k) + 0.5) * torch.exp2(torch.randint(-12, 8, (m, 1)))).to(dtype)
-
-
-def assert_within(found: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor, what: str) -> None:
-    assert found.shape == wanted.shape, what
-    bound = bound + ROUNDING[found.dtype] * (wanted.abs() + bound) + 2.0**-25 * (found.dtype == torch.float16)
-    error = (found.double() - wanted).abs()
-    assert (error <= bound).all(), f"{what}: {(error / bound).max():.2f} times the bound"
 
 
 def reach(x_MK: torch.Tensor, norm: Norm) -> torch.Tensor:

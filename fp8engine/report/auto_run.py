@@ -1,0 +1,39 @@
+"""What `auto` has sampled and decided in a run, as plain data that is copied from its controllers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8engine.auto import Controller
+    from fp8engine.auto.history import Samples, Spread
+    from fp8engine.auto.log import Plan
+
+
+@dataclass(frozen=True)
+class AutoRun:
+    """The samples and decisions up to now; empty where no layer is under `auto`.
+
+    plans: the decisions, a plan for each scaling state.  samples, spreads: by slot.  repeats: the run repeats a plan,
+    so nothing is sampled.  lacks_loss: decisions were made under a budget of loss, and no loss was seen.
+    """
+
+    plans: tuple[Plan, ...] = ()
+    samples: dict[str, Samples] = field(default_factory=dict)
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    repeats: bool = False
+    lacks_loss: bool = False
+
+    @staticmethod
+    def of(controllers: Sequence[Controller]) -> AutoRun:
+        """What they hold now: later samples and decisions do not enter it."""
+        return AutoRun(
+            tuple(each.as_plan() for each in controllers),
+            {slot: copy.deepcopy(seen) for each in controllers for slot, seen in each.history.samples.items() if seen},
+            {slot: spread for each in controllers for slot, spread in each.history.spreads.items()},
+            any(each.plan is not None for each in controllers),
+            any(each.recipe.budget is not None and each.loss is None and each.log for each in controllers),
+        )
