@@ -50,6 +50,7 @@ class LiveReport:
         self.folder, self.every = Path(folder), every
         self.losses: dict[int, Any] = {}  # floats and tensors of one element
         self.events: EventWriter | None = None
+        self.written: int | None = None  # the latest step of events and of wandb
         found = {"tensorboard": importlib.util.find_spec("tensorboard"), "wandb": _wandb()}
         self.targets = ["page", *(name for name, package in found.items() if package)]
         if not found["tensorboard"]:
@@ -72,6 +73,9 @@ class LiveReport:
         losses = [float(self.losses.get(at, math.nan)) for at in range(step + 1)] if self.losses else None
         self.folder.mkdir(parents=True, exist_ok=True)
         report.to_html(self.folder / PAGE, losses=losses)
+        if step == self.written:  # the end of a training that was just written, with losses that came since
+            return
+        self.written = step
         if "tensorboard" in self.targets:
             self.events = self.events or EventWriter(self.folder)
             self.events.write_report(report, step)

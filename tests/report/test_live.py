@@ -60,6 +60,13 @@ def test_trainer_writes_page_and_events(logging: int, tmp_path: Path, calls: lis
     assert (STEPS - 1 in callback.live.losses) == (logging == 1), "what Trainer has not logged is not made up"
 
 
+def test_a_last_step_that_is_one_of_every_is_in_the_events_once(tmp_path: Path):
+    arguments = TrainingArguments(str(tmp_path), max_steps=4, logging_steps=1, save_strategy="no", **TRAINER)
+    callback = ReportCallback(tmp_path / "live", every=2)
+    Trainer(llama("current"), arguments, train_dataset=LINES, callbacks=[callback]).train()
+    assert written(tmp_path / "live") == (4, [1, 3])
+
+
 def test_a_resumed_trainer_has_gaps_where_it_saw_no_loss(tmp_path: Path):
     def run(steps: int, **more: Any) -> ReportCallback:
         callback = ReportCallback(tmp_path / "live", every=100)
