@@ -150,7 +150,10 @@ class Served(Float8Module):
         n, k = self.shape_NK
         name = self.numerics.name
         if x.dtype not in FLOATS or x.layout != torch.strided:
-            raise UnsupportedDtype(f"{name}: input is {x.dtype}, {x.layout}; want dense float32, bfloat16 or float16")
+            asked = "; the code around it casts to its weight's dtype: leave it in 16 bits" if x.dtype == CODES else ""
+            raise UnsupportedDtype(
+                f"{name}: input is {x.dtype}, {x.layout}; want dense float32, bfloat16 or float16{asked}"
+            )
         if x.dim() == 0 or x.shape[-1] != k:
             raise ShapeError(f"{name}: input is {list(x.shape)}; a weight of {[n, k]} wants [..., {k}]")
         device.check_one(name, x, weight=self.weight, bias=self.bias)

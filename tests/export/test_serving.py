@@ -119,6 +119,8 @@ def test_inputs_that_do_not_fit():
         layer(torch.randn(4, 100))
     with pytest.raises(UnsupportedDtype, match="float64"):
         layer(torch.randn(4, 144, dtype=torch.float64))
+    with pytest.raises(UnsupportedDtype, match="casts to its weight's dtype: leave it in 16 bits"):
+        layer(torch.randn(4, 144).to(layer.weight.dtype))
     with torch.no_grad():
         assert layer(torch.randn(0, 144)).shape == (0, 40)
         assert layer(torch.randn(144)).shape == (40,)
