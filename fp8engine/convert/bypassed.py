@@ -81,7 +81,7 @@ def _code(kind: type) -> str:
     """The source of a module's class; of one made in a shell nothing is known, and the first forward tells."""
     found = ""
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        with contextlib.suppress(OSError, TypeError):
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
             found += inspect.getsource(base)
     return found
 
