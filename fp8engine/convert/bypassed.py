@@ -91,7 +91,8 @@ def _read_only(kind: type[nn.Module]) -> frozenset[str]:
     """Names of modules of which the code of a class reads `self.NAME.weight` and mentions nothing but parameters."""
     if kind.forward is nn.MultiheadAttention.forward:  # reads it where torch's operator takes all weights
         return frozenset({"out_proj"})
-    read = re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)|\s*=[^=])", _code(kind))
+    # Not what fills a weight: nn.init.normal_(self.NAME.weight), self.NAME.weight.data.zero_()
+    read = re.findall(r"(?<!_\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data)|\s*=[^=])", _code(kind))
     other = re.findall(r"\bself\.(\w+)\b(?!\.(?:weight|bias)\b|\s*=[^=]|\s*:[^=]*=)", _code(kind))
     return frozenset(read) - frozenset(other)
 

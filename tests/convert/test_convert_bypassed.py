@@ -198,7 +198,9 @@ class Reads(nn.Module):
         self.read = nn.Linear(width, width)
         self.both = nn.Linear(width, width)
         self.asked = nn.Linear(width, width)
-        nn.init.ones_(self.asked.weight)
+        self.filled = nn.Linear(width, width)  # by other code called: parts[0].filled(x)
+        nn.init.ones_(self.filled.weight)
+        self.filled.weight.data.mul_(0.5)
 
     def forward(self, x):
         x = self.asked(self.plain(x).to(self.asked.weight.dtype))
@@ -218,7 +220,7 @@ def test_code_that_reads_a_weight_and_never_calls_the_layer_is_found_before_it_r
         converted(model, "rowwise", frozen="fp8", overrides={"*.both": "bf16"})
     found: Any = model.parts[0]
     assert {name: found.get_submodule(name).weight.dtype.itemsize for name in found._modules} == {
-        "plain": 1, "read": 4, "both": 4, "asked": 4,
+        "plain": 1, "read": 4, "both": 4, "asked": 4, "filled": 1,
     }  # fmt: skip
     assert model(x).isfinite().all()
     rows = {row["name"]: row["reason"] for row in fe.inspect(model).layers}
