@@ -136,7 +136,7 @@ def _translate(graph: fx.GraphModule) -> None:
         if name == "quantize" and node.args[0].op == "get_attr":
             _fold(graph, node)
             continue
-        if name == "quantize" and not _reads_input(node.args[0]):
+        if name == "quantize" and _is_weight(node):
             raise ConversionError(
                 f"onnx.export: {_layer(node)} casts a product or a transpose of its weight (a Conv1D, fe.smooth): the "
                 "graph would keep it in 16 or 32 bits; leave that layer in 16 bits (overrides of fe.convert)"
@@ -169,15 +169,10 @@ def _layer(node: fx.Node) -> str:
     return stack[-1] if stack and stack[-1] else "the model"
 
 
-def _reads_input(node: Any) -> bool:
-    """Whether the node is computed from an input of the model, and not from parameters alone."""
-    seen, waiting = set(), [node]
-    while waiting:
-        if (each := waiting.pop()).op == "placeholder":
-            return True
-        waiting += [n for n in each.all_input_nodes if n not in seen]
-        seen.update(each.all_input_nodes)
-    return False
+def _is_weight(node: fx.Node) -> bool:
+    """Whether the codes of this cast are the second operand of a matmul."""
+    codes = [user for user in node.users if user.args[1] == 0]
+    return any(matmul.args[1] is each for each in codes for matmul in each.users if len(matmul.args) > 1)
 
 
 def _value(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:

@@ -206,3 +206,25 @@ def test_what_torchs_exporter_does_not_know_is_named(tmp_path):
     ):
         fe.onnx.export(model, (tiny.tokens(2),), tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+class Positions(nn.Module):
+    """Scores of an input against projected positions, which no input reaches (DeBERTa)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, 32))
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.query(x) @ self.key(self.table.tanh()).t()
+
+
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+def test_a_layer_that_reads_parameters_alone(tmp_path):
+    """Its input's cast is that of a constant, and none of its weight."""
+    torch.manual_seed(0)
+    model, x = fe.convert(Positions(), replace(resolve("rowwise"), output=fe.FP32)).eval(), torch.randn(4, 32)
+    fe.onnx.export(model, (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        assert close(run(tmp_path / "model.onnx", x=x), model(x))
