@@ -15,9 +15,9 @@ import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
@@ -133,19 +133,14 @@ def _translate(graph: fx.GraphModule) -> None:
                 f"onnx.export: {_layer(node)} runs {name}, which has no translation into ONNX: leave that layer in 16 "
                 "bits (overrides of fe.convert)"
             )
-        if name == "quantize" and node.args[0].op == "get_attr":
+        if name == "quantize" and _is_weight(node):
             _fold(graph, node)
             continue
-        if name == "quantize" and _is_weight(node):
-            raise ConversionError(
-                f"onnx.export: {_layer(node)} casts a product or a transpose of its weight (a Conv1D, fe.smooth): the "
-                "graph would keep it in 16 or 32 bits; leave that layer in 16 bits (overrides of fe.convert)"
-            )
         if full.endswith(RECORDED):
             *given, live, _, index, _, _ = node.args
             node.args = tuple(given)
             how = How.parse(given[1]) if name == "quantize" else None
-            s = float(_value(graph, live)[1, index]) if how is not None and how.delayed else 0.0
+            s = float(_constant(graph, live)[1, index]) if how is not None and how.delayed else 0.0
             if s > 0:
                 name, node.args = "predicted", (*node.args, s)
         node.target = getattr(onnx_operators, name)
@@ -175,15 +170,37 @@ def _is_weight(node: fx.Node) -> bool:
     return any(matmul.args[1] is each for each in codes for matmul in each.users if len(matmul.args) > 1)
 
 
-def _value(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    return attrgetter(str(node.target))(graph)
+def _constant(graph: fx.GraphModule, node: Any) -> Any:
+    """The value of an argument that is computed from parameters alone; tables are copied, as casts write into them."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node.op == "get_attr":
+        return attrgetter(str(node.target))(graph).detach().clone()
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: _constant(graph, each))
+    return cast(Callable, node.target)(*args, **kwargs)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The inputs and parameters from which a node is computed, each once."""
+    found, seen, waiting = [], set(), [node]
+    while waiting:
+        if (each := waiting.pop()) not in seen:
+            seen.add(each)
+            found += [] if each.all_input_nodes else [each]
+            waiting += each.all_input_nodes
+    return found
 
 
 def _fold(graph: fx.GraphModule, node: fx.Node) -> None:
-    """Cast a weight now; its codes and scale become buffers beside it.  Tables are copied: the cast writes none."""
-    values: list[Any] = [_value(graph, n).detach().clone() if isinstance(n, fx.Node) else n for n in node.args]
-    parent, _, name = str(node.args[0].target).rpartition(".")  # pyright: ignore - a node, as the caller saw
-    for index, (suffix, tensor) in enumerate(zip(("codes", "scale"), node.target(*values), strict=True)):  # pyright: ignore
+    """Cast a weight now, or a transpose of one; codes and scale become buffers beside it."""
+    sources = _sources(cast(fx.Node, node.args[0]))
+    if any(source.op == "placeholder" for source in sources):
+        raise ConversionError(
+            f"onnx.export: {_layer(node)} multiplies by a weight that its input changes (fe.smooth), so the graph "
+            "would keep it in 16 or 32 bits; leave that layer in 16 bits (overrides of fe.convert)"
+        )
+    parent, _, name = str(sources[0].target).rpartition(".")
+    for index, (suffix, tensor) in enumerate(zip(("codes", "scale"), _constant(graph, node), strict=True)):
         graph.get_submodule(parent).register_buffer(f"{name}_{suffix}", tensor)
         with graph.graph.inserting_before(node):
             made = graph.graph.get_attr(".".join(filter(None, (parent, f"{name}_{suffix}"))))
