@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from fp8engine import files
 from fp8engine._torch import OpOverload
@@ -176,7 +177,7 @@ def _constant(graph: fx.GraphModule, node: Any) -> Any:
         return node
     if node.op == "get_attr":
         return attrgetter(str(node.target))(graph).detach().clone()
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: _constant(graph, each))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: _constant(graph, each))
     return cast(Callable, node.target)(*args, **kwargs)
 
 
