@@ -9,6 +9,7 @@ too: what is called alone returns a tensor.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +112,14 @@ class Group:
         norm: Any = self.norm
         which = self.which._replace(eps=epsilon(norm))  # it may have been set since fe.convert
         return NormOf(which, norm.weight, getattr(norm, "bias", None))
+
+    def __deepcopy__(self, memo: dict) -> Group:
+        """Of a copied block, the group of its copies; of a part that is copied alone, one that never runs fused."""
+        with_block = self.places and id(self.places[0][0]) in memo
+        alone: dict = {"norm": None, "layers": (), "act": None, "second": None, "places": (), "forwards": []}
+        twin = memo[id(self)] = object.__new__(Group)
+        vars(twin).update(copy.deepcopy(vars(self) if with_block else vars(self) | alone, memo))
+        return twin
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)

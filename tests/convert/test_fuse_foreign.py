@@ -3,6 +3,7 @@
 Each test gives two copies of a model, layer by layer and by default, to the same code of a stranger.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -194,3 +195,16 @@ def test_parametrized_weights():
             parametrize.register_parametrization(model.model.layers[0].get_submodule(part), "weight", Twice())
     assert alike("llama", models)
     assert set(groups(models[1]).values()) == {""}
+
+
+def test_a_copy_of_a_part_is_a_copy_of_that_part_alone():
+    """As peft's modules_to_save makes, and experts made from an MLP; a norm's group knows its whole block."""
+    models = pair("llama")
+    for part in ("input_layernorm", "mlp", "self_attn.q_proj"):
+        for model in models:
+            module, memo = model.model.layers[0].get_submodule(part), {}
+            twin = copy.deepcopy(module, memo)
+            parameters = {id(x) for x in memo.values() if isinstance(x, nn.Parameter)}
+            assert parameters == {id(p) for p in twin.parameters()}
+            model.model.layers[0].set_submodule(part, twin)
+    assert alike("llama", models)
