@@ -28,7 +28,7 @@ from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import KEEP, Memory
 from fp8engine.errors import ScriptError, StateError
 from fp8engine.nn.class_swap import Mixin
-from fp8engine.nn.group import Group
+from fp8engine.nn.group import NOT_RUN, Group
 from fp8engine.ops.reference.activations import GATED
 
 SMALL = Memory(recompute_activation=True)  # of a ReLU torch keeps one tensor; y and FP8(act(y)) would be more
@@ -227,7 +227,7 @@ def apply(layer: Any, x: Any) -> Any:
         elif group.norm is None:
             if isinstance(x, torch.Tensor) and group.runs_fused(x):
                 return Projected(group, layer, x)
-        elif not group.note:
+        elif group.note in ("", NOT_RUN):
             group.note = "its norm did not run before it"
     return linear(value_of(x), *layer.as_layer())
 
