@@ -58,8 +58,8 @@ class Group:
 
     act, kind, second: of an MLP, the activation, its formula's name, and the layer after it; `layers` is then (up,),
     (gate_up,) or (gate, up).
-    places: (parent, key, module) of each of them, and of the modules around them in the block; the block's parts first.
-    forwards: of the block, its calls under way.
+    places: (parent, key, module) of each of them, and of the modules around them in the block, the first parent.
+    forwards: the block's calls under way.
     note: "" where the latest forward was fused, else why it was not.
     """
 

@@ -79,7 +79,9 @@ def _of_value(name: str):
     return lambda self, *others: getattr(self.value(), name)(*map(value_of, others))
 
 
-_ARITHMETIC = "add radd rmul sub rsub truediv rtruediv pow rpow neg abs matmul rmatmul iadd isub imul itruediv"
+_ARITHMETIC = (
+    "add radd rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs matmul rmatmul iadd isub imul itruediv"
+)
 for _name in f"{_ARITHMETIC} getitem setitem len iter bool float array eq ne lt le gt ge".split():
     setattr(Lazy, f"__{_name}__", _of_value(f"__{_name}__"))
 Lazy.__hash__ = object.__hash__

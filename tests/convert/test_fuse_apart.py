@@ -197,7 +197,16 @@ def test_lazy_results_answer_as_tensors_do(inside):
     assert type(norm).__name__ == "Normed"
     assert (norm.shape, norm.size(-1), norm.dtype, norm.device) == (x.shape, 32, x.dtype, x.device)
     want = nn.functional.rms_norm(x, (32,), inside.input_layernorm.weight, 1e-6)
-    for found in (norm + 0, norm * 1, 1 * norm, torch.cat([norm, norm])[:2], norm[:], norm.float(), norm.clone()):
+    for found in (
+        norm + 0,
+        norm * 1,
+        1 * norm,
+        torch.cat([norm, norm])[:2],
+        norm[:],
+        norm.float(),
+        norm.clone(),
+        norm // 1 + norm % 1,
+    ):
         torch.testing.assert_close(found, want)
 
 
