@@ -67,9 +67,11 @@ def fuse(model: nn.Module) -> Fusion:
             layer.fused, layer.not_fused_because = None, unknown[0] if unknown else "in no block of the table"
     groups = []
     for block in found.blocks:
+        root = model.get_submodule(block.name)
+        forwards = FusedBlock.put(root)  # every block: FSDP and accelerate take the class of the first for all
         for group in list(_groups(model, block)):
             groups.append(group)
-            group.forwards = FusedBlock.put(model.get_submodule(block.name))
+            group.forwards = forwards
             for layer in (*group.layers, group.second):
                 if layer is not None:
                     layer.fused, layer.not_fused_because = group, ""

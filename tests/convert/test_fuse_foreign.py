@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
 
+import fp8engine as fe
+
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
@@ -150,16 +152,15 @@ def test_an_accelerate_hook_that_is_removed_leaves_nothing_behind():
     assert set(groups(models[1]).values()) == {""}
 
 
-def test_a_block_keeps_its_name_and_reverts():
-    """accelerate, FSDP and peft look for blocks by the name of their class."""
+def test_blocks_keep_their_name_and_are_alike_and_revert():
+    """accelerate, FSDP and peft look for blocks by the name of their class, and take the class of the first found."""
     plain = FAMILIES["llama"].build()
-    names = [type(block).__name__ for block in plain.model.layers]
     kinds = [type(module) for module in plain.modules()]
-    model: Any = converted(plain)
-    assert [type(block).__name__ for block in model.model.layers] == names == ["LlamaDecoderLayer"] * 2
-    from fp8engine import revert
-
-    assert [type(module) for module in revert(model).modules()] == kinds
+    model: Any = converted(plain, overrides={"*.layers.1.*": "bf16"})
+    first, second = map(type, model.model.layers)
+    assert first is second
+    assert first.__name__ == "LlamaDecoderLayer"
+    assert [type(module) for module in fe.revert(model).modules()] == kinds
 
 
 def test_a_norm_called_by_keyword():
