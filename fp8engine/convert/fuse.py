@@ -21,7 +21,7 @@ from fp8engine.convert.select import linear_layers
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import mix
 from fp8engine.nn.families import Block, Experts
-from fp8engine.nn.group import Group, Running
+from fp8engine.nn.group import FusedBlock, Group, epsilon, foreign_code
 from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops.reference import Norm
@@ -67,14 +67,11 @@ def fuse(model: nn.Module) -> Fusion:
             layer.fused, layer.not_fused_because = None, unknown[0] if unknown else "in no block of the table"
     groups = []
     for block in found.blocks:
-        running, root = Running(), model.get_submodule(block.name)
-        of_block = list(_groups(model, block))
-        if of_block:
-            root.register_forward_pre_hook(running.begin)
-            root.register_forward_hook(running.end)
-        for group in of_block:
+        root = model.get_submodule(block.name)
+        forwards = FusedBlock.put(root)  # every block: FSDP and accelerate take the class of the first for all
+        for group in list(_groups(model, block)):
             groups.append(group)
-            group.running = running
+            group.forwards = forwards
             for layer in (*group.layers, group.second):
                 if layer is not None:
                     layer.fused, layer.not_fused_because = group, ""
@@ -163,6 +160,9 @@ class _Parts:
             return
         fused_norm = isinstance(which, Norm)
         paths = [*([self.path("mlp_norm")] if fused_norm else []), *map(self.path, first), act, self.path(second)]
+        around = act.rpartition(".")[0]  # where a dropout may stand before `second`, and be given placeholders
+        beside = self.root.get_submodule(around).named_children()
+        dropouts = [f"{around}.{key}".strip(".") for key, child in beside if isinstance(child, nn.Dropout)]
         yield Group(
             " + ".join(paths),
             self.module["mlp_norm"] if fused_norm else None,
@@ -171,7 +171,7 @@ class _Parts:
             self.root.get_submodule(act),
             kind,
             self.module[second],
-            self._places(paths),
+            self._places([*paths, *dropouts]),
         )
 
     def _obstacle(self, roles: list[str]) -> str | None:
@@ -196,10 +196,12 @@ class _Parts:
         module: Any = self.module[role]
         if isinstance(module, FusedNorm):
             return f"{self.path(role)} stands in another block too"
+        if why := foreign_code(type(module)):
+            return why
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
             return Norm("layer", module.eps)
         own, kind = {name for name, _ in module.named_parameters()}, self.block.structure.norm
-        eps = vars(module).get("variance_epsilon", vars(module).get("eps"))
+        eps = epsilon(module)
         if kind != "layer" and own == {"weight"} and isinstance(eps, float):
             return Norm("rms", eps, kind == "rms zero-centered")
         return f"{type(module).__name__} is no norm that is known"

@@ -18,7 +18,7 @@ from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.fp8_attention import Float8Sdpa, Softmax
-from fp8engine.nn.group import Running
+from fp8engine.nn.group import FusedBlock
 from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, restore
@@ -61,7 +61,7 @@ def revert(model: nn.Module) -> nn.Module:
                 module.softmax = Softmax(module.heads.softmax, "Attention")
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in list(hooks.items()):
-                    if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState | Running):
+                    if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState):
                         del hooks[key]
                         module._forward_hooks_always_called.pop(key, None)
         delattr(root, RECORD)
@@ -103,6 +103,8 @@ def _attached(kind: type[nn.Module], swapped: bool) -> tuple[str, ...]:
     """Attributes that a conversion has set on a module of this class; others are the user's."""
     if issubclass(kind, FusedNorm | FusedActivation):
         return ("group",)
+    if issubclass(kind, FusedBlock):
+        return ("forwards",)
     if issubclass(kind, Float8Sdpa):
         return ("softmax",)
     if not issubclass(kind, Float8Module):

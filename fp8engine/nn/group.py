@@ -1,13 +1,15 @@
 """Groups of modules that run as one fused call, and when they do.
 
 Modules of a group run by their own forwards where one of them, or a module around them within the block, has a hook, a
-forward on its instance, or an adapter in its place; and where the code around them is not transformers' own: a custom
-autograd.Function of another library would take a placeholder (lazy.py) for no tensor, and lose its gradient.  Outside
-of their block's forward they run by themselves too: what is called alone returns a tensor.
+forward on its instance, or an adapter in its place; and where the forward of a norm, of an activation or of a module
+around them is not transformers' own: it may compute something else, and a custom autograd.Function would take a
+placeholder (lazy.py) for no tensor, and lose its gradient.  Outside of their block's forward they run by themselves
+too: what is called alone returns a tensor.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from fp8engine import _torch
 from fp8engine.autograd.parts import NormOf
+from fp8engine.nn.class_swap import Mixin, bound_forwards, mix
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops.reference import Norm
 
@@ -25,26 +28,27 @@ OWN_CODE = ("transformers.", "fp8engine.", "torch.")  # modules whose forwards m
 CAPTURING = "transformers.utils.output_capturing"  # its hooks keep what a module returns, and read nothing else
 
 
-class Running:
-    """Whether a block's forward runs, told by two hooks on the block: outside of it no placeholder is made.
+class FusedBlock(Mixin):
+    """A block whose forward notes that it runs: outside of it no placeholder is made.
 
     A list and no number: append and pop are atomic, and several threads may run one model.
     """
 
-    def __init__(self):
-        self.forwards: list[None] = []
+    forwards: list[None]
 
-    def now(self) -> bool:
-        """Whether it runs.  transformers' checkpoints call `forward` without hooks again, in a backward pass."""
-        return bool(self.forwards) or _torch.graph_task() != -1
+    @staticmethod
+    def put(block: Any) -> list[None]:
+        """Make the module one; returns the list of its calls under way."""
+        if not isinstance(block, FusedBlock):
+            mix(block, FusedBlock)
+            object.__setattr__(block, "forwards", [])
+        return block.forwards
 
-    def begin(self, block: nn.Module, args: tuple) -> None:
-        """A forward pre-hook."""
+    def forward(self, *args, **kwargs):
         self.forwards.append(None)
-
-    def end(self, block: nn.Module, args: tuple, output: Any) -> None:
-        """A forward hook.  A forward that raised leaves its mark: placeholders are then made outside too."""
-        if self.forwards:
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
             self.forwards.pop()
 
 
@@ -54,8 +58,8 @@ class Group:
 
     act, kind, second: of an MLP, the activation, its formula's name, and the layer after it; `layers` is then (up,),
     (gate_up,) or (gate, up).
-    places: (parent, key, module) of each of them, and of the modules around them in the block.
-    running: of the block.
+    places: (parent, key, module) of each of them, and of the modules around them in the block, the first parent.
+    forwards: the block's calls under way.
     note: "" where the latest forward was fused, else why it was not.
     """
 
@@ -67,7 +71,7 @@ class Group:
     kind: str = ""
     second: Any = None
     places: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    running: Running = field(default_factory=Running)
+    forwards: list[None] = field(default_factory=list)
     note: str = NOT_RUN
 
     def runs_fused(self, x: torch.Tensor) -> bool:
@@ -76,18 +80,22 @@ class Group:
         return not self.note
 
     def _why_apart(self, x: torch.Tensor) -> str:
-        if not self.running.now():
-            return "it was called outside of its block"
+        if not self.forwards:
+            return "it was called outside of its block's own forward"
         if _torch.has_any_global_hook():
             return "a hook on all modules looks on"
+        if not torch.compiler.is_compiling() and _torch.transforms_active():
+            return "torch.func transforms it"
+        if why := foreign_code(type(self.places[0][0])):
+            return why
         for parent, key, module in self.places:
             if parent._modules.get(key) is not module:
                 return f"another module stands in {key}'s place (an adapter?)"
             if any(getattr(module, name) for name in HOOKS) and not _only_captured(module):
                 return f"a hook on {key} looks on"
-            if "forward" in vars(module):
+            if "forward" in vars(module) and "forward" not in bound_forwards(module):
                 return f"{key} has a forward of its own"
-            if why := foreign_code(parent):
+            if module is not self.second and module not in self.layers and (why := foreign_code(type(module))):
                 return why
         if x.dtype not in FLOATS or (self.norm is not None and self._weight_dtype() not in (x.dtype, None)):
             return f"the norm's input is {x.dtype} and its weight {self._weight_dtype()}"
@@ -101,22 +109,48 @@ class Group:
         """The norm and its parameters as they are now."""
         if self.norm is None or self.which is None:
             return None
-        return NormOf(self.which, self.norm.weight, getattr(self.norm, "bias", None))  # pyright: ignore
+        norm: Any = self.norm
+        which = self.which._replace(eps=epsilon(norm))  # it may have been set since fe.convert
+        return NormOf(which, norm.weight, getattr(norm, "bias", None))
+
+    def __deepcopy__(self, memo: dict) -> Group:
+        """Of a copied block, the group of its copies; of a part that is copied alone, one that never runs fused."""
+        with_block = self.places and id(self.places[0][0]) in memo
+        alone: dict = {"norm": None, "layers": (), "act": None, "second": None, "places": (), "forwards": []}
+        twin = memo[id(self)] = object.__new__(Group)
+        vars(twin).update(copy.deepcopy(vars(self) if with_block else vars(self) | alone, memo))
+        return twin
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
-        if "running" not in state:  # a pickle of 0.1, whose blocks have no hooks
-            self.running = Running()
-            self.running.forwards.append(None)
+        if "forwards" not in state:  # a pickle of 0.1
+            self.forwards = FusedBlock.put(self.places[0][0])
 
     def __str__(self) -> str:
         return f"fused: {self.label}" if not self.note else f"fused as {self.label}, but run apart: {self.note}"
 
 
-def foreign_code(around: nn.Module) -> str:
-    """Whose code the forward of a module that holds others is, where it is not transformers'; "" where it is."""
-    where = type(around).forward.__module__
-    return "" if where.startswith(OWN_CODE) else f"the forward of {type(around).__name__} is of {where}"
+def epsilon(norm: nn.Module) -> Any:
+    """What a norm adds under the root, by either of the names that transformers has for it."""
+    return vars(norm).get("variance_epsilon", vars(norm).get("eps"))
+
+
+def foreign_code(kind: type[nn.Module]) -> str:
+    """Whose code the forward of a class is, or a wrapper of it, where that is not transformers'; "" where it is.
+
+    functools.wraps gives a wrapper the name and the `__module__` of what it wraps; its globals stay its author's.
+    """
+    kind = getattr(kind, "plain", kind)
+    forward: Any = kind.forward
+    while forward is not None:
+        where = str(getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__))
+        if not where.startswith(OWN_CODE):
+            return f"the forward of {kind.__name__} is of {where}"
+        forward = getattr(forward, "__wrapped__", None)
+    return ""
+
+
+_torch.constant_in_graphs(foreign_code)
 
 
 def _only_captured(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import KEEP, Memory
 from fp8engine.errors import ScriptError, StateError
 from fp8engine.nn.class_swap import Mixin
-from fp8engine.nn.group import Group
+from fp8engine.nn.group import NOT_RUN, Group
 from fp8engine.ops.reference.activations import GATED
 
 SMALL = Memory(recompute_activation=True)  # of a ReLU torch keeps one tensor; y and FP8(act(y)) would be more
@@ -39,7 +39,7 @@ class Lazy(ABC):
 
     def __init__(self, group: Group, shape: torch.Size, like: Any):
         self.group, self.shape, self.dtype, self.device = group, shape, like.dtype, like.device
-        self.grad = torch.is_grad_enabled()
+        self.records = torch.is_grad_enabled()
         self._value: torch.Tensor | None = None
 
     def size(self, dim: int | None = None) -> Any:
@@ -49,7 +49,7 @@ class Lazy(ABC):
         """The tensor, computed by the modules' own forwards."""
         if self._value is None:
             self.group.note = "its result was read by other code too"
-            with torch.set_grad_enabled(self.grad):  # its first consumer may be under no_grad, and another not
+            with torch.set_grad_enabled(self.records):  # its first consumer may be under no_grad, and another not
                 self._value = self._compute()
         return self._value
 
@@ -79,8 +79,10 @@ def _of_value(name: str):
     return lambda self, *others: getattr(self.value(), name)(*map(value_of, others))
 
 
-_ARITHMETIC = "add radd rmul sub rsub truediv rtruediv pow neg matmul rmatmul iadd isub imul itruediv"
-for _name in f"{_ARITHMETIC} getitem len iter bool float eq ne lt le gt ge".split():
+_ARITHMETIC = (
+    "add radd rmul sub rsub truediv rtruediv floordiv mod pow rpow neg abs matmul rmatmul iadd isub imul itruediv"
+)
+for _name in f"{_ARITHMETIC} getitem setitem len iter bool float array eq ne lt le gt ge".split():
     setattr(Lazy, f"__{_name}__", _of_value(f"__{_name}__"))
 Lazy.__hash__ = object.__hash__
 
@@ -131,7 +133,7 @@ class Projected(Lazy):
         return linear(value_of(self.source), *self.layer.as_layer())
 
     def chunk(self, chunks: int, dim: int = 0) -> Any:
-        if chunks == 2 and dim in (-1, len(self.shape) - 1) and self.shape[-1] % 2 == 0:
+        if self._value is None and chunks == 2 and dim in (-1, len(self.shape) - 1) and self.shape[-1] % 2 == 0:
             return Half(self, 0), Half(self, 1)
         return self.value().chunk(chunks, dim)
 
@@ -172,6 +174,7 @@ class Gated(Lazy):
 
 def gated(one: Any, other: Any) -> Gated | None:
     """The product one * other as a placeholder, if it is a group's act(gate) * up in either order."""
+    one, other = known(one), known(other)
     gate, up = (one, other) if isinstance(one, Activated) else (other, one)
     if not isinstance(gate, Activated) or gate.group.kind not in GATED:
         return None
@@ -189,6 +192,11 @@ PLACEHOLDERS = (Lazy, Proxy)
 def value_of(x: Any) -> Any:
     """x, computed now if it is lazy."""
     return x.value() if isinstance(x, Lazy) else x
+
+
+def known(x: Any) -> Any:
+    """x, or its value where other code has had it: that code may have written it, or wait for its gradient."""
+    return x if not isinstance(x, Lazy) or x._value is None else x._value
 
 
 def _values(nest: Any) -> Any:
@@ -211,14 +219,18 @@ def apply(layer: Any, x: Any) -> Any:
             )
         return tracer.create_proxy("call_module", place, (x,), {})
     group: Group | None = layer.fused
+    x = known(x)
     if group is not None:
         if isinstance(x, Normed) and x.group is group:
             return x.through(layer) if group.second is None else Projected(group, layer, x)
         if group.second is layer:
             if isinstance(x, Lazy) and x.group is group and (z := _whole_mlp(x)) is not None:
                 return z
-        elif group.norm is None and isinstance(x, torch.Tensor) and group.runs_fused(x):
-            return Projected(group, layer, x)
+        elif group.norm is None:
+            if isinstance(x, torch.Tensor) and group.runs_fused(x):
+                return Projected(group, layer, x)
+        elif group.note in ("", NOT_RUN):
+            group.note = "its norm did not run before it"
     return linear(value_of(x), *layer.as_layer())
 
 
@@ -244,10 +256,10 @@ class FusedNorm(Mixin):
     prefix = "Fused"
     group: Group
 
-    def forward(self, hidden_states):
-        if isinstance(hidden_states, torch.Tensor) and self.group.runs_fused(hidden_states):
-            return Normed(self.group, hidden_states)
-        return super().forward(hidden_states)
+    def forward(self, *args, **kwargs):
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and self.group.runs_fused(args[0]):
+            return Normed(self.group, args[0])
+        return super().forward(*args, **kwargs)
 
 
 class FusedActivation(Mixin):
@@ -257,6 +269,7 @@ class FusedActivation(Mixin):
     group: Group
 
     def forward(self, input):
+        input = known(input)
         if isinstance(input, (Projected, Half)) and input.group is self.group:
             return Activated(self, input)
         return super().forward(value_of(input))

@@ -177,7 +177,7 @@ def inside():
     """A block of a fused model as its own forward finds it: placeholders are made inside of a block alone."""
     model: Any = converted(FAMILIES["llama"].build())
     block = model.model.layers[0]
-    block.input_layernorm.group.running.begin(block, ())
+    block.forwards.append(None)
     return block
 
 
@@ -197,8 +197,36 @@ def test_lazy_results_answer_as_tensors_do(inside):
     assert type(norm).__name__ == "Normed"
     assert (norm.shape, norm.size(-1), norm.dtype, norm.device) == (x.shape, 32, x.dtype, x.device)
     want = nn.functional.rms_norm(x, (32,), inside.input_layernorm.weight, 1e-6)
-    for found in (norm + 0, norm * 1, 1 * norm, torch.cat([norm, norm])[:2], norm[:], norm.float(), norm.clone()):
+    for found in (
+        norm + 0,
+        norm * 1,
+        1 * norm,
+        torch.cat([norm, norm])[:2],
+        norm[:],
+        norm.float(),
+        norm.clone(),
+        norm // 1 + norm % 1,
+    ):
         torch.testing.assert_close(found, want)
+
+
+def test_a_result_that_other_code_has_had_is_what_the_layers_read(inside):
+    """It may have written it, or wait for its gradient."""
+    x, layer = torch.randn(2, 3, 32), inside.mlp.gate_proj
+    for write in (lambda y: y.mul_(2), lambda y: y.__setitem__((..., 0), 0.0)):
+        norm, want = inside.post_attention_layernorm(x), inside.post_attention_layernorm(x).clone()
+        write(norm)
+        write(want)
+        assert torch.equal(layer(norm) + 0, layer(want))
+    norm, seen = inside.post_attention_layernorm(x), []
+    assert norm.grad is None
+    norm.register_hook(seen.append)
+    gate, up = layer(norm), inside.mlp.up_proj(norm)
+    act = inside.mlp.act_fn(gate)
+    act.retain_grad()
+    inside.mlp.down_proj(act * up).sum().backward()
+    assert [g.shape for g in seen] == [x.shape]
+    assert act.grad.abs().sum() > 0
 
 
 def test_an_input_written_in_place_is_refused(inside):
