@@ -67,11 +67,10 @@ def fuse(model: nn.Module) -> Fusion:
             layer.fused, layer.not_fused_because = None, unknown[0] if unknown else "in no block of the table"
     groups = []
     for block in found.blocks:
-        root = model.get_submodule(block.name)
-        forwards = FusedBlock.put(root)  # every block: FSDP and accelerate take the class of the first for all
+        # Every block: FSDP and accelerate take the class of the first for all.
+        FusedBlock.put(model.get_submodule(block.name))
         for group in list(_groups(model, block)):
             groups.append(group)
-            group.forwards = forwards
             for layer in (*group.layers, group.second):
                 if layer is not None:
                     layer.fused, layer.not_fused_because = group, ""

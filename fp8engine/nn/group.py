@@ -10,7 +10,7 @@ too: what is called alone returns a tensor.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,12 +37,11 @@ class FusedBlock(Mixin):
     forwards: list[None]
 
     @staticmethod
-    def put(block: Any) -> list[None]:
-        """Make the module one; returns the list of its calls under way."""
+    def put(block: Any) -> None:
+        """Make the module one."""
         if not isinstance(block, FusedBlock):
             mix(block, FusedBlock)
             object.__setattr__(block, "forwards", [])
-        return block.forwards
 
     def forward(self, *args, **kwargs):
         self.forwards.append(None)
@@ -59,7 +58,6 @@ class Group:
     act, kind, second: of an MLP, the activation, its formula's name, and the layer after it; `layers` is then (up,),
     (gate_up,) or (gate, up).
     places: (parent, key, module) of each of them, and of the modules around them in the block, the first parent.
-    forwards: the block's calls under way.
     note: "" where the latest forward was fused, else why it was not.
     """
 
@@ -71,7 +69,6 @@ class Group:
     kind: str = ""
     second: Any = None
     places: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    forwards: list[None] = field(default_factory=list)
     note: str = NOT_RUN
 
     def runs_fused(self, x: torch.Tensor) -> bool:
@@ -80,7 +77,7 @@ class Group:
         return not self.note
 
     def _why_apart(self, x: torch.Tensor) -> str:
-        if not self.forwards:
+        if not self.places or not self.places[0][0].forwards:  # torch.export gives a module's lists back as new ones
             return "it was called outside of its block's own forward"
         if _torch.has_any_global_hook():
             return "a hook on all modules looks on"
@@ -116,15 +113,15 @@ class Group:
     def __deepcopy__(self, memo: dict) -> Group:
         """Of a copied block, the group of its copies; of a part that is copied alone, one that never runs fused."""
         with_block = self.places and id(self.places[0][0]) in memo
-        alone: dict = {"norm": None, "layers": (), "act": None, "second": None, "places": (), "forwards": []}
+        alone: dict = {"norm": None, "layers": (), "act": None, "second": None, "places": ()}
         twin = memo[id(self)] = object.__new__(Group)
         vars(twin).update(copy.deepcopy(vars(self) if with_block else vars(self) | alone, memo))
         return twin
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
-        if "forwards" not in state:  # a pickle of 0.1
-            self.forwards = FusedBlock.put(self.places[0][0])
+        for block, *_ in self.places[:1]:  # of a pickle of 0.1, it is none yet
+            FusedBlock.put(block)
 
     def __str__(self) -> str:
         return f"fused: {self.label}" if not self.note else f"fused as {self.label}, but run apart: {self.note}"

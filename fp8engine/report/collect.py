@@ -7,7 +7,6 @@ Of experts in one 3-D parameter a token passes as many as its router chooses, an
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 
@@ -24,11 +23,12 @@ from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import word
 from fp8engine.ops import matmul
+from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.outliers import standing
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
 
 NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
@@ -65,9 +65,9 @@ def inspect(model: nn.Module) -> Report:
         if numerics is None:
             layer["reason"] = _why_left(name, records)
         else:
-            if (held := tables.get(id(numerics.state))) is None:
-                held = tables[id(numerics.state)] = _on_host(numerics.state)
-            layer |= _ran(module, numerics, weight_of(module, key).dtype, held)
+            if (slots := tables.get(id(numerics.state))) is None:
+                slots = tables[id(numerics.state)] = _Slots(numerics.state)
+            layer |= _ran(module, numerics, weight_of(module, key).dtype, slots)
             # A forward in 16 bits casts no input; the backward's casts count the same rows.
             layer["rows"] = max(
                 layer["input"]["elements"] // max(shape[-1], 1), layer["grad_output"]["elements"] // max(shape[-2], 1)
@@ -140,10 +140,10 @@ def _row(name: str, module: nn.Module, shape: tuple[int, ...]) -> dict:
     }
 
 
-def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, held: ScalingState) -> dict:
+def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
     """What a converted layer has run.  dtype: of its weight, and so of its result where that is not FP8."""
     recipe = numerics.recipe
-    slots = {role: held.view("", numerics.layer, role).to_dict() for role in ROLES}
+    slots = {role: tables.numbers(numerics.layer, role) for role in ROLES}
     for role in ROLES:
         cost = None if numerics.state.controller is None else numerics.state.controller.cost(numerics, role)
         slots[role]["cost_millinats"] = None if cost is None else 1e3 * cost
@@ -172,7 +172,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, held: Scalin
         "kept_why": numerics.weight.why,
         "divided": "" if numerics.shard is None else numerics.shard.told(numerics),
         **slots,
-        "output": _output(numerics, dtype, held),
+        "output": _output(numerics, dtype, tables),
     }
 
 
@@ -183,18 +183,18 @@ def _main_grad(numerics: Numerics, backend: str) -> str:
     return f"wgrad is added to main_grad after its matmul (backend {backend})"
 
 
-def _output(numerics: Numerics, dtype: torch.dtype, held: ScalingState) -> dict:
+def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
     """The slot of the layer's result: its format, its consumers, and why it is not stored in FP8."""
     state, layer = numerics.state, numerics.layer
     consumers = [" ".join(filter(None, consumer)) for consumer in numerics.consumers]
     plain = {"format": word(dtype), "cast": "none", "consumers": consumers}
     if layer not in state.outputs.places:
         return plain | {"reason": _why_not_stored(numerics)}
-    found = held.view("", layer, OUTPUT).to_dict() | {"consumers": consumers}
+    found = tables.numbers(layer, OUTPUT) | {"consumers": consumers}
     if numerics.recipe.stored is None:
         return found | plain | {"reason": _why_not_stored(numerics)}
     if layer not in state.outputs.known:
-        compiled = numerics.ran is None and held.view("", layer, "input").calls
+        compiled = numerics.ran is None and tables.numbers(layer, "input")["calls"]
         why = "no scale is predicted yet" if not compiled else "torch.compile: a graph stores 16 bits"
         return found | plain | {"reason": why}
     return found | {"cast": f"{found['cast']} (delayed)", "reason": ""}
@@ -236,16 +236,34 @@ def _fused(module: nn.Module) -> str:
     return str(group) if group is not None else f"not fused: {why}" if why else ""
 
 
-def _on_host(state: ScalingState) -> ScalingState:
-    """A copy of the state whose tables are on the host, so that reading all slots waits for the device once."""
-    if state.device.type == "meta":  # nothing has run: fresh tables
-        return ScalingState(state.layers)
-    state.outputs.settle(state.counts_CS)
-    held, held.outputs = copy.copy(state), copy.copy(state.outputs)
-    for name in ("live_2S", "rules_3S", "history_HS", "counts_CS"):
-        setattr(held, name, getattr(state, name).cpu())
-    held.outputs.to(torch.device("cpu"))
-    return held
+class _Slots:
+    """All slots of a scaling state as `ScalingState.view(...).to_dict()` gives one, from one copy to the host."""
+
+    def __init__(self, state: ScalingState):
+        if state.device.type == "meta":  # nothing has run: fresh tables
+            state = ScalingState(state.layers)
+        self.state = state
+        state.outputs.settle(state.counts_CS)
+        live_2S, rules_3S = state.live_2S.cpu(), state.rules_3S.cpu()
+        s_S = live_2S[1].clone()
+        if outputs := len(state.outputs):  # under the scale that results were stored with, not the one predicted next
+            stored_O = state.outputs.scale_O.cpu()
+            s_S[-outputs:] = torch.where(stored_O > 0, 1.0 / stored_O, 0.0)
+        self.scale = torch.where(s_S > 0, 1.0 / s_S, 1.0).tolist()
+        self.amax, self.numerator = live_2S[0].tolist(), rules_3S[0].tolist()
+        self.before = state.history_HS[0].tolist() if len(state.history_HS) else []
+        self.counts = state.counts_CS.t().tolist()
+
+    def numbers(self, layer: int, role: str) -> dict:
+        """One slot, in types that JSON knows."""
+        recipe, index, cast = self.state.layers[layer][1], self.state.column(layer, role), self.state.cast(layer, role)
+        amax, margin = self.amax[index], recipe.margin
+        if amax < 0:
+            amax = self.before[index] if recipe.delayed else 0.0
+        if role == OUTPUT:
+            margin = round(math.log2(cast.format.max / self.numerator[index])) if recipe.stored else 0
+        counted: dict[str, int] = dict(zip(COUNTERS, self.counts[index], strict=True))
+        return numbers_of(cast, self.scale[index], amax, counted, margin)
 
 
 def _totals(layers: list[dict]) -> dict:

@@ -14,7 +14,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,21 +69,26 @@ class SlotView:
     def to_dict(self) -> dict:
         """Plain numbers, for JSON; shares of the elements that were sampled."""
         counted = {key: int(getattr(self, key)) for key in COUNTERS}
-        elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
-        return {
-            "cast": str(self.cast),
-            "format": self.format.name,
-            "scale": float(self.scale),
-            "amax": float(self.amax),
-            "calls": counted["calls"],
-            "elements": counted["elements"],
-            "saturated": counted["saturated"] / elements,
-            "underflowed": counted["underflowed"] / sampled,
-            "sampled": counted["sampled"] / elements,
-            "nonfinite": counted["nonfinite"],
-            "recasts": counted["recasts"],
-            "margin": self.margin,
-        }
+        return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
+
+
+def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
+    """A slot in types that JSON knows; shares of the elements that were sampled."""
+    elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
+    return {
+        "cast": str(cast),
+        "format": cast.format.name,
+        "scale": scale,
+        "amax": amax,
+        "calls": counted["calls"],
+        "elements": counted["elements"],
+        "saturated": counted["saturated"] / elements,
+        "underflowed": counted["underflowed"] / sampled,
+        "sampled": counted["sampled"] / elements,
+        "nonfinite": counted["nonfinite"],
+        "recasts": counted["recasts"],
+        "margin": margin,
+    }
 
 
 def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:

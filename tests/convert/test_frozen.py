@@ -183,8 +183,9 @@ def test_what_is_refused():
 def test_t5_casts_to_the_dtype_of_a_weight_which_stays(adapters_first: bool):
     """transformers: hidden_states.to(self.wo.weight.dtype), which of codes would be FP8 without a scale."""
     torch.manual_seed(0)
-    sizes: dict = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    sizes |= {"vocab_size": 64, "decoder_start_token_id": 0}
+    config = transformers.T5Config(**sizes)
     model: Any = transformers.T5ForConditionalGeneration(config).requires_grad_(False)
     lora = peft.LoraConfig(r=4, target_modules=["q", "wo"])
     if adapters_first:
