@@ -76,9 +76,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_plain_linear(kind: type) -> bool:
     """Whether modules of this class compute what nn.Linear does: it, a subclass without code of its own, Falcon's."""
-    if not issubclass(kind, nn.Linear) or f"{kind.__module__}.{kind.__qualname__}" in LIKE_LINEAR:
-        return issubclass(kind, nn.Linear)
-    return kind is nn.Linear or not set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}
+    if not issubclass(kind, nn.Linear):
+        return False
+    own_code = set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}
+    return kind is nn.Linear or not own_code or f"{kind.__module__}.{kind.__qualname__}" in LIKE_LINEAR
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
@@ -197,7 +198,7 @@ def _heads(model: nn.Module) -> set[int]:
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
                 found.add(id(_adapted(get())))
-            except (AttributeError, NotImplementedError):  # how models without a head answer
+            except (AttributeError, NotImplementedError):  # transformers raises these for models without a head
                 continue
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}

@@ -1,4 +1,4 @@
-"""What `auto` has sampled and decided in a run, as plain data that is copied from its controllers."""
+"""The samples and decisions of `auto` in one run, as plain data copied from its controllers."""
 
 from __future__ import annotations
 

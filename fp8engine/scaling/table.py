@@ -198,7 +198,7 @@ class ScalingState:
         """Follow `Module._apply` to its device; a change of dtype leaves the tables as they are."""
         try:
             where = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
-        except NotImplementedError:  # `.to` of tables on the meta device, whose weights have been loaded
+        except NotImplementedError:  # torch raises this for `.to` of tables on the meta device (weights loaded since)
             where = fn(torch.empty(0, dtype=torch.uint8)).device
         if where == self.device:
             return

@@ -144,7 +144,7 @@ def _check_ids(model: nn.Module, largest: int) -> None:
     get = getattr(model, "get_input_embeddings", None)
     try:
         size = getattr(get(), "num_embeddings", None) if get is not None else None
-    except (AttributeError, NotImplementedError):  # transformers' answers for a model without embeddings of ids
+    except (AttributeError, NotImplementedError):  # transformers raises these for models that embed no ids
         size = None
     if size is not None and largest >= size:
         raise ConversionError(
