@@ -50,8 +50,8 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
     checkpoint = given.out / "checkpoint"
     if given.resume and fe.distributed.has_checkpoint(checkpoint):
         fe.distributed.load(checkpoint, **parts)
-    elif rank == 0:
-        print(f"begins anew{f': no checkpoint in {checkpoint}' if given.resume else ''}")
+    elif given.resume and rank == 0:
+        print(f"no checkpoint in {checkpoint}: begins anew")
     text = read(given.text and str(given.text), LENGTH).train.long()
     for step in range(schedule.last_epoch, given.steps):
         start = time.perf_counter()
