@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8engine as fe
 from fp8engine.demo.config import read
-from fp8engine.errors import EmulationWarning, Fp8EngineError
+from fp8engine.errors import Fp8EngineError
 
 ROWS, LENGTH = 4, 128  # sequences of a rank, and their bytes
 SIZE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -49,8 +48,10 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaling": fe.scaling_state(model)}
     checkpoint = given.out / "checkpoint"
-    if given.resume:
+    if given.resume and fe.distributed.has_checkpoint(checkpoint):
         fe.distributed.load(checkpoint, **parts)
+    elif given.resume and rank == 0:
+        print(f"no checkpoint in {checkpoint}: begins anew")
     text = read(given.text and str(given.text), LENGTH).train.long()
     for step in range(schedule.last_epoch, given.steps):
         start = time.perf_counter()
@@ -86,7 +87,7 @@ def main() -> None:
     options.add_argument("--every", type=int, default=10, help="print every so many steps")
     options.add_argument("--text", type=Path)
     options.add_argument("--out", type=Path, default=Path("runs/fsdp2"))
-    options.add_argument("--resume", action="store_true")
+    options.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if one is there")
     given = options.parse_args()
     if not dist.is_torchelastic_launched():
         sys.exit("start it with torchrun: torchrun --nproc-per-node 2 examples/fsdp2.py")
@@ -95,8 +96,6 @@ def main() -> None:
     device = torch.device("cuda", dist.get_node_local_rank()) if card else torch.device("cpu")
     if card:
         torch.cuda.set_device(device)
-    if dist.get_rank():
-        warnings.simplefilter("ignore", EmulationWarning)  # the first rank says it
     try:
         train(given, device)
     except Fp8EngineError as error:

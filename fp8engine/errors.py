@@ -109,7 +109,7 @@ class FusionWarning(UserWarning):
 
 
 class ParallelWarning(UserWarning):
-    """Warning, once per model: a way of sharding it costs more memory or traffic than the one that was asked for."""
+    """Warning: a way of sharding costs more than the one asked for, or a state has amaxes of several ranks."""
 
 
 class BypassWarning(UserWarning):
@@ -133,4 +133,4 @@ class ReportWarning(UserWarning):
 
 
 class EmulationWarning(UserWarning):
-    """Warning, once per model: this device has no FP8 Tensor Cores: FP8 values are emulated, nothing is faster."""
+    """Warning, once per model, on the first rank: no FP8 Tensor Cores here: FP8 is emulated, and nothing is faster."""

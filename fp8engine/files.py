@@ -40,7 +40,7 @@ def write(path: str | os.PathLike, content: bytes | str) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_by(path: str | os.PathLike, save: Callable[[Path], object]) -> None:
@@ -59,10 +59,10 @@ def write_by(path: str | os.PathLike, save: Callable[[Path], object]) -> None:
             with open(made, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(made, path.parent / made.name)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Force the new name to the disk too, where the system can: the file itself is in place already."""
     with contextlib.suppress(OSError):  # Windows opens no folders; others need the right to read it, or cannot sync it
         handle = os.open(folder, os.O_RDONLY)

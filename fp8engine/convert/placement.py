@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8engine.errors import ParallelError
+from fp8engine.autograd.numerics import plan
+from fp8engine.errors import EmulationWarning, ParallelError
 from fp8engine.nn.linear import float8_modules
+from fp8engine.numerics.recipe import Recipe
+from fp8engine.ops import matmul, ranks
 from fp8engine.scaling.table import ScalingState
 
 
@@ -21,6 +26,18 @@ def device_of(module: nn.Module, parameter: str = "weight") -> torch.device:
             if (where := getattr(each, "execution_device", None)) is not None:
                 return torch.device(where)
     return weight.device
+
+
+def why_emulated(where: torch.device, recipe: Recipe) -> str | None:
+    """Why a layer's matmuls would run without FP8 Tensor Cores there; None where they have them, or run in 16 bits."""
+    return matmul.why_emulated(where, matmul.choose(where, plan(recipe).by_block)) if recipe.is_fp8 else None
+
+
+def warn_emulated(whys: Sequence[str], stacklevel: int) -> None:
+    """Warn of emulated layers, where there are any; of several ranks the first does.  whys: of each layer."""
+    if whys and ranks.first():
+        text = f"{whys[0]}: {len(whys)} layers compute with FP8 values, emulated"
+        warnings.warn(text, EmulationWarning, stacklevel=stacklevel + 1)
 
 
 def place_states(model: nn.Module) -> None:

@@ -20,24 +20,22 @@ from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan, flow
 from fp8engine.auto.calibration import calibrate
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.numerics import plan as numerics_plan
 from fp8engine.convert import attention as attending
 from fp8engine.convert import freeze
 from fp8engine.convert import fuse as fusing
 from fp8engine.convert.bypassed import FirstForward, call_layers
 from fp8engine.convert.describe import describe
-from fp8engine.convert.placement import device_of
+from fp8engine.convert.placement import device_of, warn_emulated, why_emulated
 from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
 from fp8engine.convert.revert import revert
 from fp8engine.convert.select import Decision, Skip, decide, is_conv1d
-from fp8engine.errors import ConversionError, EmulationWarning, FusionWarning, StrictError
+from fp8engine.errors import ConversionError, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.nn.outliers import propose
 from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import Auto, Recipe
-from fp8engine.ops import matmul
 from fp8engine.scaling.table import ScalingState
 
 
@@ -94,7 +92,8 @@ def convert(
         if not chosen:
             why = "; ".join(f"{d.name}: {d.reason}" for d in decisions[:8]) or "it has no linear layers"
             raise ConversionError(f"nothing to convert in {type(model).__name__}: {why}")
-        emulated = {d.name: why for d, used in chosen if used.is_fp8 and (why := _why_emulated(d, used))}
+        wheres = [(d.name, device_of(d.module, d.parameter), used) for d, used in chosen]
+        emulated = {name: why for name, where, used in wheres if (why := why_emulated(where, used))}
         if strict:
             _refuse(model if fuse else None, decisions, emulated)
         stored, trained = freeze.divide(model, chosen, frozen, strict)
@@ -175,12 +174,6 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
     ]
 
 
-def _why_emulated(decision: Decision, recipe: Recipe) -> str | None:
-    """Why the layer's matmuls would run without FP8 Tensor Cores where its weight is now; None where they have them."""
-    where = device_of(decision.module, decision.parameter)
-    return matmul.why_emulated(where, matmul.choose(where, numerics_plan(recipe).by_block))
-
-
 def _refuse(fused: nn.Module | None, decisions: list[Decision], emulated: dict[str, str]) -> None:
     """strict=True: raise StrictError for whatever would not run as asked.
 
@@ -257,10 +250,7 @@ def _control(
 
 def _warn(emulated: dict[str, str], fusion: fusing.Fusion | None) -> None:
     """Warn `convert`'s caller of emulated layers, layer -> why, and where fuse=True has fused nothing."""
-    if emulated:
-        why = next(iter(emulated.values()))
-        text = f"{why}: {len(emulated)} layers compute with FP8 values, emulated"
-        warnings.warn(text, EmulationWarning, stacklevel=3)
+    warn_emulated([*emulated.values()], stacklevel=3)
     if fusion is not None and not fusion.groups:
         why = "; ".join(fusion.unknown) or "none of its norms and MLPs can (fe.inspect says why)"
         warnings.warn(f"fuse=True: {why}: every layer runs by itself", FusionWarning, stacklevel=3)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.distributed.amax import reduce_amax
-from fp8engine.distributed.checkpoint import load, save
+from fp8engine.distributed.checkpoint import has_checkpoint, load, save
 from fp8engine.distributed.fsdp import fsdp, gather_fp8
 from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
@@ -28,6 +28,7 @@ __all__ = [
     "fp8_gradients",
     "fsdp",
     "gather_fp8",
+    "has_checkpoint",
     "load",
     "plan",
     "reduce_amax",

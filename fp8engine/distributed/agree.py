@@ -1,4 +1,4 @@
-"""Check that all ranks of a group were given the same, before a collective waits for one that was not."""
+"""Check that all ranks of a group found no problem and were given the same: an error on every rank, or on none."""
 
 from __future__ import annotations
 
@@ -6,26 +6,48 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from fp8engine.errors import ParallelError
+from fp8engine.errors import Fp8EngineError, ParallelError
+
+SAME = "call it with the same model and options on every rank"
 
 
-def check_alike(caller: str, described: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Raise ParallelError on every rank where the descriptions of two ranks differ; it names the first difference.
+def agree(
+    caller: str,
+    said: Mapping[str, object],
+    group: dist.ProcessGroup | None = None,
+    problem: Exception | str | None = None,
+    *,
+    remedy: str = SAME,
+    error: type[Fp8EngineError] = ParallelError,
+) -> None:
+    """Raise on every rank where one of them has a problem, or where what two of them say differs.
 
-    described: by name, anything that pickles and compares.  All ranks of the group have to call it.
-    In a group of torch's "fake" backend nothing is checked.
+    All ranks of the group have to call it, before a collective that would wait for a rank that has given up; without
+    a process group the one process is all.  In a group of torch's "fake" backend nothing is compared.
+    said: by name, anything that pickles and compares; the first difference is named.  problem: of this rank, a sentence
+    or an exception, of which the first rank's that has one is named.
     """
-    if dist.get_backend(group) == "fake":  # one process stands for all ranks (planner.py): nobody else to ask
-        return
-    everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(described), group)
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
+    if isinstance(problem, Exception):
+        problem_text = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}; {remedy}"
+    else:
+        problem_text = problem
+    mine = (dict(said), problem_text)
+    everyone = [mine]
+    # One process stands for all ranks of a fake group (planner.py): there is nobody else to ask.
+    if dist.is_available() and dist.is_initialized() and dist.get_backend(group) != "fake":
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group)
+    wrong = [rank for rank, (_, problem_there) in enumerate(everyone) if problem_there]
+    if wrong:
+        ranks = "" if len(wrong) == len(everyone) else f" (on ranks {wrong})"
+        cause = problem if isinstance(problem, Exception) else None
+        raise error(f"{caller}{ranks}: {everyone[wrong[0]][1]}") from cause
+    first = everyone[0][0]
+    for rank, (other, _) in enumerate(everyone):
         different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if different:
             key = different[0]
-            raise ParallelError(
+            raise error(
                 f"{caller}: ranks differ in {len(different)} things; {key} is {first.get(key, 'missing')} on rank 0 "
-                f"of the group and {other.get(key, 'missing')} on rank {rank}: call it with the same model and options "
-                "on every rank"
+                f"of the group and {other.get(key, 'missing')} on rank {rank}: {remedy}"
             )

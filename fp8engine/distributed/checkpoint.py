@@ -1,16 +1,23 @@
 """Checkpoints of a sharded model by torch.distributed.checkpoint, for any number of ranks to load, and for torch.
 
-`save` writes one folder; its parts "model" and "optimizer" are torch's own, so that `dcp_to_torch_save` and `dcp.load`
-read them without this library.  `load` reads into copies first: a checkpoint that is cut short, or of another model,
-is an error on every rank and changes nothing.
+    path/.metadata      torch's, which names the files of the checkpoint: one rename makes a new one the checkpoint
+    path/data-1a2b3c4d  what one save wrote; removed once .metadata names another's
+
+A first save writes all of that to path.part, and renames it: `path` is there only when it is whole.  Parts "model" and
+"optimizer" are torch's own, so that `dcp_to_torch_save` and `dcp.load` read them without this library.  `load` reads
+into copies first: a checkpoint that is cut short, or of another model, is an error on every rank and changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pickle
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8engine import _torch
+from fp8engine import _torch, files
+from fp8engine.distributed.agree import agree
 from fp8engine.errors import StateError
 from fp8engine.nn.linear import float8_modules
 from fp8engine.ops import ranks
+
+METADATA = ".metadata"  # torch's name for it; a folder that has it is whole
+DATA = "data-"
 
 
 class Stateful(Protocol):
@@ -43,8 +54,8 @@ def save(
 
     others: by name; pass scaling=fe.scaling_state(model), without which predicted scales begin anew.  The first rank's
     state is written, because ranks agree on it: amaxes of activations are joined before (where `fsdp` or `reduce_amax`
-    has named a group).  A checkpoint that is there already stays whole until the new one is, and is then replaced.
-    Raises what torch.distributed.checkpoint raises for a folder that cannot be written.
+    has named a group).  Whenever a save is killed, a checkpoint that was there, or the new one, is whole and loads.
+    Raises StateError on every rank, with the checkpoint that was there unchanged, where one rank cannot write.
     """
     from torch.distributed import checkpoint
 
@@ -55,11 +66,19 @@ def save(
     for name, other in others.items():
         written = io.BytesIO()
         torch.save(other.state_dict(), written)
-        parts[name] = written.getvalue()  # one value, whatever is in it: the first rank's
-    part = Path(f"{os.fspath(path)}.part")
-    _first_rank(lambda: shutil.rmtree(part, ignore_errors=True))  # of a save that was interrupted
-    checkpoint.save(parts, checkpoint_id=part)
-    _first_rank(lambda: _replace(Path(path), part))
+        if ranks.first():  # torch writes any one rank's of those that have the name
+            parts[name] = written.getvalue()
+    into: list[Any] = [None]
+    failed = f"{os.fspath(path)} was not saved, and what was there is unchanged"
+
+    def begin() -> None:
+        into[0] = _begin(Path(path)) if ranks.first() else None
+
+    _on_all(begin, failed)
+    if dist.is_initialized():
+        dist.broadcast_object_list(into)
+    _on_all(lambda: checkpoint.save(parts, checkpoint_id=into[0]) and None, failed)
+    _on_all(lambda: _finish(Path(path), into[0]) if ranks.first() else None, failed)
 
 
 def load(
@@ -68,44 +87,109 @@ def load(
     """Put back what `save` wrote, on any number of ranks, into the same model, converted or not; every rank calls it.
 
     others: by the names that they were saved under.  Raises StateError on every rank, with nothing changed, for a
-    folder that holds no whole checkpoint, or one of another model.
+    folder that holds no whole checkpoint, one of another model, or one that a rank cannot read.
     """
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    wanted = _tensors(model, optimizer)
-    parts: dict[str, Any] = dict.fromkeys(others, b"")
-    error: BaseException | None = None
-    copies = _torch.tree_map(_copy, wanted) | parts
-    try:
-        _read(path, copies)
-        states = {name: torch.load(io.BytesIO(copies[name]), weights_only=True) for name in others}
-    except CheckpointException as found:  # what every rank is told of the ranks that could not read
-        error, states = next(iter(found.failures.values()))[0], {}
-    except Exception as found:  # whatever torch raises on this rank alone
-        error, states = found, {}
-    _raise_alike(error, path)
+    failed = f"{os.fspath(path)} is no whole checkpoint of this model"
+    wanted = _tensors(model, optimizer) | dict.fromkeys(others, b"")
+    copies: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+
+    def read() -> None:
+        copies.update(_torch.tree_map(_copy, wanted))
+        checkpoint.load(copies, checkpoint_id=_whole(Path(path)))
+        states.update({name: torch.load(io.BytesIO(copies[name]), weights_only=True) for name in others})
+
+    remedy = "nothing was loaded: name a folder, seen by all ranks, that fe.distributed.save wrote from the same model"
+    # A rank that cannot read would not come to the collectives of the others: they learn of it before.
+    _on_all(lambda: _check(Path(path), wanted), failed, remedy)
+    _on_all(read, failed, remedy)
     for name, other in others.items():
         other.load_state_dict(states[name])  # first: it checks before it changes anything
     optimizers = () if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=copies["model"], optim_state_dict=copies.get("optimizer", {}))
 
 
-def _first_rank(action: Callable[[], None]) -> None:
-    """The action on the first rank; the others wait until it is done."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        action()
-    if dist.is_initialized():
-        dist.barrier()
+def has_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether `load` finds a whole checkpoint there, of a save that was killed too; for scripts that then resume.
+
+    Every rank has to call it.  Raises StateError on every rank where one sees a checkpoint and another does not.
+
+    >>> has_checkpoint("runs/not-begun")
+    False
+    """
+    failed, remedy = f"has_checkpoint({os.fspath(path)})", "name a folder that all ranks can read"
+    return _on_all(lambda: _whole(Path(path)) is not None, failed, remedy)
 
 
-def _replace(path: Path, part: Path) -> None:
-    before = Path(f"{path}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    if path.exists():
-        path.rename(before)
-    part.rename(path)
-    shutil.rmtree(before, ignore_errors=True)
+def _on_all(action: Callable[[], object], failed: str, remedy: str = "see the ranks' disks and rights") -> Any:
+    """What the action returns on every rank.  Raises StateError on all where one has failed, or has another result."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    found = problem = None
+    try:
+        found = action()
+    except CheckpointException as error:  # what every rank is told of the ranks that have failed
+        problem: Any = next(iter(error.failures.values()))[0]
+    except Exception as error:  # whatever torch raises on this rank alone
+        problem = error
+    agree(failed, {"what is found there": found}, problem=problem, remedy=remedy, error=StateError)
+    return found
+
+
+def _whole(path: Path) -> Path | None:
+    """The folder of the checkpoint: `path`, or one beside it that a save has left which was killed before its rename.
+
+    "before" is the name that older versions gave to what they were replacing.  Raises OSError where it cannot be read.
+    """
+    beside = (path, Path(f"{path}.part"), Path(f"{path}.before"))
+    return next((folder for folder in beside if (folder / METADATA).exists()), None)
+
+
+def _begin(path: Path) -> Path:
+    """An empty folder for what a save writes, in the checkpoint that it will replace or, where none is, in a part."""
+    folder = _whole(path) or (path if path.exists() else Path(f"{path}.part"))
+    _tidy(folder)
+    into = folder / f"{DATA}{secrets.token_hex(4)}"
+    into.mkdir(parents=True)
+    return into
+
+
+def _finish(path: Path, into: Path) -> None:
+    """Make what was written to the folder `into` the checkpoint, and remove what was it before."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    folder, metadata = into.parent, FileSystemReader(into).read_metadata()
+    metadata.storage_data = {
+        name: replace(stored, relative_path=f"{into.name}/{stored.relative_path}")
+        for name, stored in metadata.storage_data.items()
+    }
+    files.write(into / METADATA, pickle.dumps(metadata))
+    (into / METADATA).replace(folder / METADATA)
+    files.sync_folder(folder)
+    if folder != path:
+        folder.rename(path)
+        files.sync_folder(path.parent)
+    _tidy(path)
+    for beside in (f"{path}.part", f"{path}.before"):
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what saves have left in a folder that its metadata does not name, as far as the system lets us."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    used = set()
+    if (folder / METADATA).exists():
+        named = FileSystemReader(folder).read_metadata().storage_data.values()
+        used = {Path(stored.relative_path).parts[0] for stored in named}
+    for each in (*folder.glob(f"{DATA}*"), *folder.glob("__*.distcp")):  # the second: torch's own layout
+        if each.name not in used:
+            shutil.rmtree(each, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                each.unlink(missing_ok=True)
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -121,22 +205,23 @@ def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
-def _read(path: str | os.PathLike, copies: dict[str, Any]) -> None:
-    """Fill the copies.  Raises StateError where the checkpoint holds other tensors."""
-    from torch.distributed import checkpoint
+def _check(path: Path, wanted: dict[str, Any]) -> object:
+    """What names the save that this rank finds there.  Raises StateError where there is none, or of other tensors."""
+    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    there = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(_whole(path) or path).read_metadata()
+    there = metadata.state_dict_metadata
     sizes = {name: tuple(kept.size) for name, kept in there.items() if isinstance(kept, TensorStorageMetadata)}
-    for name, x in _flat(copies):
+    for name, x in _flat(wanted):
         if name not in there:
             raise StateError(f"it has no {name}")
         if isinstance(x, torch.Tensor) and sizes.get(name) != tuple(x.shape):
             raise StateError(f"its {name} is {list(sizes.get(name, ()))}, wanted is {list(x.shape)}")
-    unknown = sorted(name for name in sizes if name.startswith("model.") and name not in dict(_flat(copies)))
+    unknown = sorted(name for name in sizes if name.startswith("model.") and name not in dict(_flat(wanted)))
     if unknown:
         raise StateError(f"it has {len(unknown)} tensors that the model has not, {unknown[0]} the first")
-    checkpoint.load(copies, checkpoint_id=path)
+    return metadata.storage_meta and metadata.storage_meta.save_id
 
 
 def _flat(parts: Mapping[str, Any]):
@@ -146,19 +231,3 @@ def _flat(parts: Mapping[str, Any]):
             yield from ((f"{name}.{below}", value) for below, value in _flat(part))
         elif isinstance(part, torch.Tensor | bytes):
             yield str(name), part
-
-
-def _raise_alike(error: BaseException | None, path: str | os.PathLike) -> None:
-    """Raise StateError on every rank where one of them has found an error."""
-    told = [None if error is None else f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, told[0])
-        told = everyone
-    found = [(rank, text) for rank, text in enumerate(told) if text is not None]
-    if found:
-        rank, text = found[0]
-        raise StateError(
-            f"{os.fspath(path)} is no whole checkpoint of this model (rank {rank}: {text.splitlines()[0]}); nothing "
-            "was loaded: name a folder that fe.distributed.save has written from the same model and optimizer"
-        ) from error

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8engine import _torch
 from fp8engine.autograd.numerics import CastPlan, Numerics
-from fp8engine.distributed.agree import check_alike
+from fp8engine.distributed.agree import agree
 from fp8engine.distributed.routes import Route, ToExperts, ToTokens
 from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
@@ -83,15 +83,13 @@ class ExpertParallel(ParallelStyle):
             )
         layers = _layers(module)
         problem = _problem(module, layers, device_mesh.size())
-        said: dict[str, object] = {"what it refuses": problem, "fp8": None if self.fp8 is None else sorted(self.fp8)}
+        said: dict[str, object] = {"fp8": None if self.fp8 is None else sorted(self.fp8)}
         for i, layer in enumerate(layers):
             recipe = None if layer.numerics is None else layer.numerics.recipe
             said[f"layer {i}'s recipe"] = recipe and recipe.name
             said[f"layer {i}'s casts"] = recipe and [tuple(map(str, recipe.operands(matmul))) for matmul in MATMULS]
             said[f"layer {i}'s [experts, out_features, in_features]"] = layer.shape
-        check_alike("ExpertParallel", said, device_mesh.get_group())
-        if problem:
-            raise ParallelError(f"ExpertParallel: {problem}")
+        agree("ExpertParallel", said, device_mesh.get_group(), problem)
         for layer in layers:
             layer.divide(device_mesh, self.src_data_rank)
         method = "of_rows" if isinstance(module, Float8Experts) else "forward"

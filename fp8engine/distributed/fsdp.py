@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8engine import _torch
 from fp8engine.autograd.gathered import why_not
-from fp8engine.distributed.agree import check_alike
+from fp8engine.distributed.agree import agree
 from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.gathers import GATHER
 from fp8engine.distributed.sharded_weight import ShardedWeight
@@ -208,7 +208,7 @@ def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessG
         # Sorted: ranks go through a set of parameters in different orders.
         "option ignored_params": sorted(names_of[id(each)] for each in options.get("ignored_params") or ()),
     }
-    check_alike("fe.distributed.fsdp", described, group)
+    agree("fe.distributed.fsdp", described, group)
 
 
 def _shapes(layer: Float8Module) -> list[tuple]:

@@ -29,12 +29,18 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8engine import _torch
+from fp8engine.distributed.agree import agree
 from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError
 from fp8engine.ops.reference import How
 
 GROUP = 128  # numbers that share a scale
 HOW = How(torch.float8_e4m3fn, 1, GROUP, power_of_2=True)
+ONE_NODE = (
+    "between nodes an all-to-all sends more than a ring in BF16 does: reduce in BF16 "
+    "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16); bf16_compress_hook for DDP), or shard within a node and "
+    "replicate between nodes (fully_shard with a mesh of two dimensions)"
+)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -81,7 +87,7 @@ def fp8_gradient_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
     group: Any = dist.group.WORLD if state is None else state
     ranks, rank = group.size(), group.rank()
     if (here := int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)) < ranks:
-        raise _spans_nodes(f"{ranks} ranks, and {here} processes run on this node")
+        raise ParallelError(f"FP8 gradients: {ranks} ranks, and {here} processes run on this node: {ONE_NODE}")
     bucket_N = bucket.buffer()
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     if ranks == 1:
@@ -128,18 +134,7 @@ class Fp8ReduceScatter:
 
 def on_one_node(group: dist.ProcessGroup) -> None:
     """Raise ParallelError on every rank of the group where its ranks run on several nodes.  A collective."""
-    names: list[Any] = [None] * group.size()
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    if len(nodes := sorted(set(names))) > 1:
-        raise _spans_nodes(f"its {len(names)} ranks run on {len(nodes)} nodes: {', '.join(nodes[:4])}")
-
-
-def _spans_nodes(found: str) -> ParallelError:
-    return ParallelError(
-        f"FP8 gradients: the group that reduces them spans nodes ({found}), where an all-to-all sends more than a "
-        "ring in BF16 does: reduce in BF16 (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16); bf16_compress_hook for "
-        "DDP), or shard within a node and replicate between nodes (fully_shard with a mesh of two dimensions)"
-    )
+    agree("FP8 gradients", {"the node": socket.gethostname()}, group, remedy=ONE_NODE)
 
 
 def _factor(op: Any, ranks: int) -> float:

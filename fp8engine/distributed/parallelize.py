@@ -5,12 +5,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from fp8engine.distributed.agree import check_alike
+from fp8engine.distributed.agree import agree
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
 from fp8engine.errors import ParallelError, UnknownName
@@ -39,9 +38,9 @@ def tensor_parallel(
     >>> model = tensor_parallel(model, init_device_mesh("cuda", (8,)), plan)  # doctest: +SKIP
     """
     mesh = _one_dimension(mesh, dim)
-    group = mesh.get_group()
-    _raise_on_all(list(_problems(model, plan, mesh.size())), group)
-    check_alike("tensor_parallel", _described(model, plan), group)
+    problems = list(_problems(model, plan, mesh.size()))[:8]
+    problem = "; ".join([*problems, "nothing was divided"]) if problems else None
+    agree("tensor_parallel", _described(model, plan), mesh.get_group(), problem)
     return parallelize_module(model, mesh, dict(plan))
 
 
@@ -125,14 +124,3 @@ def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str,
         for layer in float8_modules(model)
     }
     return {**layers, **{f"the plan's {pattern!r}": str(style) for pattern, style in plan.items()}}
-
-
-def _raise_on_all(problems: list[str], group: dist.ProcessGroup) -> None:
-    """Raise ParallelError on every rank of the group where any of them has found something wrong."""
-    found: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(found, problems, group)
-    wrong = {rank: each for rank, each in enumerate(found) if each}
-    if wrong:
-        first = next(iter(wrong.values()))
-        ranks = "" if len(wrong) == len(found) else f" (on ranks {sorted(wrong)})"
-        raise ParallelError(f"tensor_parallel{ranks}: {'; '.join(first[:8])}; nothing was divided")

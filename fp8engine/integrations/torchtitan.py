@@ -18,7 +18,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import io
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -34,15 +33,15 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.numerics import plan
+from fp8engine.convert.placement import warn_emulated, why_emulated
 from fp8engine.convert.select import HEADS, ROUTER, ROUTERS
 from fp8engine.convert.unite import unite
 from fp8engine.distributed.fsdp import gather_fp8
-from fp8engine.errors import ConversionError, EmulationWarning, ParallelError, StrictError, UnknownName
+from fp8engine.errors import ConversionError, ParallelError, StrictError, UnknownName
 from fp8engine.nn.linear import Float8Module, Linear, float8_modules
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
-from fp8engine.ops import matmul, ranks
-from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict
+from fp8engine.ops import ranks
+from fp8engine.report.state import joined_state_dict, load_scaling_state_dict
 from fp8engine.scaling.table import ScalingState
 
 STATE = "fp8engine"  # of scaling state, in a checkpoint and in --checkpoint.exclude_from_loading
@@ -192,7 +191,7 @@ class ScalingStates(Stateful):
         for state in self._states():
             if state.ranks and state.delayed:
                 ranks.join(state.live_2S[0], state.ranks, state.saved_1)
-        return {name: _packed(scaling_state_dict(part)) for name, part in self.parts.items()}
+        return {name: _packed(joined_state_dict(part)) for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
         """Raises StateError for the state of another model, or of other recipes."""
@@ -263,13 +262,10 @@ class FirstForward:
         group = next((name for layer in layers if (name := _group_of(layer))), "")
         for state in {id(layer.numerics.state): layer.numerics.state for layer in layers}.values():
             state.ranks = group
-        emulated = [layer for layer in layers if _why_emulated(layer)]
-        if not emulated:
-            return
-        why = f"{_why_emulated(emulated[0])}: {len(emulated)} layers compute with FP8 values, emulated"
-        if self.strict:
-            raise StrictError(f"strict=True: {why}")
-        warnings.warn(why, EmulationWarning, stacklevel=2)
+        whys = [why for layer in layers if (why := why_emulated(layer.weight.device, layer.numerics.recipe))]
+        if whys and self.strict:
+            raise StrictError(f"strict=True: {whys[0]}: {len(whys)} layers would be emulated")
+        warn_emulated(whys, stacklevel=2)
 
 
 def _layer(config: TitanLinear.Config, recipe: Recipe) -> Float8Linear.Config:
@@ -316,13 +312,6 @@ def _group_of(layer: Float8Module) -> str:
         return ""
     mesh = weight.device_mesh
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group().group_name
-
-
-def _why_emulated(layer: Float8Module) -> str | None:
-    numerics, where = layer.numerics, layer.weight.device
-    if not numerics.recipe.is_fp8:
-        return None
-    return matmul.why_emulated(where, matmul.choose(where, plan(numerics.recipe).by_block))
 
 
 def _capturing(layer: Float8Module) -> bool:

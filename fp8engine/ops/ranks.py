@@ -61,6 +61,11 @@ def agree(table: torch.Tensor, name: str) -> bool:
     return False
 
 
+def first() -> bool:
+    """Whether this process is the first of all, or the only one: the one that says what all ranks would say."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def several(name: str) -> bool:
     """Whether `agree` would find other ranks."""
     if not dist.is_available() or not dist.is_initialized():

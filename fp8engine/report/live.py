@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fp8engine.errors import ReportWarning
+from fp8engine.ops import ranks
 from fp8engine.report.collect import inspect
 from fp8engine.report.events import EventWriter
 from fp8engine.report.table import Report
@@ -67,7 +68,7 @@ class LiveReport:
     def write(self, model: nn.Module, step: int) -> None:
         """Write the report as it is behind that step."""
         report = inspect(model)
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        if not ranks.first():
             return
         self.losses = {at: float(loss) for at, loss in self.losses.items()}
         losses = [float(self.losses.get(at, math.nan)) for at in range(step + 1)] if self.losses else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -11,8 +12,9 @@ from fp8engine._torch import plain_name
 from fp8engine.auto import Alarm, Controller
 from fp8engine.autograd import Numerics
 from fp8engine.convert.select import linear_layers, parameter_of
-from fp8engine.errors import ConversionError, ShapeError, StateError, UnknownName
+from fp8engine.errors import ConversionError, ParallelWarning, ShapeError, StateError, UnknownName
 from fp8engine.nn.linear import Float8Module
+from fp8engine.ops import ranks
 from fp8engine.scaling.table import OUTPUT, ScalingState, SlotView
 
 READS = (1, 2)  # 2 where there are slots of outputs
@@ -100,7 +102,7 @@ class StateView(Mapping[str, SlotView]):
 
         `accelerator.register_for_checkpointing(fe.scaling_state(model))` takes it.
         """
-        return _saved(self._layers)
+        return _marked(_saved(self._layers))
 
     def load_state_dict(self, state_dict: Mapping) -> None:
         """As `load_scaling_state_dict`, and raises as it does."""
@@ -163,6 +165,11 @@ def scaling_state_dict(model: nn.Module) -> dict:
     One rank of several may call it without the others: a run resumed on all ranks from its file repeats the run that
     goes on.  For that, all ranks take this step's amaxes from the first rank that saved, not the largest of all ranks.
     """
+    return _marked(joined_state_dict(model))
+
+
+def joined_state_dict(model: nn.Module) -> dict:
+    """`scaling_state_dict` where this step's amaxes have been joined before: those of any rank are all ranks'."""
     return _saved(float8_layers(model, "scaling_state_dict"))
 
 
@@ -181,10 +188,32 @@ def _saved(layers: dict[str, Numerics]) -> dict:
     return found
 
 
+def _marked(state: dict) -> dict:
+    """On other ranks than the first, scales (>= 0) get a negative sign: a load sees whose amaxes stand beside them."""
+    if not ranks.first():
+        for slot in state["slots"].values():
+            slot["live"][1:].neg_()
+    return state
+
+
+def _warn_of_marks(slots: Mapping) -> None:
+    """torch.distributed.checkpoint keeps any one rank's tensor of a name; the run goes on with the first rank's."""
+    signs = torch.stack([slot["live"][1] for slot in slots.values()]).signbit().tolist()
+    if ranks.first() and (marked := [name for name, sign in zip(slots, signs, strict=True) if sign]):
+        warnings.warn(
+            f"the scaling state has the amaxes of other ranks than the first in {len(marked)} slots, {marked[0]} the "
+            "first, as torch.distributed.checkpoint keeps one rank's tensor of each name: under predicted scales the "
+            "run will not repeat the one that went on bit for bit; save with fe.distributed.save, or the first rank's",
+            ParallelWarning,
+            stacklevel=4,
+        )
+
+
 def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
     """Put back what `scaling_state_dict` saved from the same model under the same recipes.
 
     Raises StateError, with nothing loaded, when it is not such a dict, slots are missing or unknown, or shapes differ.
+    Warns (ParallelWarning), on the first rank, where it has other ranks' amaxes that the run did not go on with.
     """
     _load(float8_layers(model, "load_scaling_state_dict"), state_dict)
 
@@ -210,6 +239,8 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         raise StateError(
             f'{len(kept)} states of "auto" saved, {len(controllers)} wanted: convert with the recipe of then'
         )
+    if any(state.delayed for state in _states(layers)):
+        _warn_of_marks(slots)
     for controller, found in zip(controllers, kept, strict=True):  # before the tables: a changed recipe clears a scale
         controller.load_state_dict(found)
     for name, numerics, role in _slots_of(layers):
@@ -217,6 +248,7 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         for key, target in _columns(numerics, role).items() if saved else ():
             target[: saved[key].numel()] = saved[key][: target.numel()]
     for state in _states(layers):
+        state.live_2S[1].abs_()
         state.outputs.loaded(state.live_2S)
         state.saved_1.fill_(1)
         state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered

@@ -157,7 +157,7 @@ def test_torch_reads_it_into_the_plain_model(saved: dict, folder: Path):
 def test_a_bad_checkpoint_changes_nothing(saved: dict, folder: Path):
     for name in ("cut", "without metadata"):
         shutil.copytree(folder / "delayed", folder / name)
-    part = max((folder / "cut").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    part = max((folder / "cut").rglob("*.distcp"), key=lambda path: path.stat().st_size)
     part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     (folder / "without metadata" / ".metadata").unlink()
     for rank in run(spoilt, 2, str(folder)):

@@ -1,0 +1,258 @@
+"""Saves that are killed at any of their file operations: a whole checkpoint, old or new, is found and loads."""
+
+import builtins
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+import fp8engine as fe
+from benchmarks.distributed.processes import IMPORTED
+from fp8engine.demo import config as disk
+
+OPERATIONS = [(os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir", "fsync", "open")]
+OPERATIONS += [(builtins, "open"), (io, "open")]
+
+
+class Killed(BaseException):
+    """What every file operation raises from the fatal one on: nothing reaches the disk any more."""
+
+
+class Disk:
+    """File operations in a folder, counted while `running`; the fatal one and all after it do nothing but `die`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch | None = None):
+        self.folder, self.count, self.fatal, self.running, self.die = str(folder), 0, -1, False, self._raise
+        for module, name in OPERATIONS:
+            # The disk itself does not fail here: what fsync was called for is not waited for, which saves seconds.
+            counted = self._counted(getattr(module, name) if name != "fsync" else lambda file: None)
+            if monkeypatch is None:
+                setattr(module, name, counted)  # in a process that ends soon
+            else:
+                monkeypatch.setattr(module, name, counted)
+
+    def _raise(self) -> None:
+        raise Killed
+
+    def _counted(self, real: Callable) -> Callable:
+        def operation(*args: Any, **named: Any) -> Any:
+            here = isinstance(args[0], int) or "dir_fd" in named or os.fspath(args[0]).startswith(self.folder)
+            if self.running and here:
+                self.count += 1
+                if self.count > self.fatal >= 0:
+                    self.die()
+            return real(*args, **named)
+
+        return operation
+
+    def run(self, save: Callable[[], object], fatal: int = -1) -> bool:
+        """Whether the save ended by itself.  fatal: how many operations it is granted; -1 for all."""
+        self.count, self.fatal, self.running = 0, fatal, True
+        try:
+            save()
+        except BaseException:
+            if fatal < 0 or self.count <= fatal:
+                raise
+        finally:
+            self.running = False
+        return fatal < 0 or self.count <= fatal
+
+
+class Number:
+    """A part of a checkpoint that is one number."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+    def state_dict(self) -> dict:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.value = state_dict["value"]
+
+
+def parts(value: int) -> dict[str, Any]:
+    """A model, its optimizer's momenta and a number that are all `value`."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.5)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "number": Number(value)}
+
+
+def save(path: Path, value: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a process without a group
+        fe.distributed.save(path, **parts(value))
+
+
+def loaded(path: Path) -> int:
+    """The value of the checkpoint, in which all parts have one."""
+    into = parts(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fe.distributed.load(path, **into)
+    momenta = [state["momentum_buffer"] for state in into["optimizer"].state.values()]
+    numbers = {x for tensor in (*into["model"].parameters(), *momenta) for x in tensor.flatten().tolist()}
+    assert numbers == {float(into["number"].value)}
+    return into["number"].value
+
+
+def found(path: Path) -> int:
+    """What a script goes on from that loads if there is something to load; 0 where it begins anew."""
+    there = fe.distributed.has_checkpoint(path)
+    if path.exists():
+        assert there  # a script that asks the file system, and not us, must not end in an error
+    return loaded(path) if there else 0
+
+
+def kills(disk: Disk, path: Path, value: int, before: Path | None) -> Iterator[int]:
+    """The number of each operation of a save of `value` over a copy of `before`, after it was killed there."""
+    fatal = 0
+    while True:
+        shutil.rmtree(path.parent, ignore_errors=True)
+        if before is None:
+            path.parent.mkdir()
+        else:
+            shutil.copytree(before, path.parent)
+        if disk.run(lambda: save(path, value), fatal):
+            return
+        yield fatal
+        fatal += 1
+
+
+def test_a_first_save_that_is_killed_leaves_nothing_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, path, seen = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "a", []
+    for _ in kills(disk, path, 1, None):
+        seen.append(found(path))
+        save(path, 2)
+        assert found(path) == 2
+        assert [each.name for each in path.parent.iterdir()] == ["a"]  # nothing is left of the one that was killed
+        assert sorted(each.name[:5] for each in path.iterdir()) == [".meta", "data-"]
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1}
+
+
+@pytest.mark.parametrize("layout", ["this", "plain"])
+def test_a_second_save_that_is_killed_leaves_the_first_or_the_second(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk, path, before, seen = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "a", tmp_path / "before", []
+    save(before / "a", 1)
+    if layout == "plain":
+        plain(before / "a")
+        assert loaded(before / "a") == 1
+    for _ in kills(disk, path, 2, before):
+        seen.append(found(path))
+        save(path, 3)
+        assert found(path) == 3
+        assert sorted(each.name[:5] for each in path.iterdir()) == [".meta", "data-"]
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+
+
+def plain(path: Path) -> None:
+    """Turn a checkpoint into what torch.distributed.checkpoint alone writes: data files beside their metadata."""
+    (data,) = path.glob("data-*")
+    metadata = FileSystemReader(path).read_metadata()
+    for stored in metadata.storage_data.values():
+        stored.relative_path = stored.relative_path.removeprefix(f"{data.name}/")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for file in data.iterdir():
+        file.replace(path / file.name)
+    data.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+def test_a_save_that_is_killed_after_one_that_was_killed(first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, left, path, before = (
+        Disk(tmp_path, monkeypatch),
+        tmp_path / "left" / "a",
+        tmp_path / "runs" / "a",
+        tmp_path / "before",
+    )
+    if not first:
+        save(before / "a", 1)
+    states = set()
+    for _ in kills(disk, left, 2, None if first else before):
+        state = frozenset((each.name[:8], each.stat().st_size) for each in left.parent.rglob("*"))
+        if state in states:
+            continue
+        states.add(state)
+        was = found(left)
+        assert was in ((0, 2) if first else (1, 2))
+        seen = [found(path) for _ in kills(disk, path, 3, left.parent)]
+        assert seen == sorted(seen)
+        assert set(seen) == {was, 3}
+
+
+def test_the_two_folders_of_an_interrupted_save_of_an_older_version(tmp_path: Path):
+    """Killed between its two renames it left a.before and a.part, both whole, and no a."""
+    path = tmp_path / "a"
+    for value, name in ((1, "a.before"), (2, "a.part")):
+        save(tmp_path / name, value)
+        plain(tmp_path / name)
+    assert not path.exists()
+    assert found(path) == 2
+    save(path, 3)
+    assert found(path) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    path.rename(tmp_path / "a.before")
+    assert found(path) == 3
+
+
+def die_in_save(path: Path, value: int, fatal: int) -> None:
+    """A process of its own, which ends as a killed one does: what is in its buffers is lost."""
+    torch.set_num_threads(1)
+    disk = Disk(path.parent)
+    disk.die = lambda: os._exit(9)
+    disk.run(lambda: save(path, value), fatal)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed(tmp_path: Path):
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    context, before, path = multiprocessing.get_context("forkserver"), tmp_path / "before", tmp_path / "runs" / "a"
+    save(before / "a", 1)
+    seen, code, fatal = [], 9, 0
+    while code == 9:
+        shutil.rmtree(path.parent, ignore_errors=True)
+        shutil.copytree(before, path.parent)
+        process = context.Process(target=die_in_save, args=(path, 2, fatal))
+        process.start()
+        process.join()
+        code, fatal = process.exitcode, fatal + 1
+        seen.append(found(path))
+    assert code == 0
+    assert len(seen) > 10
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+
+
+def test_the_demos_file_is_whole_wherever_its_save_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its checkpoint is one file: the same atomic rename (files.write) makes it the current one."""
+    operations, path, seen = Disk(tmp_path, monkeypatch), tmp_path / "runs" / "current-seed0.pt", []
+    for value in (b"old", b"new"):
+        fatal = 0
+        while not operations.run(lambda value=value: disk.write(path, value), fatal):
+            fatal += 1
+            seen.append(path.read_bytes() if path.exists() else b"")
+            if seen[-1] == value:
+                path.unlink() if value == b"old" else path.write_bytes(b"old")
+        assert path.read_bytes() == value
+    assert set(seen) == {b"", b"old", b"new"}

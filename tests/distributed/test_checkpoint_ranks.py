@@ -1,0 +1,182 @@
+"""Checkpoints whose ranks see different disks: an error on every rank at once; and what each rank's state becomes."""
+
+import builtins
+import io
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+
+import fp8engine as fe
+from benchmarks.distributed.processes import run
+from fp8engine.errors import EmulationWarning, ParallelWarning, StateError
+
+AT_ONCE = 5.0  # seconds
+
+
+class Number:
+    """A part of a checkpoint that is another on each rank."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+    def state_dict(self) -> dict:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.value = state_dict["value"]
+
+
+def parts(value: int) -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return {"model": model, "number": Number(value + dist.get_rank())}
+
+
+def refused(action: Callable[[], object]) -> tuple[str, bool]:
+    """What the action's StateError says, and whether it came at once."""
+    start = time.monotonic()
+    try:
+        action()
+        told = "nothing was refused"
+    except StateError as error:
+        told = str(error)
+    return told, time.monotonic() - start < AT_ONCE
+
+
+def without_rights(mode: str, name: str, action: Callable[[], object]) -> None:
+    """The action, in which rank 1 cannot open files of that name in that mode."""
+    real = io.open
+
+    def opened(file: Any, how: str = "r", *args: Any, **named: Any) -> Any:
+        if dist.get_rank() == 1 and how == mode and str(file).endswith(name):
+            raise PermissionError(13, "Permission denied", str(file))
+        return real(file, how, *args, **named)
+
+    io.open = builtins.open = opened
+    try:
+        action()
+    finally:
+        io.open = builtins.open = real
+
+
+def disks(rank: int, ranks: int, folder: str) -> dict:
+    """What each rank is told where rank 1's disk is another."""
+    warnings.simplefilter("ignore")
+    a, b, own = Path(folder, "a"), Path(folder, "b"), Path(folder, "a" if rank == 0 else "missing")
+    for path, value in ((a, 1), (b, 5)):
+        fe.distributed.save(path, **parts(value))
+    into = parts(0)
+    found: dict[str, Any] = {
+        "missing": refused(lambda: fe.distributed.load(own, **into)),
+        "asked": refused(lambda: fe.distributed.has_checkpoint(own)),
+        "rights": refused(lambda: without_rights("rb", ".metadata", lambda: fe.distributed.load(a, **into))),
+        "data": refused(lambda: without_rights("rb", ".distcp", lambda: fe.distributed.load(a, **into))),
+        "another": refused(lambda: fe.distributed.load((a, b)[rank], **into)),
+        "unchanged": float(into["model"].weight.detach().sum()) == 0 and into["number"].value == rank,
+        "write": refused(lambda: without_rights("wb", ".distcp", lambda: fe.distributed.save(a, **parts(2)))),
+        "no folder": refused(lambda: fe.distributed.save("/proc/fp8engine/a", **parts(2))),
+    }
+    fe.distributed.load(a, **into)
+    found["loaded"] = (float(into["model"].weight.detach().mean()), into["number"].value)
+    return found
+
+
+@pytest.mark.slow
+def test_every_rank_is_told_at_once_what_one_of_them_cannot_do(tmp_path: Path):
+    texts = {
+        "missing": r"no whole checkpoint of this model (on ranks [1]): FileNotFoundError",
+        "asked": "True on rank 0 of the group and False on rank 1",
+        "rights": "(on ranks [1]): PermissionError: [Errno 13] Permission denied",
+        "data": "PermissionError: [Errno 13] Permission denied",
+        "another": "ranks differ in 1 things; what is found there is",
+        "write": "was not saved, and what was there is unchanged",
+        "no folder": "(on ranks [0]): FileNotFoundError",
+    }
+    for found in run(disks, 2, str(tmp_path), limit=60.0):
+        for name, text in texts.items():
+            told, at_once = found[name]
+            assert text in told, name
+            assert at_once, name
+        assert found["unchanged"]
+        assert found["loaded"] == (1.0, 1)  # the first rank's number, on every rank
+
+
+def trained(recipe: str, seed: int, resumed: bool = False) -> Any:
+    """A converted model after two steps on batches of that seed, or none; amaxes are joined over ranks at each."""
+    torch.manual_seed(0)
+    model: Any = fe.convert(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), recipe)
+    fe.distributed.reduce_amax(model)
+    for step in range(0 if resumed else 2):
+        train(model, seed + step)
+    return model
+
+
+def train(model: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    y = model(x * (1 + seed % 10 % 5))  # the last step before the save has the largest amax, of which scales are made
+    y.square().mean().backward()
+    return y.detach()
+
+
+def raw(rank: int, ranks: int, folder: str) -> dict:
+    """Runs that went on, and that were resumed by torch.distributed.checkpoint alone.
+
+    before: bytes that rank 0 writes first; the next tensors, of rank 0 and 1 alike, are then written by rank 1.
+    """
+    found = {}
+    for recipe, before in (("delayed", 0), ("delayed", 10**6), ("current", 10**6)):
+        seed, path = 10 + 100 * rank, f"{folder}/{recipe}{before}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = trained(recipe, seed)
+            more = {"": torch.zeros(before + 1)} if rank == 0 else {}
+            checkpoint.save({**more, "scaling": fe.scaling_state_dict(model)}, checkpoint_id=path)
+            went_on = [train(model, seed + step) for step in (5, 6)]
+            resumed = trained(recipe, seed, resumed=True)
+            state = {"scaling": fe.scaling_state_dict(resumed)}
+            checkpoint.load(state, checkpoint_id=path)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fe.load_scaling_state_dict(resumed, state["scaling"])
+        same = all(torch.equal(y, train(resumed, seed + step)) for y, step in zip(went_on, (5, 6), strict=True))
+        found[recipe, before] = same, [(each.category, str(each.message)) for each in said]
+    return found
+
+
+@pytest.mark.slow
+def test_a_state_that_torch_keeps_of_one_of_several_ranks_is_bitwise_or_says_why_not(tmp_path: Path):
+    first, second = run(raw, 2, str(tmp_path))
+    for found in (first, second):
+        assert found["delayed", 0] == (True, [])
+        assert found["current", 10**6] == (True, [])
+    same, said = first["delayed", 10**6]
+    assert not same
+    ((category, text),) = said
+    assert category is ParallelWarning
+    assert "amaxes of other ranks than the first in 6 slots, 0.input the first" in text
+    assert "fe.distributed.save" in text
+    assert second["delayed", 10**6] == (False, [])
+
+
+def emulated(rank: int, ranks: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fe.convert(nn.Sequential(nn.Linear(16, 16)), "current")
+    return [str(each.message) for each in said if each.category is EmulationWarning]
+
+
+@pytest.mark.slow
+def test_the_first_rank_alone_says_that_fp8_is_emulated():
+    first, second = run(emulated, 2)
+    assert len(first) == 1
+    assert "1 layers compute with FP8 values, emulated" in first[0]
+    assert second == []
