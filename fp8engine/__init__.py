@@ -10,7 +10,7 @@
 1.0
 """
 
-from fp8engine import _moved, amp, distributed, errors
+from fp8engine import amp, distributed, errors
 from fp8engine.auto import flow
 from fp8engine.convert import convert, revert
 from fp8engine.export import hf, onnx
@@ -47,7 +47,6 @@ from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
 from fp8engine.report import Report, inspect, load_scaling_state_dict, scaling_state, scaling_state_dict
 
 __version__ = "0.1.0"
-_moved.register()
 
 __all__ = [
     "BF16",

@@ -18,7 +18,6 @@ Sources: PTX ISA, mbarrier, cp.async.bulk.tensor and wgmma; CUTLASS's warp-speci
 """
 
 import functools
-import os
 
 import torch
 from triton.experimental import gluon
@@ -34,8 +33,6 @@ from fp8engine.kernels.tuning import capability
 # Registers of a producer's thread.  The least that setmaxnreg gives: 8 warps at 240 and 4 at 24 (it deals by fours) are
 # 64,512 of a multiprocessor's 65,536.
 PRODUCER_REGISTERS = gl.constexpr(24)
-
-SETTING = "FP8ENGINE_GLUON"  # environment variable; 0 leaves all to plain Triton
 
 # Named by direction in Triton 3.6, load and store later.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -189,8 +186,6 @@ def unsupported(a, b, epilogue) -> str | None:
     (m, k), n = a.data.shape, b.data.shape[0]
     if interpreted():
         return "Gluon has no interpreter"
-    if os.environ.get(SETTING) == "0":
-        return f"{SETTING} is 0"
     if (major, minor) != (9, 0):
         return f"written for sm_90, and this is sm_{major}{minor}"
     if min(m, n, k) == 0:

@@ -121,18 +121,19 @@ def _matmul_block_kernel(
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
 
 
-def matmul_block(a, b, epilogue, config: Config | None = None) -> torch.Tensor:
+def matmul_block(a, b, epilogue, config: Config | None = None, gluon: bool = True) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from operands (data, scale, rows, cols, ...) of FP8 codes contiguous along K.
 
     Scales FP32, one per `rows` rows and `cols` of K; cols is the same for both, and rows 1 or a multiple of it.
     epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
+    gluon: whether a configuration of Gluon's kernel is run by it; else plain Triton runs it.
     """
     (m, k), n, where = a.data.shape, b.data.shape[0], a.data.device
     if m == 0 or n == 0:
         return result_of(m, n, epilogue, where)
     if config is None:
         config = pick("matmul_block", capability(where), m, n, describable(a.data) and describable(b.data))
-    if config.kernel == "gluon":  # experimental in Triton: imported only where used
+    if gluon and config.kernel == "gluon":  # experimental in Triton: imported only where used
         from fp8engine.kernels import matmul_gluon_scaled
 
         if matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:

@@ -105,11 +105,14 @@ def _matmul_fp8_kernel(
         publish(amax_ptr, counts_ptr, amax, saturated, nonfinite)
 
 
-def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = None) -> torch.Tensor:
+def matmul_fp8(
+    a, b, epilogue, promoted: bool = False, config: Config | None = None, gluon: bool = True
+) -> torch.Tensor:
     """y [M, N] of `epilogue.out` from operands (data, scale, ...) of FP8 codes contiguous along K.
 
     a.data [M, K], b.data [N, K]: E4M3 by E4M3, E5M2 by E4M3 or E4M3 by E5M2.  Scales FP32: (), or [M, 1] and [N, 1].
     epilogue: bias_N, activation, out, scale (of an FP8 result), amax, counts, into, as in the twin's Epilogue.
+    gluon: whether a configuration of Gluon's kernels is run by them; else plain Triton runs it.
     """
     (m, k), n, where = a.data.shape, b.data.shape[0], a.data.device
     if m == 0 or n == 0:
@@ -117,7 +120,7 @@ def matmul_fp8(a, b, epilogue, promoted: bool = False, config: Config | None = N
     operation = "matmul_fp8_promoted" if promoted else "matmul_fp8"
     if config is None:
         config = pick(operation, capability(where), m, n, describable(a.data) and describable(b.data))
-    if config.kernel == "gluon":  # experimental in Triton: imported only where used
+    if gluon and config.kernel == "gluon":  # experimental in Triton: imported only where used
         from fp8engine.kernels import matmul_gluon, matmul_gluon_scaled
 
         if promoted and matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 CHUNKS = 8  # of the checks that are not among the smoke checks
-GLUON_SETTING = "FP8ENGINE_GLUON"  # kernels/gluon_ring.py
+GLUON_SETTING = "FP8ENGINE_GLUON"  # environment.py
 MARKS = (180.0, 360.0, 540.0)  # seconds after which the table is printed
 
 

@@ -13,12 +13,9 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from fp8engine._moved import renamed
-
 WINDOW = 16  # samples
 FEWEST = 6  # samples from which a trend is computed
 RISE = 2.0  # powers of two: amax/rms four times what it was
-RENAMED = {"looks": "points"}  # attributes of 0.1's pickles
 FLOOR = math.log2(16)  # amax/rms of 16: a Gaussian's is 5, a Laplace's 12, at a million elements
 
 
@@ -66,9 +63,6 @@ class Trend:
             return None
         self.warned = now
         return Alarm(step, self.slot, ratio, 2.0**rise, step - self.points[0][0])
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(renamed(state, RENAMED))
 
     def _line(self) -> tuple[float, float]:
         """(rise over the window, height now) of the least-squares line, in powers of two."""

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from fp8engine._moved import renamed
 from fp8engine.auto import budget, saving
 from fp8engine.auto.history import History
 from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy
@@ -49,7 +48,6 @@ from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
 MOST_WITHOUT_BACKWARD = 4  # forwards for which a sampled step waits for its backward
 UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
-RENAMED = {"again": "resample", "late": "steps_without_backward"}  # attributes of 0.1's pickles
 
 
 class Controller:
@@ -374,13 +372,6 @@ class Controller:
     def __getstate__(self) -> dict:
         # A copy to the host that is under way belongs to this process.
         return {**self.__dict__, "pending": None, "watched": None}
-
-    def __setstate__(self, state: dict) -> None:
-        if "reads" not in state:  # pickled before casts were tried
-            new = {"reads": {}, "loss": None, "moves": Moves(), "watched": None, "calibrated": False}
-            new["by_layer"] = {numerics.layer: i for i, numerics in enumerate(state["layers"])}
-            state = new | {key: value for key, value in renamed(state, RENAMED).items() if key != "resample"}
-        self.__dict__.update(state)
 
 
 def _auto(numerics: Numerics) -> Auto:

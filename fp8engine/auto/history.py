@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, overload
 
 from fp8engine import _numpy as numpy
-from fp8engine._moved import renamed
 from fp8engine.auto.alarm import Alarm, Trend
 from fp8engine.scaling.prediction import Measured, Prediction
 
@@ -129,11 +128,6 @@ class Samples(Sequence[Sample]):
         return numpy.flatnonzero(numpy.diff(rows["step"] // self.span, prepend=-1))
 
 
-Look = Sample  # the names that 0.1's pickles have
-Looks = Samples
-RENAMED = {"looks": "samples"}  # attributes of those
-
-
 class Spread(NamedTuple):
     """The histogram of a slot's magnitudes at its latest sample.
 
@@ -161,9 +155,6 @@ class History:
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "listeners": []}  # a copy calls nothing of the original's user
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update({"remedies": {}} | renamed(state, RENAMED))
 
     def enter(self, step: int, slot: str, cast: str, measured: Measured, found: Prediction) -> None:
         """Add one slot's statistics and the prediction for its cast."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from fp8engine.auto.schedule import Moves
 from fp8engine.errors import StateError
 from fp8engine.files import HostCopy
 from fp8engine.numerics.formats import Format
-from fp8engine.scaling.choice import Casts, Choice, from_formats
+from fp8engine.scaling.choice import Casts, Choice
 from fp8engine.scaling.reads import Reads
 from fp8engine.scaling.sample import StepSamples, Tables
 
@@ -62,33 +61,29 @@ def state_dict(controller: Controller) -> dict[str, Any]:
 
 
 def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
-    """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded.
-
-    A state of 0.1 is taken too, without what it remembers of samples: the next one decides.
-    """
+    """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded."""
     try:
         decided = json.loads(found["decided"])
-        old = "remembered" not in decided
         choices = choices_from_list(decided["choices"])
         log = [Change.from_dict(change) for change in decided["log"]]
         step, late, tentative = int(decided["step"]), int(decided["late"]), bool(int(decided["tentative"]))
         trends = trends_from_dict(decided["trends"])
-        keys = ("counts", *(() if old else ("remembered", "moves", *PENDING)))
-        counts, *tables = (table if len(table := found[key]) else None for key in keys)
-        reads, moves, pending, sampled, loss, calibrated = {}, Moves(), None, None, None, False
-        if not old:
-            loss, calibrated = decided["loss"], bool(decided["calibrated"])
-            for (i, count), table in zip(decided["remembered"], () if tables[0] is None else tables[0], strict=True):
-                reads[int(i)] = Reads(table.numpy().copy(), int(count))
-            if tables[1] is not None:
-                *low_high, wanted = tables[1].numpy().copy()
-                moves.range, moves.wanted = numpy.stack(low_high), wanted
-            moves.number, tries = decided["tries"]
-            moves.tries = {int(layer): int(count) for layer, count in tries}
-            if decided["pending"] is not None:
-                pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
-            elif len(found["slots"]):
-                sampled = Tables(*(found[key].to(controller.state.device, copy=True) for key in PENDING[:3]))
+        counts, remembered, ranges = (
+            table if len(table := found[key]) else None for key in ("counts", "remembered", "moves")
+        )
+        reads, moves, pending, sampled = {}, Moves(), None, None
+        loss, calibrated = decided["loss"], bool(decided["calibrated"])
+        for (i, count), table in zip(decided["remembered"], () if remembered is None else remembered, strict=True):
+            reads[int(i)] = Reads(table.numpy().copy(), int(count))
+        if ranges is not None:
+            *low_high, wanted = ranges.numpy().copy()
+            moves.range, moves.wanted = numpy.stack(low_high), wanted
+        moves.number, tries = decided["tries"]
+        moves.tries = {int(layer): int(count) for layer, count in tries}
+        if decided["pending"] is not None:
+            pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
+        elif len(found["slots"]):
+            sampled = Tables(*(found[key].to(controller.state.device, copy=True) for key in PENDING[:3]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
     unknown = {change.layer for change in log} - controller.by_name.keys()
@@ -126,7 +121,7 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
 
 
 def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
-    """The inverse of `choices_to_list`; of a list that 0.1 wrote, too.
+    """The inverse of `choices_to_list`.
 
     >>> from fp8engine.scaling.choice import begin
     >>> from fp8engine.numerics.recipe import auto
@@ -137,16 +132,11 @@ def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
     choices = {}
     for group in found:
         margin, changes = int(group["margin"]), int(group["changes"])
-        if "grain" in group:
-            formats = {(int(layer), role): Format.named(name) for layer, role, name in group["formats"]}
-            fp8 = [(int(layer), matmul) for layer, matmul in group["fp8"]]
-            choice = replace(from_formats(group["grain"], formats, fp8), margin=margin, changes=changes)
-        else:
-            matmuls, paid = (_casts_from_list(group[key]) for key in ("matmuls", "paid"))
-            layers, spent = tuple(map(int, group["layers"])), float(group["spent"])
-            fp8 = {key: casts for key, casts in matmuls.items() if casts}
-            waits = {(int(layer), matmul): int(count) for layer, matmul, count in group["cheaper"]}
-            choice = Choice(layers, fp8, margin, None, changes, spent, paid, float(group["fades"]), waits)
+        matmuls, paid = (_casts_from_list(group[key]) for key in ("matmuls", "paid"))
+        layers, spent = tuple(map(int, group["layers"])), float(group["spent"])
+        fp8 = {key: casts for key, casts in matmuls.items() if casts}
+        waits = {(int(layer), matmul): int(count) for layer, matmul, count in group["cheaper"]}
+        choice = Choice(layers, fp8, margin, None, changes, spent, paid, float(group["fades"]), waits)
         choices |= dict.fromkeys(choice.layers, choice)
     return choices
 

@@ -29,7 +29,7 @@ from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import casts, matmul
 from fp8engine.ops.backends import asked, inherited
 from fp8engine.ops.reference import Operand, Slot, Store, column_sums, emulation_dtype
-from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.operands import Kept
 
 ON_CODES = ("triton", "cublas")  # backends that multiply FP8 codes, both operands lying along what is summed
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
@@ -275,8 +275,10 @@ class Call:
 
     def _slot(self, role: int, record: bool, count: bool = True) -> Slot:
         """The layer's slot of ROLES[role], as `Numerics.slot` gives it; without a call where it was made before."""
+        if torch.compiler.is_compiling():
+            return self.numerics.columns[role].slot(record, count)
         key, state = (len(ROLES) * self.numerics.layer + role, record, count), self.numerics.state
-        made = None if torch.compiler.is_compiling() else state.slots.get(key)
+        made = state.slots.get(key)
         return state.slot(*key) if made is None else made
 
     def _emulation(self, x: torch.Tensor) -> torch.dtype | None:
@@ -328,10 +330,10 @@ def transpose(x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> O
 
 def take_over(source: Slot, slot: Slot, size: int) -> None:
     """Another layer's slot already holds this tensor's amax: take it over instead of reading the tensor again."""
-    live, counts = slot.live_2S, slot.counts_CS
+    live, counts, before = slot.live_2S, slot.counts_CS, source.live_2S
     if slot.record:
-        live[0, slot.index] = torch.maximum(live[0, slot.index], live[0, source.index])
-        live[1, slot.index] = live[1, source.index]
+        live[0, slot.index] = torch.maximum(live[0, slot.index], before[0, source.index])
+        live[1, slot.index] = before[1, source.index]
     if slot.count:
         counts[0, slot.index] += 1
         counts[1, slot.index] += size

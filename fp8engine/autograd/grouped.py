@@ -35,7 +35,7 @@ from fp8engine.ops import casts, grouped
 from fp8engine.ops.reference import How, Operand, Slot, emulation_dtype
 from fp8engine.ops.reference.grouped import BLOCK, bounds_of_equal, parts_of
 from fp8engine.ops.tensor import Float8Tensor
-from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.operands import Kept
 
 RAN = {"torch": "cublas", "triton": "triton"}  # reports name the backend; torch's grouped matmul is CUTLASS
 

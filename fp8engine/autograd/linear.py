@@ -138,8 +138,7 @@ class _Linear(torch.autograd.Function):
         if isinstance(x, Float8Tensor):
             a, saved = take(call, x)
         else:
-            kept = {} if numerics.state.parents[numerics.layer] is None else numerics.kept_of_input(x)
-            a, saved = call.cast_input(matrix(x), kept)
+            a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
         y_MN, weight_KN = call.forward(a, weight_NK, bias_N, out, fp8=True)
         ctx.save_for_backward(*call.to_save(saved), weight_NK, *weight_KN)
         ctx.call, ctx.x_like = call, (x.shape, x.dtype)

@@ -1,7 +1,7 @@
 """Numerics of a layer beside its parameters: its recipe's cast plan, its slots, and the operands that are kept.
 
 Two things are kept in eager code, both checked before they are used again: the weight's operands (weight.py), and
-those of an input that sibling layers read (q, k, v; gate, up), so that it is quantised once (shared_input.py).
+those of an input that sibling layers read (q, k, v; gate, up), so that it is quantised once (scaling/operands.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fp8engine._moved import renamed
 from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.numerics.recipe import MATMULS, Cast, PerBlock, PerTensor, Recipe
@@ -21,9 +20,9 @@ from fp8engine.ops import casts
 from fp8engine.ops.card_trials import kind_of
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
+from fp8engine.scaling.operands import Kept
 from fp8engine.scaling.sample import observe
-from fp8engine.scaling.shared_input import Kept
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
+from fp8engine.scaling.table import OUTPUT, ROLES, Column, ScalingState
 
 EMULATIONS = (None, *FLOATS)
 
@@ -80,6 +79,7 @@ class Numerics:
     for the functions of those names (distributed/shard.py).
     smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
     limit: its input is clamped to [-limit, limit]; None: it is not.
+    columns: of its operands, in the order of ROLES.
     """
 
     name: str
@@ -97,8 +97,10 @@ class Numerics:
     fused_wgrad: bool = False
     smooth: bool = False
     limit: float | None = None
+    columns: tuple[Column, ...] = ()
 
     def __post_init__(self):
+        self.columns = self.columns or tuple(self.state.columns[len(ROLES) * self.layer :][: len(ROLES)])
         self.plan = plan(self.recipe)
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (self.plan.forward, self.plan.dgrad))
@@ -114,7 +116,7 @@ class Numerics:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(renamed(state, {"alone": "standalone"}))  # its name in pickles of 0.1
+        self.__dict__.update(state)
         self.__post_init__()
 
     def slot(self, role: str, record: bool, count: bool = True) -> Slot:
@@ -122,7 +124,9 @@ class Numerics:
 
         A forward that runs again inside a backward pass is counted no second time.  (A graph asks when it runs.)
         """
-        if role != "grad_output" and not torch.compiler.is_compiling() and in_backward():
+        if torch.compiler.is_compiling():
+            return self.columns[ROLES.index(role)].slot(record, count)
+        if role != "grad_output" and in_backward():
             count = False
         return self.state.slot(len(ROLES) * self.layer + ROLES.index(role), record, count)
 
@@ -157,9 +161,10 @@ class Numerics:
         return self.candidate and self.state.samples is not None
 
     def kept_of_input(self, x: torch.Tensor) -> Kept:
-        """Operands that a sibling of the layer has just made of this very tensor."""
-        parent = self.state.parents[self.layer]
-        return {} if parent is None or not keepable(x) else self.state.shared.operands(x, self.layer, parent)
+        """Operands that siblings of the layer have made of this very tensor."""
+        if torch.compiler.is_compiling() or (parent := self.state.parents[self.layer]) is None or not keepable(x):
+            return {}
+        return self.state.forward.operands(x, self.layer, parent)
 
 
 def serves_both(first: Casting, second: Casting) -> bool:

@@ -18,7 +18,7 @@ from fp8engine.ops import casts, library
 from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
-from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.operands import Kept
 
 STORES = ("16 bits", "fp8")
 # For values that are read again elementwise: E4M3's 3 bits of mantissa, and a row's scale for a token's outliers.
@@ -165,17 +165,18 @@ def count_again(source: Slot | None, slot: Slot | None, size: int) -> None:
     if source is None or slot is None:
         return
     if torch.compiler.is_compiling():
-        torch.ops.fp8engine.count_again.default(*source[:3], slot.index, slot.record, size)
+        torch.ops.fp8engine.count_again.default(source[0], *slot[:2], slot.record, size)
     else:
         take_over(source, slot, size)
 
 
-def _count_again_of(live, counts, source: int, index: int, record: bool, size: int) -> None:
-    take_over(Slot(live, counts, source), Slot(live, counts, index, record, not in_backward()), size)
+def _count_again_of(source, live, counts, record: bool, size: int) -> None:
+    """Of columns, as graphs have them."""
+    take_over(Slot(source, counts, 0), Slot(live, counts, 0, record, not in_backward()), size)
 
 
 library.define(
-    "count_again(Tensor live, Tensor counts, int source, int index, bool record, SymInt size) -> ()",
+    "count_again(Tensor source, Tensor live, Tensor counts, bool record, SymInt size) -> ()",
     _count_again_of,
     lambda *arguments: None,
     effect=True,

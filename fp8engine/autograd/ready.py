@@ -17,7 +17,7 @@ from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
-from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.operands import Kept
 from fp8engine.scaling.table import ScalingState
 
 TAKEN = ""  # in place of a reason

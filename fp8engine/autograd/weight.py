@@ -29,7 +29,7 @@ import torch
 from fp8engine.ops.fingerprint import capturing, fingerprint
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How
-from fp8engine.scaling.shared_input import Kept
+from fp8engine.scaling.operands import Kept
 
 
 class Copies(Kept):

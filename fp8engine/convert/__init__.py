@@ -1,7 +1,6 @@
 """Conversion of a model's layers to FP8 and back: the selection of layers, the change of classes, fusion."""
 
-from fp8engine.convert.record import Record  # pickles of 0.1 look for it here
 from fp8engine.convert.revert import revert
 from fp8engine.convert.swap import convert
 
-__all__ = ["Record", "convert", "revert"]
+__all__ = ["convert", "revert"]

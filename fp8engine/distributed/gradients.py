@@ -20,7 +20,6 @@ The idea is that of VeOmni's pull request 1167 and LoongForge's 223.
 
 # Annotations are not postponed here: DistributedDataParallel compares those of a hook with its own classes.
 
-import os
 import socket
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8engine import _torch
+from fp8engine import _torch, environment
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError
@@ -86,7 +85,7 @@ def fp8_gradient_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
     """
     group: Any = dist.group.WORLD if state is None else state
     ranks, rank = group.size(), group.rank()
-    if (here := int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)) < ranks:
+    if (here := environment.local_world_size() or ranks) < ranks:
         raise ParallelError(f"FP8 gradients: {ranks} ranks, and {here} processes run on this node: {ONE_NODE}")
     bucket_N = bucket.buffer()
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -223,7 +223,7 @@ class Sharding:
         parent, held = state.parents[numerics.layer], _torch.local_tensor(x) if isinstance(x, DTensor) else x
         if parent is None or type(held) not in PLAIN or held.is_meta or held.is_inference():
             return {}
-        return state.gathered.operands(held, numerics.layer, parent)
+        return state.forward.operands(held, numerics.layer, parent)
 
 
 def local(parameter: Any) -> Any:

@@ -67,6 +67,3 @@ def _remade(mixin: type[Mixin], plain: type[nn.Module]) -> nn.Module:
     """An empty instance for copy and pickle to fill."""
     made = mixed(mixin, plain)
     return made.__new__(made)
-
-
-_again = _remade  # its name in pickles of 0.1

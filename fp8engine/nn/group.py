@@ -118,11 +118,6 @@ class Group:
         vars(twin).update(copy.deepcopy(vars(self) if with_block else vars(self) | alone, memo))
         return twin
 
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        for block, *_ in self.places[:1]:  # of a pickle of 0.1, it is none yet
-            FusedBlock.put(block)
-
     def __str__(self) -> str:
         return f"fused: {self.label}" if not self.note else f"fused as {self.label}, but run apart: {self.note}"
 

@@ -47,11 +47,6 @@ class Float8Module(nn.Module):
         self.forget_copies()
         super()._load_from_state_dict(*arguments, **options)
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        if (why := vars(self).pop("alone", None)) is not None:  # its name in pickles of 0.1
-            self.not_fused_because = why
-
     def _replicate_for_data_parallel(self):
         raise ParallelError(
             f"{self.numerics.name}: nn.DataParallel copies layers every step and loses their scaling state; "

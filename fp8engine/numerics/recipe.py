@@ -34,7 +34,6 @@ OBJECTIVES = ("accuracy", "speed")
 # 25.6 dB in E5M2.  Below 22 dB the shared scale costs more than the three mantissa bits do.
 NEEDS = {"matmul": 22.0, "activation": 22.0}
 MOST_DB = 31.6
-RETIRED = ("max_flushed", "max_rows_lost")  # fields of `Auto` that 0.1 wrote
 OTHER_CASTS = ("weight_for_dgrad", "input_for_wgrad", "grad_output_for_wgrad")
 
 
@@ -167,9 +166,7 @@ class Recipe:
     def from_json(text: str) -> Recipe:
         """The recipe that `to_json` wrote.  Raises InvalidRecipe on a missing or unknown field."""
         try:
-            parts: dict[str, Any] = {
-                key: _decode(value) for key, value in json.loads(text).items() if key not in RETIRED
-            }
+            parts: dict[str, Any] = {key: _decode(value) for key, value in json.loads(text).items()}
             return (Auto if "interval" in parts else Recipe)(**parts)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidRecipe(f"not a recipe's JSON: {error}") from error

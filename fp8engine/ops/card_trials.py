@@ -19,7 +19,6 @@ import functools
 import importlib
 import json
 import logging
-import os
 import statistics
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fp8engine import _torch
+from fp8engine import _torch, environment
 from fp8engine.errors import BackendError, StateError
 from fp8engine.numerics.cards import card_of
 from fp8engine.ops import choice_file, device, predicted, scaled_mm, triton_backend
@@ -38,7 +37,6 @@ from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice, Job
 from fp8engine.ops.reference import Epilogue, Operand
 
-SETTING = "FP8ENGINE_MEASURE"  # environment variable; 0 switches it off
 BUDGET = 2.0  # seconds in all
 FIRST_TRIAL = 0.7  # seconds that a trial may take before one is known: a compilation takes 0.2 to 0.6
 CONFIGURATIONS = 3  # of ours, for each shape
@@ -145,7 +143,7 @@ class CardTrials:
         log.warning(
             "fp8engine measured %d of %d matmul shapes on this card in %.1f s (once; %s=0 switches it off): "
             "our kernels run %d, cuBLASLt the others%s; %s",
-            *(timed, wanted, seconds, SETTING, ours, failed, where),
+            *(timed, wanted, seconds, environment.MEASURE, ours, failed, where),
         )
 
     def _kept(self) -> dict[Job, Choice]:
@@ -298,7 +296,7 @@ def step_begins(where: torch.device) -> None:
 @functools.cache
 def trials_of(where: torch.device) -> CardTrials | None:
     """The trials of a card; None where there is nothing to choose between, or the setting switches it off."""
-    if where.type != "cuda" or os.environ.get(SETTING, "1") == "0":
+    if where.type != "cuda" or not environment.measures():
         return None
     if (
         not device.has_fp8(where)

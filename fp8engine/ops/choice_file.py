@@ -15,7 +15,6 @@ import functools
 import hashlib
 import importlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8engine import files
+from fp8engine import environment, files
 from fp8engine.errors import StateError
 from fp8engine.ops import device
 
@@ -60,7 +59,7 @@ class Choice(NamedTuple):
 
 def folder() -> Path:
     """Where the files are."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8engine"
+    return environment.caches() / "fp8engine"
 
 
 def key_of(where: torch.device) -> dict[str, Any] | None:

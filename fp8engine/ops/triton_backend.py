@@ -14,11 +14,11 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 
 import torch
 
+from fp8engine import environment
 from fp8engine.errors import BackendError, VersionError
 from fp8engine.ops import device
 from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
@@ -61,11 +61,6 @@ def usable() -> bool:
     return version is not None and OLDEST <= version < TOO_NEW
 
 
-def interpreting() -> bool:
-    """Whether kernels are interpreted on the CPU (slow, exact, for tests)."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-
-
 def no_card(where: torch.device, oldest: tuple[int, int] = device.FP8_CAPABILITY) -> str | None:
     """Why our kernels cannot run there, or None when they can.  oldest: capability that the formats need."""
     if where.type == "cuda":
@@ -73,7 +68,7 @@ def no_card(where: torch.device, oldest: tuple[int, int] = device.FP8_CAPABILITY
             return None
         what = "FP8 Tensor Cores" if oldest == device.FP8_CAPABILITY else "path of Triton's to its Tensor Cores"
         return f"{device.name(where)} has no {what}; sm_{oldest[0]}{oldest[1]} or later has"
-    if where.type == "cpu" and interpreting():
+    if where.type == "cpu" and environment.interpreting():
         return None
     return f"no Triton kernels for {where.type} (TRITON_INTERPRET=1 interprets them on a CPU, for tests)"
 
@@ -113,7 +108,7 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
     with _on(a.data.device):
-        how = {} if config is None else {"config": _configured(config, a, b)}
+        how = {"config": None if config is None else _configured(config, a, b), "gluon": environment.gluon()}
         if a.scaled_along_k:
             return _kernel("matmul_block")(a, b, epilogue, **how)
         return _kernel("matmul_fp8")(a, b, epilogue, not fast, **how)

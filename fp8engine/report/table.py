@@ -48,12 +48,6 @@ class Report:
     attention: tuple[dict, ...] = ()
     outliers: list[dict] = field(default_factory=list)
 
-    def __setstate__(self, state: dict) -> None:
-        if "controllers" in state:  # a report that 0.1 has pickled
-            controllers = state.pop("controllers")
-            state |= {"auto": AutoRun.of(controllers), "outliers": outliers.standing(controllers)}
-        self.__dict__.update(state)
-
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.
 
@@ -114,7 +108,7 @@ class Report:
 
     def _gather(self) -> list[str]:
         """What fully_shard's gathers of weights send, and what they would send as codes."""
-        sums = self.totals.get("gather")  # a report that 0.1 has pickled has none
+        sums = self.totals["gather"]
         if sums is None:
             return []
         sent, plain, codes = (

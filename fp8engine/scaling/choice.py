@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fp8engine._moved import renamed
 from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, Format
 from fp8engine.numerics.recipe import MATMULS, Auto, Recipe
@@ -23,7 +22,6 @@ GRANULARITIES = ("tensor", "row", "block")  # what one scale covers, cheapest fi
 OPERANDS = {"forward": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 FINAL = 1 << 30  # changes of a choice that is never changed again
 SlotKey = tuple[int, str]  # (layer, role)
-RENAMED = {"grain": "granularity"}  # attributes of 0.1's pickles
 
 
 class Casts(NamedTuple):
@@ -76,22 +74,6 @@ class Choice:
             for matmul, roles in OPERANDS.items()
             if role in roles and (found := used.get((layer, matmul)))
         }
-
-    def __setstate__(self, state: dict) -> None:
-        if "formats" in state:  # pickled before each matmul had casts of its own
-            old = renamed(state, RENAMED)
-            state = vars(from_formats(old["granularity"], old["formats"], old["fp8"]))
-            state |= {key: old[key] for key in ("margin", "reasons", "changes")}
-        self.__dict__.update(state)
-
-
-def from_formats(granularity: str, formats: Mapping[SlotKey, Format], fp8) -> Choice:
-    """A choice as 0.1 described it: one granularity for the group, one format for each slot, the matmuls in FP8."""
-    matmuls = {
-        (layer, matmul): Casts(granularity, *(formats[layer, role] for role in OPERANDS[matmul]))
-        for layer, matmul in sorted(fp8)
-    }
-    return Choice(tuple(dict.fromkeys(layer for layer, _ in formats)), matmuls)
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine._moved import renamed
 from fp8engine._torch import graph_task
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
@@ -31,12 +30,10 @@ from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
 from fp8engine.ops.scale_update import scale_update
+from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.sample import StepSamples
-from fp8engine.scaling.shared_input import SharedInput, siblings
 
-# Attributes of 0.1's pickles.
-RENAMED = {"clock": "on_step", "closely": "detailed_layers", "others": "sample_all", "_slots": "slots"}
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
 
 
@@ -91,6 +88,23 @@ def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int]
     }
 
 
+class Column:
+    """A slot's column of the tables, as views of one column: what a graph is given, so that equal layers are one graph.
+
+    (Of the whole tables a graph would be given the column's number too, as a constant of its own.)
+    """
+
+    live_21: torch.Tensor
+    counts_C1: torch.Tensor
+
+    def slot(self, record: bool, count: bool) -> Slot:
+        """The slot as a graph's operators take it."""
+        return Slot(self.live_21, self.counts_C1, 0, record, count)
+
+    def __reduce__(self):
+        return Column, ()  # whose tables it shows then, the copied state says
+
+
 def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
     """A slot's column of `rules`, as `scale_update` reads it."""
     return cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2
@@ -105,10 +119,11 @@ class ScalingState:
     def __init__(self, layers: Iterable[tuple[str, Recipe]], device: torch.device | str = "cpu"):
         self.layers = list(layers)
         self.delayed = sum(recipe.delayed for _, recipe in self.layers)  # how many layers have a predicted scale
-        self.shared, self.gathered = SharedInput(), SharedInput()  # the second: of what tensor parallelism gathers
+        self.forward = RootForward()
         self.groups: dict[int, str] = {}  # by column, the process group over which that operand is divided
         self.divided = ""  # name of the process group over which layers are divided: its ranks decide alike
         self.parents = siblings(name for name, _ in self.layers)
+        self.shares = any(parent is not None for parent in self.parents)  # whether any layers may read one tensor
         self.ranks = ""  # name of the process group whose amaxes are joined; "": DistributedDataParallel's, if any
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
@@ -120,6 +135,7 @@ class ScalingState:
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
+        self.columns = [Column() for _ in self.layers for _ in ROLES]
         self._reset(torch.device(device))
 
     @NORMAL
@@ -139,7 +155,7 @@ class ScalingState:
         self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
             self._follow(layer, recipe)
-        self._see_on_host()
+        self._make_views()
 
     def reserve(self, layers: Iterable[int]) -> None:
         """Columns for the results of these layers, where they have none yet: the tables grow once for all of them."""
@@ -152,7 +168,7 @@ class ScalingState:
         )
         self.live_2S[0, -len(new) :] = -1.0
         self.outputs.add(new)
-        self._see_on_host()
+        self._make_views()
 
     def _follow(self, layer: int, recipe: Recipe) -> None:
         """The layer stores its result as the recipe says: with a column for it from the first time on."""
@@ -167,8 +183,10 @@ class ScalingState:
         top = stored.format.max
         outputs.rule(layer, top / 2.0**recipe.stored_margin, top, self.rules_3S, self.live_2S)
 
-    def _see_on_host(self) -> None:
-        """NumPy's views of the two tables that every cast writes, where they are real CPU memory."""
+    def _make_views(self) -> None:
+        """Views of the two tables that every cast writes: per column, and NumPy's where they are real CPU memory."""
+        for i, column in enumerate(self.columns):
+            column.live_21, column.counts_C1 = self.live_2S[:, i : i + 1], self.counts_CS[:, i : i + 1]
         on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
         self.slots: dict[tuple[int, bool, bool], Slot] = {}
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
@@ -177,16 +195,8 @@ class ScalingState:
         return {**self.__dict__, "_host": None, "slots": {}}  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
-        if "clock" in state:  # pickled by 0.1
-            state = renamed(state, RENAMED)
-            state["controller"] = getattr(state["on_step"], "__self__", None)
-        if "decides_next" not in state:  # pickled before casts were tried
-            state = {key: state[key] for key in state if key not in ("detailed_layers", "sample_all")}
-            state |= {"samples": None, "decides_next": False, "step_amax_S": None}
-        if "groups" not in state:  # pickled before layers could be divided over ranks
-            state = {**state, "gathered": SharedInput(), "groups": {}, "divided": ""}
         self.__dict__.update(state)
-        self._see_on_host()
+        self._make_views()
 
     @property
     def device(self) -> torch.device:
@@ -209,13 +219,11 @@ class ScalingState:
         for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1"):
             setattr(self, name, getattr(self, name).to(where))
         self.outputs.to(where)
-        self._see_on_host()
+        self._make_views()
 
     def slot(self, index: int, record: bool, count: bool = True) -> Slot:
-        """Column `index` as a kernel takes it."""
+        """Column `index` as eager code takes it."""
         key = (index, record, count)
-        if torch.compiler.is_compiling():
-            return Slot(self.live_2S, self.counts_CS, *key)
         if (made := self.slots.get(key)) is None:
             group = self.groups.get(index, "")
             made = self.slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host, group)
@@ -229,9 +237,8 @@ class ScalingState:
     def begin_forward(self, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         self.begin_step(root=True)
-        if not torch.compiler.is_compiling():
-            for shared in (self.shared, self.gathered):
-                shared.active, shared.entry = True, None
+        if self.shares and not torch.compiler.is_compiling():
+            self.forward.begin()
 
     def end_forward(self, root: object = None, inputs: object = None, result: object = None) -> None:
         """The root's forward has ended, or failed: nothing that was made of its inputs outlives it.
@@ -243,8 +250,8 @@ class ScalingState:
                 loss = getattr(result, "loss", None)
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     self.samples.see_loss(loss)
-            for shared in (self.shared, self.gathered):
-                shared.active, shared.entry = False, None
+            if self.shares:
+                self.forward.end()
 
     def watch(self, root: nn.Module) -> None:
         """Follow the forwards of the model that the layers are part of."""

@@ -15,7 +15,7 @@ import torch
 from benchmarks.card import records, run, table
 from benchmarks.card.plan import NAMES, PLAN, Group
 from benchmarks.card.records import Sink
-from fp8engine.kernels import gluon_ring
+from fp8engine import environment as settings
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -110,7 +110,7 @@ def test_where_gluon_goes_wrong_the_other_groups_run_without_it(tmp_path: Path, 
         set=environment.__setitem__
     )
     run.run(PLAN, file, 3600, world)
-    assert environment == ({} if (ends, wrong) == ("well", None) else {gluon_ring.SETTING: "0"})
+    assert environment == ({} if (ends, wrong) == ("well", None) else {settings.GLUON: "0"})
 
 
 def test_every_group_may_fail(tmp_path: Path):

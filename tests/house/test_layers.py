@@ -20,7 +20,7 @@ ROOMS = (
     "_torch",
     "_numpy",
     "files",
-    "_moved",
+    "environment",
     "numerics",
     "kernels",
     "ops",
@@ -40,6 +40,7 @@ ROOMS = (
     "cli",
     "__main__",
 )
+TOP = ("errors", "_torch", "_numpy", "files", "environment")  # single files
 RANK = {room: rank for rank, room in enumerate(ROOMS)}
 # Rooms that may import less of fp8engine than those above them: rooms, or single modules of one.
 ONLY = {
@@ -52,6 +53,26 @@ KERNELS_USE = {"torch", "triton", *sys.stdlib_module_names}
 
 def test_every_import_goes_down():
     assert list(violations(ROOT)) == []
+
+
+def test_one_file_reads_the_environment():
+    files = [path for path in library_files(ROOT) if reads_environment(path.read_text())]
+    assert [path.name for path in files] == ["environment.py"]
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("import os\nos.environ['A']", True),
+        ("from os import environ", True),
+        ("import os as o\no.getenv('A')", True),
+        ("from os import getenv as g", True),
+        ("import os\nos.fspath('a')\nnames = 'os.environ'", False),
+        ("def validate_environment(): ...", False),
+    ],
+)
+def test_what_reads_the_environment(source: str, reads: bool):
+    assert reads_environment(source) == reads
 
 
 def test_no_room_has_a_cycle():
@@ -121,7 +142,7 @@ def test_kernels_is_no_package_of_its_own():
 def plant(root: Path, sources: dict[str, str]) -> None:
     """A house with empty rooms and the files named, relative to fp8engine/."""
     (root / "kernels").mkdir(exist_ok=True)
-    for room in set(ROOMS) - {"errors", "_torch", "_numpy", "files", "_moved", "__init__", "__main__", "kernels"}:
+    for room in set(ROOMS) - {*TOP, "__init__", "__main__", "kernels"}:
         (root / "fp8engine" / room).mkdir(parents=True, exist_ok=True)
     if not (link := root / "fp8engine" / "kernels").is_symlink():
         link.symlink_to("../kernels")
@@ -165,6 +186,17 @@ def library_files(root: Path) -> list[Path]:
     """Every Python file of the library; the kernels once, where they really are."""
     ours = [path for path in (root / "fp8engine").rglob("*.py") if "kernels" not in path.relative_to(root).parts]
     return sorted([*ours, *(root / "kernels").rglob("*.py")])
+
+
+def reads_environment(source: str) -> bool:
+    """Whether a file names `environ` or `getenv` of os, under whatever name it has imported them."""
+    for node in ast.walk(ast.parse(source)):
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = [alias.name for alias in node.names]
+        if {"environ", "environb", "getenv", "getenvb"} & set(names):
+            return True
+    return False
 
 
 def lawful(room: str, name: str) -> bool:

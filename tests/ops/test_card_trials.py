@@ -9,6 +9,7 @@ import torch
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
+from fp8engine import environment
 from fp8engine.errors import StateError
 from fp8engine.kernels import tuning
 from fp8engine.kernels.tuning import Config
@@ -259,7 +260,7 @@ def test_a_table_on_a_card_tells_when_a_step_has_ended_and_another_begins(monkey
 def test_the_setting_switches_it_off(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
     device.capability.cache_clear()
-    monkeypatch.setenv(card_trials.SETTING, "0")
+    monkeypatch.setenv(environment.MEASURE, "0")
     card_trials.trials_of.cache_clear()
     assert card_trials.trials_of(CUDA) is None
     assert card_trials.trials_of(torch.device("cpu")) is None

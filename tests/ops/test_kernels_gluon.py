@@ -8,6 +8,7 @@ Each variant is compiled from its launcher's own launch.  Its order of barriers 
 
 import gc
 import re
+import sys
 import weakref
 
 import pytest
@@ -16,9 +17,11 @@ from casts import E4M3, E5M2
 from triton import knobs
 
 from benchmarks.machine_code import offline, sass
-from fp8engine.kernels import gluon_ring
+from fp8engine.kernels import gluon_ring, matmul_block, matmul_fp8
 from fp8engine.kernels import matmul_gluon as gluon
+from fp8engine.kernels import matmul_gluon_scaled as gluon_scaled
 from fp8engine.kernels.tuning import Config
+from fp8engine.ops import triton_backend
 from fp8engine.ops.reference import Operand
 from fp8engine.ops.reference.epilogue import Epilogue
 
@@ -171,12 +174,36 @@ def test_ragged_shapes_and_padded_rows_are_supported():
     assert gluon.unsupported(padded, operand(8)._replace(data=padded.data[:8]), Epilogue()) is None
 
 
-def test_a_setting_leaves_everything_to_plain_triton(monkeypatch):
+@pytest.mark.parametrize(("setting", "used"), [("0", False), ("1", True), (None, True)])
+def test_a_setting_leaves_everything_to_plain_triton(monkeypatch, setting: str | None, used: bool):
+    """The launchers are told, and a launcher that is told so does not ask Gluon's kernel."""
+    monkeypatch.delenv("FP8ENGINE_GLUON", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("FP8ENGINE_GLUON", setting)
     a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), torch.ones(()), -1, -1) for _ in "ab")
-    monkeypatch.setattr(gluon_ring, "capability", lambda where: (9, 0))
-    assert gluon_ring.unsupported(a, b, Epilogue()) is None
-    monkeypatch.setenv("FP8ENGINE_GLUON", "0")
-    assert gluon_ring.unsupported(a, b, Epilogue()) == "FP8ENGINE_GLUON is 0"
+    told = []
+    monkeypatch.setattr(triton_backend, "unsupported", lambda a, b: None)
+    monkeypatch.setattr(triton_backend, "_kernel", lambda name: lambda *given, **options: told.append(options["gluon"]))
+    triton_backend.matmul(a, b, Epilogue())
+    assert told == [used]
+
+
+@pytest.mark.parametrize("launcher", [matmul_fp8.matmul_fp8, matmul_block.matmul_block])
+def test_without_gluon_a_launcher_runs_its_own_kernel(monkeypatch, launcher):
+    a, b = (Operand(torch.empty(64, 64, dtype=E4M3, device="meta"), torch.ones(()), 1, 64) for _ in "ab")
+
+    class Own(Exception):
+        pass
+
+    def own(*sizes):
+        raise Own
+
+    monkeypatch.setattr(sys.modules[launcher.__module__], "sums_of", own)
+    monkeypatch.setattr(gluon_scaled, "unsupported", lambda *given: None)
+    monkeypatch.setattr(gluon, "unsupported", lambda *given: None)
+    config = Config(128, 128, 128, kernel="gluon")
+    with pytest.raises(Own):
+        launcher(a, b, Epilogue(), config=config, gluon=False)
 
 
 def test_a_result_that_is_added_to_is_left_to_plain_triton(monkeypatch):

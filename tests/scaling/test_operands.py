@@ -1,12 +1,16 @@
-"""The cast that q, k and v share: made once a forward, never read by another thread or forward, or of other data.
+"""The cast that q, k and v share, which travels with their input as `x.fp8`: made once a forward, and never read by
+another thread or forward, or of other data.
 
 A refill is a write that moves no version counter: through NumPy, through `.data`, by a collective.
 """
 
+import copy
+import io
 import sys
 import threading
+import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.scaling import shared_input
+from fp8engine.scaling import operands
+from fp8engine.scaling.operands import Operands, RootForward
 
 WIDTH = 48
 MADE: Any = ()  # stands for an operand
@@ -51,7 +56,12 @@ class Twice(nn.Module):
 @pytest.fixture
 def no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a card, where no value is read."""
-    monkeypatch.setattr(shared_input, "fingerprint", lambda x: [])
+    monkeypatch.setattr(operands, "fingerprint", lambda x: [])
+
+
+def attached(x: Any) -> Any:
+    """What a tensor has as `fp8`; nothing counts as empty."""
+    return vars(x).get("fp8", {})
 
 
 def by_numpy(x: torch.Tensor) -> None:
@@ -105,11 +115,13 @@ def test_a_layer_that_runs_twice_reads_twice(recipe: str, no_samples):
 
 
 def test_siblings_share_one_cast_and_nothing_outlives_the_forward(casts):
-    model, x = converted(Attention()), torch.randn(6, WIDTH)
+    model, x = converted(Attention(between=lambda x: seen.append(len(x.fp8)))), torch.randn(6, WIDTH)
+    seen: list[int] = []
     for step in (1, 2):
         model(x)
         assert casts.count(("quantize", (6, WIDTH))) == step
-        assert state_of(model).shared.entry is None
+        assert seen == [1] * step
+        assert attached(x) == {}, "a user's batch keeps no codes"
     assert torch.equal(model.q(x), model.q(x))
     assert casts.count(("quantize", (6, WIDTH))) == 4, "outside of a forward of the root each layer casts for itself"
 
@@ -128,53 +140,99 @@ def test_siblings_share_no_cast_whose_scales_are_rounded_otherwise(exact: fe.Rec
 
 def test_nothing_outlives_a_forward_that_fails():
     def fail(x):
+        assert len(x.fp8) == 1
         raise ValueError("no")
 
-    model = converted(Attention(between=fail))
+    model, x = converted(Attention(between=fail)), torch.randn(6, WIDTH)
     with pytest.raises(ValueError, match="no"):
-        model(torch.randn(6, WIDTH))
-    shared = state_of(model).shared
-    assert (shared.entry, shared.active) == (None, False)
+        model(x)
+    assert attached(x) == {}
+    assert state_of(model).forward.number is None
 
 
-def test_operands_are_freed_with_their_tensor():
-    shared = shared_input.SharedInput()
-    shared.active, shared.entry = True, None
-    x = torch.randn(6, WIDTH)
-    kept = shared.operands(x, 0, "attn")
-    kept["cast"] = MADE
-    assert shared.operands(x, 1, "attn") is kept
+def test_only_the_tensor_holds_its_operands():
+    """So they are freed with it: 100 forwards of a server keep the codes of none."""
+    forward, x = RootForward(), torch.randn(6, WIDTH)
+    forward.begin()
+    made: Any = torch.zeros(1)
+    forward.operands(x, 0, "attn")["cast"] = (made, MADE)
+    freed = weakref.ref(made)
+    del made
+    assert freed() is not None
     del x
-    assert kept == {}
+    assert freed() is None
+
+
+@pytest.mark.parametrize("make", [torch.detach, torch.clone, lambda x: x.view(-1), lambda x: x + 0, copy.deepcopy])
+def test_another_tensor_has_none(make):
+    forward, x = RootForward(), torch.randn(6, WIDTH)
+    forward.begin()
+    forward.operands(x, 0, "attn")["cast"] = MADE
+    assert not isinstance(attached(make(x)), Operands)
+    assert forward.operands(make(x), 1, "attn") == {}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_saved_tensor_takes_none_along(weights_only: bool):
+    forward, x, file = RootForward(), torch.randn(6, WIDTH), io.BytesIO()
+    forward.begin()
+    forward.operands(x, 0, "attn")["cast"] = cast("Any", (torch.zeros(100_000), MADE))
+    torch.save(x, file)
+    assert file.tell() < 10_000
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)
+    assert torch.equal(loaded, x)
+    assert attached(loaded) == {}
+    assert forward.operands(loaded, 1, "attn") == {}
 
 
 def test_another_thread_shares_nothing():
-    shared, x, found = shared_input.SharedInput(), torch.randn(6, WIDTH), []
+    forward, x, found = RootForward(), torch.randn(6, WIDTH), []
 
     def serve() -> None:
-        shared.active, shared.entry = True, None
-        found.append(shared.operands(x, 1, "attn"))
+        forward.begin()
+        found.append(forward.operands(x, 1, "attn"))
 
-    shared.active, shared.entry = True, None
-    mine = shared.operands(x, 0, "attn")
+    forward.begin()
+    mine = forward.operands(x, 0, "attn")
     mine["cast"] = MADE
     worker = threading.Thread(target=serve)
     worker.start()
     worker.join()
     assert found == [{}]
-    assert shared.operands(x, 2, "attn") is mine
+    assert found[0] is not mine
+    assert mine == {"cast": MADE}, "what this thread's layers hold is not emptied by the other one"
 
 
-@pytest.mark.parametrize("change", ["parent", "version", "capture"])
+@pytest.mark.parametrize("change", ["parent", "version", "capture", "forward"])
 def test_what_a_sibling_does_not_read(change: str, monkeypatch: pytest.MonkeyPatch):
-    shared, x = shared_input.SharedInput(), torch.randn(6, WIDTH)
-    shared.active, shared.entry = True, None
-    shared.operands(x, 0, "attn")["cast"] = MADE
+    forward, x = RootForward(), torch.randn(6, WIDTH)
+    forward.begin()
+    forward.operands(x, 0, "attn")["cast"] = MADE
     if change == "version":
         x.add_(0)
     if change == "capture":
-        monkeypatch.setattr(shared_input, "capturing", lambda where: True)
-    assert shared.operands(x, 1, "mlp" if change == "parent" else "attn") == {}
+        monkeypatch.setattr(operands, "capturing", lambda where: True)
+    if change == "forward":
+        forward.number = object()  # begun by other code than `begin`, which empties what it finds
+    assert forward.operands(x, 1, "mlp" if change == "parent" else "attn") == {}
+
+
+def test_two_tensors_that_are_read_in_turns_are_cast_once_each(casts):
+    """q and k of two inputs, as cross attention reads them: an operand stays with its tensor."""
+
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(WIDTH, 16) for _ in range(3))
+
+        def forward(self, x, y):
+            return self.q(x) + self.k(y) + self.v(x)
+
+    model, x, y = converted(Crossed()), torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    found = model(x, y)
+    assert casts.count(("quantize", (6, WIDTH))) == 2
+    assert torch.equal(found, model.q(x) + model.k(y) + model.v(x))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
