@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine._torch import graph_task
+from fp8engine._torch import graph_task, transforms_active
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
@@ -263,6 +263,8 @@ class ScalingState:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self._update()
+        elif transforms_active():
+            return  # layers in FP8 refuse torch.func's transforms; in 16 bits they are no step
         elif graph_task() == -1:
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
             first = not (self.begun or self.on_step is None) or (root and self.decides_next)
