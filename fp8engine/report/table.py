@@ -121,8 +121,15 @@ class Report:
                 f"fe.distributed.fsdp would send {codes}"
             ]
         line = f"{sums['as_codes']} of {sums['weights']} sharded weights are gathered as FP8 codes: a rank sends {sent}"
-        why = sorted({layer["gather"] for layer in self.layers if layer.get("gather", "").startswith("high")})
-        return [f"{line} to gather all, {plain} in high precision", *(f"gathered in {each}" for each in why)]
+        whys: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if why := layer.get("gather", "").partition("high precision: ")[2]:
+                whys.setdefault(why, []).append(layer["name"])
+        told = []
+        for why, (first, *more) in sorted(whys.items()):
+            named = f"{first}{f' and {len(more)} more' if more else ''}"
+            told.append(f"{len(more) + 1} gathered in high precision ({named}): {why}")
+        return [f"{line} to gather all, {plain} in high precision", *told]
 
     def _summary(self) -> list[str]:
         totals = self.totals
