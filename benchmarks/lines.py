@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_929,
-    "auto": 2_466,
+    "auto": 2_477,
     "autograd": 2_035,
     "bench": 1_653,
     "cli": 1_020,
