@@ -229,11 +229,15 @@ def work(rank: int, folder: str) -> None:
     """One rank: its own data, of which only the second rank's has trouble."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     found = {}
-    for name, troubled in (("first", 0), ("second", 1)):
-        model = plain()
+    seldom = fe.auto(interval=32)
+    cases = {"first": (0, None), "second": (1, None), "moved": (0, seldom), "moved elsewhere": (1, seldom)}
+    for name, (troubled, recipe) in cases.items():
+        model = plain(recipe)
         wrapped = DistributedDataParallel(model)
         losses = train(model, 14, lambda x: wrapped(x if rank == troubled else batch(0)))  # noqa: B023 - called here
-        found[name] = {"lines": lines(model), "losses": losses, "looks": len(controller(model).history.samples)}
+        samples = controller(model).history.samples
+        found[name] = {"lines": lines(model), "losses": losses, "looks": len(samples)}
+        found[name]["sampled"] = sorted({each.step for seen in samples.values() for each in seen})
     torch.save(found, f"{folder}/{rank}.pt")
     leave()
 
@@ -247,6 +251,11 @@ def test_ranks_that_see_different_data_decide_alike(tmp_path):
         assert one[name]["lines"] == other[name]["lines"] != []
     # On CPUs the copies are there at once: the step after a sample decides, as in one process.
     assert one["first"]["lines"][0].startswith("step 1 ")
+    # Trouble begins at step 5: the look at step 8 meets it in the amaxes of step 7, if it is the first rank's.
+    assert one["moved"]["sampled"] == other["moved"]["sampled"] == [0, 8]
+    assert one["moved elsewhere"]["sampled"] == other["moved elsewhere"]["sampled"] == [0]
+    assert one["moved"]["lines"] == other["moved"]["lines"]
+    assert any(line.startswith("step 9 ") for line in one["moved"]["lines"])
     # The first rank's numbers count.
     trouble = lambda lines: [line for line in lines if ".up.input " in line and "forward, " in line]  # noqa: E731
     assert trouble(one["first"]["lines"])
