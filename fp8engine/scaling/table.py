@@ -132,6 +132,9 @@ class ScalingState:
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
         self.samples: StepSamples | None = None  # of this step; None in a step that is not sampled
+        # Where fe.distributed.fsdp gathers weights: steps of the optimizer, and how many there were at the last forward
+        # with gradients.
+        self.optimizer_steps, self.trained = 0, -1
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
@@ -197,6 +200,11 @@ class ScalingState:
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._make_views()
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no recipe may change: gathered weights have one format from a forward to the optimizer's step."""
+        return self.trained == self.optimizer_steps
 
     @property
     def device(self) -> torch.device:
