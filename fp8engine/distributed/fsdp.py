@@ -197,7 +197,11 @@ class Gather:
     def _tell(self, uncounted: bool) -> None:
         """Say once that recipes stay as they are because no step has ended."""
         self.uncounted += uncounted
-        if uncounted and self.uncounted == UNCOUNTED and any(state.must_wait and state.controller for state in self.states):
+        if (
+            uncounted
+            and self.uncounted == UNCOUNTED
+            and any(state.must_wait and state.controller for state in self.states)
+        ):
             warnings.warn(
                 f"fe.distributed.fsdp: auto changes recipes between the steps of an optimizer of torch, and none has "
                 f"stepped these parameters in {UNCOUNTED} forwards: call fe.weights_changed(model) after each update",

@@ -1,4 +1,4 @@
-"""Statistics of weights in a step that `auto` samples, where each rank has its own rows and the layer sees codes.
+"""Statistics of sharded weights in a step that `auto` samples.  Each rank has its own rows, and the layer sees codes.
 
     rows of the sample, their energies     a rank's own, zeros for the others': summed over ranks, which adds nothing
     amaxes of columns and of blocks        the largest of all ranks'

@@ -154,8 +154,8 @@ def weights_changed(model: nn.Module) -> None:
     Call it on a card after a write that does not move a parameter's version counter: `p.data.copy_(...)`, a collective
     into `p.data`, a CUDA graph that was captured elsewhere.  Writes that torch counts (optimizers, `load_state_dict`,
     in-place operations under `no_grad`) need no call.  On a CPU none does, but for recipes with cache_weights=True, of
-    whose weights only samples are compared.  The first forward afterwards casts.  Under fe.distributed.fsdp a loop without
-    an optimizer of torch calls it after each update: there a step ends, and `auto` may change recipes.
+    whose weights only samples are compared.  The first forward afterwards casts.
+    Under fe.distributed.fsdp a loop without an optimizer of torch calls it after each update: there a step ends.
     Raises ConversionError where `model` has no converted layer.
 
     >>> layer = Linear(32, 16, recipe="current")

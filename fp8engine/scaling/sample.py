@@ -133,7 +133,7 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, ind
 
 
 def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """A row of the table, of x [M, K] and the amax of all of it; of a sample of its rows, all but "elements" is right."""
+    """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
     if x_MK.device.type == "cpu":
         known = float(amax)
         flat = measure_on_host(x_MK, SAMPLE, known)

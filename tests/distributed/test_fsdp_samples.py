@@ -1,4 +1,4 @@
-"""Steps that `auto` samples under fe.distributed.fsdp: weights are described by all ranks' rows, and lose no gradient."""
+"""Steps that `auto` samples under fe.distributed.fsdp: all ranks' rows describe a weight, and no gradient is lost."""
 
 import warnings
 from typing import Any
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def net(change: float = 1.0) -> Any:
     torch.manual_seed(0)
-    model = fe.convert(Net(), "auto", skip=lambda name, module: False)
+    model: Any = fe.convert(Net(), "auto", skip=lambda name, module: False)
     with torch.no_grad():
         for parameter in (model.first.weight, model.second.weight):
             parameter[-2, 7] *= change  # of the last rank

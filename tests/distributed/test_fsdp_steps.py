@@ -243,7 +243,9 @@ def pipelined(rank: int, ranks: int, recipe: str) -> list[dict]:
         schedule = Schedule1F1B(part, MICROBATCHES, loss_fn=nn.functional.mse_loss)
         losses: list[torch.Tensor] = []
         for step in range(4):
-            x = torch.randn(16, SIZE[0], generator=torch.Generator().manual_seed(100 * step + mesh["dp"].get_local_rank()))
+            x = torch.randn(
+                16, SIZE[0], generator=torch.Generator().manual_seed(100 * step + mesh["dp"].get_local_rank())
+            )
             if place == 0:
                 schedule.step(x)
             else:
