@@ -123,7 +123,7 @@ def train(case: Case, fp8: bool, rank: int, ranks: int) -> dict:
             fully_shard(block, mesh=mesh, **case.sharding)
         fully_shard(model, mesh=mesh, **case.sharding)
         fe.distributed.reduce_amax(model)
-        _decide_between_steps(model)
+        decide_between_steps(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     traffic, losses = Traffic(), []
     for step in range(STEPS):
@@ -165,7 +165,7 @@ def _accumulate(model: Any, case: Case, seed: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def _decide_between_steps(model: nn.Module) -> None:
+def decide_between_steps(model: nn.Module) -> None:
     """auto decides in the same forwards under fully_shard's gather as under ours, which waits for the optimizer."""
     for state in {id(layer.numerics.state): layer.numerics.state for layer in float8_modules(model)}.values():
         model.register_forward_hook(lambda *_, state=state: setattr(state, "trained", state.optimizer_steps))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,9 @@ def gather_fp8(model: nn.Module) -> nn.Module:
     parameters = [parameter for module in sharded for parameter in _torch.sharded_parameters(module)]
     if not parameters:
         raise ParallelError(f"{here}: fully_shard was called on no part of {type(model).__name__}; call it before")
+    for each in parameters:
+        if each.post_forward_mesh_info not in (None, each.mesh_info):
+            _refuse_partial_reshard(here, each.post_forward_mesh_info.shard_mesh_size)
     groups = {parameter.shard_mesh_from_root.get_group() for parameter in parameters}
     if len(groups) > 1:
         raise ParallelError(f"{here}: weights are sharded over {len(groups)} groups of ranks; one is supported")
@@ -251,10 +254,7 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
             raise ParallelError(f"{here}: {where} is under {found} already: convert, shard once, then wrap")
     again = options.get("reshard_after_forward")
     if isinstance(again, int) and not isinstance(again, bool):
-        raise ParallelError(
-            f"{here}: reshard_after_forward={again} keeps weights on {again} ranks after forward, which fully_shard "
-            "does not do for weights that are gathered in another format: give True or False"
-        )
+        _refuse_partial_reshard(here, again)
     if options.get("shard_placement_fn") is not None and any(why_not(layer.numerics.plan) == "" for layer in layers):
         warnings.warn(
             f"{here}: weights that shard_placement_fn shards along another dimension than 0 are "
@@ -262,6 +262,14 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
             ParallelWarning,
             stacklevel=3,
         )
+
+
+def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
+    """fully_shard raises NotImplementedError in backward for weights that have hooks (torch 2.11 to 2.13)."""
+    raise ParallelError(
+        f"{here}: reshard_after_forward={ranks} keeps weights on {ranks} ranks after forward, which fully_shard does not "
+        "do for weights that are gathered in another format: give True or False"
+    )
 
 
 def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:

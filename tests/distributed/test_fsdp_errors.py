@@ -71,6 +71,15 @@ def reshard_to_two() -> None:
     fe.distributed.fsdp(net(), reshard_after_forward=2)
 
 
+def reshard_to_one_by_others() -> None:
+    model = net()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=1)
+    fully_shard(model, mesh=mesh)
+    fe.distributed.gather_fp8(model)
+
+
 def plain_model() -> None:
     fe.distributed.fsdp(Net(16, 32))
 
@@ -104,6 +113,7 @@ CASES = {
     other_blocks: (ParallelError, "block blocks.0 is Block on rank 0 of the group and missing on rank 1"),
     other_options: (ParallelError, "option reshard_after_forward is False on rank 0 of the group and True on rank 1"),
     reshard_to_two: (ParallelError, "reshard_after_forward=2 keeps weights on 2 ranks .* give True or False"),
+    reshard_to_one_by_others: (ParallelError, "gather_fp8: reshard_after_forward=1 keeps weights on 1 ranks .* True or"),
     plain_model: (ParallelError, "Net has no converted layers; call fe.convert first"),
     transforms: (Fp8EngineError, "torch.func's transforms where fe.distributed.fsdp gathers its weight"),
     dead_rank: (ParallelError, "a rank did not come within the time limit|the dead one"),

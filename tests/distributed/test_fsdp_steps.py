@@ -235,7 +235,7 @@ def pipelined(rank: int, ranks: int, recipe: str) -> list[dict]:
                 fully_shard(block, mesh=mesh["dp"])
             fully_shard(stage, mesh=mesh["dp"])
             fe.distributed.reduce_amax(stage, mesh["dp"].get_group())
-            fsdp._decide_between_steps(stage)
+            fsdp.decide_between_steps(stage)
         optimizer = torch.optim.AdamW(stage.parameters(), 1e-2)
         # Without example tensors torch first trains on uninitialised memory, to see sizes: auto would sample that.
         sent = [torch.zeros(16 // MICROBATCHES, SIZE[0], requires_grad=needs) for needs in (place > 0, True)]
