@@ -265,7 +265,7 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
 
 
 def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
-    """fully_shard raises NotImplementedError in backward for weights that have hooks (torch 2.11 to 2.13)."""
+    """fully_shard makes a parameter of the codes' bytes, and has no gather of weights with hooks from some ranks."""
     raise ParallelError(
         f"{here}: reshard_after_forward={ranks} keeps weights on {ranks} ranks after forward, which fully_shard does not "
         "do for weights that are gathered in another format: give True or False"
