@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class StepSamples:
         if self.tables is not None:
             return self.tables
         where = self.slots_SL.device
-        with torch.no_grad(), torch.autocast(where.type, enabled=False) if where.type != "meta" else nullcontext():
+        with torch.no_grad(), outside_of_autocast(where):
             reads = torch.full((self.layers, *SHAPE), math.nan, device=self.slots_SL.device)
             for i, layouts in self.layouts.items():
                 whole_n, whole_k = layouts["grad_output"].columns, layouts["input"].columns
@@ -97,6 +97,11 @@ class StepSamples:
                 if n and k:
                     reads[i] = judge(x, w, dy if backward else None)
             return Tables(self.slots_SL, reads, self.loss_1)
+
+
+def outside_of_autocast(where: torch.device) -> AbstractContextManager:
+    """Statistics are computed in the dtypes that are written here, whatever autocast the user's forward runs under."""
+    return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
 
 def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
@@ -120,7 +125,7 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
 def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
     if not x_MK.numel():
         return
-    with torch.no_grad():
+    with torch.no_grad(), outside_of_autocast(x_MK.device):
         x_MK = x_MK.detach()
         if part.numel():
             layout = Layout(abs(rows), x_MK.shape[1], len(x_MK) if rows < 0 else 0)
