@@ -25,11 +25,11 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_929,
-    "auto": 2_466,
+    "auto": 2_526,
     "autograd": 2_183,
     "bench": 1_653,
     "cli": 1_019,
-    "convert": 1_036,
+    "convert": 1_038,
     "demo": 1_054,
     "distributed": 1_961,
     "export": 1_319,
@@ -38,9 +38,9 @@ BUDGET = {
     "nn": 2_050,
     "numerics": 522,
     "ops": 3_141,
-    "report": 2_115,
-    "scaling": 1_038,
-    "top level": 348,
+    "report": 2_120,
+    "scaling": 1_051,
+    "top level": 349,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

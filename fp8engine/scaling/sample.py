@@ -24,6 +24,7 @@ from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
 NONFINITE = HEADER.index("nonfinite")
+FAILED = "failed"  # attribute of a table: the rows that could not be written, and why
 
 
 class Tables(NamedTuple):
@@ -65,6 +66,11 @@ class StepSamples:
         made = StepSamples(0, 0, {}, tables.slots_SL.device)
         made.tables = tables
         return made
+
+    @property
+    def failed(self) -> Mapping[int, str]:
+        """Rows of the table that could not be written, and why."""
+        return vars(self.slots_SL).get(FAILED, {})
 
     def takes(self, layer: int) -> bool:
         """Whether this step samples the layer."""
@@ -123,8 +129,18 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
 
 
 def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
+    """A failure leaves the row and the part empty, and why in the table's `failed`: nothing raises in a forward."""
     if not x_MK.numel():
         return
+    try:
+        _describe(x_MK, table_SL, part, index, rows)
+    except Exception as error:
+        part.zero_()
+        table_SL[index].zero_()
+        vars(table_SL).setdefault(FAILED, {})[index] = f"{type(error).__name__}: {error}"
+
+
+def _describe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
     with torch.no_grad(), outside_of_autocast(x_MK.device):
         x_MK = x_MK.detach()
         if part.numel():
