@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_929,
     "auto": 2_526,
-    "autograd": 2_183,
+    "autograd": 2_188,
     "bench": 1_653,
     "cli": 1_019,
     "convert": 1_038,
@@ -38,8 +38,8 @@ BUDGET = {
     "nn": 2_050,
     "numerics": 522,
     "ops": 3_141,
-    "report": 2_120,
-    "scaling": 1_051,
+    "report": 2_123,
+    "scaling": 1_054,
     "top level": 349,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -55,7 +55,10 @@ class Call:
 
     x, weight: its input and its weight [..., N, K], for their device and sizes.  needs: whether input, weight and bias
     want gradients.  record: whether amaxes enter the history.
+    apart: it runs inside a transform of torch.func, where no step of `auto` begins, and nothing enters the history.
     """
+
+    apart = False
 
     def __init__(
         self, numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, needs: Sequence[bool], record: bool
@@ -94,7 +97,7 @@ class Call:
     def samples(self) -> bool:
         """Whether this call's tensors are sampled: in training, and before it where `auto` awaits a forward."""
         state = self.numerics.state
-        return state.samples is not None and (self.record or state.decides_next)
+        return state.samples is not None and not self.apart and (self.record or state.decides_next)
 
     def cast_input(self, x_MK: torch.Tensor, kept: Kept) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read).  kept: operands that another layer has made of this x."""
@@ -207,7 +210,7 @@ class Call:
         """
         numerics, compiling = self.numerics, torch.compiler.is_compiling()
         if not compiling:
-            numerics.state.backward_seen = True
+            numerics.state.backward_seen |= not self.apart
             numerics.weight.after_backward()
             if torch.is_grad_enabled():
                 raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
@@ -277,6 +280,7 @@ class Call:
         """The layer's slot of ROLES[role], as `Numerics.slot` gives it; without a call where it was made before."""
         if torch.compiler.is_compiling():
             return self.numerics.columns[role].slot(record, count)
+        record &= not self.apart
         key, state = (len(ROLES) * self.numerics.layer + role, record, count), self.numerics.state
         made = state.slots.get(key)
         return state.slot(*key) if made is None else made

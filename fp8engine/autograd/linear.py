@@ -52,7 +52,9 @@ def linear(
         if numerics.fused_wgrad and weight_NK.requires_grad and torch.is_grad_enabled():
             weight_NK = AddedToMainGrad.apply(weight_NK, numerics.name)
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
-        return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
+        return (
+            y if numerics.state.samples is None or _torch.transforms_active() else _observed(y, x, weight_NK, numerics)
+        )
     transformed = not compiling and _torch.transforms_active()
     record = enter(x, weight_NK, numerics, transformed)
     if transformed:

@@ -54,6 +54,7 @@ class _Transformed(_Named):
     def forward(x_MK, weight_NK, bias_N, pending: Pending):
         needs = (pending.record, pending.record, pending.record and bias_N is not None)
         call = Call(pending.numerics, x_MK, weight_NK, bias_N, needs, pending.record)
+        call.apart = pending.numerics.state.on_step is not None
         a, kept = call.cast_input(x_MK, {})
         y_MN, transposed = call.forward(a, weight_NK, bias_N, pending.out)
         saved, weight, dtype = call.to_save(kept), (weight_NK, *transposed), x_MK.dtype

@@ -30,7 +30,10 @@ from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
 
-NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
+NOT_SAMPLED = (
+    "auto has seen no training step (inference, a model compiled whole, or torch.func's transforms): formats are those "
+    "it begins with"
+)
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 APART = "the product by itself: fe.smooth or fe.clamp changes it"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8engine._torch import transforms_active
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
 from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
@@ -77,7 +78,9 @@ class StepSamples:
         return layer in self.layouts
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
-        """Keep the step's loss, a mean over tokens."""
+        """Keep the step's loss, a mean over tokens; not that of a call inside a transform of torch.func."""
+        if transforms_active():
+            return
         self.loss_1.copy_(torch.as_tensor(loss).detach().float().reshape(1))
 
     def finish(self, sizes: Mapping[int, tuple[int, int, int] | None], backward: bool) -> Tables:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine._torch import graph_task
+from fp8engine._torch import graph_task, transforms_active
 from fp8engine.errors import StateError
 from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
@@ -259,17 +259,21 @@ class ScalingState:
         root.register_forward_hook(self.end_forward, always_call=True)
 
     def begin_step(self, root: bool = False) -> None:
-        """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins."""
+        """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins.
+
+        Where `on_step` is called, a call inside a transform of torch.func begins no step: what was made there is the
+        transform's, and cannot be read outside of it.
+        """
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self._update()
-        elif graph_task() == -1:
+        elif graph_task() != -1:
+            self.recomputed |= torch.is_grad_enabled()
+        elif self.on_step is None or not transforms_active():
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
             first = not (self.begun or self.on_step is None) or (root and self.decides_next)
             if torch.is_grad_enabled() or self.recomputed or first:
                 self.fold()
-        elif torch.is_grad_enabled():
-            self.recomputed = True
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
