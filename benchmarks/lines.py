@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_929,
     "auto": 2_526,
-    "autograd": 2_188,
+    "autograd": 2_037,
     "bench": 1_653,
     "cli": 1_019,
     "convert": 1_038,
@@ -35,12 +35,12 @@ BUDGET = {
     "export": 1_319,
     "integrations": 198,
     "kernels": 3_573,
-    "nn": 2_050,
+    "nn": 1_820,
     "numerics": 522,
     "ops": 3_141,
-    "report": 2_123,
-    "scaling": 1_054,
-    "top level": 349,
+    "report": 2_115,
+    "scaling": 1_056,
+    "top level": 345,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine._torch import graph_task
-from fp8engine.autograd import gathered, main_grad, stored
+from fp8engine.autograd import gathered, stored
 from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
@@ -55,10 +55,7 @@ class Call:
 
     x, weight: its input and its weight [..., N, K], for their device and sizes.  needs: whether input, weight and bias
     want gradients.  record: whether amaxes enter the history.
-    apart: it runs inside a transform of torch.func, where no step of `auto` begins, and nothing enters the history.
     """
-
-    apart = False
 
     def __init__(
         self, numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, needs: Sequence[bool], record: bool
@@ -81,10 +78,6 @@ class Call:
         self.transposes_weight = on_codes and plan.weight_serves_both
         self.transposes_grad = self.needs_x and self.needs_w and on_codes and plan.grad_serves_both
         self.bias_dtype = None if bias_N is None else bias_N.dtype
-        # The parameter itself: a checkpoint hands backward another tensor of its memory, without its attributes.
-        self.parameter = weight if numerics.fused_wgrad and self.needs_w else None
-        if self.parameter is not None:
-            main_grad.main_grad_of(self.parameter, numerics.name)
         self.groups: list | None = None  # what an Operand has beside data and scale, of the saved input
         self.weights: Kept = {}
 
@@ -97,7 +90,7 @@ class Call:
     def samples(self) -> bool:
         """Whether this call's tensors are sampled: in training, and before it where `auto` awaits a forward."""
         state = self.numerics.state
-        return state.samples is not None and not self.apart and (self.record or state.decides_next)
+        return state.samples is not None and (self.record or state.decides_next)
 
     def cast_input(self, x_MK: torch.Tensor, kept: Kept) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read).  kept: operands that another layer has made of this x."""
@@ -210,7 +203,7 @@ class Call:
         """
         numerics, compiling = self.numerics, torch.compiler.is_compiling()
         if not compiling:
-            numerics.state.backward_seen |= not self.apart
+            numerics.state.backward_seen = True
             numerics.weight.after_backward()
             if torch.is_grad_enabled():
                 raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
@@ -230,11 +223,7 @@ class Call:
             data, scale = saved
             b = data if self.groups is None else Operand(data, scale, *self.groups)
             b = b if self.transposes_input else _transposed(b)
-            if self.parameter is None:
-                dw_NK = self._multiply(a_t, b, None, weight[0].dtype, "wgrad")
-            else:
-                precision = "exact" if self.plan.exact else self.plan.precision["wgrad"]
-                dw_NK = main_grad.accumulate(a_t, b, self.parameter, numerics.name, precision)
+            dw_NK = self._multiply(a_t, b, None, weight[0].dtype, "wgrad")
         if not self.needs_b:
             return dx_MK, dw_NK, None
         if db_N is None and isinstance(dy, torch.Tensor):
@@ -280,7 +269,6 @@ class Call:
         """The layer's slot of ROLES[role], as `Numerics.slot` gives it; without a call where it was made before."""
         if torch.compiler.is_compiling():
             return self.numerics.columns[role].slot(record, count)
-        record &= not self.apart
         key, state = (len(ROLES) * self.numerics.layer + role, record, count), self.numerics.state
         made = state.slots.get(key)
         return state.slot(*key) if made is None else made

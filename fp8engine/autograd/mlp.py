@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 
-from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
-from fp8engine.autograd.main_grad import leave_graph
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import (
     KEEP,
@@ -82,12 +80,8 @@ def norm_mlp(
     if (shard := second.numerics.shard) is not None and not isinstance(second, Part):
         return shard.norm_mlp(x, norm, firsts, second, (kind, memory))
     layers = (*firsts, second)
-    if torch.compiler.is_compiling() and any(layer.numerics.fused_wgrad for layer in layers):
-        leave_graph()
-        return _in_eager(x, norm, first, second, kind, memory)
     out = _check(x, layers, kind)
-    treated = second.numerics.smooth or second.numerics.limit is not None
-    if treated or not all(layer.numerics.plan.fp8 for layer in layers):
+    if second.numerics.smooth or not all(layer.numerics.plan.fp8 for layer in layers):
         made = (
             norm_linear(x, norm, firsts, memory)
             if norm
@@ -129,9 +123,6 @@ def _activation(made: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     """The activation as torch computes it, in the dtype of what it is given."""
     activation = ACTIVATIONS[kind]
     return activation(made[0]) if len(made) == 1 else activation.of(*made)
-
-
-_in_eager = _torch.outside_of_graphs(norm_mlp)
 
 
 class _NormMLP(torch.autograd.Function):

@@ -74,11 +74,9 @@ class Numerics:
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     sizes: M, N, K of the latest eager forward's matmul.
-    fused_wgrad: the weight's gradient is added to its main_grad (main_grad.py).
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
-    limit: its input is clamped to [-limit, limit]; None: it is not.
     columns: of its operands, in the order of ROLES.
     """
 
@@ -94,9 +92,7 @@ class Numerics:
     bypassed: bool = False
     shard: Any = None
     sizes: tuple[int, int, int] | None = None
-    fused_wgrad: bool = False
     smooth: bool = False
-    limit: float | None = None
     columns: tuple[Column, ...] = ()
 
     def __post_init__(self):
@@ -136,16 +132,10 @@ class Numerics:
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
 
-    def treat(self, smooth: bool, limit: float | None) -> None:
-        """Smooth and clamp the input as told from the next call on."""
-        self.smooth, self.limit = smooth, limit
+    def set_smooth(self, on: bool) -> None:
+        """Share the outliers of the input's channels with the weight's columns from the next call on, or no more."""
+        self.smooth = on
         self.__post_init__()
-
-    @property
-    def treated(self) -> str:
-        """What is done to the input's outliers before the cast, for reports; "": nothing."""
-        clamp = "" if self.limit is None else f"clamped to ±{self.limit:g}"
-        return " and ".join(filter(None, ["smoothed" * self.smooth, clamp]))
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""

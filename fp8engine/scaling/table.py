@@ -259,21 +259,19 @@ class ScalingState:
         root.register_forward_hook(self.end_forward, always_call=True)
 
     def begin_step(self, root: bool = False) -> None:
-        """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins.
-
-        Where `on_step` is called, a call inside a transform of torch.func begins no step: what was made there is the
-        transform's, and cannot be read outside of it.
-        """
+        """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins."""
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self._update()
-        elif graph_task() != -1:
-            self.recomputed |= torch.is_grad_enabled()
-        elif self.on_step is None or not transforms_active():
+        elif transforms_active():
+            return  # layers in FP8 refuse torch.func's transforms; in 16 bits they are no step
+        elif graph_task() == -1:
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
             first = not (self.begun or self.on_step is None) or (root and self.decides_next)
             if torch.is_grad_enabled() or self.recomputed or first:
                 self.fold()
+        elif torch.is_grad_enabled():
+            self.recomputed = True
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
