@@ -19,18 +19,22 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8engine import _torch
+from fp8engine._torch import plain_name
 from fp8engine.autograd.gathered import why_not
+from fp8engine.convert.select import linear_layers, parameter_of
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.gathers import GATHER
 from fp8engine.distributed.sharded_weight import ShardedWeight
 from fp8engine.distributed.weight_samples import sample_weights
 from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
-from fp8engine.errors import ParallelError, ParallelWarning
+from fp8engine.errors import ParallelError, ParallelWarning, StrictError
 from fp8engine.nn.linear import Float8Module, float8_modules
+from fp8engine.ops import ranks
 from fp8engine.ops.library import in_backward
 from fp8engine.scaling.table import ScalingState
 
+EXPERTS = "it holds the weights of several experts, which fe.distributed.ExpertParallel divides instead"
 UNCOUNTED = 64  # forwards after which a model whose optimizer is not seen is told so
 UNCOMPARED = ("ignored_params", "shard_placement_fn")  # options that are no plain values
 
@@ -40,12 +44,14 @@ def fsdp(
     *,
     mesh: dist.DeviceMesh | None = None,
     blocks: Sequence[nn.Module] | None = None,
+    strict: bool = False,
     **fully_shard_options,
 ) -> nn.Module:
     """Shard a converted model by torch's `fully_shard`, block by block, and gather its weights as FP8 codes.
 
     mesh: one dimension (FSDP), or two with names (HSDP: replicas, then shards); None: all processes.
     blocks: modules that are gathered and freed by themselves; None: the repeated blocks (blocks.py).
+    strict: raise StrictError, before anything is sharded, where experts would be gathered in high precision.
     fully_shard_options: reshard_after_forward (True or False), mp_policy, offload_policy, ignored_params.
     Returns the model, changed in place.  The loss is that of `fully_shard`'s gather in high precision.  Parameters,
     `state_dict` and checkpoints are torch's ordinary DTensors.  A weight that FP8 codes cannot stand for (its layer
@@ -58,6 +64,11 @@ def fsdp(
 
     layers = float8_modules(model)
     _check(model, layers, fully_shard_options)
+    if strict:
+        ignored = {id(parameter) for parameter in fully_shard_options.get("ignored_params") or ()}
+        own = ((layer, *each) for layer in layers for each in layer.named_parameters(recurse=False))
+        sharded = {(id(layer), key) for layer, key, parameter in own if id(parameter) not in ignored}
+        _tell_of_experts("fe.distributed.fsdp", model, sharded, strict)
     if mesh is None:
         mesh = dist.init_device_mesh(_device_type(layers), (dist.get_world_size(),))
     names = list(mesh.mesh_dim_names or ())
@@ -85,10 +96,11 @@ def fsdp(
     return model
 
 
-def gather_fp8(model: nn.Module) -> nn.Module:
+def gather_fp8(model: nn.Module, *, strict: bool = False) -> nn.Module:
     """Gather the weights of a converted model as FP8 codes that other code has sharded by `fully_shard`.
 
     For Accelerate, torchtitan and scripts that call fully_shard themselves; `fsdp` calls it.  Returns the model.
+    strict: raise StrictError where experts would be gathered in high precision, of which else a ParallelWarning tells.
     Raises ParallelError for a model that is not converted, not sharded, or gathered so already; and where its weights
     are sharded over several groups of ranks.  Amaxes of activations are not joined: `reduce_amax` does that.
     """
@@ -110,6 +122,8 @@ def gather_fp8(model: nn.Module) -> nn.Module:
     groups = {parameter.shard_mesh_from_root.get_group() for parameter in parameters}
     if len(groups) > 1:
         raise ParallelError(f"{here}: weights are sharded over {len(groups)} groups of ranks; one is supported")
+    owners = (parameter._module_info for parameter in parameters)
+    _tell_of_experts(here, model, {(id(owner.module), owner.param_name) for owner in owners}, strict)
     states = {id(layer.numerics.state): layer.numerics.state for layer in layers}
     gather = Gather(sharded, list(states.values()))
     setattr(model, GATHER, gather)
@@ -229,7 +243,7 @@ def _sharded(parameter: Any, mesh: dist.DeviceMesh, scales: WeightScales) -> Sha
     if owner.shared_modules:
         fixed = "other modules read the same weight"
     elif len(size) != 2:
-        fixed = "it holds the weights of several experts"
+        fixed = EXPERTS
     elif parameter.fsdp_placement.dim != 0:
         fixed = f"it is sharded along dimension {parameter.fsdp_placement.dim}"
     rows = parameter.padded_sharded_param_size[0] if size else 0
@@ -264,12 +278,32 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
         )
 
 
-def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
+def _refuse_partial_reshard(here: str, size: int) -> NoReturn:
     """fully_shard makes a parameter of the codes' bytes, and has no gather of weights with hooks from some ranks."""
     raise ParallelError(
-        f"{here}: reshard_after_forward={ranks} keeps weights on {ranks} ranks after forward, which fully_shard does not "
-        "do for weights that are gathered in another format: give True or False"
+        f"{here}: reshard_after_forward={size} keeps weights on {size} ranks after forward, which fully_shard does "
+        "not do for weights that are gathered in another format: give True or False"
     )
+
+
+def _tell_of_experts(here: str, model: nn.Module, sharded: set[tuple[int, str]], strict: bool) -> None:
+    """Say, on the first rank, which experts in FP8 are gathered in high precision.
+
+    sharded: (id of a layer, name of a parameter).  Raises StrictError on every rank instead, where that is not allowed.
+    """
+    found = []
+    for name, layer, shape in linear_layers(model):
+        key = parameter_of(name, layer)
+        numerics = layer.numerics_of(key) if isinstance(layer, Float8Module) and (id(layer), key) in sharded else None
+        if numerics is not None and numerics.recipe.is_fp8 and len(shape) != 2:
+            found.append(plain_name(model, name))
+    if not found:
+        return
+    named = f"{len(found)} weights ({found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)})"
+    if strict:
+        raise StrictError(f"strict=True: {here}: {named} would be gathered in high precision: {EXPERTS}")
+    if ranks.first():
+        warnings.warn(f"{here}: {named} are gathered in high precision: {EXPERTS}", ParallelWarning, stacklevel=3)
 
 
 def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:

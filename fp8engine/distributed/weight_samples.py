@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fp8engine.distributed.weight_scales import Rows, Shard
 from fp8engine.scaling.histogram import some_rows
+from fp8engine.scaling.reads import Layout
 from fp8engine.scaling.sample import ELEMENTS, SAMPLE, describe
 
 
@@ -27,13 +28,15 @@ def sample_weights(everything: Rows, group: dist.ProcessGroup) -> None:
     found = []
     for shard, rows_of in everything.items():
         state, layer = shard.numerics.state, shard.numerics.layer
-        if state.samples is not None and state.samples.takes(layer):
-            whole_NK, row = _beside_zeros(shard, rows_of()), state.row(layer, "weight")
-            layout = state.samples.layouts[layer]["weight"]._replace(columns=whole_NK.shape[1], energies=len(whole_NK))
-            layout.write(whole_NK, state.samples.parts[row])
-            part, some_RK = layout.part(state.samples.parts[row]), some_rows(whole_NK, SAMPLE)
+        samples = state.samples
+        to = None if samples is None else samples.of(layer, "weight", state.row(layer, "weight"))
+        if to is not None:
+            whole_NK = _beside_zeros(shard, rows_of())
+            layout = Layout(abs(to.rows), whole_NK.shape[1], len(whole_NK))
+            layout.write(whole_NK, to.part)
+            part, some_RK = layout.part(to.part), some_rows(whole_NK, SAMPLE)
             unknown = part.columns_C.amax() * 0.0  # NaN where this rank's rows are not finite
-            slot_L = state.samples.slots_SL[row]
+            slot_L = to.row_1L[0]
             slot_L[ELEMENTS] = whole_NK.numel()
             found.append((slot_L, part, some_RK.dtype, some_RK.float(), unknown))
     if not found:

@@ -38,6 +38,18 @@ class Tables(NamedTuple):
     loss_1: torch.Tensor
 
 
+class Sampled(NamedTuple):
+    """Where `observe` describes one operand or result of a layer, as views: equal layers are one graph.
+
+    row_1L: its row of the table.  part: a buffer of `reads.Layout`, empty for what no matmul reads.  rows: how many
+    rows of the operand it keeps; 0 for a result; negative for a weight, whose rows' energies are kept too.
+    """
+
+    row_1L: torch.Tensor
+    part: torch.Tensor
+    rows: int
+
+
 class StepSamples:
     """The samples of one training step.
 
@@ -66,9 +78,12 @@ class StepSamples:
         made.tables = tables
         return made
 
-    def takes(self, layer: int) -> bool:
-        """Whether this step samples the layer."""
-        return layer in self.layouts
+    def of(self, layer: int, role: str, row: int) -> Sampled | None:
+        """Where a slot of a layer is described, whose row of the table that is; None: this step does not sample it."""
+        if layer not in self.layouts or row >= len(self.slots_SL):
+            return None
+        rows = self.layouts[layer][role].rows if role in ROLES else 0
+        return Sampled(self.slots_SL[row : row + 1], self.parts[row], -rows if role == "weight" else rows)
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
         """Keep the step's loss, a mean over tokens."""
@@ -99,16 +114,12 @@ class StepSamples:
             return Tables(self.slots_SL, reads, self.loss_1)
 
 
-def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
-    """Write the statistics of x [M, K] to row `index` of the table, and `rows` of its rows to `part`.
-
-    part: a buffer of `reads.Layout`; empty for what no matmul reads.  rows: 0 there; negative for a weight, whose
-    rows' energies are kept too.
-    """
+def observe(x_MK: torch.Tensor, to: Sampled) -> None:
+    """Write the statistics of x [M, K] to its row of the table, and some of its rows to the buffer."""
     if library.direct(x_MK):
-        _observe(x_MK, table_SL, part, index, rows)
+        _observe(x_MK, *to)
     else:
-        torch.ops.fp8engine.observe.default(x_MK, table_SL, part, index, rows)
+        torch.ops.fp8engine.observe.default(x_MK, *to)
 
 
 def read_row(row_L: torch.Tensor) -> Measured | None:
@@ -117,7 +128,7 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
     return found if found.elements else None
 
 
-def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
+def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
     if not x_MK.numel():
         return
     with torch.no_grad():
@@ -129,7 +140,7 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, ind
         else:
             low, high = torch.aminmax(x_MK)
             amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        table_SL[index].copy_(describe(x_MK, amax))
+        row_1L[0].copy_(describe(x_MK, amax))
 
 
 def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -147,7 +158,7 @@ def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 library.define(
-    "observe(Tensor x, Tensor table, Tensor part, int index, int rows) -> ()",
+    "observe(Tensor x, Tensor row, Tensor part, int rows) -> ()",
     _observe,
     lambda *arguments: None,
     effect=True,
