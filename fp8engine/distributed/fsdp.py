@@ -278,14 +278,6 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
         )
 
 
-def _refuse_partial_reshard(here: str, size: int) -> NoReturn:
-    """fully_shard makes a parameter of the codes' bytes, and has no gather of weights with hooks from some ranks."""
-    raise ParallelError(
-        f"{here}: reshard_after_forward={size} keeps weights on {size} ranks after forward, which fully_shard does "
-        "not do for weights that are gathered in another format: give True or False"
-    )
-
-
 def _tell_of_experts(here: str, model: nn.Module, sharded: set[tuple[int, str]], strict: bool) -> None:
     """Say, on the first rank, which experts in FP8 are gathered in high precision.
 
@@ -304,6 +296,14 @@ def _tell_of_experts(here: str, model: nn.Module, sharded: set[tuple[int, str]],
         raise StrictError(f"strict=True: {here}: {named} would be gathered in high precision: {EXPERTS}")
     if ranks.first():
         warnings.warn(f"{here}: {named} are gathered in high precision: {EXPERTS}", ParallelWarning, stacklevel=3)
+
+
+def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
+    """fully_shard makes a parameter of the codes' bytes, and has no gather of weights with hooks from some ranks."""
+    raise ParallelError(
+        f"{here}: reshard_after_forward={ranks} keeps weights on {ranks} ranks after forward, which fully_shard does "
+        "not do for weights that are gathered in another format: give True or False"
+    )
 
 
 def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:

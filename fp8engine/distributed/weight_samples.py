@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fp8engine.distributed.weight_scales import Rows, Shard
+from fp8engine.numerics.recipe import ROLES
 from fp8engine.scaling.histogram import some_rows
 from fp8engine.scaling.reads import Layout
 from fp8engine.scaling.sample import ELEMENTS, SAMPLE, describe
@@ -27,16 +28,14 @@ def sample_weights(everything: Rows, group: dist.ProcessGroup) -> None:
     """
     found = []
     for shard, rows_of in everything.items():
-        state, layer = shard.numerics.state, shard.numerics.layer
-        samples = state.samples
-        to = None if samples is None else samples.of(layer, "weight", state.row(layer, "weight"))
-        if to is not None:
+        sample = shard.numerics.columns[ROLES.index("weight")].sample
+        if sample is not None:
             whole_NK = _beside_zeros(shard, rows_of())
-            layout = Layout(abs(to.rows), whole_NK.shape[1], len(whole_NK))
-            layout.write(whole_NK, to.part)
-            part, some_RK = layout.part(to.part), some_rows(whole_NK, SAMPLE)
+            layout = Layout(abs(sample.rows), whole_NK.shape[1], len(whole_NK))
+            layout.write(whole_NK, sample.part)
+            part, some_RK = layout.part(sample.part), some_rows(whole_NK, SAMPLE)
             unknown = part.columns_C.amax() * 0.0  # NaN where this rank's rows are not finite
-            slot_L = to.row_1L[0]
+            slot_L = sample.row_1L[0]
             slot_L[ELEMENTS] = whole_NK.numel()
             found.append((slot_L, part, some_RK.dtype, some_RK.float(), unknown))
     if not found:
