@@ -38,13 +38,8 @@ BUDGET = {
     "nn": 1_821,
     "numerics": 522,
     "ops": 3_141,
-<<<<<<< HEAD
     "report": 2_139,
-    "scaling": 1_040,
-=======
-    "report": 2_110,
     "scaling": 1_062,
->>>>>>> main
     "top level": 344,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
