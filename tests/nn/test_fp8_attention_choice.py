@@ -163,7 +163,7 @@ def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: st
 @pytest.mark.parametrize("scale", [0.0, -0.125], ids=str)
 @pytest.mark.filterwarnings("ignore::fp8engine.errors.AttentionWarning")
 def test_a_scale_that_is_not_positive_gives_what_torch_gives(scale: float):
-    """Without causality: with it torch's own kernel for a CPU multiplies the mask's -Inf by the scale, and gives NaN."""
+    """Without causality: with it torch's kernel for a CPU multiplies the mask's -Inf by the scale: NaN."""
     block = Plain()
     block.options = {"scale": scale}
     fp8, torchs = (
