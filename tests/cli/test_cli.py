@@ -143,6 +143,9 @@ def test_what_train_refuses(tmp_path: Path):
     (tmp_path / "file").write_text("")
     refused("did you mean 'rowwise'", "train", "--recipe", "rowise")
     refused("did you mean 'tiny'", "train", "--size", "tiney")
+    for seed in (10**24, -(10**24), 2**40 + 1):  # torch's generator ends at 64 bits
+        refused(f"seed={seed}: a seed is a whole number from -2^40 to 2^40", "train", "--seed", seed)
+    refused(f"batch={10**24}: want 1 to 2^31 - 1", "train", "--batch", 10**24)
     refused("cannot write in", "train", "--out", tmp_path / "file")
     refused("No such file", "train", "--text", tmp_path / "none.txt", "--out", tmp_path)
     refused("device 'cuda:77' cannot be used", "train", "--device", "cuda:77")
