@@ -31,7 +31,7 @@ BUDGET = {
     "cli": 1_019,
     "convert": 1_036,
     "demo": 1_054,
-    "distributed": 1_961,
+    "distributed": 2_069,
     "export": 1_319,
     "integrations": 198,
     "kernels": 3_573,
