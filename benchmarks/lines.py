@@ -25,22 +25,22 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_929,
-    "auto": 2_466,
-    "autograd": 2_035,
+    "auto": 2_541,
+    "autograd": 2_037,
     "bench": 1_653,
-    "cli": 1_019,
-    "convert": 1_036,
+    "cli": 1_020,
+    "convert": 1_038,
     "demo": 1_054,
-    "distributed": 2_069,
+    "distributed": 2_204,
     "export": 1_319,
     "integrations": 198,
-    "kernels": 3_573,
-    "nn": 1_820,
+    "kernels": 3_595,
+    "nn": 1_823,
     "numerics": 522,
     "ops": 3_141,
-    "report": 2_110,
-    "scaling": 1_040,
-    "top level": 344,
+    "report": 2_146,
+    "scaling": 1_092,
+    "top level": 347,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -22,7 +22,7 @@ from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.operands import Kept
 from fp8engine.scaling.sample import observe
-from fp8engine.scaling.table import OUTPUT, ROLES, Column, ScalingState
+from fp8engine.scaling.table import ROLES, SLOTS, Column, ScalingState
 
 EMULATIONS = (None, *FLOATS)
 
@@ -77,7 +77,7 @@ class Numerics:
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
-    columns: of its operands, in the order of ROLES.
+    columns: in the order of SLOTS.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Numerics:
     columns: tuple[Column, ...] = ()
 
     def __post_init__(self):
-        self.columns = self.columns or tuple(self.state.columns[len(ROLES) * self.layer :][: len(ROLES)])
+        self.columns = self.columns or self.state.columns_of(self.layer)
         self.plan = plan(self.recipe)
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (self.plan.forward, self.plan.dgrad))
@@ -139,11 +139,8 @@ class Numerics:
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""
-        samples = self.state.samples
-        if samples is not None and samples.takes(self.layer):
-            row = self.state.row(self.layer, role)
-            rows = 0 if role == OUTPUT else samples.layouts[self.layer][role].rows
-            observe(x_MK, samples.slots_SL, samples.parts[row], row, -rows if role == "weight" else rows)
+        if (sample := self.columns[SLOTS.index(role)].sample) is not None:
+            observe(x_MK, sample)
 
     @property
     def samples_output(self) -> bool:

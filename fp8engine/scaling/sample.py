@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
+from fp8engine._torch import transforms_active
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
 from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
@@ -23,7 +24,8 @@ from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
-NONFINITE = HEADER.index("nonfinite")
+NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("nonfinite", "elements"))
+FAILED = "failed"  # attribute of a row that could not be written: why
 
 
 class Tables(NamedTuple):
@@ -38,6 +40,18 @@ class Tables(NamedTuple):
     loss_1: torch.Tensor
 
 
+class Sampled(NamedTuple):
+    """Where `observe` describes one operand or result of a layer, as views: equal layers are one graph.
+
+    row_1L: its row of the table.  part: a buffer of `reads.Layout`, empty for what no matmul reads.  rows: how many
+    rows of the operand it keeps; 0 for a result; negative for a weight, whose rows' energies are kept too.
+    """
+
+    row_1L: torch.Tensor
+    part: torch.Tensor
+    rows: int
+
+
 class StepSamples:
     """The samples of one training step.
 
@@ -47,6 +61,7 @@ class StepSamples:
 
     def __init__(self, slots: int, layers: int, shapes: Mapping[int, Sequence[int]], device: torch.device):
         self.slots_SL = torch.zeros(slots, LENGTH, dtype=torch.float32, device=device)
+        self.rows = self.slots_SL.split(1) if slots else ()
         self.loss_1 = torch.full((1,), math.nan, dtype=torch.float32, device=device)
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
@@ -66,12 +81,22 @@ class StepSamples:
         made.tables = tables
         return made
 
-    def takes(self, layer: int) -> bool:
-        """Whether this step samples the layer."""
-        return layer in self.layouts
+    def of(self, layer: int, role: str, row: int) -> Sampled | None:
+        """Where a slot of a layer is described, whose row of the table that is; None: this step does not sample it."""
+        if layer not in self.layouts or row >= len(self.rows):
+            return None
+        rows = self.layouts[layer][role].rows if role in ROLES else 0
+        return Sampled(self.rows[row], self.parts[row], -rows if role == "weight" else rows)
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Rows of the table that could not be written, and why."""
+        return {i: vars(row)[FAILED] for i, row in enumerate(self.rows) if FAILED in vars(row)}
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
-        """Keep the step's loss, a mean over tokens."""
+        """Keep the step's loss, a mean over tokens; not that of a call inside a transform of torch.func."""
+        if transforms_active():
+            return
         self.loss_1.copy_(torch.as_tensor(loss).detach().float().reshape(1))
 
     def finish(self, sizes: Mapping[int, tuple[int, int, int] | None], backward: bool) -> Tables:
@@ -83,7 +108,7 @@ class StepSamples:
         if self.tables is not None:
             return self.tables
         where = self.slots_SL.device
-        with torch.no_grad(), torch.autocast(where.type, enabled=False) if where.type != "meta" else nullcontext():
+        with torch.no_grad(), outside_of_autocast(where):
             reads = torch.full((self.layers, *SHAPE), math.nan, device=self.slots_SL.device)
             for i, layouts in self.layouts.items():
                 whole_n, whole_k = layouts["grad_output"].columns, layouts["input"].columns
@@ -99,16 +124,17 @@ class StepSamples:
             return Tables(self.slots_SL, reads, self.loss_1)
 
 
-def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
-    """Write the statistics of x [M, K] to row `index` of the table, and `rows` of its rows to `part`.
+def outside_of_autocast(where: torch.device) -> AbstractContextManager:
+    """Statistics are computed in the dtypes that are written here, whatever autocast the user's forward runs under."""
+    return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
-    part: a buffer of `reads.Layout`; empty for what no matmul reads.  rows: 0 there; negative for a weight, whose
-    rows' energies are kept too.
-    """
+
+def observe(x_MK: torch.Tensor, to: Sampled) -> None:
+    """Write the statistics of x [M, K] to its row of the table, and some of its rows to the buffer."""
     if library.direct(x_MK):
-        _observe(x_MK, table_SL, part, index, rows)
+        _observe(x_MK, *to)
     else:
-        torch.ops.fp8engine.observe.default(x_MK, table_SL, part, index, rows)
+        torch.ops.fp8engine.observe.default(x_MK, *to)
 
 
 def read_row(row_L: torch.Tensor) -> Measured | None:
@@ -117,10 +143,20 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
     return found if found.elements else None
 
 
-def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
+def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+    """A failure leaves the row and the part empty, and why in the row's attribute: nothing raises in a forward."""
     if not x_MK.numel():
         return
-    with torch.no_grad():
+    try:
+        _describe(x_MK, row_1L, part, rows)
+    except Exception as error:
+        part.zero_()
+        row_1L.zero_()
+        vars(row_1L)[FAILED] = f"{type(error).__name__}: {error}"
+
+
+def _describe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+    with torch.no_grad(), outside_of_autocast(x_MK.device):
         x_MK = x_MK.detach()
         if part.numel():
             layout = Layout(abs(rows), x_MK.shape[1], len(x_MK) if rows < 0 else 0)
@@ -129,20 +165,25 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, ind
         else:
             low, high = torch.aminmax(x_MK)
             amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        if x_MK.device.type == "cpu":
-            known = float(amax)
-            flat = measure_on_host(x_MK, SAMPLE, known)
-            if not math.isfinite(known):
-                flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-        else:
-            flat = measure(x_MK, SAMPLE, amax)
-            beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-            flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
-        table_SL[index].copy_(flat)
+        row_1L[0].copy_(describe(x_MK, amax))
+
+
+def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
+    if x_MK.device.type == "cpu":
+        known = float(amax)
+        flat = measure_on_host(x_MK, SAMPLE, known)
+        if not math.isfinite(known):
+            flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
+    else:
+        flat = measure(x_MK, SAMPLE, amax)
+        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+    return flat
 
 
 library.define(
-    "observe(Tensor x, Tensor table, Tensor part, int index, int rows) -> ()",
+    "observe(Tensor x, Tensor row, Tensor part, int rows) -> ()",
     _observe,
     lambda *arguments: None,
     effect=True,
