@@ -31,7 +31,7 @@ BUDGET = {
     "cli": 1_032,
     "convert": 1_038,
     "demo": 1_060,
-    "distributed": 2_096,
+    "distributed": 2_204,
     "export": 1_319,
     "integrations": 198,
     "kernels": 3_595,

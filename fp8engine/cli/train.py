@@ -55,8 +55,8 @@ def command(
         raise DemoError("--resume goes on with a run, --overwrite replaces it: give one of them")
     if not (resume or overwrite) and (held := _held(session)):
         raise DemoError(
-            f"{out} holds a run ({', '.join(held)}): --resume goes on from its checkpoints, --overwrite replaces it, and "
-            "--out names another folder"
+            f"{out} holds a run ({', '.join(held)}): --resume goes on from its checkpoints, --overwrite replaces it, "
+            "and --out names another folder"
         )
     with shown(screen, recipes, steps, watch) as progress:
         outcome = train(config, session, progress)
