@@ -29,15 +29,14 @@ import torch
 
 from fp8engine.auto import budget, saving
 from fp8engine.auto.history import History
-from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy
+from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
 from fp8engine.auto.reasons import outcome_of, paid_for, saturated, slot_change, slower_in_fp8
-from fp8engine.auto.schedule import Moves, is_sampled
+from fp8engine.auto.schedule import Moves, is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe
-from fp8engine.files import HostCopy
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
 from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, recipe_of
 from fp8engine.scaling.prediction import Measured
@@ -73,7 +72,8 @@ class Controller:
         self.loss: float | None = None
         self.log: list[Change] = []
         self.history = History()
-        self.moves, self.watched = Moves(), None
+        self.moves = Moves()
+        self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
         self.counts: torch.Tensor | None = None  # the state's counters at the last sample
         self.steps_without_backward = 0  # forwards since the sampled one
@@ -210,7 +210,10 @@ class Controller:
         return self.steps_without_backward < MOST_WITHOUT_BACKWARD
 
     def _repeat(self, plan: Plan) -> None:
-        due = [change for change in plan.changes if change.step == self.step and change.layer in self.by_name]
+        if self.state.must_wait:
+            return
+        mine = [change for change in plan.changes if change.layer in self.by_name]
+        due = [change for change in mine[len(self.log) :] if change.step <= self.step]
         self.state.reserve(self.by_name[change.layer].layer for change in due if change.recipe.stored is not None)
         for change in due:
             self.by_name[change.layer].adopt(change.recipe)
@@ -229,17 +232,14 @@ class Controller:
             self.begin_sampling(None if whole else [n for n in self.layers if n.layer in (early or ())])
 
     def _moved(self) -> set[int]:
-        """Layers whose amaxes have moved far since they were sampled; by their index in the state, with their groups.
-
-        Several ranks have different amaxes, and would have to agree in every step: they take no early samples.
-        """
-        if self.plan is not None or self.frozen or self.pending is not None or several_ranks(self.state):
+        """Layers whose amaxes have moved far since they were sampled, with their groups."""
+        if self.plan is not None or self.frozen or self.pending is not None:
             return set()
-        found, number = set(), max(self.step, 0) // self.recipe.interval
-        if self.watched is None and self.state.step_amax_S is not None:
-            self.watched = HostCopy([self.state.step_amax_S])
-        if self.watched is not None and self.watched.done():
-            moved = self.moves.moved(amaxes_of(self.watched.tensors[0], len(self.state.layers)), number)
+        found, number, new = set(), max(self.step, 0) // self.recipe.interval, None
+        if self.watched is None and looks(self.step, several_ranks(self.state)):
+            self.watched = new = start_look(self.step, self.state)
+        if self.watched is not None and self.watched.arrived(self.watched is new):
+            moved = self.moves.moved(amaxes_of(self.watched.copy.tensors[0], len(self.state.layers)), number)
             at = [self.by_layer[layer] for layer in moved if layer in self.by_layer]
             groups = [self.choices[i].layers for i in at if i in self.choices]
             found, self.watched = {self.layers[i].layer for group in groups for i in group}, None
@@ -252,7 +252,8 @@ class Controller:
         if state.samples is not None:
             self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
             state.samples = None
-        if self.pending is not None and (wait or self.pending.arrived(self.pending is new)):
+        may = wait or not self.state.must_wait
+        if self.pending is not None and may and (wait or self.pending.arrived(self.pending is new)):
             sample, self.pending = self.pending, None
             if wait:
                 sample.copy.wait()

@@ -52,6 +52,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "counts": controller.counts,
         "remembered": torch.stack(remembered) if remembered else None,
         "moves": None if moves is None else torch.from_numpy(moves),
+        "watched": None if controller.watched is None else controller.watched.copy.wait()[0],
         **dict(zip(PENDING, undecided, strict=True)),
     }
     nothing = torch.empty(0)
@@ -71,7 +72,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
         counts, remembered, ranges = (
             table if len(table := found[key]) else None for key in ("counts", "remembered", "moves")
         )
-        reads, moves, pending, sampled = {}, Moves(), None, None
+        reads, moves, pending, sampled, watched = {}, Moves(), None, None, None
         loss, calibrated = decided["loss"], bool(decided["calibrated"])
         for (i, count), table in zip(decided["remembered"], () if remembered is None else remembered, strict=True):
             reads[int(i)] = Reads(table.numpy().copy(), int(count))
@@ -80,6 +81,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             moves.range, moves.wanted = numpy.stack(low_high), wanted
         moves.number, tries = decided["tries"]
         moves.tries = {int(layer): int(count) for layer, count in tries}
+        if len(looked := found.get("watched", ())):
+            watched = PendingSample(step, HostCopy([looked]))
         if decided["pending"] is not None:
             pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
         elif len(found["slots"]):
@@ -92,7 +95,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.step, controller.steps_without_backward = step, late
     controller.tentative, controller.calibrated, controller.loss = tentative, calibrated, loss
     controller.choices, controller.log, controller.pending, controller.counts = choices, log, pending, counts
-    controller.reads, controller.moves, controller.watched = reads, moves, None
+    controller.reads, controller.moves, controller.watched = reads, moves, watched
     controller.history.trends = trends
     for numerics, recipe in zip(controller.layers, controller.recipes, strict=True):
         numerics.adopt(recipe if controller.plan is None else controller.plan.start)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine._torch import graph_task
-from fp8engine.autograd import gathered, main_grad, stored
+from fp8engine.autograd import gathered, stored
 from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
@@ -78,10 +78,6 @@ class Call:
         self.transposes_weight = on_codes and plan.weight_serves_both
         self.transposes_grad = self.needs_x and self.needs_w and on_codes and plan.grad_serves_both
         self.bias_dtype = None if bias_N is None else bias_N.dtype
-        # The parameter itself: a checkpoint hands backward another tensor of its memory, without its attributes.
-        self.parameter = weight if numerics.fused_wgrad and self.needs_w else None
-        if self.parameter is not None:
-            main_grad.main_grad_of(self.parameter, numerics.name)
         self.groups: list | None = None  # what an Operand has beside data and scale, of the saved input
         self.weights: Kept = {}
 
@@ -147,7 +143,7 @@ class Call:
         """
         numerics, plan = self.numerics, self.plan
         second, sampled = plan.forward[1], numerics.state.samples is not None and self.samples
-        if sampled:
+        if sampled and type(weight_NK) is not gathered.GatheredWeight:  # distributed/weight_samples.py
             self.observe("weight", weight_NK)
         weights = numerics.weight.operands(weight_NK, self.record)
         slot, emulation = self._slot(WEIGHT, self.record, self.count), self._emulation(weight_NK)
@@ -227,11 +223,7 @@ class Call:
             data, scale = saved
             b = data if self.groups is None else Operand(data, scale, *self.groups)
             b = b if self.transposes_input else _transposed(b)
-            if self.parameter is None:
-                dw_NK = self._multiply(a_t, b, None, weight[0].dtype, "wgrad")
-            else:
-                precision = "exact" if self.plan.exact else self.plan.precision["wgrad"]
-                dw_NK = main_grad.accumulate(a_t, b, self.parameter, numerics.name, precision)
+            dw_NK = self._multiply(a_t, b, None, weight[0].dtype, "wgrad")
         if not self.needs_b:
             return dx_MK, dw_NK, None
         if db_N is None and isinstance(dy, torch.Tensor):

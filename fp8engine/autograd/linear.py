@@ -12,13 +12,10 @@ import torch
 
 from fp8engine import _torch
 from fp8engine.autograd.call import Call
-from fp8engine.autograd.gathered import GatheredWeight
-from fp8engine.autograd.main_grad import SWITCH, AddedToMainGrad, leave_graph
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
-from fp8engine.autograd.smooth import clamped, linear_smoothed, scales, smoothed
-from fp8engine.autograd.transforms import linear_transformed
+from fp8engine.autograd.smooth import linear_smoothed, scales, smoothed
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, matmul
@@ -39,31 +36,14 @@ def linear(
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
     compiling = torch.compiler.is_compiling()
-    if numerics.fused_wgrad and compiling:
-        leave_graph()
-        return _linear_in_eager(x, weight_NK, bias_N, numerics, part)
     if numerics.state.on_step is not None and not compiling:
         numerics.state.enter()  # a step that begins here may change this layer's recipe
     if isinstance(x, Float8Tensor):
-        x = suited(x, numerics, why=numerics.treated and f"it is {numerics.treated} before its cast")
-    if numerics.limit is not None:
-        x = clamped(x, numerics.limit)
+        x = suited(x, numerics, why="it is smoothed before its cast" if numerics.smooth else "")
     if not numerics.plan.fp8:
-        if numerics.fused_wgrad and weight_NK.requires_grad and torch.is_grad_enabled():
-            weight_NK = AddedToMainGrad.apply(weight_NK, numerics.name)
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
         return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
-    transformed = not compiling and _torch.transforms_active()
-    record = enter(x, weight_NK, numerics, transformed)
-    if transformed:
-        if type(weight_NK) is GatheredWeight:
-            raise no_transform(numerics.name, "torch.func's transforms where fe.distributed.fsdp gathers its weight")
-        if numerics.fused_wgrad:
-            raise no_transform(numerics.name, f"torch.func's transforms where {SWITCH} is on")
-        if numerics.smooth:
-            raise no_transform(numerics.name, "torch.func's transforms where fe.smooth is on")
-        y_MN = linear_transformed(matrix(x), weight_NK, bias_N, numerics, out, record)
-        return y_MN.view(*x.shape[:-1], len(weight_NK))
+    record = enter(x, weight_NK, numerics)
     if numerics.smooth:
         y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, numerics, out, record)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
@@ -81,18 +61,17 @@ def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torc
     return x.dtype
 
 
-def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics, transformed: bool | None = None) -> bool:
+def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> bool:
     """Begin a layer's FP8 forward: a step may begin with it.  Returns whether amaxes enter the history.
 
-    transformed: whether a transform of torch.func runs, from a caller that takes them; None: from one that does not.
     Raises for what refusals.py lists, naming the layer.
     """
     compiling = torch.compiler.is_compiling()
     if type(x) not in PLAIN or type(weight_NK) not in PLAIN:
         check_classes(x, weight_NK, numerics.name)
     if not compiling:
-        if transformed is None and _torch.transforms_active():
-            raise no_transform(numerics.name, "torch.func's transforms where it is fused with others")
+        if _torch.transforms_active():
+            raise no_transform(numerics.name, "torch.func's transforms (grad, vjp, vmap, jvp)")
         if _torch.tracing() or _torch.forward_ad._current_level >= 0:
             check_caller(x, weight_NK, numerics.name)
         numerics.state.enter()
@@ -124,9 +103,6 @@ def check(
         )
     if weight_NK.device != x.device or (bias_N is not None and bias_N.device != x.device):
         device.check_one(name, x, weight=weight_NK, bias=bias_N)
-
-
-_linear_in_eager = _torch.outside_of_graphs(linear)
 
 
 class _Linear(torch.autograd.Function):

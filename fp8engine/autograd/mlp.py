@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 
-from fp8engine import _torch
 from fp8engine.autograd.call import Call
 from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
-from fp8engine.autograd.main_grad import leave_graph
 from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.parts import (
     KEEP,
@@ -82,12 +80,8 @@ def norm_mlp(
     if (shard := second.numerics.shard) is not None and not isinstance(second, Part):
         return shard.norm_mlp(x, norm, firsts, second, (kind, memory))
     layers = (*firsts, second)
-    if torch.compiler.is_compiling() and any(layer.numerics.fused_wgrad for layer in layers):
-        leave_graph()
-        return _in_eager(x, norm, first, second, kind, memory)
     out = _check(x, layers, kind)
-    treated = second.numerics.smooth or second.numerics.limit is not None
-    if treated or not all(layer.numerics.plan.fp8 for layer in layers):
+    if second.numerics.smooth or not all(layer.numerics.plan.fp8 for layer in layers):
         made = (
             norm_linear(x, norm, firsts, memory)
             if norm
@@ -108,14 +102,15 @@ def _check(x: torch.Tensor, layers: Sequence[Layer], kind: str) -> torch.dtype:
         raise UnknownName("activation", kind, ACTIVATIONS)
     *firsts, second = layers
     gated, widths = ACTIVATIONS[kind].gated, [len(layer.weight_NK) for layer in firsts]
-    names = " and ".join(layer.numerics.name for layer in firsts)
     if len(firsts) == 2 and (not gated or widths[0] != widths[1]):
         raise ShapeError(
-            f"{names}: layers of {widths[0]} and {widths[1]} rows under {kind!r}; "
+            f"{_names(firsts)}: layers of {widths[0]} and {widths[1]} rows under {kind!r}; "
             "two layers are the gate and the up of a gated activation, of equal size"
         )
     if gated and sum(widths) % 2:
-        raise ShapeError(f"{names}: {kind} takes [gate | up], an even number of rows; its weight has {widths[0]}")
+        raise ShapeError(
+            f"{_names(firsts)}: {kind} takes [gate | up], an even number of rows; its weight has {widths[0]}"
+        )
     out = x.dtype
     for layer in firsts:
         check(x, layer.weight_NK, layer.bias_N, layer.numerics.name)
@@ -125,13 +120,14 @@ def _check(x: torch.Tensor, layers: Sequence[Layer], kind: str) -> torch.dtype:
     return out
 
 
+def _names(layers: Sequence[Layer]) -> str:
+    return " and ".join(layer.numerics.name for layer in layers)
+
+
 def _activation(made: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     """The activation as torch computes it, in the dtype of what it is given."""
     activation = ACTIVATIONS[kind]
     return activation(made[0]) if len(made) == 1 else activation.of(*made)
-
-
-_in_eager = _torch.outside_of_graphs(norm_mlp)
 
 
 class _NormMLP(torch.autograd.Function):

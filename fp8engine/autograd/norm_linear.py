@@ -25,10 +25,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fp8engine import _torch
 from fp8engine.autograd.entry import OWN, Entry, calls_of
 from fp8engine.autograd.linear import check, dtype_of_result, enter, in_shape_of, linear, matrix
-from fp8engine.autograd.main_grad import leave_graph
 from fp8engine.autograd.norm import norm_in_16_bits
 from fp8engine.autograd.parts import KEEP, Layer, Memory, NormOf, Part, Spec, check_memory
 from fp8engine.autograd.ready import suited
@@ -57,9 +55,6 @@ def norm_linear(
     check_memory(memory)
     if layers and (shard := layers[0].numerics.shard) is not None and not isinstance(layers[0], Part):
         return shard.norm_linear(x, norm, layers, memory)
-    if torch.compiler.is_compiling() and any(layer.numerics.fused_wgrad for layer in layers):
-        leave_graph()
-        return _in_eager(x, norm, layers, memory)
     out = x.dtype
     for weight_NK, bias_N, numerics in layers:
         check(x, weight_NK, bias_N, numerics.name)
@@ -75,9 +70,6 @@ def norm_linear(
     spec = Spec(tuple(layer.numerics for layer in layers), which, memory, out, any(record))
     parameters = [parameter for layer in layers for parameter in layer[:2]]
     return _NormLinear.apply(spec, x, *of_norm, *parameters)
-
-
-_in_eager = _torch.outside_of_graphs(norm_linear)
 
 
 class _NormLinear(torch.autograd.Function):

@@ -22,7 +22,7 @@ from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.operands import Kept
 from fp8engine.scaling.sample import observe
-from fp8engine.scaling.table import OUTPUT, ROLES, Column, ScalingState
+from fp8engine.scaling.table import ROLES, SLOTS, Column, ScalingState
 
 EMULATIONS = (None, *FLOATS)
 
@@ -74,12 +74,10 @@ class Numerics:
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     sizes: M, N, K of the latest eager forward's matmul.
-    fused_wgrad: the weight's gradient is added to its main_grad (main_grad.py).
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
-    limit: its input is clamped to [-limit, limit]; None: it is not.
-    columns: of its operands, in the order of ROLES.
+    columns: in the order of SLOTS.
     """
 
     name: str
@@ -94,13 +92,11 @@ class Numerics:
     bypassed: bool = False
     shard: Any = None
     sizes: tuple[int, int, int] | None = None
-    fused_wgrad: bool = False
     smooth: bool = False
-    limit: float | None = None
     columns: tuple[Column, ...] = ()
 
     def __post_init__(self):
-        self.columns = self.columns or tuple(self.state.columns[len(ROLES) * self.layer :][: len(ROLES)])
+        self.columns = self.columns or self.state.columns_of(self.layer)
         self.plan = plan(self.recipe)
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (self.plan.forward, self.plan.dgrad))
@@ -136,24 +132,15 @@ class Numerics:
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
 
-    def treat(self, smooth: bool, limit: float | None) -> None:
-        """Smooth and clamp the input as told from the next call on."""
-        self.smooth, self.limit = smooth, limit
+    def set_smooth(self, on: bool) -> None:
+        """Share the outliers of the input's channels with the weight's columns from the next call on, or no more."""
+        self.smooth = on
         self.__post_init__()
-
-    @property
-    def treated(self) -> str:
-        """What is done to the input's outliers before the cast, for reports; "": nothing."""
-        clamp = "" if self.limit is None else f"clamped to ±{self.limit:g}"
-        return " and ".join(filter(None, ["smoothed" * self.smooth, clamp]))
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""
-        samples = self.state.samples
-        if samples is not None and samples.takes(self.layer):
-            row = self.state.row(self.layer, role)
-            rows = 0 if role == OUTPUT else samples.layouts[self.layer][role].rows
-            observe(x_MK, samples.slots_SL, samples.parts[row], row, -rows if role == "weight" else rows)
+        if (sample := self.columns[SLOTS.index(role)].sample) is not None:
+            observe(x_MK, sample)
 
     @property
     def samples_output(self) -> bool:

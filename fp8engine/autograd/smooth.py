@@ -1,4 +1,4 @@
-"""Linear layer that shares the outliers of its input's channels with its weight's columns, and the clamp of an input.
+"""Linear layer that shares the outliers of its input's channels with its weight's columns.
 
     s_k = 2^floor(log2(amax_k) / 2)       amax_k = max over tokens of |x_tk|; s_k = 1 where that is 0, Inf or NaN
     y   = cast(x / s) @ cast(w * s)^T + b
@@ -49,22 +49,6 @@ def scales(x_MK: torch.Tensor) -> torch.Tensor:
 def smoothed(x_MK: torch.Tensor, weight_NK: torch.Tensor, s_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / s in x's dtype, w * s in the weight's, or FP32 for FP16, whose range it may leave)."""
     return x_MK * s_K.reciprocal().to(x_MK.dtype), _times(weight_NK, s_K)
-
-
-def clamped(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """x within [-limit, limit]; its gradient passes straight there, and is 0 outside.  Inf and NaN stay, to be seen.
-
-    Kept for backward: a byte an element.
-
-    >>> x = torch.tensor([-9.0, 2.0, 7.0, torch.inf], requires_grad=True)
-    >>> y = clamped(x, 7.0)
-    >>> y.sum().backward()
-    >>> y.detach(), x.grad
-    (tensor([-7.,  2.,  7., inf]), tensor([0., 1., 1., 1.]))
-    """
-    data = x.detach()
-    inside = (data.abs() <= limit) | ~data.isfinite()
-    return torch.where(inside, x, data.clamp(-limit, limit))
 
 
 def _times(weight_NK: torch.Tensor, s_K: torch.Tensor) -> torch.Tensor:

@@ -61,8 +61,8 @@ class _Style(ParallelStyle):
                 f"{name}: {style} divides fe.Linear, and it is a {type(module).__name__}, whose weight is stored "
                 "otherwise: leave it out of the plan"
             )
-        if treated := module.numerics.treated:
-            return f"{name}: fe.smooth and fe.clamp take no divided layer, and it is {treated}: switch it off first"
+        if module.numerics.smooth:
+            return f"{name}: fe.smooth takes no divided layer, and it is smoothed: switch it off first"
         if self.by == COLUMNS and name.rpartition(".")[2] in STACKED:
             return (
                 f"{name}: its rows are several matrices stacked, [gate | up] or [q | k | v], and equal parts of them "

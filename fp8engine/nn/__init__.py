@@ -4,8 +4,8 @@ from fp8engine.nn.attention import Attention, Heads
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
-from fp8engine.nn.linear import Linear, fuse_wgrad_accumulation, weights_changed
-from fp8engine.nn.outliers import clamp, smooth
+from fp8engine.nn.linear import Linear, weights_changed
+from fp8engine.nn.outliers import smooth
 from fp8engine.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -16,8 +16,6 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "TransformerLayer",
-    "clamp",
-    "fuse_wgrad_accumulation",
     "smooth",
     "weights_changed",
 ]

@@ -81,8 +81,6 @@ class Group:
             return "it was called outside of its block's own forward"
         if _torch.has_any_global_hook():
             return "a hook on all modules looks on"
-        if not torch.compiler.is_compiling() and _torch.transforms_active():
-            return "torch.func transforms it"
         if why := foreign_code(type(self.places[0][0])):
             return why
         for parent, key, module in self.places:

@@ -107,47 +107,6 @@ def float8_modules(model: nn.Module) -> list[Float8Module]:
     return [module for module in model.modules() if isinstance(module, Float8Module)]
 
 
-def fuse_wgrad_accumulation(model: nn.Module, on: bool = True) -> None:
-    """Add the gradients of `model`'s weights to their `main_grad`, in FP32 and in the wgrad matmul where it can.
-
-    main_grad: an FP32 tensor of its weight's shape, such as Megatron-LM's DistributedDataParallel gives to parameters;
-    it must be there when forward runs, and is never set to zero here.  weight.grad is then None, or, for a weight with
-    the attribute `grad_added_to_main_grad`, which becomes True, a tensor of no meaning.  Same contract as
-    TransformerEngine's `fuse_wgrad_accumulation=True`.  Biases and norms have ordinary gradients.  Under torch.compile
-    these layers run in eager code, between graphs.  on=False: gradients go to autograd again.
-
-    Raises ConversionError where `model` has no converted layer, or one that is not an fe.Linear (experts, Conv1D) or is
-    sharded; a forward raises GradientError for a weight without a main_grad that fits.
-
-    >>> layer = Linear(32, 16, bias=False, recipe="current")
-    >>> fuse_wgrad_accumulation(layer)
-    >>> layer.weight.main_grad = torch.zeros(16, 32)
-    >>> for _ in range(2):
-    ...     layer(torch.ones(4, 32)).sum().backward()
-    >>> layer.weight.grad, layer.weight.main_grad[0, 0]
-    (None, tensor(8.))
-    """
-    layers = float8_modules(model)
-    if not layers:
-        raise ConversionError(
-            f"fuse_wgrad_accumulation: {type(model).__name__} has no converted layers; call fe.convert first"
-        )
-    for layer in layers:
-        if on and (not isinstance(layer, Linear) or layer.transposed or layer.numerics.shard is not None):
-            what = "is divided over ranks" if layer.numerics.shard is not None else f"is a {type(layer).__name__}"
-            raise ConversionError(
-                f"{layer.numerics.name}: {what}, whose weight is not multiplied as it is; fuse_wgrad_accumulation "
-                "takes undivided fe.Linear layers: call it on the modules that hold only these"
-            )
-        if on and layer.numerics.smooth:
-            raise ConversionError(
-                f"{layer.numerics.name}: fe.smooth multiplies its weight's gradient by scales after the matmul, which "
-                "fuse_wgrad_accumulation has add it to main_grad; fe.smooth(model, names, on=False), or leave it out"
-            )
-    for layer in layers:
-        layer.numerics.fused_wgrad = on
-
-
 def weights_changed(model: nn.Module) -> None:
     """Cast every weight of `model` again at its next use.
 
@@ -155,6 +114,7 @@ def weights_changed(model: nn.Module) -> None:
     into `p.data`, a CUDA graph that was captured elsewhere.  Writes that torch counts (optimizers, `load_state_dict`,
     in-place operations under `no_grad`) need no call.  On a CPU none does, but for recipes with cache_weights=True, of
     whose weights only samples are compared.  The first forward afterwards casts.
+    Under fe.distributed.fsdp a loop without an optimizer of torch calls it after each update: there a step ends.
     Raises ConversionError where `model` has no converted layer.
 
     >>> layer = Linear(32, 16, recipe="current")
@@ -167,3 +127,5 @@ def weights_changed(model: nn.Module) -> None:
         raise ConversionError(f"weights_changed: {type(model).__name__} has no converted layers; call fe.convert first")
     for layer in layers:
         layer.forget_copies()
+    for state in {id(layer.numerics.state): layer.numerics.state for layer in layers}.values():
+        state.optimizer_steps += 1

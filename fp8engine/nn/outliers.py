@@ -1,6 +1,6 @@
-"""fe.smooth and fe.clamp, remedies for outliers in the product of a gated MLP, act(gate) * up.
+"""fe.smooth, a remedy for outliers in the product of a gated MLP, act(gate) * up.
 
-They act on the input of the down-projection, and are settings of that layer: autograd/smooth.py has the formulas.
+It acts on the input of the down-projection, and is a setting of that layer: autograd/smooth.py has the formulas.
 Gated MLPs are found by the names of their layers: those of the table of families, of our own modules, and of Llama's
 first code (w1, w3, w2).
 """
@@ -8,7 +8,6 @@ first code (w1, w3, w2).
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -44,45 +43,19 @@ def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bo
     Without effect while a layer is in 16 bits.  A fused MLP keeps its norm and first layers fused, and multiplies the
     product by itself.
 
-    Raises ConversionError where there is nothing to smooth, for a layer that is no down-projection, for experts, and
-    where fe.fuse_wgrad_accumulation is on; ParallelError for a layer that ranks divide; UnknownName for a glob that
+    Raises ConversionError where there is nothing to smooth, for a layer that is no down-projection, and for
+    experts; ParallelError for a layer that ranks divide; UnknownName for a glob that
     matches nothing.  Nothing is changed then.  A forward under torch.func's transforms raises GradientError.
 
     >>> mlp = LayerNormMLP(32, 64, "swiglu", recipe="current")
     >>> _ = smooth(mlp)
-    >>> mlp.down.numerics.treated
-    'smoothed'
+    >>> mlp.down.numerics.smooth
+    True
     """
-    chosen = _chosen(model, names, "smooth")
-    for name, layer in chosen.items():
-        if on and layer.numerics.fused_wgrad:
-            raise ConversionError(
-                f"{name}: fe.fuse_wgrad_accumulation adds its weight's gradient to main_grad inside the matmul, before "
-                "the scales of fe.smooth: switch it off for this layer, or leave the layer out of fe.smooth"
-            )
-    return _set(model, chosen, lambda numerics: (on, numerics.limit))
-
-
-def clamp(model: nn.Module, limit: float | None, names: str | Iterable[str] | None = None) -> nn.Module:
-    """Clamp the products of gated MLPs: down(clamp(act(gate) * up, -limit, limit)); returns the model.
-
-    The gradient passes straight within the limit, and is 0 beyond it.  Inf and NaN stay, so that a loss scaler sees
-    them.  Another function than the model's: train with it, and keep it when the model is used elsewhere, because
-    neither a state_dict nor an export says that it is there.  gpt-oss has it in its SwiGLU (`_apply_gate` of
-    transformers' modeling_gpt_oss.py: gate at most 7, up within [-7, 7], before they are multiplied), which bounds the
-    product by 7 * 8; that formula is the activation "clamped_swiglu" of fe.LayerNormMLP.  Here the product itself is
-    clamped, whatever the activation.
-
-    limit: greater than 0; None takes the clamp away, as fe.revert does.  model, names: as of fe.smooth, whose errors
-    this raises too, but for main_grad; it works in 16 bits and under torch.func.  ConversionError for another limit.
-
-    >>> mlp = LayerNormMLP(32, 64, "swiglu", recipe="current")
-    >>> clamp(smooth(mlp), 7.0, "down").down.numerics.treated
-    'smoothed and clamped to ±7'
-    """
-    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
-        raise ConversionError(f"clamp: limit is {limit!r}; it takes a finite number greater than 0, or None for none")
-    return _set(model, _chosen(model, names, "clamp"), lambda numerics: (numerics.smooth, limit))
+    for layer in _chosen(model, names).values():
+        layer.numerics.set_smooth(on)
+    propose(model)
+    return model
 
 
 def gated(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -114,8 +87,6 @@ def propose(model: nn.Module) -> None:
         remedies.pop(slot, None)
         if not numerics.smooth:
             remedies[slot] = f"fe.smooth(model, {name!r})"
-        elif numerics.limit is None:
-            remedies[slot] = f"fe.clamp(model, limit, {name!r})"
 
 
 def _names_of_layers() -> set[tuple[tuple[str, ...], str]]:
@@ -138,40 +109,40 @@ def _takes(layer: Any) -> bool:
     return isinstance(layer, Float8Module) and hasattr(layer, "as_layer")
 
 
-def _chosen(model: nn.Module, names: str | Iterable[str] | None, who: str) -> dict[str, Any]:
+def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, Any]:
     """The layers to change, by name.  Raises as `smooth` says."""
     if not isinstance(model, nn.Module):
-        raise ConversionError(f"{who} takes an nn.Module, not {type(model).__name__}")
+        raise ConversionError(f"smooth takes an nn.Module, not {type(model).__name__}")
     if not any(isinstance(module, Float8Module) for module in model.modules()):
-        raise ConversionError(f"{who}: {type(model).__name__} has no converted layers; call fe.convert first")
+        raise ConversionError(f"smooth: {type(model).__name__} has no converted layers; call fe.convert first")
     downs = dict(gated(model))
     if names is None:
-        _refuse_experts(model, who)
+        _refuse_experts(model)
         chosen = downs
         if not chosen:
-            raise ConversionError(f"{who}: no gated MLP is found in {type(model).__name__}; name its down-projections")
+            raise ConversionError(f"smooth: no gated MLP is found in {type(model).__name__}; name its down-projections")
     else:
         patterns = [names] if isinstance(names, str) else list(names)
-        chosen = {name: layer for pattern in patterns for name, layer in _matching(model, downs, pattern, who)}
+        chosen = {name: layer for pattern in patterns for name, layer in _matching(model, downs, pattern)}
     for name, layer in chosen.items():
         if layer.numerics.shard is not None:
             raise ParallelError(
-                f"{name}: {who} takes no layer that ranks divide, whose scales each rank would choose by itself: leave "
+                f"{name}: smooth takes no layer that ranks divide, whose scales each rank would choose alone: leave "
                 "it out of the plan of tensor_parallel, or out of this call"
             )
     return chosen
 
 
-def _refuse_experts(model: nn.Module, who: str) -> None:
+def _refuse_experts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Float8Experts | GroupedLinear):
             raise ConversionError(
-                f"{who}: {name or type(module).__name__} holds the weights of several experts, which it does not take; "
+                f"{name or type(module).__name__} holds the weights of several experts, which smooth does not take; "
                 "give the names of the gated MLPs beside them"
             )
 
 
-def _matching(model: nn.Module, downs: dict[str, Any], pattern: str, who: str) -> list[tuple[str, Any]]:
+def _matching(model: nn.Module, downs: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
     """(name, layer) of what a glob names."""
     matches = lambda name: fnmatch.fnmatchcase(name, pattern)  # noqa: E731 - two uses
     parent = lambda name: name.removesuffix(".base_layer").rpartition(".")[0]  # noqa: E731
@@ -185,18 +156,10 @@ def _matching(model: nn.Module, downs: dict[str, Any], pattern: str, who: str) -
         if not _takes(module) or id(module) in owned or (group is not None and group.second is not module):
             known = ", ".join(downs) or "none"
             raise ConversionError(
-                f"{name}: {who} takes the down-projections of gated MLPs, and it is a {type(module).__name__} that is "
+                f"{name}: smooth takes the down-projections of gated MLPs, and it is a {type(module).__name__} that is "
                 f"none, or runs fused with others; those of {type(model).__name__}: {known}"
             )
         found.append((name, module))
     if not found:
-        raise UnknownName(f"layer for {who} (no converted layer matches it)", pattern, downs)
+        raise UnknownName("layer for smooth (no converted layer matches it)", pattern, downs)
     return found
-
-
-def _set(model: nn.Module, chosen: dict[str, Any], of: Any) -> nn.Module:
-    """Change the layers.  of: their numerics -> (smooth, limit)."""
-    for layer in chosen.values():
-        layer.numerics.treat(*of(layer.numerics))
-    propose(model)
-    return model

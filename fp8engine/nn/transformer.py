@@ -27,7 +27,6 @@ from fp8engine.autograd.packed import Packed
 from fp8engine.autograd.parts import KEEP, NormOf, check_memory
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.nn.attention import PROJECTIONS, Attention, Heads, with_bias
-from fp8engine.nn.hf_block import read_block
 from fp8engine.nn.layernorm_linear import layer_of, make_norm, norm_of, share_state
 from fp8engine.nn.layernorm_mlp import RECOMPUTE
 from fp8engine.nn.linear import Linear
@@ -145,39 +144,6 @@ class TransformerLayer(nn.Module):
             self.cross_attn_layernorm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
             layers += [(f"cross_attn.{name}", getattr(self.cross_attn, name)) for name in PROJECTIONS]
         share_state([*layers, *((f"mlp.{name}", getattr(self.mlp, name)) for name in feeding)], recipe)
-
-    @classmethod
-    def from_hf(
-        cls,
-        layer: nn.Module,
-        recipe: Recipe | str,
-        config: Any = None,
-        *,
-        recompute: bool | str = False,
-        store: str = "16 bits",
-    ) -> TransformerLayer:
-        """A block of a Hugging Face model, rebuilt: the same numbers come out, with the recipe's rounding.
-
-        config: its model's, where the block does not hold one.  Parameters are copied, never shared, whatever the
-        family (a fused qkv has none to share): build the optimizer afterwards.  dtype, device, requires_grad, dropout
-        and training mode are the block's.  It is called as a TransformerLayer is, not as transformers calls its own.
-        Raises ConversionError for a block that it cannot be, with the reason, and UnknownName as the constructor does.
-
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=1, vocab_size=64))
-        >>> layer = TransformerLayer.from_hf(model.model.layers[0], "rowwise")
-        >>> layer(torch.randn(2, 6, 32)).shape
-        torch.Size([2, 6, 32])
-        """
-        source = read_block(layer, config)
-        made = cls(**source.options, recipe=recipe, recompute=recompute, store=store, device="meta")
-        made.to_empty(device=next(iter(source.parameters.values())).device)
-        copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in source.parameters.items()}
-        made.load_state_dict(copies, assign=True)
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_(name not in source.frozen)
-        return made.train(layer.training)
 
     def norms(self) -> tuple[str, ...]:
         """Names of the norms, attention's first."""

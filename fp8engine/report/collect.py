@@ -28,11 +28,13 @@ from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.outliers import standing
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
+from fp8engine.scaling.slot_view import numbers_of
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
-APART = "the product by itself: fe.smooth or fe.clamp changes it"
+DECIDED = "16 bits, as auto has decided: its decisions say why"
+APART = "the product by itself: fe.smooth changes it"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
 
 
@@ -157,15 +159,14 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
         backend = (numerics.ran or matmul.choose(device, numerics.plan.by_block)) if ran else "none"
-    told = [_main_grad(numerics, backend)] if numerics.fused_wgrad else []
-    told += [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
+    told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
     return {
         "recipe": recipe.name,
         "backend": backend,
         "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
         "fused": _fused(module),
-        "outliers": numerics.treated,
+        "outliers": "smoothed" if numerics.smooth else "",
         "ran": ran or not recipe.is_fp8,
         "fp8_share": recipe.fp8_share if ran else 0.0,
         "kept_bytes": sum(made.data.nbytes for made, _ in numerics.weight.kept.values()),
@@ -174,13 +175,6 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         **slots,
         "output": _output(numerics, dtype, tables),
     }
-
-
-def _main_grad(numerics: Numerics, backend: str) -> str:
-    """How the weight's gradient reaches its main_grad."""
-    if numerics.plan.fp8 and numerics.plan.wgrad[0].fp8 and backend == "triton":
-        return "wgrad is added to main_grad by its matmul"
-    return f"wgrad is added to main_grad after its matmul (backend {backend})"
 
 
 def _output(numerics: Numerics, dtype: torch.dtype, tables: _Slots) -> dict:
@@ -217,7 +211,9 @@ def _not_sampled(numerics: Numerics, ran: bool) -> str:
 
 def _why(numerics: Numerics, ran: bool, backend: str) -> str:
     if not numerics.recipe.is_fp8:
-        return f"asked for {numerics.recipe.name}"
+        controller = numerics.state.controller
+        decides = controller is not None and numerics.layer in controller.by_layer
+        return DECIDED if decides else f"asked for {numerics.recipe.name}"
     if not ran:
         return BYPASSED if numerics.bypassed else NEVER_RAN
     if why := matmul.why_emulated(numerics.state.device, backend):
@@ -231,7 +227,7 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
 def _fused(module: nn.Module) -> str:
     """The group that the layer runs fused in, or why it is in none; "" where fuse=True was not asked."""
     group, why = getattr(module, "fused", None), getattr(module, "not_fused_because", "")
-    if group is not None and group.second is module and module.numerics.treated:  # pyright: ignore
+    if group is not None and group.second is module and module.numerics.smooth:  # pyright: ignore
         return f"{group}, {APART}"
     return str(group) if group is not None else f"not fused: {why}" if why else ""
 
@@ -281,14 +277,19 @@ def _totals(layers: list[dict]) -> dict:
     converted = [layer for layer in layers if layer["recipe"] != "none"]
     slots = [layer[role] for layer in converted for role in ROLES if layer[role].get("elements")]
     elements = sum(slot["elements"] for slot in slots)
+    shares = [layer["fp8_share"] for layer in converted if layer["ran"]]
     sampled = sum(slot["sampled"] * slot["elements"] for slot in slots)
     return {
         "layers": len(layers),
         "converted": len(converted),
+        "in_fp8": sum(share > 0 for share in shares),
+        "in_fp8_in_part": sum(0 < share < 1 for share in shares),
+        "in_16_bits": sum(share == 0 for share in shares),
         "left_alone": len(layers) - len(converted),
         "never_ran": sum(not layer["ran"] for layer in converted),
         "emulated": sum(layer["emulated"] for layer in converted),
         "fp8_flops_share": fp8 / flops if flops else 0.0,
+        "elements": elements,
         "saturated": sum(slot["saturated"] * slot["elements"] for slot in slots) / max(elements, 1),
         "underflowed": sum(s["underflowed"] * s["sampled"] * s["elements"] for s in slots) / max(sampled, 1),
         "sampled": sampled / max(elements, 1),

@@ -23,7 +23,7 @@ from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
-NONFINITE = HEADER.index("nonfinite")
+NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("nonfinite", "elements"))
 
 
 class Tables(NamedTuple):
@@ -36,6 +36,18 @@ class Tables(NamedTuple):
     slots_SL: torch.Tensor
     reads: torch.Tensor
     loss_1: torch.Tensor
+
+
+class Sampled(NamedTuple):
+    """Where `observe` describes one operand or result of a layer, as views: equal layers are one graph.
+
+    row_1L: its row of the table.  part: a buffer of `reads.Layout`, empty for what no matmul reads.  rows: how many
+    rows of the operand it keeps; 0 for a result; negative for a weight, whose rows' energies are kept too.
+    """
+
+    row_1L: torch.Tensor
+    part: torch.Tensor
+    rows: int
 
 
 class StepSamples:
@@ -66,9 +78,12 @@ class StepSamples:
         made.tables = tables
         return made
 
-    def takes(self, layer: int) -> bool:
-        """Whether this step samples the layer."""
-        return layer in self.layouts
+    def of(self, layer: int, role: str, row: int) -> Sampled | None:
+        """Where a slot of a layer is described, whose row of the table that is; None: this step does not sample it."""
+        if layer not in self.layouts or row >= len(self.slots_SL):
+            return None
+        rows = self.layouts[layer][role].rows if role in ROLES else 0
+        return Sampled(self.slots_SL[row : row + 1], self.parts[row], -rows if role == "weight" else rows)
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
         """Keep the step's loss, a mean over tokens."""
@@ -99,16 +114,12 @@ class StepSamples:
             return Tables(self.slots_SL, reads, self.loss_1)
 
 
-def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
-    """Write the statistics of x [M, K] to row `index` of the table, and `rows` of its rows to `part`.
-
-    part: a buffer of `reads.Layout`; empty for what no matmul reads.  rows: 0 there; negative for a weight, whose
-    rows' energies are kept too.
-    """
+def observe(x_MK: torch.Tensor, to: Sampled) -> None:
+    """Write the statistics of x [M, K] to its row of the table, and some of its rows to the buffer."""
     if library.direct(x_MK):
-        _observe(x_MK, table_SL, part, index, rows)
+        _observe(x_MK, *to)
     else:
-        torch.ops.fp8engine.observe.default(x_MK, table_SL, part, index, rows)
+        torch.ops.fp8engine.observe.default(x_MK, *to)
 
 
 def read_row(row_L: torch.Tensor) -> Measured | None:
@@ -117,7 +128,7 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
     return found if found.elements else None
 
 
-def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
+def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
     if not x_MK.numel():
         return
     with torch.no_grad():
@@ -129,20 +140,25 @@ def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, ind
         else:
             low, high = torch.aminmax(x_MK)
             amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        if x_MK.device.type == "cpu":
-            known = float(amax)
-            flat = measure_on_host(x_MK, SAMPLE, known)
-            if not math.isfinite(known):
-                flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-        else:
-            flat = measure(x_MK, SAMPLE, amax)
-            beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-            flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
-        table_SL[index].copy_(flat)
+        row_1L[0].copy_(describe(x_MK, amax))
+
+
+def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
+    if x_MK.device.type == "cpu":
+        known = float(amax)
+        flat = measure_on_host(x_MK, SAMPLE, known)
+        if not math.isfinite(known):
+            flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
+    else:
+        flat = measure(x_MK, SAMPLE, amax)
+        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+    return flat
 
 
 library.define(
-    "observe(Tensor x, Tensor table, Tensor part, int index, int rows) -> ()",
+    "observe(Tensor x, Tensor row, Tensor part, int rows) -> ()",
     _observe,
     lambda *arguments: None,
     effect=True,

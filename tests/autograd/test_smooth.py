@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd import Numerics
-from fp8engine.autograd.smooth import clamped, linear_smoothed, scales
+from fp8engine.autograd.smooth import linear_smoothed, scales
 from fp8engine.numerics.recipe import resolve
 from fp8engine.scaling.table import ScalingState
 
@@ -91,7 +91,6 @@ def test_a_checkpoint_changes_nothing(recipe: str, reentrant: bool):
     for recomputed in (False, True):
         torch.manual_seed(0)
         layer = smoothed_layer(48, 32, recipe)
-        fe.clamp(layer, 300.0, "")
         for _ in range(3):
             x = uneven(24, 48).requires_grad_()
             y = checkpoint(layer, x, use_reentrant=reentrant) if recomputed else layer(x)
@@ -129,18 +128,6 @@ def test_between_forward_and_backward_the_weight_is_kept_once():
         with torch.no_grad():
             layer(x)
     assert fe.inspect(layer).layers[0]["kept_bytes"] == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_clamp_and_its_gradient(dtype: torch.dtype):
-    x = torch.tensor([-torch.inf, -8.0, -7.0, -1.0, 0.0, 7.0, 7.5, torch.inf, torch.nan], dtype=dtype).requires_grad_()
-    y = clamped(x, 7.0)
-    y.backward(torch.arange(1, 10, dtype=dtype))
-    want = torch.tensor([-torch.inf, -7.0, -7.0, -1.0, 0.0, 7.0, 7.0, torch.inf, torch.nan], dtype=dtype)
-    assert torch.equal(y.isnan(), want.isnan())
-    assert torch.equal(y[:-1], want[:-1])
-    assert x.grad is not None
-    assert x.grad.tolist() == [1, 0, 3, 4, 5, 6, 0, 8, 9]
 
 
 def test_fp16_has_room_for_what_s_makes_larger():

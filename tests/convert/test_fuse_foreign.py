@@ -126,17 +126,6 @@ def test_a_hook_on_the_dropout_inside_an_mlp_gets_tensors():
     assert set(seen) == {torch.Tensor}
 
 
-def test_torch_func_grad():
-    """A layer by itself takes it, so a fused one runs by itself."""
-    found = []
-    batch = FAMILIES["llama"].batch()
-    for model in pair("llama"):
-        weights = {name: p.detach() for name, p in model.named_parameters()}
-        loss = lambda weights, model=model: torch.func.functional_call(model, weights, (), batch).loss  # noqa: E731
-        found.append(list(torch.func.grad(loss)(weights).values()))
-    assert same(*found)
-
-
 def test_an_accelerate_hook_that_is_removed_leaves_nothing_behind():
     hooks = pytest.importorskip("accelerate.hooks")
     models = pair("llama")

@@ -5,8 +5,8 @@ import fp8engine as fe
 NAMES = set(
     """
     Attention BF16 Cast E4M3 E5M2 FP16 FP32 Float8Tensor Format GroupedLinear Heads LayerNormLinear LayerNormMLP Linear
-    PerBlock PerRow PerTensor Recipe Report TransformerLayer amp auto backend blockwise clamp convert current delayed
-    distributed errors flow fuse_wgrad_accumulation hf high_precision inspect load_scaling_state_dict matmul onnx
+    PerBlock PerRow PerTensor Recipe Report TransformerLayer amp auto backend blockwise convert current delayed
+    distributed errors flow hf high_precision inspect load_scaling_state_dict matmul onnx
     quantize revert rowwise rowwise_gw_hp scaling_state scaling_state_dict smooth weights_changed
     """.split()  # noqa: SIM905
 )

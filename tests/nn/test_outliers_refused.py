@@ -1,4 +1,4 @@
-"""What fe.smooth and fe.clamp refuse, by name and without a change, and the remedy that `auto`'s alarms propose."""
+"""What fe.smooth refuses, by name and without a change, and the remedy that `auto`'s alarms propose."""
 
 import re
 from types import SimpleNamespace
@@ -10,11 +10,10 @@ import torch
 from late_outlier import CHANNEL, MLP, batch
 from support import Net, converted
 from torch import nn
-from torch.func import functional_call, grad
 
 import fp8engine as fe
 from fp8engine.distributed.sharded_weight import ShardedWeight
-from fp8engine.errors import ConversionError, GradientError, UnknownName
+from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn.outliers import gated
 from fp8engine.report.state import controllers_of
 
@@ -75,11 +74,10 @@ def test_a_layer_that_nothing_fuses_may_be_named():
         (lambda: fe.GroupedLinear(2, 16, 16, recipe="current"), "*", ConversionError, "it is a GroupedLinear"),
     ],
 )
-@pytest.mark.parametrize("call", [fe.smooth, lambda model, names: fe.clamp(model, 7.0, names)], ids=["smooth", "clamp"])
-def test_refused_by_name(call, make, names, error: type[Exception], words: str):
+def test_refused_by_name(make, names, error: type[Exception], words: str):
     model = make()
     with pytest.raises(error, match=re.escape(words)):
-        call(model, names)
+        fe.smooth(model, names)
     if not isinstance(model, fe.LayerNormMLP):
         assert_untouched(model)
 
@@ -91,66 +89,24 @@ def test_no_layer_is_changed_where_one_is_refused():
     assert_untouched(model)
 
 
-@pytest.mark.parametrize("limit", [0, -7.0, float("inf"), float("nan"), "7"])
-def test_a_limit_is_a_finite_number_above_0(limit):
-    with pytest.raises(ConversionError, match="greater than 0"):
-        fe.clamp(net(), limit)
-
-
-def test_main_grad_and_smooth_refuse_each_other():
-    model = net()
-    fe.fuse_wgrad_accumulation(model)
-    with pytest.raises(ConversionError, match=r"blocks\.0\.down: fe\.fuse_wgrad_accumulation"):
-        fe.smooth(model)
-    fe.clamp(model, 7.0)
-    fe.fuse_wgrad_accumulation(model, on=False)
-    fe.smooth(model)
-    with pytest.raises(ConversionError, match=r"fe\.smooth\(model, names, on=False\)"):
-        fe.fuse_wgrad_accumulation(model)
-    assert not model.blocks[0].up.numerics.fused_wgrad, "nothing is changed"
-
-
-def test_torch_func_takes_the_clamp_and_refuses_smooth():
-    model = net()
-    fe.clamp(model, 0.05)
-    x = torch.randn(4, 32)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    loss = lambda parameters: functional_call(model, parameters, (x,)).square().mean()  # noqa: E731 - two uses
-    model(x).square().mean().backward()
-    found = grad(loss)(parameters)
-    for name, p in model.named_parameters():  # sums of 4 rows in FP32, in another order
-        assert p.grad is not None
-        assert torch.allclose(found[name], p.grad, rtol=0, atol=4 * 2.0**-24 * p.grad.abs().max().item()), name
-    fe.smooth(model)
-    with pytest.raises(GradientError, match=r"blocks\.0\.down: .* where fe\.smooth is on"):
-        grad(loss)(parameters)
-
-
 def test_a_layer_that_is_set_is_not_divided_and_a_divided_one_not_set():
     model = net()
     style = fe.distributed.Rowwise()
     assert style.problem(model.blocks[0].down, 2) is None
-    fe.clamp(model, 7.0, "blocks.0.down")
-    assert "it is clamped to ±7: switch it off first" in str(style.problem(model.blocks[0].down, 2))
+    fe.smooth(model, "blocks.0.down")
+    assert "it is smoothed: switch it off first" in str(style.problem(model.blocks[0].down, 2))
     model.blocks[1].down.numerics.shard = object()
     with pytest.raises(fe.errors.ParallelError, match=r"blocks\.1\.down: smooth takes no layer that ranks divide"):
         fe.smooth(model)
-    assert [row for row in gated(model) if row[1].numerics.smooth] == []
+    assert [name for name, layer in gated(model) if layer.numerics.smooth] == ["blocks.0.down"]
 
 
 def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():
     numerics = net().blocks[0].down.numerics
     weight = ShardedWeight(None, SimpleNamespace(numerics=numerics), None)  # pyright: ignore[reportArgumentType]
     assert weight.reason() == ""
-    numerics.treat(True, None)
+    numerics.set_smooth(True)
     assert weight.reason() == "fe.smooth multiplies the weight before its cast"
-
-
-def test_a_block_that_is_set_is_not_copied_without_it():
-    model = converted(tiny.llama())
-    fe.clamp(model, 7.0)
-    with pytest.raises(ConversionError, match=r"mlp\.down_proj is clamped to ±7, a setting that is not copied"):
-        fe.TransformerLayer.from_hf(model.model.layers[0], "current", config=model.config)
 
 
 def test_an_alarm_proposes_the_remedy():
@@ -172,8 +128,6 @@ def test_an_alarm_proposes_the_remedy():
     assert [alarm for alarm in heard if str(alarm).endswith(f"; remedy: {remedy}")]
     remedies = controllers_of(model)[0].history.remedies
     fe.smooth(model)
-    assert remedies == {"0.down.input": "fe.clamp(model, limit, '0.down')"}
-    fe.clamp(model, 7.0)
     assert remedies == {}
     fe.smooth(model, on=False)
     assert remedies == {"0.down.input": remedy}
