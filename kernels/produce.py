@@ -23,7 +23,7 @@ import triton.language as tl
 
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import processors, triton_dtype
-from fp8engine.kernels.rounding import is_finite, largest, not_finite, saturating_cast
+from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 from fp8engine.kernels.scaling import (
     PAIR,
     UNDERFLOWED,
@@ -143,12 +143,14 @@ def put(
             if NOTE:  # after the store: before it, up to 40 registers more
                 if HOW == "tensor" and not SECOND:
                     saturated += total((size_MN * s > largest(OUT) * SATURATES).to(tl.int32))
-                zero = (codes.to(tl.uint8, bitcast=True) & 0x7F) == 0
-                lost = (inside & (y_MN != 0) & zero).to(tl.int32)
-                # One reduction for both counts: with two, one program fits instead of two.  By the codes: what says it
-                # of y is held in registers until then, and ptxas 12.8 and 12.9 crash on that as Triton 3.7 writes it.
+                value_MN = codes.to(
+                    tl.float16
+                )  # by the codes' bytes: ptxas 12.8 crashes on that (with e4m3x2, redux.sync)
+                lost = (inside & (y_MN != 0) & (value_MN == 0)).to(tl.int32)
+                # One reduction for both counts: with two, one program fits instead of two.  By what was stored: what tells
+                # it of y is held in registers until then.
                 if HOW != "tensor" or not SECOND:
-                    both = total(lost + tl.where(inside & not_finite(codes, OUT), PAIR, 0))
+                    both = total(lost + tl.where(inside & (is_finite(value_MN) == 0), PAIR, 0))
                     flushed += both % PAIR
                     nonfinite += both // PAIR
                 else:

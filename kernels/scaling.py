@@ -14,7 +14,7 @@ Twin: fp8engine/ops/reference/scale.py and the counters of fp8engine/ops/referen
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.rounding import largest, not_finite, saturating_cast
+from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 NOT_MANTISSA = tl.constexpr(-0x00800000)  # sign and exponent: clearing the rest rounds a positive s down
@@ -80,8 +80,8 @@ def scale_and_round(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
     if COUNT:
         TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
         lost = (x != 0) & (tl.abs(y) <= TIE)
-        # One reduction over the program, not two.  By the codes: by x, it is held in registers until then.
-        both = total(lost.to(tl.int32) + tl.where(not_finite(q, DTYPE), PAIR, 0))
+        # One reduction over the program, not two.  By q: what tells it of x is held in registers until then.
+        both = total(lost.to(tl.int32) + tl.where(is_finite(q.to(tl.float16)) == 0, PAIR, 0))
         flushed = both % PAIR
         nonfinite = both // PAIR
     return q, flushed, nonfinite
