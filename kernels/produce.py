@@ -143,12 +143,11 @@ def put(
             if NOTE:  # after the store: before it, up to 40 registers more
                 if HOW == "tensor" and not SECOND:
                     saturated += total((size_MN * s > largest(OUT) * SATURATES).to(tl.int32))
-                value_MN = codes.to(
-                    tl.float16
-                )  # by the codes' bytes: ptxas 12.8 crashes on that (with e4m3x2, redux.sync)
+                # By what was stored: what tells it of y is held in registers until then.  In FP16: by the bytes of the
+                # codes ptxas 12.8 crashes (cvt to e4m3x2, comparisons, redux.sync).
+                value_MN = codes.to(tl.float16)
                 lost = (inside & (y_MN != 0) & (value_MN == 0)).to(tl.int32)
-                # One reduction for both counts: with two, one program fits instead of two.  By what was stored: what tells
-                # it of y is held in registers until then.
+                # One reduction for both counts: with two, one program fits instead of two.
                 if HOW != "tensor" or not SECOND:
                     both = total(lost + tl.where(inside & (is_finite(value_MN) == 0), PAIR, 0))
                     flushed += both % PAIR
