@@ -34,7 +34,7 @@ BUDGET = {
     "distributed": 2_204,
     "export": 1_319,
     "integrations": 198,
-    "kernels": 3_595,
+    "kernels": 3_591,
     "nn": 1_823,
     "numerics": 522,
     "ops": 3_145,
