@@ -55,7 +55,7 @@ def command(
         raise DemoError("--resume goes on with a run, --overwrite replaces it: give one of them")
     if not (resume or overwrite) and (held := _held(session)):
         raise DemoError(
-            f"{out} holds a run ({', '.join(held)}): --resume goes on from its checkpoints, --overwrite replaces it, and "
+            f"{out} holds a run ({', '.join(held)}): --resume goes on from its checkpoints, --overwrite replaces it, "
             "--out names another folder"
         )
     with shown(screen, recipes, steps, watch) as progress:
