@@ -24,10 +24,10 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_929,
+    "amp": 2_935,
     "auto": 2_542,
     "autograd": 2_049,
-    "bench": 1_653,
+    "bench": 1_657,
     "cli": 1_032,
     "convert": 1_038,
     "demo": 1_060,
