@@ -36,6 +36,9 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "calibrated": controller.calibrated,
         "loss": controller.loss,
         "pending": None if pending is None else pending.step,
+        "begun": state.begun,
+        "decides_next": state.decides_next,
+        "between": controller.between.state(state.root),
         "choices": choices_to_list(controller.choices),
         "log": [change.to_dict() for change in controller.log],
         "trends": controller.history.trends_to_dict(),
@@ -44,14 +47,20 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
     undecided: list[torch.Tensor | None] = [None] * len(PENDING) if pending is None else [*pending.copy.wait()]
-    if pending is None and state.samples is not None:
-        undecided[:3] = state.samples.finish(controller.sizes(), state.backward_seen)
+    samples, parts = state.samples, None
+    if pending is None and samples is not None:
+        if samples.tables is None and not state.backward_seen:  # its backward, or another forward, is still to come
+            decided["sampled"], parts = list(samples.layouts), samples.flat
+            undecided[:3] = samples.slots_SL, None, samples.loss_1
+        else:
+            undecided[:3] = samples.finish(controller.sizes(), state.backward_seen)
     remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]
     moves = controller.moves.kept()
     tables = {
         "counts": controller.counts,
         "remembered": torch.stack(remembered) if remembered else None,
         "moves": None if moves is None else torch.from_numpy(moves),
+        "parts": parts,
         **dict(zip(PENDING, undecided, strict=True)),
     }
     nothing = torch.empty(0)
@@ -71,7 +80,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
         counts, remembered, ranges = (
             table if len(table := found[key]) else None for key in ("counts", "remembered", "moves")
         )
-        reads, moves, pending, sampled = {}, Moves(), None, None
+        reads, moves, pending, sampled, parts = {}, Moves(), None, None, None
+        begun, decides_next, between = bool(decided["begun"]), bool(decided["decides_next"]), decided["between"]
         loss, calibrated = decided["loss"], bool(decided["calibrated"])
         for (i, count), table in zip(decided["remembered"], () if remembered is None else remembered, strict=True):
             reads[int(i)] = Reads(table.numpy().copy(), int(count))
@@ -82,6 +92,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
         moves.tries = {int(layer): int(count) for layer, count in tries}
         if decided["pending"] is not None:
             pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
+        elif "sampled" in decided:
+            parts = {int(layer) for layer in decided["sampled"]}, found["slots"], found["parts"], found["loss"]
         elif len(found["slots"]):
             sampled = Tables(*(found[key].to(controller.state.device, copy=True) for key in PENDING[:3]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -99,7 +111,15 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.outputs.load_state_dict(decided["outputs"])
     for change in log:
         controller.by_name[change.layer].adopt(change.recipe)
+    controller.between.load(*between)
+    controller.state.begun, controller.state.decides_next = begun, decides_next
     controller.state.samples = None if sampled is None else StepSamples.finished(sampled)
+    if parts is not None:
+        layers, *tables = parts
+        controller.begin_sampling(numerics for numerics in controller.layers if numerics.layer in layers)
+        samples = controller.state.samples
+        for mine, saved in zip((samples.slots_SL, samples.flat, samples.loss_1), tables, strict=True):
+            mine.copy_(saved)
 
 
 def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:

@@ -14,6 +14,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +133,7 @@ class ScalingState:
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
         self.samples: StepSamples | None = None  # of this step; None in a step that is not sampled
+        self.root: weakref.ref[nn.Module] | None = None  # the model whose forward began last, where `on_step` is called
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
@@ -192,7 +194,12 @@ class ScalingState:
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_host": None, "slots": {}}  # a copy of the views would not follow the copied tables
+        return {
+            **self.__dict__,
+            "_host": None,
+            "slots": {},
+            "root": None,
+        }  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -234,8 +241,10 @@ class ScalingState:
         self.groups |= {len(ROLES) * layer + ROLES.index(role): group for role in roles}
         self.divided, self.slots = group, {}
 
-    def begin_forward(self, *_: object) -> None:
+    def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
+        if self.on_step is not None and root is not None and not torch.compiler.is_compiling():
+            self.root = weakref.ref(root)
         self.begin_step(root=True)
         if self.shares and not torch.compiler.is_compiling():
             self.forward.begin()
