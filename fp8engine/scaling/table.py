@@ -306,6 +306,8 @@ class ScalingState:
     def _update(self) -> None:
         # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
         if self.delayed or torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and len(self.history_HS):
+                self._enter_kept_weights()
             scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
             if not torch.compiler.is_compiling() and len(self.outputs):
                 self.outputs.settle(self.counts_CS)
@@ -314,6 +316,20 @@ class ScalingState:
             self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)
+
+    def _enter_kept_weights(self) -> None:
+        """Of a weight whose FP8 copy was read again, nothing was cast: its amax is that of the step before.
+
+        A run that is resumed has no copies, and casts: it enters the same.
+        """
+        operands = len(ROLES) * len(self.layers)
+        columns = slice(ROLES.index("weight"), operands, len(ROLES))
+        ran, amax, before = (
+            self.live_2S[0, : operands : len(ROLES)],
+            self.live_2S[0, columns],
+            self.history_HS[0, columns],
+        )
+        amax.copy_(torch.where((ran >= 0) & (amax < 0) & (before > 0), before, amax))
 
     @NORMAL
     def adopt(self, layer: int, recipe: Recipe) -> None:
