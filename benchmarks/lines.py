@@ -25,22 +25,22 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_929,
-    "auto": 2_526,
-    "autograd": 2_037,
+    "auto": 2_611,
+    "autograd": 2_044,
     "bench": 1_653,
-    "cli": 1_019,
+    "cli": 1_020,
     "convert": 1_038,
     "demo": 1_054,
-    "distributed": 1_961,
+    "distributed": 2_098,
     "export": 1_319,
     "integrations": 198,
-    "kernels": 3_573,
-    "nn": 1_820,
+    "kernels": 3_595,
+    "nn": 1_823,
     "numerics": 522,
     "ops": 3_141,
-    "report": 2_115,
-    "scaling": 1_056,
-    "top level": 345,
+    "report": 2_148,
+    "scaling": 1_120,
+    "top level": 347,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -29,6 +29,7 @@ GATED = {  # kind -> the function of its gate
     "clamped_swiglu": "clamped",
 }
 FUNCTIONS = dict(zip(PLAIN, PLAIN, strict=True)) | GATED
+# Always the right factor: interpreted, a constant that is the left one gives a constant, no tensor.
 INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -46,16 +47,16 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * INVERSE_SQRT_2))
     elif ACTIVATION == "gelu_tanh":
-        x = x * tl.sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+        x = x * tl.sigmoid((x + 0.044715 * x * x * x) * TWICE_SQRT_2_OVER_PI)
     elif ACTIVATION == "qgelu":
-        x = x * tl.sigmoid(QUICK * x)
+        x = x * tl.sigmoid(x * QUICK)
     elif ACTIVATION == "silu":
         x = x * tl.sigmoid(x)
     elif ACTIVATION == "sigmoid":
         x = tl.sigmoid(x)
     elif ACTIVATION == "clamped":
         x = tl.where(x > LIMIT, LIMIT, x)
-        x = x * tl.sigmoid(QUICK * x)
+        x = x * tl.sigmoid(x * QUICK)
     return x
 
 
@@ -70,8 +71,8 @@ def gradient(dy, x, ACTIVATION: tl.constexpr):
         density = tl.exp(-0.5 * x * x) * INVERSE_SQRT_2_PI
         dx = dy * (0.5 * (1.0 + tl.erf(x * INVERSE_SQRT_2)) + x * density)
     elif ACTIVATION == "gelu_tanh":
-        g = tl.sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
-        dx = dy * (g + x * g * (1.0 - g) * (TWICE_SQRT_2_OVER_PI * (1.0 + 0.134145 * x * x)))
+        g = tl.sigmoid((x + 0.044715 * x * x * x) * TWICE_SQRT_2_OVER_PI)
+        dx = dy * (g + x * g * (1.0 - g) * ((1.0 + 0.134145 * x * x) * TWICE_SQRT_2_OVER_PI))
     elif ACTIVATION == "sigmoid":
         g = tl.sigmoid(x)
         dx = dy * (g * (1.0 - g))
@@ -79,8 +80,8 @@ def gradient(dy, x, ACTIVATION: tl.constexpr):
         g = tl.sigmoid(x)
         dx = dy * (g * (1.0 + x * (1.0 - g)))
     else:  # qgelu; clamped, beyond whose limit x does not matter
-        g = tl.sigmoid(QUICK * x)
-        dx = dy * (g * (1.0 + QUICK * x * (1.0 - g)))
+        g = tl.sigmoid(x * QUICK)
+        dx = dy * (g * (1.0 + x * QUICK * (1.0 - g)))
         if ACTIVATION == "clamped":
             dx = tl.where(x > LIMIT, 0.0, dx)
     return dx

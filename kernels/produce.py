@@ -23,7 +23,7 @@ import triton.language as tl
 
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import processors, triton_dtype
-from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
+from fp8engine.kernels.rounding import is_finite, largest, not_finite, saturating_cast
 from fp8engine.kernels.scaling import (
     PAIR,
     UNDERFLOWED,
@@ -145,8 +145,10 @@ def put(
             if NOTE:  # after the store: before it, up to 40 registers more
                 zero = (codes.to(tl.uint8, bitcast=True) & 0x7F) == 0
                 lost = (inside & (y_MN != 0) & zero).to(tl.int32)
-                if HOW == "lines":  # one reduction for both counts: with two, one program fits instead of two
-                    both = total(lost + tl.where(inside & (finite == 0), PAIR, 0))
+                # One reduction for both counts: with two, one program fits instead of two.  Of codes, not of y: ptxas
+                # 12.8 and 12.9 crash where this is told by y's bits in a loop of Triton 3.7's.
+                if HOW == "lines":
+                    both = total(lost + tl.where(inside & not_finite(codes, OUT), PAIR, 0))
                     flushed += both % PAIR
                     nonfinite += both // PAIR
                 else:

@@ -55,10 +55,11 @@ def _scale_update_kernel(
     for tile in range(tiles):
         age = (tiles - 1 - tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         here = inside[None, :] & (age < H)
-        earlier = tl.load(column + (age - 1) * stride_hh, mask=here & (age > 0), other=0.0)
+        # Ahead of the newest comes this step's; beyond the history as well, where it tells nothing new.
+        earlier = tl.load(column + (age - 1) * stride_hh, mask=here & (age > 0), other=amax[None, :])
         present = tl.load(column + age * stride_hh, mask=here, other=0.0)
         # Written back where nothing ran: a mask that differs from slot to slot would cut the stores to single words.
-        rolled = tl.where(ran[None, :], tl.where(age == 0, amax[None, :], earlier), present)
+        rolled = tl.where(ran[None, :], earlier, present)
         # A thread may write what another one reads: row h is the neighbour's h - 1.  Triton puts no barrier here
         # itself, having an eye on shared memory alone (triton#10924).
         tl.debug_barrier()

@@ -10,6 +10,7 @@ Needs Triton (not in interpreter mode) and no GPU.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import subprocess
@@ -23,7 +24,6 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from fp8engine.errors import VersionError
@@ -73,10 +73,17 @@ class Launch:
     def compile(self) -> Compiled:
         """Machine code, in about a second.  Raises what Triton or ptxas raises."""
         source = self.kernel.ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), _pretended(self.architecture) as card:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            knobs.cache.scope(),
+            knobs.nvidia.scope(),
+            _pretended(self.architecture) as card,
+        ):
             knobs.cache.dir = folder  # empty: nothing compiled before is taken for this
-            made = triton.compile(source, target=card.get_current_target(), options=self.options)
-            notes = _assemble(made.asm["ptx"], self.architecture, Path(folder))
+            knobs.nvidia.dump_ptxas_log = True
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                made = triton.compile(source, target=card.get_current_target(), options=self.options)
+            notes = printed.getvalue()
             code = Path(folder) / "kernel.cubin"
             code.write_bytes(made.asm["cubin"])
             sass = _run(str(TOOLS / "nvdisasm"), "-c", str(code))
@@ -149,15 +156,6 @@ def _pretended(architecture: int) -> Iterator[_PretendedCard]:
         yield card
     finally:
         driver._active = before
-
-
-def _assemble(ptx: str, architecture: int, folder: Path) -> str:
-    """The output of ptxas, run a second time: Triton shows it only where something fails."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    suffix = "a" if architecture >= 90 else ""  # wgmma is an architecture-specific feature: sm_90a
-    ptxas = get_ptxas(architecture).path  # from 3.9 on the wheel has two, and Hopper's is the newer
-    return _run(ptxas, "-v", f"--gpu-name=sm_{architecture}{suffix}", str(source), "-o", str(folder / "again.cubin"))
 
 
 def _run(*command: str) -> str:

@@ -31,16 +31,15 @@ from fp8engine.auto import budget, saving
 from fp8engine.auto.between import Between
 from fp8engine.auto.failures import Failures, described, some
 from fp8engine.auto.history import History
-from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy
+from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
 from fp8engine.auto.reading import read, remember
 from fp8engine.auto.reasons import outcome_of, paid_for, saturated, slot_change, slower_in_fp8
-from fp8engine.auto.schedule import Moves, is_sampled
+from fp8engine.auto.schedule import Moves, is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe, StrictError
-from fp8engine.files import HostCopy
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
 from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label, recipe_of
 from fp8engine.scaling.prediction import Measured
@@ -78,7 +77,8 @@ class Controller:
         self.log: list[Change] = []
         self.history = History()
         self.failures, self.between = Failures(), Between()
-        self.moves, self.watched = Moves(), None
+        self.moves = Moves()
+        self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
         self.counts: torch.Tensor | None = None  # the state's counters at the last sample
         self.steps_without_backward = 0  # forwards since the sampled one
@@ -148,9 +148,9 @@ class Controller:
         elif self.state.samples is not None and not backward and self._may_wait():
             self.steps_without_backward += 1
         else:
-            self._collect(backward=True, may=not self.undecided or self.between.opens(self.state.root, backward))
+            self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
             self._begin_sampling(self._moved())
-        self.between.note(self.state.root, self.undecided)
+        self.between.note(self.state, self.undecided)
         # Of a model that has not trained, the next forward without gradients ends the sample.
         self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
 
@@ -230,7 +230,10 @@ class Controller:
         return self.steps_without_backward < MOST_WITHOUT_BACKWARD
 
     def _repeat(self, plan: Plan) -> None:
-        due = [change for change in plan.changes if change.step == self.step and change.layer in self.by_name]
+        if self.state.must_wait:
+            return
+        mine = [change for change in plan.changes if change.layer in self.by_name]
+        due = [change for change in mine[len(self.log) :] if change.step <= self.step]
         self.state.reserve(self.by_name[change.layer].layer for change in due if change.recipe.stored is not None)
         for change in due:
             self.by_name[change.layer].adopt(change.recipe)
@@ -249,17 +252,14 @@ class Controller:
             self.begin_sampling(None if whole else [n for n in self.layers if n.layer in (early or ())])
 
     def _moved(self) -> set[int]:
-        """Layers whose amaxes have moved far since they were sampled; by their index in the state, with their groups.
-
-        Several ranks have different amaxes, and would have to agree in every step: they take no early samples.
-        """
-        if self.plan is not None or self.frozen or self.pending is not None or several_ranks(self.state):
+        """Layers whose amaxes have moved far since they were sampled, with their groups."""
+        if self.plan is not None or self.frozen or self.pending is not None:
             return set()
-        found, number = set(), max(self.step, 0) // self.recipe.interval
-        if self.watched is None and self.state.step_amax_S is not None:
-            self.watched = HostCopy([self.state.step_amax_S])
-        if self.watched is not None and self.watched.done():
-            moved = self.moves.moved(amaxes_of(self.watched.tensors[0], len(self.state.layers)), number)
+        found, number, new = set(), max(self.step, 0) // self.recipe.interval, None
+        if self.watched is None and looks(self.step, several_ranks(self.state)):
+            self.watched = new = start_look(self.step, self.state)
+        if self.watched is not None and self.watched.arrived(self.watched is new):
+            moved = self.moves.moved(amaxes_of(self.watched.copy.tensors[0], len(self.state.layers)), number)
             at = [self.by_layer[layer] for layer in moved if layer in self.by_layer]
             groups = [self.choices[i].layers for i in at if i in self.choices]
             found, self.watched = {self.layers[i].layer for group in groups for i in group}, None

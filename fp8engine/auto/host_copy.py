@@ -33,7 +33,7 @@ class Copied(NamedTuple):
 class PendingSample:
     """The statistics of one training step, being copied to the host.
 
-    copy: of the tables of `Copied`.
+    copy: of the tables of `Copied`, or of the step's amaxes alone.
     several_ranks: whether several ranks decide on these statistics, and their copies arrive at different times.
     """
 
@@ -71,6 +71,14 @@ def start_copy(step: int, state: ScalingState, tables: Tables) -> PendingSample:
             ranks.agree(table, group)
     copy = HostCopy([*tables, counts_CS, state.rules_3S, amax_S])
     return PendingSample(step, copy, agreed and counts_CS.is_cuda)  # on a CPU the copy is there at once, on every rank
+
+
+def start_look(step: int, state: ScalingState) -> PendingSample | None:
+    """Start the copy of the last step's amaxes; on several ranks, of the first rank's.  None where it had none."""
+    if (amax_S := state.step_amax_S) is None:
+        return None
+    agreed = sum(ranks.agree(amax_S, group) for group in _groups(state))
+    return PendingSample(step, HostCopy([amax_S]), bool(agreed) and amax_S.is_cuda)
 
 
 def several_ranks(state: ScalingState) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -38,11 +38,16 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "pending": None if pending is None else pending.step,
         "begun": state.begun,
         "decides_next": state.decides_next,
-        "between": controller.between.state(state.root),
+        "between": controller.between.kept(state),
         "choices": choices_to_list(controller.choices),
         "log": [change.to_dict() for change in controller.log],
         "trends": controller.history.trends_to_dict(),
         "outputs": controller.outputs.state_dict(),
+        "taken": {
+            "last": controller.outputs.taken,
+            "known": sorted(controller.outputs.known),
+            "ready": [numerics.ready for numerics in controller.layers],
+        },
         "remembered": [[i, seen.count] for i, seen in controller.reads.items()],
         "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
@@ -61,6 +66,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "remembered": torch.stack(remembered) if remembered else None,
         "moves": None if moves is None else torch.from_numpy(moves),
         "parts": parts,
+        "watched": None if controller.watched is None else controller.watched.copy.wait()[0],
         **dict(zip(PENDING, undecided, strict=True)),
     }
     nothing = torch.empty(0)
@@ -80,8 +86,10 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
         counts, remembered, ranges = (
             table if len(table := found[key]) else None for key in ("counts", "remembered", "moves")
         )
-        reads, moves, pending, sampled, parts = {}, Moves(), None, None, None
-        begun, decides_next, between = bool(decided["begun"]), bool(decided["decides_next"]), decided["between"]
+        reads, moves, pending, sampled, parts, watched = {}, Moves(), None, None, None, None
+        begun, decides_next = bool(decided.get("begun", step >= 0)), bool(decided.get("decides_next"))
+        same, waited = map(int, decided.get("between", (0, 0)))
+        taken = decided.get("taken", {})
         loss, calibrated = decided["loss"], bool(decided["calibrated"])
         for (i, count), table in zip(decided["remembered"], () if remembered is None else remembered, strict=True):
             reads[int(i)] = Reads(table.numpy().copy(), int(count))
@@ -90,6 +98,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             moves.range, moves.wanted = numpy.stack(low_high), wanted
         moves.number, tries = decided["tries"]
         moves.tries = {int(layer): int(count) for layer, count in tries}
+        if len(looked := found.get("watched", ())):
+            watched = PendingSample(step, HostCopy([looked]))
         if decided["pending"] is not None:
             pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
         elif "sampled" in decided:
@@ -104,20 +114,24 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.step, controller.steps_without_backward = step, late
     controller.tentative, controller.calibrated, controller.loss = tentative, calibrated, loss
     controller.choices, controller.log, controller.pending, controller.counts = choices, log, pending, counts
-    controller.reads, controller.moves, controller.watched = reads, moves, None
+    controller.reads, controller.moves, controller.watched = reads, moves, watched
     controller.history.trends = trends
     for numerics, recipe in zip(controller.layers, controller.recipes, strict=True):
         numerics.adopt(recipe if controller.plan is None else controller.plan.start)
     controller.outputs.load_state_dict(decided["outputs"])
     for change in log:
         controller.by_name[change.layer].adopt(change.recipe)
-    controller.between.load(*between)
+    controller.outputs.taken, controller.outputs.known = dict(taken.get("last", {})), set(taken.get("known", ()))
+    for numerics, ready in zip(controller.layers, taken.get("ready", ()), strict=False):
+        numerics.ready = dict(ready)
+    controller.state.outputs.widen = not controller.frozen
+    controller.between.load(same, waited)
     controller.state.begun, controller.state.decides_next = begun, decides_next
     controller.state.samples = None if sampled is None else StepSamples.finished(sampled)
     if parts is not None:
         layers, *tables = parts
         controller.begin_sampling(numerics for numerics in controller.layers if numerics.layer in layers)
-        samples = controller.state.samples
+        samples = cast(StepSamples, controller.state.samples)
         for mine, saved in zip((samples.slots_SL, samples.flat, samples.loss_1), tables, strict=True):
             mine.copy_(saved)
 

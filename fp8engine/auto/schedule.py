@@ -6,7 +6,8 @@ sample the same steps.
 
 An early sample is asked for by the amaxes that every cast leaves in the table: where one has left the range that the
 samples of its layer had, by MOVED times, the layer is sampled in the next steps, at most TRIES times in an interval
-without meeting such an amax.
+without meeting such an amax.  Several ranks look at the first one's amaxes, as they decide on its samples; a look costs
+them a broadcast, and so only every LOOKS-th step is looked at.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fp8engine import _numpy as numpy
 
 MOVED = 4.0  # times
 TRIES = 4  # early samples of a layer in an interval
+LOOKS = 4  # steps from one look of several ranks at the amaxes to the next
 
 
 def sampled_step(number: int, interval: int) -> int:
@@ -37,6 +39,11 @@ def sampled_step(number: int, interval: int) -> int:
 def is_sampled(step: int, interval: int) -> bool:
     """Whether all layers are sampled in a step; a step before the first counts as the first."""
     return max(step, 0) == sampled_step(max(step, 0) // interval, interval)
+
+
+def looks(step: int, several: bool) -> bool:
+    """Whether the amaxes of the step before this one are looked at.  several: by several ranks, which then agree."""
+    return not several or (step > 0 and step % LOOKS == 0)
 
 
 class Moves:

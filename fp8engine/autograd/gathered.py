@@ -31,7 +31,7 @@ class GatheredWeight(Float8Tensor):
 
     amax: torch.Tensor
     s: torch.Tensor
-    layer: str
+    layer: str = ""  # in graphs
 
     def _viewed(self, data, scale, granularity) -> GatheredWeight:
         found = cast(GatheredWeight, super()._viewed(data, scale, granularity))
@@ -45,13 +45,14 @@ class GatheredWeight(Float8Tensor):
         return found
 
     def __tensor_flatten__(self):
-        return ["_data", "_scale", "amax", "s"], (self.granularity, self.dtype, self.power_of_2, self.layer)
+        # Without the layer's name, by which each of equal layers would be a graph of its own.
+        return ["_data", "_scale", "amax", "s"], (self.granularity, self.dtype, self.power_of_2)
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
-        granularity, dtype, power_of_2, layer = context
+        granularity, dtype, power_of_2 = context
         found = GatheredWeight(inner["_data"], inner["_scale"], granularity, dtype)
-        found.power_of_2, found.layer, found.amax, found.s = power_of_2, layer, inner["amax"], inner["s"]
+        found.power_of_2, found.amax, found.s = power_of_2, inner["amax"], inner["s"]
         return found
 
     @classmethod

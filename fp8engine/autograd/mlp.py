@@ -102,14 +102,15 @@ def _check(x: torch.Tensor, layers: Sequence[Layer], kind: str) -> torch.dtype:
         raise UnknownName("activation", kind, ACTIVATIONS)
     *firsts, second = layers
     gated, widths = ACTIVATIONS[kind].gated, [len(layer.weight_NK) for layer in firsts]
-    names = " and ".join(layer.numerics.name for layer in firsts)
     if len(firsts) == 2 and (not gated or widths[0] != widths[1]):
         raise ShapeError(
-            f"{names}: layers of {widths[0]} and {widths[1]} rows under {kind!r}; "
+            f"{_names(firsts)}: layers of {widths[0]} and {widths[1]} rows under {kind!r}; "
             "two layers are the gate and the up of a gated activation, of equal size"
         )
     if gated and sum(widths) % 2:
-        raise ShapeError(f"{names}: {kind} takes [gate | up], an even number of rows; its weight has {widths[0]}")
+        raise ShapeError(
+            f"{_names(firsts)}: {kind} takes [gate | up], an even number of rows; its weight has {widths[0]}"
+        )
     out = x.dtype
     for layer in firsts:
         check(x, layer.weight_NK, layer.bias_N, layer.numerics.name)
@@ -117,6 +118,10 @@ def _check(x: torch.Tensor, layers: Sequence[Layer], kind: str) -> torch.dtype:
     check(x, second.weight_NK, second.bias_N, second.numerics.name, sum(widths) // 2 if gated else widths[0])
     dtype_of_result(x, second.weight_NK, second.numerics.name)
     return out
+
+
+def _names(layers: Sequence[Layer]) -> str:
+    return " and ".join(layer.numerics.name for layer in layers)
 
 
 def _activation(made: Sequence[torch.Tensor], kind: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.operands import Kept
 from fp8engine.scaling.sample import observe
-from fp8engine.scaling.table import OUTPUT, ROLES, Column, ScalingState
+from fp8engine.scaling.table import ROLES, SLOTS, Column, ScalingState
 
 EMULATIONS = (None, *FLOATS)
 
@@ -56,6 +56,7 @@ class CastPlan:
         # Of the forward matmul's scales; None in 16 bits.
         self.kind = kind_of(*(cast.how[None] for cast in self.forward)) if self.forward[0].fp8 else None
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
+        self.predicts_weight = any(cast.cast.delayed for cast in (self.forward[1], self.dgrad[1]))
         self.fp8 = recipe.is_fp8
         self.exact = recipe.output.dtype == torch.float32
         self.stored = None if recipe.stored is None else recipe.stored.format.dtype
@@ -77,7 +78,7 @@ class Numerics:
     shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
     for the functions of those names (distributed/shard.py).
     smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
-    columns: of its operands, in the order of ROLES.
+    columns: in the order of SLOTS.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Numerics:
     columns: tuple[Column, ...] = ()
 
     def __post_init__(self):
-        self.columns = self.columns or tuple(self.state.columns[len(ROLES) * self.layer :][: len(ROLES)])
+        self.columns = self.columns or self.state.columns_of(self.layer)
         self.plan = plan(self.recipe)
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (self.plan.forward, self.plan.dgrad))
@@ -132,6 +133,12 @@ class Numerics:
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
 
+    def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
+        """The FP8 copies of the weight that may be read, where the calls insert those that they make."""
+        if torch.compiler.is_compiling() or not self.plan.predicts_weight:
+            return self.weight.operands(weight, training)
+        return self.weight.operands(weight, training, self.state.predictions)
+
     def set_smooth(self, on: bool) -> None:
         """Share the outliers of the input's channels with the weight's columns from the next call on, or no more."""
         self.smooth = on
@@ -139,11 +146,8 @@ class Numerics:
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""
-        samples = self.state.samples
-        if samples is not None and samples.takes(self.layer):
-            row = self.state.row(self.layer, role)
-            rows = 0 if role == OUTPUT else samples.layouts[self.layer][role].rows
-            observe(x_MK, samples.slots_SL, samples.parts[row], row, -rows if role == "weight" else rows)
+        if (sample := self.columns[SLOTS.index(role)].sample) is not None:
+            observe(x_MK, sample)
 
     @property
     def samples_output(self) -> bool:

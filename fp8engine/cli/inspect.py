@@ -44,8 +44,8 @@ def command(
     totals = content["totals"]
     say(
         console(),
-        f"{type(model).__name__} under {recipe}: {totals['converted']} of {totals['layers']} linear layers would be "
-        f"converted, {totals['fp8_flops_share']:.1%} of their FLOPs in FP8",
+        f"{type(model).__name__} under {recipe}: {totals['in_fp8']} of {totals['layers']} linear layers would be in "
+        f"FP8, {totals['fp8_flops_share']:.1%} of all their FLOPs",
     )
     converted = [["layer", "kind", "shape", "FLOPs", "recipe", "why"]]
     left = [["left alone", "kind", "shape", "FLOPs", "why"]]
@@ -67,7 +67,7 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
 
     >>> layer = nn.Linear(4, 8)
     >>> describe(layer, plan(layer, "rowwise"))["totals"]
-    {'layers': 1, 'converted': 1, 'left_alone': 0, 'fp8_flops_share': 1.0}
+    {'layers': 1, 'converted': 1, 'in_fp8': 1, 'left_alone': 0, 'fp8_flops_share': 1.0}
     """
     run = experts_run(model)
     experts = [_experts(decision, run) for decision in decisions]
@@ -93,6 +93,7 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
     totals = {
         "layers": len(layers),
         "converted": converted,
+        "in_fp8": sum(bool(decision.recipe and decision.recipe.is_fp8) for decision in decisions),
         "left_alone": len(layers) - converted,
         "fp8_flops_share": fp8,
     }

@@ -30,6 +30,7 @@ from fp8engine.demo.trainer import Keeping, OnStep, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report import inspect
+from fp8engine.report.folded import measured as measured_share
 from fp8engine.report.page import page
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -69,7 +70,6 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
     known = dict(curve.validation)
     report = inspect(trainer.model)
     totals = report.totals
-    converted = totals["converted"] > 0
     return Result(
         recipe=trainer.recipe,
         seed=trainer.seed,
@@ -80,8 +80,8 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
         seconds=sum(curve.seconds),
         activation_bytes=activation_bytes(trainer),
         fp8_flops_share=totals["fp8_flops_share"],
-        saturated=totals["saturated"] if converted else None,
-        underflowed=totals["underflowed"] if converted else None,
+        saturated=measured_share(totals, "saturated"),
+        underflowed=measured_share(totals, "underflowed"),
         skipped=curve.skipped,
         ran_on=trainer.precision.ran(trainer.model),
         sample=sample(trainer) if sampled else "",

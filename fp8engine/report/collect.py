@@ -28,10 +28,12 @@ from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.outliers import standing
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
+from fp8engine.scaling.slot_view import numbers_of
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
+DECIDED = "16 bits, as auto has decided: its decisions say why"
 APART = "the product by itself: fe.smooth changes it"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
 
@@ -209,7 +211,9 @@ def _not_sampled(numerics: Numerics, ran: bool) -> str:
 
 def _why(numerics: Numerics, ran: bool, backend: str) -> str:
     if not numerics.recipe.is_fp8:
-        return f"asked for {numerics.recipe.name}"
+        controller = numerics.state.controller
+        decides = controller is not None and numerics.layer in controller.by_layer
+        return DECIDED if decides else f"asked for {numerics.recipe.name}"
     if not ran:
         return BYPASSED if numerics.bypassed else NEVER_RAN
     if why := matmul.why_emulated(numerics.state.device, backend):
@@ -273,14 +277,19 @@ def _totals(layers: list[dict]) -> dict:
     converted = [layer for layer in layers if layer["recipe"] != "none"]
     slots = [layer[role] for layer in converted for role in ROLES if layer[role].get("elements")]
     elements = sum(slot["elements"] for slot in slots)
+    shares = [layer["fp8_share"] for layer in converted if layer["ran"]]
     sampled = sum(slot["sampled"] * slot["elements"] for slot in slots)
     return {
         "layers": len(layers),
         "converted": len(converted),
+        "in_fp8": sum(share > 0 for share in shares),
+        "in_fp8_in_part": sum(0 < share < 1 for share in shares),
+        "in_16_bits": sum(share == 0 for share in shares),
         "left_alone": len(layers) - len(converted),
         "never_ran": sum(not layer["ran"] for layer in converted),
         "emulated": sum(layer["emulated"] for layer in converted),
         "fp8_flops_share": fp8 / flops if flops else 0.0,
+        "elements": elements,
         "saturated": sum(slot["saturated"] * slot["elements"] for slot in slots) / max(elements, 1),
         "underflowed": sum(s["underflowed"] * s["sampled"] * s["elements"] for s in slots) / max(sampled, 1),
         "sampled": sampled / max(elements, 1),

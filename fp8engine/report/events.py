@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 from fp8engine.auto import Alarm
 from fp8engine.errors import ReportError
 from fp8engine.numerics import formats
+from fp8engine.report.folded import measured
 from fp8engine.report.state import slot_name
 from fp8engine.scaling.table import ROLES
 
@@ -89,7 +90,8 @@ class EventWriter:
             return
         self._scalars(slot, {"scale": numbers["scale"]}, step)
         if slot not in self.seen:
-            shares = {"flushed": numbers["underflowed"], "saturated": numbers["saturated"]}
+            lost = {"flushed": measured(numbers, "underflowed"), "saturated": measured(numbers, "saturated")}
+            shares = {key: share for key, share in lost.items() if share is not None}
             self._scalars(slot, {"amax": numbers["amax"], **shares}, step)
             self._format(slot, numbers["format"], step)
 

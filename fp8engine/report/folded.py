@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
 from fp8engine.auto.flow import repeats
@@ -17,7 +17,6 @@ READ_AS = (
     "saturated and flushed are shares of input / weight / grad_output; a row for several layers has the largest of "
     "theirs, and a layer whose share stands out has its own (every layer by itself: report.table(every=True))"
 )
-EMPTY = ("", "-", "0 / 0 / 0")
 Rows = list[list[str]]
 
 
@@ -41,7 +40,7 @@ def tables(layers: Sequence[dict], every: bool) -> list[Rows]:
         key = _way(members[0], stores)
         shares = (" / ".join(_largest(members, role, share) for role in ROLES) for share in HARMLESS)
         rows.append([name, shape_of(members[0]), *(key if every else [letters[key]]), *shares, _note(members[0])])
-    shown = [i for i in range(len(rows[0])) if every or i < 3 or any(row[i] not in EMPTY for row in rows[1:])]
+    shown = [i for i in range(len(rows[0])) if every or i < 3 or any(set(row[i]) - set("- /0") for row in rows[1:])]
     rows = [[row[i] for i in shown] for row in rows]
     others = [["left alone", "shape", "why"], *([name, shape_of(each), each["reason"]] for name, (each, *_) in left)]
     return [table for table in ([] if every else legend, rows, others) if table[1:]]
@@ -57,6 +56,15 @@ def groups(layers: Sequence[dict], alike: Sequence[str], every: bool = False) ->
         return [(layer["name"], [layer]) for layer in layers]
     folded = repeats.fold((layer["name"], str([layer[key] for key in alike])) for layer in layers)
     return [(name, [layers[i] for i in members]) for name, members in folded]
+
+
+def measured(counted: Mapping, key: str) -> float | None:
+    """The share "saturated" or "underflowed" of a slot, or of a report's totals; None where no element was looked at.
+
+    >>> measured({"elements": 8, "saturated": 0.0}, "saturated"), measured({"elements": 0}, "saturated")
+    (0.0, None)
+    """
+    return counted[key] if counted.get("elements" if key == "saturated" else "sampled") else None
 
 
 def _ran(layers: Sequence[dict], every: bool) -> list[tuple[str, list[dict]]]:
@@ -100,5 +108,5 @@ def shape_of(layer: dict) -> str:
 
 
 def _largest(layers: Sequence[dict], role: str, key: str) -> str:
-    share = max(layer[role].get(key, -1.0) for layer in layers)
-    return "-" if share < 0 else "0" if share == 0 else "<0.01%" if share < 5e-5 else f"{share:.2%}"
+    share = max((each for layer in layers if (each := measured(layer[role], key)) is not None), default=None)
+    return "-" if share is None else "0" if share == 0 else "<0.01%" if share < 5e-5 else f"{share:.2%}"

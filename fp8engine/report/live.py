@@ -20,10 +20,12 @@ from fp8engine.errors import ReportWarning
 from fp8engine.ops import ranks
 from fp8engine.report.collect import inspect
 from fp8engine.report.events import EventWriter
+from fp8engine.report.folded import measured
 from fp8engine.report.table import Report
 
 PAGE = "report.html"
-SUMS = ("fp8_flops_share", "saturated", "underflowed", "nonfinite", "recasts", "cost_millinats")
+SUMS = ("fp8_flops_share", "in_fp8", "in_16_bits", "nonfinite", "recasts", "cost_millinats")
+SHARES = ("saturated", "underflowed")
 
 
 class LiveReport:
@@ -86,7 +88,9 @@ class LiveReport:
 
 
 def _sums(report: Report, step: int) -> dict[str, Any]:
-    sums = {f"fp8/{key}": report.totals[key] for key in SUMS}
+    totals = report.totals
+    sums = {f"fp8/{key}": totals[key] for key in SUMS}
+    sums |= {f"fp8/{key}": share for key in SHARES if (share := measured(totals, key)) is not None}
     counts = {"decisions": report.decisions, "early_warnings": report.alarms, "standing_outliers": report.outliers}
     return {"fp8/step": step} | sums | {f"fp8/{key}": len(found) for key, found in counts.items()}
 

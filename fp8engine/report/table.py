@@ -32,7 +32,8 @@ class Report:
     """What each linear layer ran, and the sums.
 
     layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, fused, and a dict for each of input,
-    weight, grad_output and output.  totals: fp8_flops_share, converted, left_alone, ...  Shares are of elements.
+    weight, grad_output and output.  totals: fp8_flops_share, layers = in_fp8 (of which
+    in_fp8_in_part have matmuls in 16 bits) + in_16_bits + never_ran + left_alone, ...  Shares are of elements.
     decisions: changes of format, oldest first (a fixed recipe makes none).  auto: the samples behind them, and plans.
     alarms: early warnings, oldest first: step, slot, ratio (amax/rms), growth over the last `steps` steps.
     attention: one dict for each attention whose format was asked for or is fe.Attention's: name, asked, ran and why.
@@ -120,14 +121,23 @@ class Report:
                 f"fe.distributed.fsdp would send {codes}"
             ]
         line = f"{sums['as_codes']} of {sums['weights']} sharded weights are gathered as FP8 codes: a rank sends {sent}"
-        why = sorted({layer["gather"] for layer in self.layers if layer.get("gather", "").startswith("high")})
-        return [f"{line} to gather all, {plain} in high precision", *(f"gathered in {each}" for each in why)]
+        whys: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if why := layer.get("gather", "").partition("high precision: ")[2]:
+                whys.setdefault(why, []).append(layer["name"])
+        told = []
+        for why, (first, *more) in sorted(whys.items()):
+            named = f"{first}{f' and {len(more)} more' if more else ''}"
+            told.append(f"{len(more) + 1} gathered in high precision ({named}): {why}")
+        return [f"{line} to gather all, {plain} in high precision", *told]
 
     def _summary(self) -> list[str]:
         totals = self.totals
+        part = f", {totals['in_fp8_in_part']} with some matmuls in 16 bits" if totals["in_fp8_in_part"] else ""
         lines = [
-            f"{totals['fp8_flops_share']:.1%} of linear-layer FLOPs in FP8; {totals['converted']} layers converted "
-            f"({totals['emulated']} emulated, {totals['never_ran']} never ran), {totals['left_alone']} left alone"
+            f"{totals['fp8_flops_share']:.1%} of linear-layer FLOPs in FP8; {totals['in_fp8']} of {totals['layers']} "
+            f"layers in FP8 ({totals['emulated']} emulated{part}), {totals['in_16_bits']} converted in 16 bits, "
+            f"{totals['never_ran']} never ran, {totals['left_alone']} left alone"
         ]
         if 0 < totals["sampled"] < 1:
             lines.append(f"flushed shares are from a sample of {totals['sampled']:.1%} of the elements")
@@ -138,8 +148,7 @@ class Report:
             told = f"{fused} layers run fused with their norms or activations"
             lines.append("; ".join(filter(None, [told, whys])))
         words = {"saturated": "saturated", "underflowed": "was flushed to zero"}
-        nothing = [word for key, word in words.items() if not totals[key]]
-        if nothing and totals["converted"]:
+        if nothing := [word for key, word in words.items() if folded.measured(totals, key) == 0]:
             lines.append(f"nothing {' or '.join(nothing)}")
         if totals["nonfinite"]:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")

@@ -24,8 +24,8 @@ from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
-NONFINITE = HEADER.index("nonfinite")
-FAILED = "failed"  # attribute of a table: the rows that could not be written, and why
+NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("nonfinite", "elements"))
+FAILED = "failed"  # attribute of a row that could not be written: why
 
 
 class Tables(NamedTuple):
@@ -38,6 +38,18 @@ class Tables(NamedTuple):
     slots_SL: torch.Tensor
     reads: torch.Tensor
     loss_1: torch.Tensor
+
+
+class Sampled(NamedTuple):
+    """Where `observe` describes one operand or result of a layer, as views: equal layers are one graph.
+
+    row_1L: its row of the table.  part: a buffer of `reads.Layout`, empty for what no matmul reads.  rows: how many
+    rows of the operand it keeps; 0 for a result; negative for a weight, whose rows' energies are kept too.
+    """
+
+    row_1L: torch.Tensor
+    part: torch.Tensor
+    rows: int
 
 
 class StepSamples:
@@ -53,6 +65,7 @@ class StepSamples:
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
         self.tables: Tables | None = None
+        self.views: dict[int, Sampled] = {}
         lengths = [layout.length for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
         flat = iter(self.flat.split(lengths))
@@ -70,13 +83,19 @@ class StepSamples:
         return made
 
     @property
-    def failed(self) -> Mapping[int, str]:
+    def failed(self) -> dict[int, str]:
         """Rows of the table that could not be written, and why."""
-        return vars(self.slots_SL).get(FAILED, {})
+        return {row: vars(to.row_1L)[FAILED] for row, to in sorted(self.views.items()) if FAILED in vars(to.row_1L)}
 
-    def takes(self, layer: int) -> bool:
-        """Whether this step samples the layer."""
-        return layer in self.layouts
+    def of(self, layer: int, role: str, row: int) -> Sampled | None:
+        """Where a slot of a layer is described, whose row of the table that is; None: this step does not sample it."""
+        if layer not in self.layouts or row >= len(self.slots_SL):
+            return None
+        rows = self.layouts[layer][role].rows if role in ROLES else 0
+        self.views[row] = found = Sampled(
+            self.slots_SL[row : row + 1], self.parts[row], -rows if role == "weight" else rows
+        )
+        return found
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
         """Keep the step's loss, a mean over tokens; not that of a call inside a transform of torch.func."""
@@ -114,16 +133,12 @@ def outside_of_autocast(where: torch.device) -> AbstractContextManager:
     return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
 
-def observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
-    """Write the statistics of x [M, K] to row `index` of the table, and `rows` of its rows to `part`.
-
-    part: a buffer of `reads.Layout`; empty for what no matmul reads.  rows: 0 there; negative for a weight, whose
-    rows' energies are kept too.
-    """
+def observe(x_MK: torch.Tensor, to: Sampled) -> None:
+    """Write the statistics of x [M, K] to its row of the table, and some of its rows to the buffer."""
     if library.direct(x_MK):
-        _observe(x_MK, table_SL, part, index, rows)
+        _observe(x_MK, *to)
     else:
-        torch.ops.fp8engine.observe.default(x_MK, table_SL, part, index, rows)
+        torch.ops.fp8engine.observe.default(x_MK, *to)
 
 
 def read_row(row_L: torch.Tensor) -> Measured | None:
@@ -132,19 +147,19 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
     return found if found.elements else None
 
 
-def _observe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
-    """A failure leaves the row and the part empty, and why in the table's `failed`: nothing raises in a forward."""
+def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+    """A failure leaves the row and the part empty, and why as the row's `failed`: nothing raises in a forward."""
     if not x_MK.numel():
         return
     try:
-        _describe(x_MK, table_SL, part, index, rows)
+        _write(x_MK, row_1L, part, rows)
     except Exception as error:
         part.zero_()
-        table_SL[index].zero_()
-        vars(table_SL).setdefault(FAILED, {})[index] = f"{type(error).__name__}: {error}"
+        row_1L.zero_()
+        vars(row_1L)[FAILED] = f"{type(error).__name__}: {error}"
 
 
-def _describe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, index: int, rows: int) -> None:
+def _write(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
     with torch.no_grad(), outside_of_autocast(x_MK.device):
         x_MK = x_MK.detach()
         if part.numel():
@@ -154,20 +169,25 @@ def _describe(x_MK: torch.Tensor, table_SL: torch.Tensor, part: torch.Tensor, in
         else:
             low, high = torch.aminmax(x_MK)
             amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        if x_MK.device.type == "cpu":
-            known = float(amax)
-            flat = measure_on_host(x_MK, SAMPLE, known)
-            if not math.isfinite(known):
-                flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-        else:
-            flat = measure(x_MK, SAMPLE, amax)
-            beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-            flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
-        table_SL[index].copy_(flat)
+        row_1L[0].copy_(describe(x_MK, amax))
+
+
+def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
+    if x_MK.device.type == "cpu":
+        known = float(amax)
+        flat = measure_on_host(x_MK, SAMPLE, known)
+        if not math.isfinite(known):
+            flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
+    else:
+        flat = measure(x_MK, SAMPLE, amax)
+        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+    return flat
 
 
 library.define(
-    "observe(Tensor x, Tensor table, Tensor part, int index, int rows) -> ()",
+    "observe(Tensor x, Tensor row, Tensor part, int rows) -> ()",
     _observe,
     lambda *arguments: None,
     effect=True,

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import nn
 
 from fp8engine._torch import graph_task, transforms_active
 from fp8engine.errors import StateError
-from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
 from fp8engine.ops.card_trials import step_begins
 from fp8engine.ops.reference import Slot
@@ -33,70 +31,23 @@ from fp8engine.ops.reference.scale import FP32_MAX
 from fp8engine.ops.scale_update import scale_update
 from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
-from fp8engine.scaling.sample import StepSamples
+from fp8engine.scaling.sample import Sampled, StepSamples
+from fp8engine.scaling.slot_view import SlotView
 
+SLOTS = (*ROLES, OUTPUT)  # of a layer
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """One slot of the table, copied out (reading it waits for the device).
-
-    scale: x ≈ q * scale, last used or predicted for the next step; 1 before the first use.
-    amax: largest finite magnitude of the latest step.  history: of earlier steps, newest first.
-    elements, saturated, nonfinite, recasts: counts since the start; `saturated` were beyond a predicted scale and
-    made the tensor be cast again; an output's stayed so, and widened `margin`, the powers of two that are kept free.
-    underflowed: out of `sampled` elements, those that became zero; an output's are not counted.
-    """
-
-    name: str
-    format: Format
-    cast: Cast
-    scale: torch.Tensor
-    amax: torch.Tensor
-    history: torch.Tensor
-    calls: torch.Tensor
-    elements: torch.Tensor
-    sampled: torch.Tensor
-    saturated: torch.Tensor
-    underflowed: torch.Tensor
-    nonfinite: torch.Tensor
-    recasts: torch.Tensor
-    margin: int = 0
-
-    def to_dict(self) -> dict:
-        """Plain numbers, for JSON; shares of the elements that were sampled."""
-        counted = {key: int(getattr(self, key)) for key in COUNTERS}
-        return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
-
-
-def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
-    """A slot in types that JSON knows; shares of the elements that were sampled."""
-    elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
-    return {
-        "cast": str(cast),
-        "format": cast.format.name,
-        "scale": scale,
-        "amax": amax,
-        "calls": counted["calls"],
-        "elements": counted["elements"],
-        "saturated": counted["saturated"] / elements,
-        "underflowed": counted["underflowed"] / sampled,
-        "sampled": counted["sampled"] / elements,
-        "nonfinite": counted["nonfinite"],
-        "recasts": counted["recasts"],
-        "margin": margin,
-    }
 
 
 class Column:
     """A slot's column of the tables, as views of one column: what a graph is given, so that equal layers are one graph.
 
     (Of the whole tables a graph would be given the column's number too, as a constant of its own.)
+    sample: where this step describes the slot; None: nowhere.
     """
 
     live_21: torch.Tensor
     counts_C1: torch.Tensor
+    sample: Sampled | None = None
 
     def slot(self, record: bool, count: bool) -> Slot:
         """The slot as a graph's operators take it."""
@@ -129,15 +80,20 @@ class ScalingState:
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
         self.begun = False  # a training step has begun
+        self.predictions = 0  # how often scales were predicted
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
-        self.samples: StepSamples | None = None  # of this step; None in a step that is not sampled
+        self._samples: StepSamples | None = None
+        # Where fe.distributed.fsdp gathers weights: steps of the optimizer, and how many there were at the last forward
+        # with gradients.
+        self.optimizer_steps, self.trained = 0, -1
         self.root: weakref.ref[nn.Module] | None = None  # the model whose forward began last, where `on_step` is called
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
         self.columns = [Column() for _ in self.layers for _ in ROLES]
+        self.results = [Column() for _ in self.layers]  # of the layers' results, to be sampled
         self._reset(torch.device(device))
 
     @NORMAL
@@ -204,6 +160,28 @@ class ScalingState:
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._make_views()
+        self.samples = self._samples
+
+    @property
+    def samples(self) -> StepSamples | None:
+        """The samples of this step; None in a step that is not sampled."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: StepSamples | None) -> None:
+        self._samples = samples
+        for layer in range(len(self.layers)):
+            for column, role in zip(self.columns_of(layer), SLOTS, strict=True):
+                column.sample = None if samples is None else samples.of(layer, role, self.row(layer, role))
+
+    def columns_of(self, layer: int) -> tuple[Column, ...]:
+        """The columns of a layer's SLOTS."""
+        return (*self.columns[len(ROLES) * layer :][: len(ROLES)], self.results[layer])
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no recipe may change: gathered weights have one format from a forward to the optimizer's step."""
+        return self.trained == self.optimizer_steps
 
     @property
     def device(self) -> torch.device:
@@ -306,7 +284,8 @@ class ScalingState:
     def _update(self) -> None:
         # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
         if self.delayed or torch.compiler.is_compiling():
-            if not torch.compiler.is_compiling() and len(self.history_HS):
+            if not torch.compiler.is_compiling():
+                self.predictions += 1
                 self._enter_kept_weights()
             scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
             if not torch.compiler.is_compiling() and len(self.outputs):
@@ -322,6 +301,8 @@ class ScalingState:
 
         A run that is resumed has no copies, and casts: it enters the same.
         """
+        if not len(self.history_HS):
+            return
         operands = len(ROLES) * len(self.layers)
         columns = slice(ROLES.index("weight"), operands, len(ROLES))
         ran, amax, before = (

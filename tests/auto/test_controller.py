@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.auto import Controller
+from fp8engine.auto import Controller, host_copy
 from fp8engine.auto.schedule import sampled_step
 from fp8engine.errors import InvalidRecipe
 from fp8engine.ops import ranks
@@ -47,12 +47,48 @@ def test_samples_once_in_each_interval_and_once_more_where_an_amax_has_moved():
     assert 7 in {int(line.split()[1]) for line in lines(model)}
 
 
-def test_ranks_that_divide_layers_take_no_early_samples(monkeypatch: pytest.MonkeyPatch):
-    """Each would sample when an amax of its own part has moved, and the others would wait for it."""
-    model = plain()
+def ranks_on(card: bool, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The model's layers as divided over several ranks, of which this one stands for all; the steps of collectives.
+
+    card: copies to the host arrive later, at another time on each rank.
+    """
     state_of(model).divided = "columns"
+    agreed = []
+
+    def agree(table: torch.Tensor, group: str) -> bool:
+        agreed.append(controller(model).step)
+        return group == "columns"
+
     monkeypatch.setattr(ranks, "several", lambda group: group == "columns")
-    assert watched(model, 16) == [sampled_step(number, INTERVAL) for number in range(4)]
+    monkeypatch.setattr(ranks, "agree", agree)
+    if card:
+        pending = host_copy.PendingSample
+        monkeypatch.setattr(host_copy, "PendingSample", lambda step, copy, _: pending(step, copy, several_ranks=True))
+    return agreed
+
+
+@pytest.mark.parametrize("card", [False, True])
+def test_several_ranks_look_for_moves_at_the_same_steps(card: bool, monkeypatch: pytest.MonkeyPatch):
+    """Trouble begins at step 5.  Ranks look when step 4 and step 8 begin, where the amaxes of step 7 have moved: step 8
+    is sampled early, on cards step 9, as all of them wait for their copies when the step after the look begins."""
+    model = plain(fe.auto(interval=32))
+    agreed = ranks_on(card, model, monkeypatch)
+    assert watched(model, 12) == [0, 9 if card else 8]
+    sampled = [1, 10] if card else [1, 9]
+    assert sorted({step for step in agreed if agreed.count(step) > 2}) == sampled
+    assert set(agreed) - set(sampled) == {4, 8}, "no collective in another step"
+
+
+def test_a_look_that_is_under_way_is_saved(monkeypatch: pytest.MonkeyPatch):
+    model, resumed = (plain(fe.auto(interval=32)) for _ in range(2))
+    ranks_on(True, model, monkeypatch)
+    train(model, 9)
+    assert controller(model).watched is not None
+    resumed.load_state_dict(model.state_dict())
+    fe.load_scaling_state_dict(resumed, fe.scaling_state_dict(model))
+    ranks_on(True, resumed, monkeypatch)
+    train(resumed, 10, start=9)
+    assert [controller(resumed).step, state_of(resumed).samples is not None] == [9, True]
 
 
 def test_what_is_seen_at_step_0_is_decided_before_step_1():

@@ -19,7 +19,7 @@ from fp8engine.numerics.recipe import OUTPUT, ROLES
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.histogram import LENGTH, measure
 from fp8engine.scaling.reads import layout_of
-from fp8engine.scaling.sample import StepSamples, _observe, observe, read_row
+from fp8engine.scaling.sample import Sampled, StepSamples, _observe, observe, read_row
 
 WAITS = {
     "aten._local_scalar_dense.default",  # .item(), bool(), float(), tolist()
@@ -74,9 +74,9 @@ def test_looking_waits_for_nothing(role: str, shape, dtype):
             len(ROLES) + 1, 1, {0: (shape[0] if role == "weight" else shape[1], shape[1])}, torch.device("meta")
         )
         flat = measure(x, 32768, x.abs().max().float())
-        rows = samples.layouts[0][role].rows if role in ROLES else 0
-        part = samples.parts[ROLES.index(role)] if role in ROLES else samples.parts[-1]
-        _observe(x, samples.slots_SL, part, 1, -rows if role == "weight" else rows)
+        to = samples.of(0, role, [*ROLES, OUTPUT].index(role))
+        assert to is not None
+        _observe(x, *to)
         assert flat.device.type == "meta"
         assert flat.shape == (LENGTH,)
         samples.finish({0: None}, backward=True)
@@ -101,7 +101,7 @@ def test_a_watched_step_waits_no_more_than_one_that_is_not():
 
 
 def test_observing_is_an_operator_with_a_fake():
-    arguments = (torch.randn(8, 16), torch.zeros(3, LENGTH), torch.zeros(layout_of((4, 16), "input").length), 1, 64)
+    arguments = (torch.randn(8, 16), torch.zeros(1, LENGTH), torch.zeros(layout_of((4, 16), "input").length), 64)
     torch.library.opcheck(torch.ops.fp8engine.observe.default, arguments, test_utils="test_faketensor")
 
 
@@ -111,7 +111,7 @@ def test_what_was_observed_is_what_was_there(role: str):
     layout = layout_of((40, 50), role)._replace(columns=50)
     part = torch.zeros(layout.length if role in ROLES else 0)
     rows = layout.rows if role in ROLES else 0
-    observe(x, table, part, 2, -rows if role == "weight" else rows)
+    observe(x, Sampled(table[2:], part, -rows if role == "weight" else rows))
     assert torch.equal(table[:2], torch.zeros(2, LENGTH))
     found = read_row(table[2])
     assert found is not None
@@ -128,7 +128,7 @@ def test_what_was_observed_is_what_was_there(role: str):
 def test_what_is_not_finite_is_seen_even_where_the_sample_misses_it(bad: float):
     x, table = torch.randn(4000, 64), torch.zeros(1, LENGTH)
     x[1777, 33] = bad
-    observe(x, table, torch.empty(0), 0, 0)
+    observe(x, Sampled(table, torch.empty(0), 0))
     found = read_row(table[0])
     assert found is not None
     assert found.nonfinite == 1
@@ -229,11 +229,15 @@ def work(rank: int, folder: str) -> None:
     """One rank: its own data, of which only the second rank's has trouble."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     found = {}
-    for name, troubled in (("first", 0), ("second", 1)):
-        model = plain()
+    seldom = fe.auto(interval=32)
+    cases = {"first": (0, None), "second": (1, None), "moved": (0, seldom), "moved elsewhere": (1, seldom)}
+    for name, (troubled, recipe) in cases.items():
+        model = plain(recipe)
         wrapped = DistributedDataParallel(model)
         losses = train(model, 14, lambda x: wrapped(x if rank == troubled else batch(0)))  # noqa: B023 - called here
-        found[name] = {"lines": lines(model), "losses": losses, "looks": len(controller(model).history.samples)}
+        samples = controller(model).history.samples
+        found[name] = {"lines": lines(model), "losses": losses, "looks": len(samples)}
+        found[name]["sampled"] = sorted({each.step for seen in samples.values() for each in seen})
     torch.save(found, f"{folder}/{rank}.pt")
     leave()
 
@@ -247,6 +251,11 @@ def test_ranks_that_see_different_data_decide_alike(tmp_path):
         assert one[name]["lines"] == other[name]["lines"] != []
     # On CPUs the copies are there at once: the step after a sample decides, as in one process.
     assert one["first"]["lines"][0].startswith("step 1 ")
+    # Trouble begins at step 5: the look at step 8 meets it in the amaxes of step 7, if it is the first rank's.
+    assert one["moved"]["sampled"] == other["moved"]["sampled"] == [0, 8]
+    assert one["moved elsewhere"]["sampled"] == other["moved elsewhere"]["sampled"] == [0]
+    assert one["moved"]["lines"] == other["moved"]["lines"]
+    assert any(line.startswith("step 9 ") for line in one["moved"]["lines"])
     # The first rank's numbers count.
     trouble = lambda lines: [line for line in lines if ".up.input " in line and "forward, " in line]  # noqa: E731
     assert trouble(one["first"]["lines"])

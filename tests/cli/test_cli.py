@@ -282,7 +282,9 @@ def test_inspect_of_a_function_by_hand(target: str, script: Path):
     table = call("inspect", target, "--skip", "d*n")
     assert table.exit_code == 0
     assert "--skip d*n" in table.stdout
-    assert "1 of 3 linear layers would be converted, 37.5% of their FLOPs in FP8" in table.stdout
+    assert "1 of 3 linear layers would be in FP8, 37.5% of all their FLOPs" in table.stdout
+    sixteen = call("inspect", target, "--override", "down=bf16")
+    assert "1 of 3 linear layers would be in FP8, 37.5% of all their FLOPs" in sixteen.stdout
 
 
 def test_what_inspect_refuses(script: Path):
@@ -311,6 +313,7 @@ def test_inspect_of_a_model_folder_reads_no_weights(tmp_path: Path):
     assert told["totals"] | {"fp8_flops_share": 0} == {
         "layers": 15,
         "converted": 14,
+        "in_fp8": 14,
         "left_alone": 1,
         "fp8_flops_share": 0,
     }

@@ -175,6 +175,51 @@ def sharded_by_others(rank: int) -> dict:
     return found
 
 
+class Mixture(nn.Module):
+    """Two experts' matrices in one parameter beside a layer of two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.experts = nn.Linear(32, 32), fe.GroupedLinear(4, 32, 32, recipe="current")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.up(x), [2, 2, 2, 2])
+
+
+def of_experts(rank: int) -> dict:
+    """What is said of experts, which are gathered in high precision; and where nothing of them is."""
+    found: dict[str, Any] = {}
+
+    def made() -> Any:
+        return fe.convert(nn.Sequential(Mixture(), Mixture()), "current")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fe.errors.ParallelWarning)
+        model = fe.distributed.fsdp(made(), blocks=[])
+    found["said"] = [str(each.message) for each in caught if "experts" in str(each.message)]
+    model(torch.ones(8, 32)).sum().backward()
+    report = fe.inspect(model)
+    found["gathers"] = {row["name"]: row["gather"] for row in report.layers}
+    found["text"] = report.table()
+    for what in ("fsdp", "gather_fp8"):
+        model = made()
+        if what == "gather_fp8":
+            fully_shard(model)
+        try:
+            getattr(fe.distributed, what)(model, strict=True)
+        except fe.errors.StrictError as error:
+            found[what] = str(error)
+        found[f"{what} left"] = {type(parameter) is DTensor for parameter in model.parameters()}
+    model = made()
+    ignored = {model[0].experts.weight, model[1].experts.weight}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", fe.errors.ParallelWarning)
+        fe.distributed.fsdp(model, strict=True, blocks=[model[0], model[1]], ignored_params=ignored)
+        fe.distributed.fsdp(fe.convert(nn.Sequential(nn.Linear(32, 32)), "current"), strict=True, blocks=[])
+    found["unsaid"] = [str(each.message) for each in caught if "experts" in str(each.message)]
+    return found
+
+
 def work(rank: int, ranks: int) -> dict:
     """Everything above, on one rank."""
     warnings.simplefilter("ignore")
@@ -186,6 +231,7 @@ def work(rank: int, ranks: int) -> dict:
         reports,
         counted,
         sharded_by_others,
+        of_experts,
     )
     return {part.__name__: part(rank) for part in parts}
 
@@ -248,6 +294,25 @@ def test_what_others_have_sharded_is_gathered_in_fp8(found: list[dict]):
         assert "is gathered in FP8 already: call it, or fsdp, once" in mine["twice"]
         assert "fully_shard was called on no part of Net" in mine["plain"]
         assert "Net has no converted layers; call fe.convert first" in mine["not converted"]
+
+
+@pytest.mark.slow
+def test_experts_in_high_precision_are_said_once_and_an_error_under_strict(found: list[dict]):
+    named = "0.experts and 1 more"
+    why = "it holds the weights of several experts, which fe.distributed.ExpertParallel divides instead"
+    told = [each["of_experts"] for each in found]
+    for mine in told:
+        assert {name for name, how in mine["gathers"].items() if how == f"high precision: {why}"} == {
+            "0.experts", "1.experts"
+        }  # fmt: skip
+        assert f"2 gathered in high precision ({named}): {why}" in mine["text"]
+        for what in ("fsdp", "gather_fp8"):
+            assert mine[what].startswith(f"strict=True: fe.distributed.{what}: 2 weights ({named}) would be gathered")
+        assert mine["fsdp left"] == {False}, "the model is as it was"
+        assert mine["unsaid"] == []
+    assert len(told[0]["said"]) == 1
+    assert f"2 weights ({named}) are gathered in high precision: {why}" in told[0]["said"][0]
+    assert told[1]["said"] == [], "the first rank says it"
 
 
 @pytest.mark.slow

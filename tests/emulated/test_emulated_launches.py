@@ -103,7 +103,7 @@ def test_a_launcher_that_is_built_in_another_way_is_left_as_it_is():
     def other(launcher: Any, *arguments: Any) -> None:
         launcher(*arguments)
 
-    for launch in (other, print, None, encoded.EncodedOnce(print, set(), [], None)):
+    for launch in (other, print, None, encoded.EncodedOnce(print, set(), [], None, None)):
         kernel = SimpleNamespace(_run=SimpleNamespace(launch=launch))
         encoded.encode_once(kernel)
         assert kernel._run.launch is launch

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime import driver
 
 from emulator.device_memory import FILLED, Allocation
@@ -33,7 +33,12 @@ from emulator.tma import TensorMap
 
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes a CTA: CUDA C programming guide, compute capabilities
 _NUMBERS = itertools.count(1000)  # of cards: compiled kernels are kept per device, with the launcher of its card
-BEHIND = 8  # arguments of Triton's launcher between a kernel's function and its own arguments
+# Triton 3.6 gives a kernel's arguments to the C code one by one, behind 8 of its own; later ones as a list, the last.
+FLAT = hasattr(nvidia, "_BASE_ARGS_FORMAT_LEN")
+BEHIND = 8
+HOOKS = (
+    4  # what a launcher is given ahead of a kernel's arguments: metadata of kernel and launch, a hook before, one after
+)
 SCRATCH = 2  # pointers that Triton adds after a kernel's own arguments; none of our kernels uses them
 
 
@@ -91,6 +96,8 @@ class _Utils:
         self.card.encoded += 1
         return TensorMap(address, tuple(shape), tuple(strides), tuple(box), size, swizzle)
 
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name from Triton 3.7 on
+
 
 @functools.lru_cache(maxsize=512)
 def _program(ptx: bytes) -> tuple[Program, list[Step]]:
@@ -105,14 +112,17 @@ class _Launcher:
         self.card, self.shared = card, metadata.shared
         self.types = list(source.signature.values())
         boxes = list(getattr(metadata, "tensordesc_meta", None) or [])
-        self.launch = wrap_handle_tensordesc(self._launched, source.signature, boxes)
+        self.launch = nvidia.wrap_handle_tensordesc(self._launched, source.signature, boxes)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: tuple, *rest: Any) -> None:
-        self.launch(x, y, z, stream, function, False, False, None, None, *rest)
+        if FLAT:
+            self.launch(x, y, z, stream, function, False, False, None, None, *rest)
+        else:
+            self.launch(x, y, z, stream, function, *[None] * BEHIND, rest[HOOKS:])
 
     def _launched(self, x: int, y: int, z: int, stream: int, function: tuple, *rest: Any) -> None:
         program, steps = function
-        arguments, regions, given = [], [], iter(rest[BEHIND:])
+        arguments, regions, given = [], [], iter(rest[BEHIND:] if FLAT else rest[-1])
         for kind in self.types:
             value = next(given)
             if kind == "constexpr":

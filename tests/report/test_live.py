@@ -126,7 +126,19 @@ def test_a_run_of_wandb_gets_sums_and_the_page(begun: bool, tmp_path: Path, monk
     if begun:
         assert logged[0]["fp8/report"] == "<!DOCTYPE html>"
         assert logged[0]["fp8/fp8_flops_share"] == fe.inspect(model).totals["fp8_flops_share"] > 0.5
+        assert logged[0]["fp8/in_fp8"] == 14, "of 15: not the head"
         assert (logged[0]["fp8/step"], logged[0]["fp8/decisions"]) == (0, 0)
+
+
+def test_what_was_not_measured_is_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    logged: list[dict] = []
+    run = SimpleNamespace(log=logged.append)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run, Html=str))  # pyright: ignore[reportArgumentType]
+    model = llama("bf16")
+    model(LINES.ids[:2], labels=LINES.ids[:2]).loss.backward()
+    LiveReport(tmp_path, every=1).step(model, 0, 1.0)
+    assert (logged[0]["fp8/in_fp8"], logged[0]["fp8/in_16_bits"]) == (0, 14)
+    assert not {"fp8/saturated", "fp8/underflowed"} & set(logged[0])
 
 
 def test_without_packages_the_page_alone_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,11 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.report.collect import NEVER_RAN
+from fp8engine.report.collect import DECIDED, NEVER_RAN
+from fp8engine.report.page import page
+from fp8engine.report.state import controllers_of
 from fp8engine.report.table import COLUMNS, SLOT_COLUMNS
+from fp8engine.scaling.choice import in_16_bits, recipe_of
 from fp8engine.scaling.table import ROLES
 
 
@@ -54,6 +58,7 @@ def test_the_share_of_flops_by_hand():
     assert report.totals["fp8_flops_share"] == pytest.approx(fp8 / (fp8 + other), rel=1e-12)  # a few FP64 roundings
     counts = [report.totals[key] for key in ("layers", "converted", "left_alone", "never_ran", "emulated")]
     assert counts == [6, 5, 1, 1, 3]
+    assert [report.totals[key] for key in ("in_fp8", "in_fp8_in_part", "in_16_bits")] == [3, 1, 1]
     assert [layer["rows"] for layer in report.layers] == [10, 10, 20, 0, 0, None]
 
 
@@ -162,7 +167,7 @@ def test_planted_losses_are_counted():
     assert "3 elements were NaN or Inf and stayed so" in text
     assert f"from a sample of {128 / 256:.1%} of the elements" in text
     (row,) = [line.split("│") for line in text.splitlines() if "reference" in line]
-    assert [cell.strip() for cell in row[7:9]] == ["0 / 0 / 0", "7.81% / 0 / 0"]
+    assert [cell.strip() for cell in row[7:9]] == ["0 / 0 / -", "7.81% / 0 / -"], "no backward came"
 
 
 def test_planted_saturation_is_counted_and_recast():
@@ -207,9 +212,59 @@ def test_the_table_says_it_in_words():
     assert lines["sixteen"].split("│")[2].strip() == "bf16"
     assert by_name(mixed())["lm_head"]["reason"] in lines["lm_head"]
     share = f"{report.totals['fp8_flops_share']:.1%} of linear-layer FLOPs in FP8"
-    assert f"{share}; 5 layers converted (3 emulated, 1 never ran), 1 left alone" in text
+    assert f"{share}; 3 of 6 layers in FP8 (3 emulated, 1 with some matmuls in 16 bits)" in text
+    assert ", 1 converted in 16 bits, 1 never ran, 1 left alone" in text
     assert str(report) == report.table()
     assert max(map(len, report.table(width=100).splitlines()[:-1])) <= 100
+
+
+def one_of_four() -> fe.Report:
+    """Four equal layers, of which the first has run in FP8 and the others in BF16, as they were asked to."""
+    asked = {"1": "bf16", "2": "bf16", "3": "bf16"}
+    model = converted(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), "current", overrides=asked)
+    model(torch.randn(8, 32)).sum().backward()
+    return fe.inspect(model)
+
+
+def test_a_layer_in_16_bits_is_not_counted_as_one_in_fp8():
+    report = one_of_four()
+    assert [report.totals[key] for key in ("in_fp8", "in_fp8_in_part", "in_16_bits", "left_alone")] == [1, 0, 3, 0]
+    assert "25.0% of linear-layer FLOPs in FP8; 1 of 4 layers in FP8 (1 emulated), 3 converted in 16 bits, " in str(
+        report
+    )
+    cards = [re.sub(r"<.*?>", " ", each).split() for each in page(report).split('<div class="card')[1:]]
+    (card,) = [" ".join(words) for words in cards if "layers in FP8" in " ".join(words)]
+    assert card.endswith("layers in FP8 1 of 4 3 in 16 bits, 0 left alone, 0 never ran")
+
+
+def test_layers_that_auto_puts_into_16_bits_are_counted_there():
+    """One of two layers is given the choice that `auto` makes where FP8 is slower; the cells of its step stay."""
+    model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), fe.auto(interval=16))
+    for step in range(3):
+        model(torch.randn(64, 32)).square().sum().backward()
+        if step == 1:
+            (controller,) = controllers_of(model)
+            choice = in_16_bits(controller.choices[0], "slower")
+            controller.layers[0].adopt(recipe_of(controller.recipe, choice, 0))
+    report = fe.inspect(model)
+    assert [report.totals[key] for key in ("layers", "in_fp8", "in_16_bits", "left_alone")] == [2, 1, 1, 0]
+    assert report.layers[0]["reason"] == DECIDED
+
+
+def test_shares_of_what_was_not_measured_are_not_printed_as_zero():
+    """Of a layer in BF16, of one that never ran, and of a report in which none ran."""
+    report = one_of_four()
+    rows = [[cell.strip() for cell in line.split("│")] for line in report.table(every=True).splitlines() if "│" in line]
+    lost = {row[0]: row[-2:] for row in rows[1:]}
+    assert lost == {"0": ["0 / 0 / 0"] * 2} | dict.fromkeys("123", ["- / - / -"] * 2)
+    table = page(report).partition('<section id="layers"')[2].partition("</section>")[0]
+    told = [re.findall(r"<td>([^<]*)</td>", row)[-2:] for row in table.split("<tr>")[2:]]
+    assert told == [["0 / 0 / 0 %"] * 2, *[["–"] * 2] * 3]
+    for unread in (fe.inspect(converted(nn.Linear(8, 8))), fe.inspect(converted(nn.Linear(8, 8), "bf16"))):
+        assert "nothing saturated" not in unread.table()
+        assert "0 / 0 / 0" not in unread.table(every=True)
+        assert "nothing was cast" in page(unread)
+        assert "0 %" not in page(unread).partition('<div class="cards">')[2].partition("<section")[0]
 
 
 def test_names_are_printed_as_they_are():

@@ -11,7 +11,7 @@ from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.recipe import E4M3, Cast
 from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
 from fp8engine.scaling.prediction import TENSOR_BINS
-from fp8engine.scaling.sample import observe
+from fp8engine.scaling.sample import Sampled, observe
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0,), (), (7,), (1, 1), (1, 300), (300, 1), (129, 257), (3, 5, 33), (2, 0, 4), (700, 301)]
@@ -160,9 +160,9 @@ def test_what_is_observed_on_the_host_knows_amax_and_trouble_that_the_sample_mis
     table, nothing = torch.zeros(2, LENGTH), torch.empty(0)
     x = torch.randn(4096, 64)
     x[1, 3] = 50.0
-    observe(x, table, nothing, 0, 0)
+    observe(x, Sampled(table[:1], nothing, 0))
     found = read(table[0])
     assert (found.amax, found.nonfinite, found.elements) == (50.0, 0, x.numel())
     x[2, 7] = math.inf
-    observe(x, table, nothing, 1, 0)
+    observe(x, Sampled(table[1:], nothing, 0))
     assert read(table[1]).nonfinite == 1

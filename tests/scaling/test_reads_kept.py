@@ -70,9 +70,10 @@ def test_the_rows_of_a_layer_are_about_as_many_elements_whatever_its_size():
 def sampled(shape: tuple[int, ...], tensors: dict[str, torch.Tensor], sizes=None, device: str = "cpu"):
     samples = StepSamples(2 * len(ROLES), 2, {1: shape}, torch.device(device))
     for j, role in enumerate(ROLES):
-        rows = samples.layouts[1][role].rows * (-1 if role == "weight" else 1)
         if role in tensors:
-            observe(tensors[role], samples.slots_SL, samples.parts[len(ROLES) + j], len(ROLES) + j, rows)
+            to = samples.of(1, role, len(ROLES) + j)
+            assert to is not None
+            observe(tensors[role], to)
     return samples.finish({0: None, 1: sizes}, "grad_output" in tensors)
 
 

@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fp8engine.auto.flow import repeats
+from fp8engine.report.folded import measured
 from fp8engine.report.outliers import ABOVE
 from fp8engine.report.page.html import chip, decibel, name, table
 from fp8engine.report.page.svg import colour
@@ -50,8 +51,8 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
         _card("FP8 share of linear FLOPs", f"{share:.1%}", f'<meter min="0" max="1" value="{share:.4f}"></meter>'),
         _card(
             "layers in FP8",
-            f"{totals['converted'] - totals['never_ran']}",
-            f"{totals['left_alone']} left alone, {totals['never_ran']} never ran",
+            f"{totals['in_fp8']} of {totals['layers']}",
+            f"{totals['in_16_bits']} in 16 bits, {totals['left_alone']} left alone, {totals['never_ran']} never ran",
         ),
         _card(
             "matmuls ran on",
@@ -59,7 +60,7 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
             "emulated: the values of FP8, not its speed" if totals["emulated"] else "in hardware",
             "warn" if totals["emulated"] else "",
         ),
-        _card("saturated", _percent(totals["saturated"]), f"flushed to zero {_percent(totals['underflowed'])}"),
+        _card("saturated", *_losses(totals)),
     ]
     now = {slot: seen[-1].sqnr_db for slot, seen in samples.items() if math.isfinite(seen[-1].sqnr_db)}
     if now:
@@ -151,7 +152,7 @@ def layers(report, numbers: Mapping) -> str:
         if (place := drawn.get(layer["name"])) is not None:
             shown = f'<button class="pick" type="button" data-layer="{place}">{shown}</button>'
         casts = "".join(f"<td>{escape(layer[role]['cast'])}</td>" for role in ROLES)
-        shares = ([layer[role].get(key) for role in ROLES] for key in ("underflowed", "saturated"))
+        shares = ([measured(layer[role], key) for role in ROLES] for key in ("underflowed", "saturated"))
         lost = "".join(f"<td>{_triple(each)}</td>" for each in shares)
         rows.append(
             f"<tr><td>{shown}</td><td>{'×'.join(map(str, layer['shape']))}</td>"
@@ -171,7 +172,7 @@ def left(report) -> str:
     rows = "".join(
         f"<tr><td>{name(layer['name'])}</td><td>{escape(layer['kind'])}</td>"
         f'<td>{"×".join(map(str, layer["shape"]))}</td><td class="n">{layer["flops_share"]:.1%}</td>'
-        f"<td>{escape(layer['reason'] or 'decided: see Decisions')}</td></tr>"
+        f"<td>{escape(layer['reason'])}</td></tr>"
         for layer in others
     )
     return table(("layer", "kind", "weight", "FLOPs", "why"), rows, scrolls="Left alone")
@@ -205,6 +206,14 @@ def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
 def _card(title: str, value: str, under: str, mood: str = "") -> str:
     under = under if under.startswith("<") else explained(under)
     return f'<div class="card {mood}"><h3>{explained(title)}</h3><b>{escape(value)}</b><span>{under}</span></div>'
+
+
+def _losses(totals: Mapping) -> tuple[str, str]:
+    """(the share of elements that saturated, a sentence on those that were flushed)."""
+    saturated, flushed = measured(totals, "saturated"), measured(totals, "underflowed")
+    if saturated is None:
+        return "–", "nothing was cast"
+    return _percent(saturated), "flushed: not sampled" if flushed is None else f"flushed to zero {_percent(flushed)}"
 
 
 def _percent(share: float) -> str:

@@ -1,0 +1,124 @@
+"""Equal blocks compiled one by one share graphs: nothing that differs from layer to layer is a constant of a graph.
+
+Dynamo's limit is 8 graphs a function; under fullgraph=True the ninth is an error, so that 9 blocks prove the claim.
+"""
+
+import copy
+
+import pytest
+import tiny_models as tiny
+import torch
+from support import FP8_RECIPES, converted, same, state_of, tables
+from torch import nn
+from torch._dynamo.utils import counters
+
+import fp8engine as fe
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh"),
+    # Dynamo reads .grad of a block's input, and torch warns of that.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+BLOCKS, MOST = 9, 3  # graphs: one of sampled steps, one of others; one is to spare
+
+
+class Block(nn.Module):
+    """Two layers that read one input, and an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x):
+        x = x + self.q(x) + self.k(x)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks in a list, as fe.distributed.fsdp finds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def compiled_by_block(eager: nn.Module, blocks) -> nn.Module:
+    compiled = copy.deepcopy(eager)
+    for block in blocks(compiled):
+        block.compile(backend="aot_eager", fullgraph=True)
+    return compiled
+
+
+def steps_alike(eager: nn.Module, compiled: nn.Module, loss, steps: int) -> None:
+    """Losses, gradients and the scaling tables of both are equal, bit for bit, at every step."""
+    for step in range(steps):
+        found = [loss(model, step) for model in (eager, compiled)]
+        for each in found:
+            each.backward()
+        assert torch.equal(*found)
+        assert torch.equal(tables(compiled)[1], tables(eager)[1]), "amaxes and scales"
+        assert same(tables(compiled)[:1], tables(eager)[:1]), "histories"
+        for one, other in zip(eager.parameters(), compiled.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+            with torch.no_grad():
+                for p in (one, other):
+                    p -= 0.01 * p.grad
+                    p.grad = None
+
+
+def batch_loss(model: nn.Module, step: int) -> torch.Tensor:
+    return model(torch.randn(16, 32, generator=torch.Generator().manual_seed(step))).square().mean()
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_equal_blocks_are_one_graph_and_compute_what_eager_code_computes(recipe: str):
+    torch.manual_seed(0)
+    eager = converted(nn.Sequential(*(Block() for _ in range(BLOCKS))), recipe)
+    compiled = compiled_by_block(eager, lambda model: model)
+    steps_alike(eager, compiled, batch_loss, steps=3)
+    assert counters["stats"]["unique_graphs"] <= MOST
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_blocks_that_fully_shard_gathers_as_codes_are_one_graph(recipe: str, group):
+    torch.manual_seed(0)
+    model = fe.distributed.fsdp(converted(Blocks(), recipe))
+    assert fe.inspect(model).layers[0]["gather"] == "FP8 codes"
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        batch_loss(model, step).backward()
+    assert counters["stats"]["unique_graphs"] <= MOST
+
+
+def test_a_sampled_step_of_equal_blocks_is_one_graph_and_samples_what_eager_code_samples():
+    torch.manual_seed(0)
+    eager = converted(nn.Sequential(*(Block() for _ in range(BLOCKS))), fe.auto(interval=2))
+    compiled = compiled_by_block(eager, lambda model: model)
+    steps_alike(eager, compiled, batch_loss, steps=1)
+    samples, wanted = state_of(compiled).samples, state_of(eager).samples
+    assert samples is not None
+    assert wanted is not None
+    assert wanted.slots_SL[: 3 * 4 * BLOCKS].ne(0).any(1).all(), "every operand was described"
+    assert torch.equal(samples.slots_SL, wanted.slots_SL)
+    assert same(samples.parts, wanted.parts)
+    assert counters["stats"]["unique_graphs"] <= MOST
+
+
+@pytest.mark.parametrize("recipe", ["auto", "current", pytest.param("delayed", marks=pytest.mark.slow)])
+def test_fused_blocks_of_a_llama_are_one_graph(recipe: str):
+    torch.manual_seed(0)
+    eager = converted(tiny.llama(num_hidden_layers=BLOCKS, use_cache=False), recipe)
+    compiled = compiled_by_block(eager, lambda model: model.model.layers)
+    ids = tiny.tokens()
+    # `auto` decides at its second step, and in compiled blocks a few steps later.
+    steps_alike(eager, compiled, lambda model, _: tiny.loss_of(model, ids), steps=1 if recipe == "auto" else 2)
+    assert fe.inspect(eager).layers[0]["fused"].startswith("fused: ")
+    assert counters["stats"]["unique_graphs"] <= MOST
