@@ -14,6 +14,7 @@ from fp8engine.distributed.fsdp import fsdp, gather_fp8
 from fp8engine.distributed.gradients import fp8_gradient_hook, fp8_gradients
 
 if TYPE_CHECKING:
+    from fp8engine.distributed.decoders import decoder_plan
     from fp8engine.distributed.experts import ExpertParallel
     from fp8engine.distributed.parallelize import tensor_parallel
     from fp8engine.distributed.planner import Plan, plan
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertParallel",
     "Plan",
     "Rowwise",
+    "decoder_plan",
     "fp8_gradient_hook",
     "fp8_gradients",
     "fsdp",
@@ -41,6 +43,7 @@ LATER = {
     "ExpertParallel": "experts",
     "Plan": "planner",
     "Rowwise": "styles",
+    "decoder_plan": "decoders",
     "plan": "planner",
     "tensor_parallel": "parallelize",
 }
