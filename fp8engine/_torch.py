@@ -178,10 +178,15 @@ def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
 
 def sharded_parameters(module: Any) -> list[Any]:
     """The FSDPParams, fully_shard's record of each parameter, of a module that it was called on."""
+    return [parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params]
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    """The FSDPParamGroups of a module that fully_shard was called on; one, as a rule."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or None
     groups = [state._fsdp_param_group] if groups is None else groups
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
 
 
 def local_tensor(x: Any) -> torch.Tensor:
@@ -189,8 +194,14 @@ def local_tensor(x: Any) -> torch.Tensor:
     return x._local_tensor
 
 
-def gather_again_as(parameter: Any) -> None:
-    """Forget the unsharded form of an FSDPParam: its next all-gather may have another dtype."""
+def forget_gathered(module: Any, parameter: Any) -> None:
+    """Forget the unsharded form of an FSDPParam of a module: its next all-gather may have another dtype.
+
+    A module that is unsharded, or whose gather is under way, is sharded again before.
+    """
+    for group in _fsdp_groups(module):
+        group.wait_for_unshard()
+        group.reshard()
     parameter.all_gather_outputs = []
     vars(parameter).pop("_unsharded_param", None)
 
@@ -217,11 +228,8 @@ def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
     """The process groups over which a module that fully_shard was given reduces its gradients; one, as a rule."""
-    state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
-    groups = getattr(state, "_fsdp_param_groups", None)  # 2.11 has one at most
-    groups = [state._fsdp_param_group] if groups is None else groups
     # A group of `replicate` has no shards, and reduces by an all-reduce.
-    sharded = [group for group in groups if hasattr(getattr(group, "mesh_info", None), "shard_process_group")]
+    sharded = [group for group in _fsdp_groups(module) if hasattr(group.mesh_info, "shard_process_group")]
     return [group._reduce_scatter_process_group for group in sharded]
 
 

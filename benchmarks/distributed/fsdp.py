@@ -23,6 +23,7 @@ import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.fsdp import GATHER
 from fp8engine.distributed.traffic import Traffic
+from fp8engine.nn.linear import float8_modules
 
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "auto")
 EVEN, ODD = (128, 512), (129, 333)
@@ -32,7 +33,11 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison.  size: features outside and inside a block.  prepare: what is done to each block before."""
+    """One comparison.  size: features outside and inside a block.  prepare: what is done to each block before.
+
+    schedule: of the microbatches of an optimizer step: "each" reduces its own gradients, "no sync" the last one those
+    of all, "pipeline" too, with all forwards before the first backward, and "one loss" has one backward for all.
+    """
 
     recipe: str | fe.Recipe
     option: str = "plain"
@@ -41,6 +46,7 @@ class Case:
     prepare: Callable[[nn.Module], nn.Module] | None = None
     compiled: bool = False
     microbatches: int = 1
+    schedule: str = "each"
     replicas: int = 1
     dtype: torch.dtype = torch.float32
 
@@ -77,6 +83,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "prepare": functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
     },
     "3 microbatches": {"microbatches": 3},
+    "no sync": {"microbatches": 3, "schedule": "no sync"},
+    "two forwards": {"microbatches": 2, "schedule": "one loss"},
+    "pipeline": {"microbatches": 3, "schedule": "pipeline"},
     "bf16 policy": {"sharding": {"mp_policy": BF16}, "size": ODD},
     "bf16 parameters": {"dtype": torch.bfloat16},
     "CPU offload": {"sharding": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
@@ -114,21 +123,52 @@ def train(case: Case, fp8: bool, rank: int, ranks: int) -> dict:
             fully_shard(block, mesh=mesh, **case.sharding)
         fully_shard(model, mesh=mesh, **case.sharding)
         fe.distributed.reduce_amax(model)
+        decide_between_steps(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     traffic, losses = Traffic(), []
     for step in range(STEPS):
-        for i in range(case.microbatches):
-            x, y = _batch(case, 1000 * step + 100 * i + rank)
-            with traffic if step == STEPS - 1 else torch.enable_grad():
-                loss = (model(x).float() - y.float()).square().mean()
-                loss.backward()
-            losses.append(loss.item())
+        with traffic if step == STEPS - 1 else torch.enable_grad():
+            losses += _accumulate(model, case, 1000 * step + rank)
         optimizer.step()
         optimizer.zero_grad()
+        if not fp8:
+            fe.weights_changed(model)
     joins = vars(model)[GATHER].scales.joins if fp8 else 0
     weights = [cast(DTensor, parameter).full_tensor() for parameter in model.parameters()]
     found = {"losses": losses, "traffic": traffic, "weights": weights, "joins": joins}
     return found | {"graphs": counters["stats"]["unique_graphs"]}
+
+
+def _accumulate(model: Any, case: Case, seed: int) -> list[float]:
+    """Gradients of one optimizer step; its losses."""
+    losses = []
+
+    def forward(i: int) -> torch.Tensor:
+        x, y = _batch(case, seed + 100 * i)
+        losses.append((model(x).float() - y.float()).square().mean())
+        return losses[-1]
+
+    def backward(i: int, loss: torch.Tensor) -> None:
+        model.set_requires_gradient_sync(case.schedule == "each" or i == case.microbatches - 1)
+        loss.backward()
+
+    if case.schedule in ("pipeline", "one loss"):
+        made = [forward(i) for i in range(case.microbatches)]
+        if case.schedule == "one loss":
+            sum(made[1:], made[0]).backward()
+        else:
+            for i, loss in enumerate(made):
+                backward(i, loss)
+    else:
+        for i in range(case.microbatches):
+            backward(i, forward(i))
+    return [loss.item() for loss in losses]
+
+
+def decide_between_steps(model: nn.Module) -> None:
+    """auto decides in the same forwards under fully_shard's gather as under ours, which waits for the optimizer."""
+    for state in {id(layer.numerics.state): layer.numerics.state for layer in float8_modules(model)}.values():
+        model.register_forward_hook(lambda *_, state=state: setattr(state, "trained", state.optimizer_steps))
 
 
 def _batch(case: Case, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,7 +73,12 @@ class Launch:
     def compile(self) -> Compiled:
         """Machine code, in about a second.  Raises what Triton or ptxas raises."""
         source = self.kernel.ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(), _pretended(self.architecture) as card:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            knobs.cache.scope(),
+            knobs.nvidia.scope(),
+            _pretended(self.architecture) as card,
+        ):
             knobs.cache.dir = folder  # empty: nothing compiled before is taken for this
             knobs.nvidia.dump_ptxas_log = True
             with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -210,7 +210,10 @@ class Controller:
         return self.steps_without_backward < MOST_WITHOUT_BACKWARD
 
     def _repeat(self, plan: Plan) -> None:
-        due = [change for change in plan.changes if change.step == self.step and change.layer in self.by_name]
+        if self.state.must_wait:
+            return
+        mine = [change for change in plan.changes if change.layer in self.by_name]
+        due = [change for change in mine[len(self.log) :] if change.step <= self.step]
         self.state.reserve(self.by_name[change.layer].layer for change in due if change.recipe.stored is not None)
         for change in due:
             self.by_name[change.layer].adopt(change.recipe)
@@ -249,7 +252,8 @@ class Controller:
         if state.samples is not None:
             self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
             state.samples = None
-        if self.pending is not None and (wait or self.pending.arrived(self.pending is new)):
+        may = wait or not self.state.must_wait
+        if self.pending is not None and may and (wait or self.pending.arrived(self.pending is new)):
             sample, self.pending = self.pending, None
             if wait:
                 sample.copy.wait()

@@ -143,7 +143,7 @@ class Call:
         """
         numerics, plan = self.numerics, self.plan
         second, sampled = plan.forward[1], numerics.state.samples is not None and self.samples
-        if sampled:
+        if sampled and type(weight_NK) is not gathered.GatheredWeight:  # distributed/weight_samples.py
             self.observe("weight", weight_NK)
         weights = numerics.weight.operands(weight_NK, self.record)
         slot, emulation = self._slot(WEIGHT, self.record, self.count), self._emulation(weight_NK)

@@ -3,17 +3,20 @@
 forward of the root   a step begins (recipes may change), amaxes of all weights are joined, in this order
 gather of a block     each rank casts its rows under the joined scales and sends one byte an element
 the layer             reads the codes; nothing is cast a second time
+step of an optimizer  ends the step: until then no gather changes its format, and amaxes are not joined again
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8engine import _torch
 from fp8engine._torch import plain_name
@@ -23,13 +26,16 @@ from fp8engine.distributed.agree import agree
 from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.gathers import GATHER
 from fp8engine.distributed.sharded_weight import ShardedWeight
+from fp8engine.distributed.weight_samples import sample_weights
 from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
 from fp8engine.errors import ParallelError, ParallelWarning, StrictError
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.ops import ranks
 from fp8engine.ops.library import in_backward
+from fp8engine.scaling.table import ScalingState
 
 EXPERTS = "it holds the weights of several experts, which fe.distributed.ExpertParallel divides instead"
+UNCOUNTED = 64  # forwards after which a model whose optimizer is not seen is told so
 UNCOMPARED = ("ignored_params", "shard_placement_fn")  # options that are no plain values
 
 
@@ -110,50 +116,115 @@ def gather_fp8(model: nn.Module, *, strict: bool = False) -> nn.Module:
     parameters = [parameter for module in sharded for parameter in _torch.sharded_parameters(module)]
     if not parameters:
         raise ParallelError(f"{here}: fully_shard was called on no part of {type(model).__name__}; call it before")
+    for each in parameters:
+        if each.post_forward_mesh_info not in (None, each.mesh_info):
+            _refuse_partial_reshard(here, each.post_forward_mesh_info.shard_mesh_size)
     groups = {parameter.shard_mesh_from_root.get_group() for parameter in parameters}
     if len(groups) > 1:
         raise ParallelError(f"{here}: weights are sharded over {len(groups)} groups of ranks; one is supported")
     owners = (parameter._module_info for parameter in parameters)
     _tell_of_experts(here, model, {(id(owner.module), owner.param_name) for owner in owners}, strict)
-    gather = Gather(parameters)
+    states = {id(layer.numerics.state): layer.numerics.state for layer in layers}
+    gather = Gather(sharded, list(states.values()))
     setattr(model, GATHER, gather)
-    gather.watch(model, layers)
+    gather.watch(model)
     return model
 
 
 class Gather:
     """All weights of a model that are gathered as FP8 codes, and the scales that ranks share.
 
-    weights: by layer and parameter.  scales: their table.
+    modules: that fully_shard was called on.  states: of the converted layers.  weights: by layer and parameter.
+    scales: their table.
     """
 
-    def __init__(self, parameters: list[Any]):
-        mesh = parameters[0].shard_mesh_from_root
-        self.scales = WeightScales(mesh.get_group(), parameters[0].device)
+    def __init__(self, modules: Sequence[nn.Module], states: list[ScalingState]):
+        self.states = states
+        self.parameters = [(module, each) for module in modules for each in _torch.sharded_parameters(module)]
+        _, first = self.parameters[0]
+        mesh = first.shard_mesh_from_root
+        self.scales = WeightScales(mesh.get_group(), first.device)
         self.weights: list[ShardedWeight] = []
-        for parameter in parameters:
+        self.trained: list[int] = []  # optimizer steps of the states when the last forward with gradients began
+        self.versions: list[tuple] = []  # of the weights, then
+        self.uncounted = 0  # forwards with gradients before the first optimizer step
+        for module, parameter in self.parameters:
             found = _sharded(parameter, mesh, self.scales)
             if found is not None:
-                found.everything = self.rows
+                found.module, found.everything = module, self.rows
                 self.weights.append(found)
+                found.follow()
 
     def rows(self) -> Rows:
         """What gives this rank's rows, of every weight that is gathered as codes now."""
-        return {weight.shard: weight.rows for weight in self.weights if not weight.reason()}
+        return {weight.shard: weight.rows for weight in self.weights if weight.shard.casting is not None}
 
-    def watch(self, model: nn.Module, layers: list[Float8Module]) -> None:
+    def watch(self, model: nn.Module) -> None:
         """Join the amaxes when a forward of the model begins, before fully_shard gathers the root's own weights."""
         model.register_forward_pre_hook(self._begin, prepend=True)
-        for state in {id(layer.numerics.state): layer.numerics.state for layer in layers}.values():
+        for state in self.states:
             _torch.call_first(model, state.begin_forward)  # a step begins: recipes may change
         model.register_forward_hook(self._end, always_call=True)
+        me = weakref.ref(self)  # torch keeps the hook
+
+        @_torch.outside_of_graphs
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            gather = me()
+            if gather is not None:
+                gather.after_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped: if it has parameters of this model, a step has ended."""
+        mine = {id(parameter.sharded_param) for _, parameter in self.parameters}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            for state in self.states:
+                state.optimizer_steps += 1
 
     def _begin(self, *_: object) -> None:
+        """A forward begins, or is run again in backward.
+
+        Weights stand until an optimizer steps, or torch counts a write to them.  Where no optimizer of torch has ever
+        stepped, code of the user's own may write what torch does not count; around evaluations too (weights that are
+        averaged, and put back).
+        """
         for weight in self.weights:
             weight.attach()
+        steps, trains = [state.optimizer_steps for state in self.states], torch.is_grad_enabled()
         if not in_backward():
-            self.scales.join(self.rows())
             self.scales.current = True
+            if steps != self.trained:
+                for weight in self.weights:
+                    weight.follow()
+            versions = [weight.version() for weight in self.weights]
+            if steps == self.trained and versions == self.versions and any(steps) and trains:
+                self.scales.predict()
+            else:
+                self.scales.join(self.rows())
+            self.versions = versions if trains else []
+            if trains or any(state.decides_next for state in self.states):
+                sample_weights(self.rows(), self.scales.group)
+            self._tell(trains and not any(steps))
+        if trains:
+            self.trained = steps
+            for state in self.states:
+                state.trained = state.optimizer_steps
+
+    def _tell(self, uncounted: bool) -> None:
+        """Say once that recipes stay as they are because no step has ended."""
+        self.uncounted += uncounted
+        if (
+            uncounted
+            and self.uncounted == UNCOUNTED
+            and any(state.must_wait and state.controller for state in self.states)
+        ):
+            warnings.warn(
+                f"fe.distributed.fsdp: auto changes recipes between the steps of an optimizer of torch, and none has "
+                f"stepped these parameters in {UNCOUNTED} forwards: call fe.weights_changed(model) after each update",
+                ParallelWarning,
+                stacklevel=2,
+            )
 
     def _end(self, *_: object) -> None:
         if not in_backward():
@@ -197,10 +268,7 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
             raise ParallelError(f"{here}: {where} is under {found} already: convert, shard once, then wrap")
     again = options.get("reshard_after_forward")
     if isinstance(again, int) and not isinstance(again, bool):
-        raise ParallelError(
-            f"{here}: reshard_after_forward={again} keeps weights on {again} ranks after forward, which fully_shard "
-            "does not do for weights that are gathered in another format: give True or False"
-        )
+        _refuse_partial_reshard(here, again)
     if options.get("shard_placement_fn") is not None and any(why_not(layer.numerics.plan) == "" for layer in layers):
         warnings.warn(
             f"{here}: weights that shard_placement_fn shards along another dimension than 0 are "
@@ -228,6 +296,14 @@ def _tell_of_experts(here: str, model: nn.Module, sharded: set[tuple[int, str]],
         raise StrictError(f"strict=True: {here}: {named} would be gathered in high precision: {EXPERTS}")
     if ranks.first():
         warnings.warn(f"{here}: {named} are gathered in high precision: {EXPERTS}", ParallelWarning, stacklevel=3)
+
+
+def _refuse_partial_reshard(here: str, ranks: int) -> NoReturn:
+    """fully_shard makes a parameter of the codes' bytes, and has no gather of weights with hooks from some ranks."""
+    raise ParallelError(
+        f"{here}: reshard_after_forward={ranks} keeps weights on {ranks} ranks after forward, which fully_shard does "
+        "not do for weights that are gathered in another format: give True or False"
+    )
 
 
 def _check_alike(model: nn.Module, blocks: list[nn.Module], group: dist.ProcessGroup, options: dict) -> None:

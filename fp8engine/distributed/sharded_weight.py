@@ -16,30 +16,31 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from fp8engine import _torch
 from fp8engine.autograd.gathered import GatheredWeight, why_not
 from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
 from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
-from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import How
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 BYPASSED = "other code reads the weight and does not call the layer"
 SMOOTHED = "fe.smooth multiplies the weight before its cast"
-SAMPLED = "this step is sampled: statistics are taken from the weight itself"
 
 
 class ShardedWeight:
-    """A weight that fully_shard has sharded, and how it is gathered now.
+    """A weight that fully_shard has sharded, and how it is gathered: as codes where its shard has a cast.
 
-    parameter: fully_shard's record of it.  why: why it is gathered in high precision, "" for codes.
+    parameter: fully_shard's record of it.  fixed: why it can never be gathered as codes; "" where it can.
+    module: that fully_shard gathers it with.  everything: gives the rows of all weights that are gathered as codes.
     """
+
+    module: nn.Module
+    everything: Callable[[], Rows]
 
     def __init__(self, parameter: Any, shard: Shard, scales: WeightScales, fixed: str = ""):
         self.parameter, self.shard, self.scales, self.fixed = parameter, shard, scales, fixed
-        self.everything: Callable[[], Rows] = dict
-        self.why: str | None = None
 
     def rows(self) -> torch.Tensor:
         """This rank's rows as they would be gathered in high precision, on the device of the computation."""
@@ -47,7 +48,7 @@ class ShardedWeight:
         return self._in_dtype(rows.to(self.parameter.device, non_blocking=True))
 
     def reason(self) -> str:
-        """Why the weight would be gathered in high precision now; "" for codes."""
+        """Why the weight is gathered in high precision from the next step on; "" for codes."""
         if self.fixed:
             return self.fixed
         numerics = self.shard.numerics
@@ -55,7 +56,20 @@ class ShardedWeight:
             return BYPASSED
         if numerics.smooth:
             return SMOOTHED
-        return why_not(numerics.plan) or (SAMPLED if numerics.state.samples is not None else "")
+        return why_not(numerics.plan)
+
+    def follow(self) -> None:
+        """A step begins: gather under the recipe of now, until the next one begins."""
+        casting = None if self.reason() else self.shard.numerics.plan.forward[1]
+        if casting is not self.shard.casting:
+            self.shard.casting = casting
+            _torch.forget_gathered(self.module, self.parameter)
+
+    def version(self) -> tuple[int, int, int]:
+        """Another one after a write to the weight that torch counts; optimizers write some that it does not."""
+        whole = self.parameter.sharded_param
+        rows = _torch.local_tensor(whole)
+        return id(rows), whole._version, rows._version
 
     def attach(self) -> None:
         """Give the local tensor the hooks, if it has none."""
@@ -80,13 +94,8 @@ class ShardedWeight:
 
     def before_gather(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor], tuple | None]:
         """((what this rank sends,), what `after_gather` is told)."""
-        if self.why is None or not in_backward():  # a backward gathers as its forward did
-            why, before = self.reason(), self.why
-            if before is not None and bool(before) != bool(why):
-                _torch.gather_again_as(self.parameter)
-            self.why = why
         mine = self._in_dtype(rows)
-        if self.why:
+        if self.shard.casting is None:
             return (self._padded(mine),), None
         found = self.scales.of(self.shard, self.everything)
         codes = self.shard.encode(mine, found.s).view(torch.uint8)

@@ -13,11 +13,12 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from fp8engine.autograd.numerics import CastPlan, Numerics
+from fp8engine.autograd.numerics import Casting, Numerics
 from fp8engine.errors import ParallelError
 from fp8engine.numerics.formats import Format
 from fp8engine.ops import casts, ranks
@@ -33,18 +34,19 @@ class Shard:
     """This rank's rows of one weight.
 
     shape: of the whole parameter.  first: index of this rank's first row.  transposed: the layer multiplies by the
-    parameter's transpose (Conv1D).
+    parameter's transpose (Conv1D).  casting: under which it is gathered in this step; None in high precision.
     """
 
     numerics: Numerics
     shape: tuple[int, int]
     first: int
     transposed: bool = False
+    casting: Casting | None = None
 
     @property
     def how(self) -> How:
-        """The forward's cast of the weight, in the parameter's own coordinates."""
-        how = self.numerics.plan.forward[1].how[None]
+        """The cast in the parameter's own coordinates."""
+        how = cast(Casting, self.casting).how[None]
         return how._replace(rows=how.cols, cols=how.rows) if self.transposed else how
 
     @property
@@ -90,7 +92,6 @@ Rows = dict[Shard, Callable[[], torch.Tensor]]
 class Scales:
     """One weight's part of the table: amax of the whole weight, factor and scale of each group."""
 
-    plan: CastPlan
     amax: torch.Tensor
     smallest: torch.Tensor
     s: torch.Tensor
@@ -109,23 +110,22 @@ class WeightScales:
         self.joins = 0
         self.current = False
         self.found: dict[Shard, Scales] = {}
+        self.amaxes = torch.empty(0, device=device)  # of all groups of all weights, joined
         self._rules: tuple[tuple, _Rules] | None = None
 
     def of(self, shard: Shard, everything: Callable[[], Rows]) -> Scales:
-        """A weight's scales; joined anew where no forward of the root has done it under the layer's recipe of now.
+        """A weight's scales; joined anew outside of a forward of the root, which has done it.
 
         everything: gives the rows of each weight that is gathered as codes, for a gather outside of the root's forward
         (a block that is called by itself, `unshard()`): weights may have changed since, which no counter tells.
         """
-        found = self.found.get(shard)
-        known = found is not None and found.plan is shard.numerics.plan
-        if not known or not (self.current or in_backward()):
+        if shard not in self.found or not (self.current or in_backward()):
             self.join(everything())
         return self.found[shard]
 
     @torch.no_grad()
     def join(self, everything: Rows) -> None:
-        """Measure the rows of every weight, one weight after the other, and join the amaxes."""
+        """Measure the rows of every weight, one weight after the other, join the amaxes and make scales of them."""
         self.found = {}
         if not everything:
             return
@@ -140,17 +140,26 @@ class WeightScales:
         self._reduce(table)
         for group, at in rules.divided.items():
             table[at] = self._reduce(table[at], ranks.named(group))
-        s, least = rules.factors(table)
+        self.amaxes = table
+        self._scale(rules)
+
+    @torch.no_grad()
+    def predict(self) -> None:
+        """Weights stand since the last join, and a forward has begun: predicted scales are those of now."""
+        if self.found and self._rules is not None and self._rules[1].delayed:
+            self._scale(self._rules[1])
+
+    def _scale(self, rules: _Rules) -> None:
+        s, least = rules.factors(self.amaxes)
         scale = torch.ones_like(s) / s
-        for shard, *mine in zip(shards, parts, s.split(rules.sizes), scale.split(rules.sizes), least, strict=True):
-            amax, factor, inverse, smallest = mine
+        parts = (each.split(rules.sizes) for each in (self.amaxes, s, scale))
+        for shard, amax, factor, inverse, smallest in zip(rules.shards, *parts, least, strict=True):
             shape = shard.how.scale_shape(*shard.shape)
-            plan = shard.numerics.plan
-            self.found[shard] = Scales(plan, _one(amax, torch.max), smallest, factor.view(shape), inverse.view(shape))
+            self.found[shard] = Scales(_one(amax, torch.max), smallest, factor.view(shape), inverse.view(shape))
 
     def _rules_of(self, shards: list[Shard]) -> _Rules:
         """Made once for the recipes of now: nothing is copied to a card in later steps."""
-        key = (*shards, *(shard.numerics.plan for shard in shards))
+        key = (*shards, *(shard.casting for shard in shards))
         if self._rules is None or self._rules[0] != key:
             self._rules = key, _Rules(shards, self.device)
         return self._rules[1]
@@ -162,7 +171,7 @@ class WeightScales:
             dist.all_reduce(table, dist.ReduceOp.MAX, group or self.group)
         except RuntimeError as error:
             raise ParallelError(
-                "fe.distributed.fsdp: amaxes of weights are joined in every forward of the model, which all ranks of "
+                "fe.distributed.fsdp: amaxes of weights are joined in a forward of the model, which all ranks of "
                 "the group have to call; a rank did not come within the time limit (the timeout of "
                 f"init_process_group), or has died: {error}"
             ) from error
@@ -178,7 +187,7 @@ class _Rules:
     """How amaxes become factors: sizes of the weights' parts of the table; for each group MAX and power of two."""
 
     def __init__(self, shards: list[Shard], device: torch.device):
-        self.sizes = [math.prod(shard.groups) for shard in shards]
+        self.shards, self.sizes = shards, [math.prod(shard.groups) for shard in shards]
         numbers = [(Format.of(shard.how.dtype).max, float(shard.how.power_of_2)) for shard in shards]
         wide = [pair for pair, size in zip(numbers, self.sizes, strict=True) for _ in range(size)]
         self.most, power_of_2 = torch.tensor(wide, device=device).unbind(1)

@@ -114,6 +114,7 @@ def weights_changed(model: nn.Module) -> None:
     into `p.data`, a CUDA graph that was captured elsewhere.  Writes that torch counts (optimizers, `load_state_dict`,
     in-place operations under `no_grad`) need no call.  On a CPU none does, but for recipes with cache_weights=True, of
     whose weights only samples are compared.  The first forward afterwards casts.
+    Under fe.distributed.fsdp a loop without an optimizer of torch calls it after each update: there a step ends.
     Raises ConversionError where `model` has no converted layer.
 
     >>> layer = Linear(32, 16, recipe="current")
@@ -126,3 +127,5 @@ def weights_changed(model: nn.Module) -> None:
         raise ConversionError(f"weights_changed: {type(model).__name__} has no converted layers; call fe.convert first")
     for layer in layers:
         layer.forget_copies()
+    for state in {id(layer.numerics.state): layer.numerics.state for layer in layers}.values():
+        state.optimizer_steps += 1

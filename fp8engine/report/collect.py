@@ -28,7 +28,8 @@ from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.outliers import standing
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState, numbers_of
+from fp8engine.scaling.slot_view import numbers_of
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"

@@ -15,7 +15,8 @@ from fp8engine.convert.select import linear_layers, parameter_of
 from fp8engine.errors import ConversionError, ParallelWarning, ShapeError, StateError, UnknownName
 from fp8engine.nn.linear import Float8Module
 from fp8engine.ops import ranks
-from fp8engine.scaling.table import OUTPUT, ScalingState, SlotView
+from fp8engine.scaling.slot_view import SlotView
+from fp8engine.scaling.table import OUTPUT, ScalingState
 
 READS = (1, 2)  # 2 where there are slots of outputs
 

@@ -49,7 +49,7 @@ def measure(x: torch.Tensor, sample: int = 65536, amax: torch.Tensor | None = No
         x_MK = _as_matrix(x.detach())
         if not x.numel():
             return torch.zeros(LENGTH, dtype=torch.float32, device=x.device)
-        return torch.cat(list(_tensor_table(x_MK, _some_rows(x_MK, sample), amax)))
+        return torch.cat(list(_tensor_table(x_MK, some_rows(x_MK, sample), amax)))
 
 
 def read(flat: torch.Tensor) -> Measured:
@@ -106,7 +106,7 @@ def measure_on_host(x: torch.Tensor, sample: int, amax: float) -> torch.Tensor:
     """
     x_MK = _as_matrix(x.detach())
     # In memory of its own: fully_shard cannot resize a storage that NumPy has seen.
-    x_RK = _some_rows(x_MK, sample).to(torch.float32, copy=True).numpy()
+    x_RK = some_rows(x_MK, sample).to(torch.float32, copy=True).numpy()
     v_RK, bad = numpy.abs(x_RK), ~numpy.isfinite(x_RK)
     v_RK[bad] = 0.0
     top_R = v_RK.max(1)
@@ -165,8 +165,8 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
 
-def _some_rows(x_MK: torch.Tensor, sample: int) -> torch.Tensor:
-    """Whole rows: about `sample` elements, more where rows are long and would be few."""
+def some_rows(x_MK: torch.Tensor, sample: int) -> torch.Tensor:
+    """The rows that `measure` looks at: about `sample` elements, more where rows are long and would be few."""
     m, k = x_MK.shape
     count = max(sample // k, min(LEAST_ROWS, WIDEST * sample // k), 1)
     return x_MK if x_MK.numel() <= sample or count >= m else x_MK.index_select(0, strata(m, count, x_MK.device))

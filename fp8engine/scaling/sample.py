@@ -23,7 +23,7 @@ from fp8engine.scaling.prediction import HEADER, Measured
 from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
-NONFINITE = HEADER.index("nonfinite")
+NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("nonfinite", "elements"))
 
 
 class Tables(NamedTuple):
@@ -140,16 +140,21 @@ def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows:
         else:
             low, high = torch.aminmax(x_MK)
             amax = torch.maximum(-low, high)  # of the whole tensor: one element decides a scale
-        if x_MK.device.type == "cpu":
-            known = float(amax)
-            flat = measure_on_host(x_MK, SAMPLE, known)
-            if not math.isfinite(known):
-                flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
-        else:
-            flat = measure(x_MK, SAMPLE, amax)
-            beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
-            flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
-        row_1L[0].copy_(flat)
+        row_1L[0].copy_(describe(x_MK, amax))
+
+
+def describe(x_MK: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The row of the table of x [M, K], or of a tensor with that amax of which x is the sample, but for "elements"."""
+    if x_MK.device.type == "cpu":
+        known = float(amax)
+        flat = measure_on_host(x_MK, SAMPLE, known)
+        if not math.isfinite(known):
+            flat[NONFINITE] = max(float(flat[NONFINITE]), 1.0)
+    else:
+        flat = measure(x_MK, SAMPLE, amax)
+        beyond = (amax - amax).ne(0).float()  # also where no element of the sample is
+        flat[NONFINITE] = torch.maximum(flat[NONFINITE], beyond)
+    return flat
 
 
 library.define(

@@ -14,8 +14,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import nn
 
 from fp8engine._torch import graph_task, transforms_active
 from fp8engine.errors import StateError
-from fp8engine.numerics.formats import Format
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
 from fp8engine.ops.card_trials import step_begins
 from fp8engine.ops.reference import Slot
@@ -33,60 +31,10 @@ from fp8engine.ops.scale_update import scale_update
 from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.sample import Sampled, StepSamples
+from fp8engine.scaling.slot_view import SlotView
 
 SLOTS = (*ROLES, OUTPUT)  # of a layer
 NORMAL = torch.inference_mode(False)  # a table made in inference mode could not be written outside of it
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """One slot of the table, copied out (reading it waits for the device).
-
-    scale: x ≈ q * scale, last used or predicted for the next step; 1 before the first use.
-    amax: largest finite magnitude of the latest step.  history: of earlier steps, newest first.
-    elements, saturated, nonfinite, recasts: counts since the start; `saturated` were beyond a predicted scale and
-    made the tensor be cast again; an output's stayed so, and widened `margin`, the powers of two that are kept free.
-    underflowed: out of `sampled` elements, those that became zero; an output's are not counted.
-    """
-
-    name: str
-    format: Format
-    cast: Cast
-    scale: torch.Tensor
-    amax: torch.Tensor
-    history: torch.Tensor
-    calls: torch.Tensor
-    elements: torch.Tensor
-    sampled: torch.Tensor
-    saturated: torch.Tensor
-    underflowed: torch.Tensor
-    nonfinite: torch.Tensor
-    recasts: torch.Tensor
-    margin: int = 0
-
-    def to_dict(self) -> dict:
-        """Plain numbers, for JSON; shares of the elements that were sampled."""
-        counted = {key: int(getattr(self, key)) for key in COUNTERS}
-        return numbers_of(self.cast, float(self.scale), float(self.amax), counted, self.margin)
-
-
-def numbers_of(cast: Cast, scale: float, amax: float, counted: Mapping[str, int], margin: int) -> dict:
-    """A slot in types that JSON knows; shares of the elements that were sampled."""
-    elements, sampled = max(counted["elements"], 1), max(counted["sampled"], 1)
-    return {
-        "cast": str(cast),
-        "format": cast.format.name,
-        "scale": scale,
-        "amax": amax,
-        "calls": counted["calls"],
-        "elements": counted["elements"],
-        "saturated": counted["saturated"] / elements,
-        "underflowed": counted["underflowed"] / sampled,
-        "sampled": counted["sampled"] / elements,
-        "nonfinite": counted["nonfinite"],
-        "recasts": counted["recasts"],
-        "margin": margin,
-    }
 
 
 class Column:
@@ -135,6 +83,9 @@ class ScalingState:
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
         self._samples: StepSamples | None = None
+        # Where fe.distributed.fsdp gathers weights: steps of the optimizer, and how many there were at the last forward
+        # with gradients.
+        self.optimizer_steps, self.trained = 0, -1
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
@@ -218,6 +169,11 @@ class ScalingState:
     def columns_of(self, layer: int) -> tuple[Column, ...]:
         """The columns of a layer's SLOTS."""
         return (*self.columns[len(ROLES) * layer :][: len(ROLES)], self.results[layer])
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether no recipe may change: gathered weights have one format from a forward to the optimizer's step."""
+        return self.trained == self.optimizer_steps
 
     @property
     def device(self) -> torch.device:

@@ -138,6 +138,24 @@ def test_every_rank_is_told(i: int, found: list[list[tuple[str, str]]]):
         assert re.search(text, told), told
 
 
+def resharded_by_others(rank: int, ranks: int) -> str:
+    """What gather_fp8 says of blocks that keep weights on half of the ranks after forward."""
+    model = net()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=ranks // 2)
+    fully_shard(model)
+    with pytest.raises(ParallelError) as told:
+        fe.distributed.gather_fp8(model)
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_a_reshard_to_some_ranks_by_other_code():
+    """torch's own error would be "only Tensors of floating point dtype can require gradients", in the first forward."""
+    told = "fe.distributed.gather_fp8: reshard_after_forward=2 keeps weights on 2 ranks after forward, "
+    assert all(text.startswith(told) and text.endswith("give True or False") for text in run(resharded_by_others, 4))
+
+
 def test_without_a_process_group():
     with pytest.raises(ParallelError, match=r"fsdp: torch\.distributed is not initialised; call init_process_group"):
         fe.distributed.fsdp(converted(nn.Sequential(nn.Linear(16, 16)), "current"))
