@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +98,7 @@ def _problems(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -
 
 
 def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> Iterator[str]:
-    """Attentions of ours whose heads the ranks do not divide."""
+    """Attentions, ours and Hugging Face's, whose heads the ranks do not divide."""
     by_columns = {
         name
         for pattern, style in plan.items()
@@ -106,11 +107,20 @@ def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> I
     }
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if not isinstance(module, Attention) or not {f"{prefix}q_proj", f"{prefix}k_proj"} & by_columns:
-            continue
-        heads = (module.heads.count, module.heads.of_keys or module.heads.count)
-        if any(count % ranks for count in heads):
-            yield f"{name}: {heads[0]} heads, {heads[1]} of keys, are not divisible by {ranks} ranks: use fewer"
+        if {f"{prefix}q_proj", f"{prefix}k_proj"} & by_columns:
+            heads = _heads_of(module)
+            if any(count % ranks for count in heads):
+                yield f"{name}: {heads[0]} heads, {heads[1]} of keys, are not divisible by {ranks} ranks: use fewer"
+
+
+def _heads_of(attention: Any) -> tuple[int, int]:
+    """(heads, heads of keys) of an attention; (0, 0) where it says neither their number nor their features."""
+    if isinstance(attention, Attention):
+        return attention.heads.count, attention.heads.of_keys or attention.heads.count
+    features = getattr(attention, "head_dim", None)
+    if not isinstance(features, int) or not (hasattr(attention, "q_proj") and hasattr(attention, "k_proj")):
+        return 0, 0
+    return attention.q_proj.out_features // features, attention.k_proj.out_features // features
 
 
 def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, object]:
