@@ -21,7 +21,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
-	$(PY) -m fp8engine train
+	$(PY) -m fp8engine train --overwrite
 
 test: $(VENV)/dev.stamp browser  ## every test and doctest; then the kernels in Triton's interpreter
 	$(PYTEST) -n $(JOBS)

@@ -25,22 +25,22 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_929,
-    "auto": 2_481,
-    "autograd": 2_035,
+    "auto": 2_542,
+    "autograd": 2_049,
     "bench": 1_653,
-    "cli": 1_020,
-    "convert": 1_036,
-    "demo": 1_054,
-    "distributed": 2_096,
+    "cli": 1_032,
+    "convert": 1_038,
+    "demo": 1_060,
+    "distributed": 2_204,
     "export": 1_319,
     "integrations": 198,
     "kernels": 3_595,
     "nn": 1_823,
     "numerics": 522,
-    "ops": 3_141,
-    "report": 2_141,
-    "scaling": 1_075,
-    "top level": 346,
+    "ops": 3_145,
+    "report": 2_146,
+    "scaling": 1_092,
+    "top level": 347,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

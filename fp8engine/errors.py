@@ -116,6 +116,10 @@ class BypassWarning(UserWarning):
     """Warning, once per model after its first forward: the model reads a layer's weight without calling the layer."""
 
 
+class SamplingWarning(UserWarning):
+    """Warning, once per cause: `auto` could not sample a tensor or decide on a sample; the training went on."""
+
+
 class AttentionWarning(UserWarning):
     """Warning, once per attention: FP8 was asked for, and it runs in 16 bits; the message says why."""
 

@@ -19,6 +19,7 @@ from fp8engine.numerics.cast import Cast, PerTensor
 from fp8engine.numerics.formats import E4M3
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Measured
+from fp8engine.scaling.sample import outside_of_autocast
 
 SAMPLE = 16384  # elements of each of q, k and v
 LEAST_DB = 22.0  # of the output: what `fe.auto` asks of a matmul's operands
@@ -27,7 +28,7 @@ OF_WEIGHTS_DB = 31.6  # numbers spread over binades, in E4M3
 
 def sample(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """The statistics of the three, on their device."""
-    with torch.no_grad():
+    with torch.no_grad(), outside_of_autocast(q.device):
         return [measure(x.detach().float(), SAMPLE) for x in (q, k, v)]
 
 

@@ -28,20 +28,22 @@ from typing import Any
 import torch
 
 from fp8engine.auto import budget, saving
+from fp8engine.auto.failures import Failures, described, some
 from fp8engine.auto.history import History
 from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
+from fp8engine.auto.reading import read, remember
 from fp8engine.auto.reasons import outcome_of, paid_for, saturated, slot_change, slower_in_fp8
 from fp8engine.auto.schedule import Moves, is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.errors import InvalidRecipe
+from fp8engine.errors import InvalidRecipe, StrictError
 from fp8engine.numerics.recipe import Auto, Cast, Recipe
-from fp8engine.scaling.choice import Choice, SlotKey, begin, in_16_bits, label, recipe_of
+from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label, recipe_of
 from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.reads import READS, Reads
-from fp8engine.scaling.sample import StepSamples, read_row
+from fp8engine.scaling.sample import StepSamples, outside_of_autocast
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
@@ -53,7 +55,8 @@ class Controller:
     """Decides for the layers of one scaling state whose recipes are `Auto`, at the interval of the first one.
 
     layers: their numerics, with those recipes.  shapes: of their weights, [N, K] or [E, N, K].
-    log: every change so far.  history: the samples.  step: the training step under way, -1 before the first.
+    log: every change so far.  history: the samples.  failures: what could not be sampled or decided.
+    step: the training step under way, -1 before the first.
     plan: decisions to repeat.  choices: by a layer's place in `layers`; layers that are decided together share one.
     reads: what is remembered of each layer's casts.  loss: the latest that was seen, in nats; None for none.
     Raises InvalidRecipe for recipes that disagree on more than needs.
@@ -72,6 +75,7 @@ class Controller:
         self.loss: float | None = None
         self.log: list[Change] = []
         self.history = History()
+        self.failures = Failures()
         self.moves = Moves()
         self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
@@ -117,23 +121,36 @@ class Controller:
     def begin_step(self, backward: bool) -> None:
         """A training step begins.  backward: whether a backward pass came since the last one began."""
         gradients = torch.is_grad_enabled()
-        with torch.inference_mode(False):  # what is made here is written to in training
-            if self.tentative and not backward:  # the last forward proves to have been an evaluation's
-                self._after_evaluation(gradients)
-                return
-            self.tentative = not gradients
-            self.state.decides_next = False
-            self.step += 1
-            self.state.outputs.widen = not self.frozen
-            if self.plan is not None:
-                self._repeat(self.plan)
-            elif self.state.samples is not None and not backward and self._may_wait():
-                self.steps_without_backward += 1
-            else:
-                self._collect(backward=True)
-                self._begin_sampling(self._moved())
-            # Of a model that has not trained, the next forward without gradients ends the sample.
-            self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
+        # What is made here is written to in training, in the dtypes that are written here.
+        with torch.inference_mode(False), outside_of_autocast(self.state.device):
+            try:
+                self._begin_step(backward, gradients)
+            except Exception as error:  # nothing raises in a user's forward
+                self.pending = self.watched = self.state.samples = None
+                self.state.decides_next = False
+                # A plan has to be followed; ranks have to decide alike.
+                if isinstance(error, StrictError) or self.plan is not None or several_ranks(self.state):
+                    raise
+                self.failures.tell(f"step {self.step}: nothing could be decided or sampled", described(error))
+        self.history.tell()
+
+    def _begin_step(self, backward: bool, gradients: bool) -> None:
+        if self.tentative and not backward:  # the last forward proves to have been an evaluation's
+            self._after_evaluation(gradients)
+            return
+        self.tentative = not gradients
+        self.state.decides_next = False
+        self.step += 1
+        self.state.outputs.widen = not self.frozen
+        if self.plan is not None:
+            self._repeat(self.plan)
+        elif self.state.samples is not None and not backward and self._may_wait():
+            self.steps_without_backward += 1
+        else:
+            self._collect(backward=True)
+            self._begin_sampling(self._moved())
+        # Of a model that has not trained, the next forward without gradients ends the sample.
+        self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
         """The loss of the step under way, a mean over its tokens in nats, for `fe.auto(budget=...)`."""
@@ -149,6 +166,7 @@ class Controller:
             self.see_loss(loss)
         self.step = 0
         self._collect(backward=loss is not None, wait=True)
+        self.history.tell()
         self.step, self.calibrated, self.counts, self.state.samples = -1, True, None, None
 
     def as_plan(self) -> Plan:
@@ -250,6 +268,10 @@ class Controller:
         state = self.state
         new = None
         if state.samples is not None:
+            failed = dict(sorted(state.samples.failed.items()))
+            for why in set(failed.values()):
+                names = [self._name(self._slot(row)) for row in failed if failed[row] == why]
+                self.failures.tell(f"step {self.step - 1}: {some(names)} could not be sampled", why)
             self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
             state.samples = None
         may = wait or not self.state.must_wait
@@ -261,44 +283,10 @@ class Controller:
                 self._decide(sample)
                 self._decide_outputs(sample)
 
-    def _read(self, slots: torch.Tensor) -> dict[SlotKey, Measured]:
-        """Statistics of this controller's layers; layers whose inputs are the same tensor become a group."""
-        found: dict[SlotKey, Measured] = {}
-        consumers: dict[bytes, int] = {}
-        for i, numerics in enumerate(self.layers):
-            for j, role in enumerate(ROLES):
-                row = slots[len(ROLES) * numerics.layer + j]
-                if measured := read_row(row):
-                    found[i, role] = measured
-                if measured and role == "input" and i not in self.choices and measured.amax > 0:
-                    self._join(i, consumers.setdefault(row.numpy().tobytes(), i))
-        return {slot: measured for slot, measured in found.items() if slot[0] in self.choices}
-
-    def _join(self, layer: int, first: int) -> None:
-        """Begin with a layer that is sampled for the first time: alone, or with the first layer that has its input."""
-        mine = begin([layer], self.recipes[layer])
-        if first != layer and self.choices[first].changes == 0:
-            group = self.choices[first]
-            mine = replace(group, layers=(*group.layers, layer), matmuls={**group.matmuls, **mine.matmuls})
-        for i in mine.layers:
-            self.choices[i] = mine
-
-    def _remember(self, found: Mapping[SlotKey, Measured], sample: PendingSample) -> set[int]:
-        """Enter the tried casts of layers whose tensors were finite; returns those layers."""
-        tried, usable = sample.tables.reads.double().numpy(), set()
-        for i in {i for i, _ in found}:
-            mine = [found[i, role] for role in ROLES if (i, role) in found]
-            new = Reads(tried[self.layers[i].layer])
-            if any(measured.nonfinite for measured in mine) or not any(new.seen(read) for read in range(len(READS))):
-                continue
-            self.reads[i] = new.after(self.reads.get(i), self.choices[i].fades_db)
-            usable.add(i)
-        return usable
-
     def _decide(self, sample: PendingSample) -> None:
         """Enter the statistics of a step into the history, and decide on every group of layers."""
-        found, counts = self._read(sample.tables.slots), sample.tables.counts
-        usable = self._remember(found, sample)
+        found, counts = read(self, sample.tables.slots), sample.tables.counts
+        usable = remember(self, found, sample)
         if math.isfinite(loss := float(sample.tables.loss)):
             self.loss = loss
         for slot, measured in found.items():
@@ -366,6 +354,13 @@ class Controller:
     def _change(self, i: int, recipe: Recipe, slots: Sequence[SlotChange]) -> None:
         self.layers[i].adopt(self.outputs.with_output(i, recipe))
         self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, tuple(slots)))
+
+    def _slot(self, row: int) -> SlotKey:
+        """The slot that a row of the samples describes: outputs behind all operands."""
+        layer, role = divmod(row, len(ROLES))
+        if row >= (all_operands := len(ROLES) * len(self.state.layers)):
+            return self.by_layer[row - all_operands], OUTPUT
+        return self.by_layer[layer], ROLES[role]
 
     def _name(self, slot: SlotKey) -> str:
         return f"{self.layers[slot[0]].name}.{slot[1]}"

@@ -140,7 +140,7 @@ class Spread(NamedTuple):
 
 
 class History:
-    """Samples, trends and alarms by slot name; each alarm is also given to every callable in `listeners`.
+    """Samples, trends and alarms by slot name; `tell` gives each alarm to every callable in `listeners`.
 
     remedies: slot -> a call that helps against its outliers, which its alarms propose.
     """
@@ -150,6 +150,7 @@ class History:
         self.spreads: dict[str, Spread] = {}
         self.trends: dict[str, Trend] = {}
         self.alarms: list[Alarm] = []
+        self.untold: list[Alarm] = []  # of which no listener knows yet
         self.remedies: dict[str, str] = {}
         self.listeners: list[Callable[[Alarm], object]] = []
 
@@ -167,6 +168,12 @@ class History:
         if alarm is not None:
             alarm = alarm._replace(remedy=self.remedies.get(slot, ""))
             self.alarms.append(alarm)
+            self.untold.append(alarm)
+
+    def tell(self) -> None:
+        """Give the alarms raised since to the listeners, whose errors are their user's."""
+        untold, self.untold = self.untold, []
+        for alarm in untold:
             for listener in list(self.listeners):  # a copy: a listener may remove itself
                 listener(alarm)
 

@@ -42,7 +42,9 @@ def linear(
         x = suited(x, numerics, why="it is smoothed before its cast" if numerics.smooth else "")
     if not numerics.plan.fp8:
         y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
-        return y if numerics.state.samples is None else _observed(y, x, weight_NK, numerics)
+        if numerics.state.samples is None or _torch.transforms_active():
+            return y
+        return _observed(y, x, weight_NK, numerics)
     record = enter(x, weight_NK, numerics)
     if numerics.smooth:
         y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, numerics, out, record)

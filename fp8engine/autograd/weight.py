@@ -7,9 +7,9 @@
     True    as long as the weight stands ("asked")
     False   not even until backward, which casts the weight again
 
-A copy is used again only while the parameter is the same object at the same address and its version counter stands
-still, and on a CPU its fingerprint too (of its samples alone where a copy was asked for).  Writes through `.data` and
-by collectives do not move the counter.  Where nothing can be read without waiting for the device:
+A copy is used again only while the parameter is the same tensor (`Mark`) at the same address and its version counter
+stands still, and on a CPU its fingerprint too (of its samples alone where a copy was asked for).  Writes through
+`.data` and by collectives do not move the counter.  Where nothing can be read without waiting for the device:
 
     a counter at 0         proves nothing, because fully_shard's unsharded weights stay there: nothing is kept
     training               a copy is kept for the next microbatch only if the counter was seen to move between steps
@@ -23,6 +23,7 @@ Several threads may read one weight at once: what is known of a version is one o
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 
 import torch
 
@@ -50,12 +51,32 @@ class Copies(Kept):
             self.pop(how, None)  # nothing to pop where the weight was read in 16 bits
 
 
+class Mark:
+    """An attribute of a weight, by which that tensor is known again.
+
+    torch.utils.swap_tensors takes it along with the values, and refuses a tensor that a weak reference knows.
+    """
+
+    def __reduce__(self):
+        return (
+            OrderedDict,
+            (),
+        )  # of a tensor that is saved or copied; torch.load(weights_only=True) refuses a plain dict
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> Mark:
+        """The mark of that tensor, the same at every call."""
+        found = vars(weight).get("fp8_mark")
+        if not isinstance(found, Mark):
+            weight.fp8_mark = found = Mark()  # pyright: ignore[reportAttributeAccessIssue]
+        return found
+
+
 class Version:
     """One version of a weight and its copies.  why: the word of the table above, "" for nothing kept."""
 
-    def __init__(self, weight: torch.Tensor | None = None, key: tuple = (), why: str = ""):
-        self.key, self.why = key, why
-        self.owner = None if weight is None else weakref.ref(weight)
+    def __init__(self, mark: Mark | None = None, key: tuple = (), why: str = ""):
+        self.mark, self.key, self.why = mark, key, why
         self.kept = Copies()
         self.latest = weakref.ref(self.kept)
 
@@ -119,12 +140,12 @@ class KeptWeight:
         if weight._version == 0 and not seen and self.cache is not True:
             self.give_up()
             return Copies(held=False)  # held until backward, it would undo fully_shard's sharding
-        owner = weight if weight._base is None else weight._base  # a Conv1D's is a new transposed view at every call
+        mark = Mark.of(weight if weight._base is None else weight._base)  # a Conv1D's is a new view at every call
         key = (weight.data_ptr(), weight.shape, weight._version, seen)
         version = self.version
-        if version.owner is None or version.owner() is not owner or version.key != key:
+        if version.mark is not mark or version.key != key:
             self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]
-            version = self.version = Version(owner, key, self._why_kept(weight, training))
+            version = self.version = Version(mark, key, self._why_kept(weight, training))
         elif training and not in_backward() and version.read_again and (seen or self.moves):
             self.again, version.why = True, "read again"
         if not (version.why or training):

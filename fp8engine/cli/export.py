@@ -67,8 +67,15 @@ def command(
     choose(current() if decides else resolve(recipe), layout, "dynamic")  # an error comes before gigabytes are read
     check_target(out)
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
-    loaded, notes = load_weights(model, DTYPES[dtype])
+    loaded, missing = load_weights(model, DTYPES[dtype])
+    if missing:
+        raise ConversionError(
+            f"{model}: {len(missing)} weights of {type(loaded).__name__} are not in its files, {missing[0]!r} the "
+            "first: an export would hold random numbers; complete the folder, or name in config.json's `architectures` "
+            "the class that was saved"
+        )
     match_skips(skip or (), [name for name, *_ in linear_layers(loaded)])
+    notes: tuple[str, ...] = ()
     with quiet():
         if skip or decides:
             with warnings.catch_warnings():
@@ -78,15 +85,13 @@ def command(
             tokens = tokens_of(model, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
             run_training_steps(loaded, batches(loaded, ids, tokens))
-            notes.append(
-                f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table"
-            )
+            notes = (f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table",)
         asked = None if skip or decides else recipe
         try:
             report = export(loaded, out, asked, layout=layout, max_shard_size=max_shard_size)
         except (OSError, SafetensorError) as error:  # no permission, no space
             raise ConversionError(f"cannot write {out}: {error}; nothing was written") from error
-    report = replace(report, notes=notes + report.notes)
+    report = replace(report, notes=[*notes, *report.notes])
     if as_json:
         print_json(report.to_dict())
     else:

@@ -69,7 +69,9 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
     """
     folder = Path(target)
     if folder.is_dir():
-        model, notes = load_weights(folder)
+        model, missing = load_weights(folder)
+        first = missing[:1]
+        notes = [f"{len(missing)} weights are not in {folder} and are random, {name!r} the first" for name in first]
     else:
         model, notes = _from_function(target), []
         if tokenizer is None:
@@ -78,7 +80,8 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
 
 
 def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, list[str]]:
-    """(model of the class that the folder's config.json names, notes for the user); dtype "auto": as stored.
+    """(model of the class that the folder's config.json names, names of weights that the folder lacks and that are
+    random); dtype "auto": as stored.
 
     Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
     """
@@ -89,9 +92,7 @@ def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, 
             kind = kind or transformers.AutoModel
             made = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     model, info = made
-    missing = sorted(info["missing_keys"])
-    random = f"{len(missing)} weights are not in {folder} and are random, {missing[0]!r} the first" if missing else ""
-    return model, [random] * bool(random)
+    return model, sorted(info["missing_keys"])
 
 
 @contextlib.contextmanager

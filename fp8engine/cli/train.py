@@ -9,9 +9,10 @@ import typer
 from rich.console import Console
 
 from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
-from fp8engine.demo import DEFAULT, Config, Outcome, Result, Session, train
+from fp8engine.demo import DEFAULT, Config, DemoError, Outcome, Result, Session, train
 from fp8engine.demo.model import SIZES
 from fp8engine.demo.progress import shown
+from fp8engine.demo.report import TABLE
 from fp8engine.numerics.recipe import RECIPES
 
 INTERRUPTED = 128  # plus the signal's number: 130 after Ctrl-C
@@ -35,6 +36,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder of the report and the checkpoints.")] = Path("report"),
     checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 100,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out holds.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="On a terminal: every layer's formats, SQNR and warnings, live.")
     ] = False,
@@ -49,8 +51,13 @@ def command(
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
     screen = console(stderr=as_json)
-    if not resume and (replaced := _checkpoints(session)):
-        say(screen, f"note: training starts anew and replaces {replaced}; --resume goes on from there")
+    if resume and overwrite:
+        raise DemoError("--resume goes on with a run, --overwrite replaces it: give one of them")
+    if not (resume or overwrite) and (held := _held(session)):
+        raise DemoError(
+            f"{out} holds a run ({', '.join(held)}): --resume goes on from its checkpoints, --overwrite replaces it, "
+            "and --out names another folder"
+        )
     with shown(screen, recipes, steps, watch) as progress:
         outcome = train(config, session, progress)
     if as_json:
@@ -61,10 +68,10 @@ def command(
         raise typer.Exit(INTERRUPTED + outcome.signal)
 
 
-def _checkpoints(session: Session) -> str:
-    """The checkpoints of earlier runs that this session writes over; "" where there are none."""
+def _held(session: Session) -> list[str]:
+    """The names of an earlier run's checkpoints and report that this session would write over."""
     paths = [session.keeping.path(recipe, session.seed) for recipe in session.recipes]
-    return ", ".join(str(path) for path in paths if path.exists())
+    return [path.name for path in (*paths, session.out / TABLE) if path.exists()]
 
 
 def _tell(screen: Console, outcome: Outcome) -> None:

@@ -200,9 +200,10 @@ def _heads(model: nn.Module) -> set[int]:
                 found.add(id(_adapted(get())))
             except (AttributeError, NotImplementedError):  # transformers raises these for models without a head
                 continue
-    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found |= {id(m) for m in model.modules() if isinstance(m, nn.Linear) and id(getattr(m, "weight", None)) in tied}
-    return found
+    # Not `.weight`: a parametrization computes it at every read, which moves the vectors of spectral_norm.
+    weights = [(module, module._parameters.get("weight")) for module in model.modules()]
+    tied = {id(weight) for module, weight in weights if isinstance(module, nn.Embedding) and weight is not None}
+    return found | {id(module) for module, weight in weights if isinstance(module, nn.Linear) and id(weight) in tied}
 
 
 def _repeated(model: nn.Module) -> set[int]:

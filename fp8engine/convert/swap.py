@@ -103,6 +103,8 @@ def convert(
             consumers = flow.record(model, example_inputs)
         record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(trained))
         record.controllers = _control(trained, repeat, consumers)
+        for controller in record.controllers:
+            controller.failures.strict = strict
         chosen_names = {d.name for d, _ in stored}
         record.states += freeze.put(model, stored, [d.name for d in decisions if d.name not in chosen_names])
         propose(model)

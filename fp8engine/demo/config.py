@@ -53,8 +53,8 @@ class Config:
     def __post_init__(self):
         size_named(self.size)
         for key in ("steps", "batch"):
-            if getattr(self, key) < 1:
-                raise DemoError(f"{key}={getattr(self, key)}: a run has at least one")
+            if not 1 <= getattr(self, key) < 2**31:
+                raise DemoError(f"{key}={getattr(self, key)}: want 1 to 2^31 - 1")
         if not 0 < self.peak < math.inf:
             raise DemoError(f"lr={self.lr}: a learning rate is a positive number")
         try:
@@ -115,6 +115,15 @@ class Text:
         firsts = Counter(train[:-1])
         nats = [math.log((firsts[a] + 25.6) / (pairs[a, b] + 0.1)) for a, b in itertools.pairwise(judged)]
         return sum(nats) / len(nats)
+
+
+def check_seed(seed: int) -> None:
+    """Raise DemoError for a seed of which torch makes no generator for every step (`Text.batch`).
+
+    >>> check_seed(0)
+    """
+    if abs(seed) > 2**40:
+        raise DemoError(f"seed={seed}: a seed is a whole number from -2^40 to 2^40")
 
 
 def read(path: str | None, context: int) -> Text:

@@ -59,6 +59,7 @@ COLOURS = {
     "auto": "#7b2fbe",
 }
 INK, DIM, FAINT = "#2b2f36", "#6b747e", "#d9dde2"
+TABLE = "table.json"
 GOAL = 0.5  # percent: DESIGN section 9
 
 
@@ -167,7 +168,7 @@ class Summary:
 
     def write(self, folder: Path) -> list[Path]:
         """table.json and table.csv in a folder, each whole or as it was before.  Raises DemoError."""
-        content = {"table.json": json.dumps(self.to_dict(), indent=1, allow_nan=False), "table.csv": self.to_csv()}
+        content = {TABLE: json.dumps(self.to_dict(), indent=1, allow_nan=False), "table.csv": self.to_csv()}
         for name, text in content.items():
             disk.write(folder / name, text.encode())
         return [folder / name for name in content]

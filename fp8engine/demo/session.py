@@ -45,7 +45,7 @@ def run(
     """Train one GPT under one recipe.
 
     on_step is called after every step; when it returns False the run is saved (where `keeping` says) and measured as it
-    is.  Raises DemoError (text, folder), UnknownName (recipe), StateError (a checkpoint that is not this run's).
+    is.  Raises DemoError (text, folder, seed), UnknownName (recipe), StateError (a checkpoint that is not this run's).
 
     >>> result = run(Config(size="tiny", steps=2, batch=2), "rowwise")
     >>> result.steps, result.fp8_flops_share > 0.8, result.ran_on
@@ -58,6 +58,7 @@ def run(
 
 def start(config: Config, recipe: str, seed: int, keeping: Keeping | None) -> Trainer:
     """The trainer of a run, before its first step or where its checkpoint ends."""
+    disk.check_seed(seed)
     trainer = Trainer(config, recipe, seed, read(config.text, config.shape.context))
     if keeping is not None and keeping.resume and (path := keeping.path(recipe, seed)).exists():
         trainer.load(path)
@@ -150,6 +151,7 @@ class Session:
                 raise UnknownName("recipe", recipe, RECIPES)
         if len(set(self.recipes)) < len(self.recipes) or not self.recipes:
             raise DemoError(f"recipes {', '.join(self.recipes)}: want each once, and at least one")
+        disk.check_seed(self.seed)
         if self.checkpoint_every < 1:
             raise DemoError(f"checkpoint_every={self.checkpoint_every}: steps between checkpoints, at least 1")
 

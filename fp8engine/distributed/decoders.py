@@ -1,86 +1,171 @@
-"""decoder_plan: how `tensor_parallel` divides the Llama and Qwen decoders of Hugging Face, tokens divided in between.
+"""fe.distributed.decoder_plan: how the layers of Hugging Face's Llama and Qwen are divided, tokens between them too.
 
-embedding   whole on every rank: positions and masks are made from the whole sequence
-block 0     its input is divided along the sequence; norms and residuals of all blocks run on a rank's tokens
-q, k, v; gate, up     by columns: FP8 codes of the tokens are gathered, a rank computes its heads and features
-o; down     by rows: sums over ranks, of which a rank keeps its tokens
-head        gathers the last norm's tokens; by columns, or whole where it is the embedding's weight
+embedding, masks, rotary positions   whole on every rank: transformers takes the length of the sequence from them
+head                                 whole on every rank
+first block                          each rank keeps its part of the tokens
+norms, residuals                     of a rank's tokens
+q k v, o; gate up, down              Colwise and Rowwise: tokens are gathered and scattered around them
+norms of q and k                     of a rank's heads
+last norm                            of a rank's tokens, then gathered, for the head and the loss
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, SequenceParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from fp8engine.convert.describe import Description, describe
 from fp8engine.distributed.styles import Colwise, Rowwise
-from fp8engine.errors import ParallelError
-from fp8engine.nn.linear import Float8Module
+from fp8engine.errors import ConversionError, ParallelError
 
-DECODERS = ("llama", "qwen2", "qwen3")  # a config's model_type
-SEQUENCE, HEADS = 1, 2  # dimensions of [batch, sequence, features], and of [batch, sequence, heads, features]
+TOKENS, HEADS = 1, 2  # dimensions of [batch, tokens, features] and of [batch, tokens, heads, features]
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # of FAMILIES: those that the tests run
 
 
 def decoder_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan by which `tensor_parallel` divides a Llama, Qwen2 or Qwen3 decoder of Hugging Face.
+    """The plan for `tensor_parallel` of a Hugging Face decoder: Llama, Mistral, Qwen 2, Qwen 3, with or without head.
 
-    model: its ForCausalLM, or the decoder alone, converted or not yet.  Each rank is given the same token ids, of a
-    sequence that the ranks divide, and returns the logits of all tokens.
-    Raises ParallelError for a model of another family, or without the parts of one.
+    Tokens are divided between the layers (sequence parallelism).  Embedding and head stay whole on every rank.
+    Entries may be added or replaced: it is a dict from names to styles.  A model under any recipe has the same plan,
+    and `fe.convert(..., fuse=True)` too, whose norms then run by themselves.
+    Raises ParallelError for any other model, with what it is.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-    >>> plan = decoder_plan(LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)))
-    >>> plan["model.layers.*.mlp.down_proj"]
-    Rowwise(input_layouts=S(-1), output_layouts=S(1), use_local_output=True)
-    >>> tensor_parallel(fe.convert(model, "rowwise"), mesh, decoder_plan(model), dim="tp")  # doctest: +SKIP
+    >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+    >>> size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    >>> model = Qwen3ForCausalLM(Qwen3Config(**size, head_dim=8, num_hidden_layers=2, vocab_size=64))
+    >>> for name, style in decoder_plan(model).items():
+    ...     print(name, style)
+    model.embed_tokens Whole()
+    model.layers.0 Enter(S(1))
+    model.norm Normed(S(1), output_layouts=R, use_local_output=True)
+    lm_head Whole()
+    model.layers.*.input_layernorm Normed(S(1), output_layouts=S(1), use_local_output=False)
+    model.layers.*.post_attention_layernorm Normed(S(1), output_layouts=S(1), use_local_output=False)
+    model.layers.*.self_attn.q_proj Colwise(input_layouts=S(1), output_layouts=S(-1), use_local_output=True)
+    model.layers.*.self_attn.k_proj Colwise(input_layouts=S(1), output_layouts=S(-1), use_local_output=True)
+    model.layers.*.self_attn.v_proj Colwise(input_layouts=S(1), output_layouts=S(-1), use_local_output=True)
+    model.layers.*.mlp.gate_proj Colwise(input_layouts=S(1), output_layouts=S(-1), use_local_output=True)
+    model.layers.*.mlp.up_proj Colwise(input_layouts=S(1), output_layouts=S(-1), use_local_output=True)
+    model.layers.*.self_attn.o_proj Rowwise(input_layouts=S(-1), output_layouts=S(1), use_local_output=True)
+    model.layers.*.mlp.down_proj Rowwise(input_layouts=S(-1), output_layouts=S(1), use_local_output=True)
+    model.layers.*.self_attn.q_norm Normed(S(2), output_layouts=S(2), use_local_output=True)
+    model.layers.*.self_attn.k_norm Normed(S(2), output_layouts=S(2), use_local_output=True)
     """
-    name, decoder = _decoder(model)
-    tokens = Shard(SEQUENCE)
-    columns, rows = Colwise(input_layouts=tokens), Rowwise(output_layouts=tokens)
-    block = {
-        "input_layernorm": SequenceParallel(),
-        "self_attn.[qkv]_proj": columns,
-        "self_attn.o_proj": rows,
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp.gate_proj": columns,
-        "mlp.up_proj": columns,
-        "mlp.down_proj": rows,
+    found = _described(model)
+    first, parts = found.blocks[0].name, found.blocks[0].parts
+    stack = first.rpartition(".")[0]
+    decoder = stack.removesuffix("layers")
+    whole = Whole()
+    plan: dict[str, ParallelStyle] = {
+        f"{decoder}embed_tokens": whole,
+        first: Enter(),
+        f"{decoder}norm": Normed(Shard(TOKENS), output_layouts=Replicate(), use_local_output=True),
+        **{name: whole for name in found.outside if type(model.get_submodule(name)) is nn.Linear},
     }
-    if hasattr(decoder.layers[0].self_attn, "q_norm"):  # of a head's features: its ranks' heads share the weight
-        block["self_attn.[qk]_norm"] = SequenceParallel(sequence_dim=HEADS, use_local_output=True)
-    prefix = f"{name}." if name else ""
-    divide = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=tokens, use_local_output=True)
-    plan = {f"{prefix}layers.0": divide, **{f"{prefix}layers.*.{part}": style for part, style in block.items()}}
-    plan[f"{prefix}norm"] = SequenceParallel(use_local_output=True)
-    return plan | _head(model, decoder)
+    styles: dict[str, Any] = {
+        **dict.fromkeys(("attention_norm", "mlp_norm"), Normed(Shard(TOKENS))),
+        **dict.fromkeys(("q", "k", "v", "gate", "up"), Colwise(input_layouts=Shard(TOKENS))),
+        **dict.fromkeys(("out", "down"), Rowwise(output_layouts=Shard(TOKENS))),
+        **dict.fromkeys(("q_norm", "k_norm"), Normed(Shard(HEADS), use_local_output=True)),
+    }
+    plan |= {f"{stack}.*{parts[role].removeprefix(first)}": styles[role] for role in styles if role in parts}
+    return plan
 
 
-def _decoder(model: nn.Module) -> tuple[str, Any]:
-    """(name, module) of the part that holds the blocks."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in DECODERS:
-        raise ParallelError(
-            f"decoder_plan: {type(model).__name__}{f', of model_type {kind!r},' if kind else ''} is no decoder that it "
-            f"knows, which are Hugging Face's {', '.join(DECODERS)}: write the plan, as docs/tensor-parallel.md shows"
-        )
-    parts = ("embed_tokens", "layers", "norm")
-    for name, module in model.named_modules():
-        if all(hasattr(module, part) for part in parts):
-            return name, module
-    raise ParallelError(f"decoder_plan: {type(model).__name__} has no part with {', '.join(parts)}: give the decoder")
+class Enter(ParallelStyle):
+    """The first argument of a module, a tensor whole on every rank, is divided along its tokens; backward gathers."""
+
+    def __repr__(self) -> str:
+        return f"Enter({Shard(TOKENS)})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def divide(_: nn.Module, inputs: tuple) -> tuple:
+            x, *others = inputs
+            if x.shape[TOKENS] % device_mesh.size():
+                raise ParallelError(
+                    f"decoder_plan: sequences of {x.shape[TOKENS]} tokens are not divisible by {device_mesh.size()} "
+                    "ranks: pad them"
+                )
+            mine = _from(x, device_mesh, Replicate()).redistribute(placements=[Shard(TOKENS)])
+            return (mine.to_local(), *others)
+
+        module.register_forward_pre_hook(divide)
+        return module
 
 
-def _head(model: nn.Module, decoder: Any) -> dict[str, ParallelStyle]:
-    """How the head gets all tokens; without one, the last norm's result stays divided: nothing."""
-    head = getattr(model, "lm_head", None)
-    if head is None:
-        return {}
-    tokens = Shard(SEQUENCE)
-    if head.weight is decoder.embed_tokens.weight:
-        whole = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate(), use_local_output=True)
-        return {"lm_head": whole}
-    style = Colwise if isinstance(head, Float8Module) else ColwiseParallel
-    return {"lm_head": style(input_layouts=tokens, output_layouts=Replicate())}
+class Whole(ParallelStyle):
+    """A layer that stays whole on every rank: its parameters become DTensors as those of all other layers are.
+
+    Optimizers and clip_grad_norm_ take either plain tensors or DTensors, and no mixture.  Tied parameters stay one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __repr__(self) -> str:
+        return "Whole()"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in self.made:
+                self.made[parameter] = _replicated(parameter, device_mesh)
+            module.register_parameter(name, self.made[parameter])
+        module.register_forward_pre_hook(lambda _, inputs: (_from(inputs[0], device_mesh, Replicate()), *inputs[1:]))
+        module.register_forward_hook(lambda _, inputs, y: y.to_local())
+        return module
+
+
+class Normed(ParallelStyle):
+    """A norm of this rank's part of a tensor, whose parameters' gradients are sums over ranks.
+
+    layouts: of the tensor, plain or not.  output_layouts: of the result; None: as it came.  use_local_output: a plain
+    tensor; else a DTensor, whose shape is the whole's, which transformers' attention reads before q, k and v gather it.
+    """
+
+    def __init__(self, layouts: Shard, *, output_layouts: Placement | None = None, use_local_output: bool = False):
+        super().__init__()
+        self.layouts, self.outputs, self.local = layouts, output_layouts or layouts, use_local_output
+
+    def __repr__(self) -> str:
+        return f"Normed({self.layouts}, output_layouts={self.outputs}, use_local_output={self.local})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(_: nn.Module, inputs: tuple, y: DTensor) -> torch.Tensor:
+            y = y.redistribute(placements=[self.outputs])
+            return y.to_local() if self.local else y
+
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _replicated(parameter, device_mesh))
+        module.register_forward_pre_hook(lambda _, inputs: (_from(inputs[0], device_mesh, self.layouts), *inputs[1:]))
+        module.register_forward_hook(leave)
+        return module
+
+
+def _from(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    whole = distribute_tensor(parameter, mesh, [Replicate()])
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _described(model: nn.Module) -> Description:
+    """The decoder's blocks and what is beside them.  Raises ParallelError."""
+    here = "decoder_plan"
+    known = f"the plans of {', '.join(KNOWN)} are known; for others write one by hand, docs/tensor-parallel.md"
+    try:
+        found = describe(model)
+    except ConversionError:
+        raise ParallelError(f"{here}: {type(model).__name__} is no model of transformers: {known}") from None
+    kinds = {block.family for block in found.blocks} or {getattr(model.config, "model_type", "?")}
+    stacks = {block.name.rpartition(".")[0] for block in found.blocks}
+    if not kinds <= set(KNOWN) or found.why or len(stacks) != 1:
+        raise ParallelError(f"{here}: {type(model).__name__} is of {', '.join(sorted(kinds))}: {known}")
+    return found

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from fp8engine.convert.describe import describe
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
-from fp8engine.errors import ParallelError, UnknownName
+from fp8engine.errors import ConversionError, ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.linear import Float8Module, float8_modules
 
@@ -98,29 +98,34 @@ def _problems(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -
 
 
 def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> Iterator[str]:
-    """Attentions, ours and Hugging Face's, whose heads the ranks do not divide."""
+    """Attentions whose heads the ranks do not divide."""
     by_columns = {
         name
         for pattern, style in plan.items()
         if isinstance(style, _Style) and style.by == COLUMNS
         for name, _ in _matches(model, pattern)
     }
+    for name, (q, k, *counts) in _attentions(model).items():
+        if {q, k} & by_columns and any(count % ranks for count in counts):
+            yield f"{name}: {counts[0]} heads, {counts[1]} of keys, are not divisible by {ranks} ranks: use fewer"
+
+
+def _attentions(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
+    """By name, fe.Attention and the blocks of Hugging Face: names of the layers of q and k, heads, heads of keys."""
+    found = {}
     for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if {f"{prefix}q_proj", f"{prefix}k_proj"} & by_columns:
-            heads = _heads_of(module)
-            if any(count % ranks for count in heads):
-                yield f"{name}: {heads[0]} heads, {heads[1]} of keys, are not divisible by {ranks} ranks: use fewer"
-
-
-def _heads_of(attention: Any) -> tuple[int, int]:
-    """(heads, heads of keys) of an attention; (0, 0) where it says neither their number nor their features."""
-    if isinstance(attention, Attention):
-        return attention.heads.count, attention.heads.of_keys or attention.heads.count
-    features = getattr(attention, "head_dim", None)
-    if not isinstance(features, int) or not (hasattr(attention, "q_proj") and hasattr(attention, "k_proj")):
-        return 0, 0
-    return attention.q_proj.out_features // features, attention.k_proj.out_features // features
+        if isinstance(module, Attention):
+            prefix, heads = f"{name}." if name else "", module.heads
+            found[name] = (f"{prefix}q_proj", f"{prefix}k_proj", heads.count, heads.of_keys or heads.count)
+    try:
+        blocks = describe(model).blocks
+    except ConversionError:  # no model of transformers
+        blocks = ()
+    return found | {
+        block.name: (block.parts["q"], block.parts["k"], block.heads, block.kv_heads)
+        for block in blocks
+        if "q" in block.parts
+    }
 
 
 def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, object]:

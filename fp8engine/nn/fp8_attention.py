@@ -7,8 +7,8 @@
 | "fp8 unrotated" | the same without the rotation: cheaper casts, more error where q and k have outliers |
 | "auto" | 16 bits, until a sample of q, k and v predicts at least 22 dB for the output; then as "fp8" |
 
-What FP8 does not take, by name: a mask tensor, dropout, head dims other than 64, 96 and 128, heads of v of another
-width, a batch that is broadcast.  Under strict that is an error instead.
+What FP8 does not take, by name: a mask tensor, dropout, a scale that is not positive, head dims other than 64, 96 and
+128, heads of v of another width, a batch that is broadcast.  Under strict that is an error instead.
 
 `auto` samples in eager code, without waiting for the device, and decides anew with each sample.  A graph of
 torch.compile keeps what was decided when it was made.
@@ -169,7 +169,7 @@ def refused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wanted: Wanted) -
         return "a mask tensor; FP8 attention takes causality and windows"
     if wanted.dropout:
         return f"dropout of {wanted.dropout:g}; FP8 attention has none"
-    return unsupported(q, k, v)
+    return unsupported(q, k, v, wanted.scale)
 
 
 class Float8Sdpa(Mixin):

@@ -17,16 +17,16 @@ from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.casts import choose
 from fp8engine.ops.library import OPERATORS, direct, operation, refuse_gradient
-from fp8engine.ops.reference.attention import HEAD_DIMS, Form
+from fp8engine.ops.reference.attention import HEAD_DIMS, TINY, Form
 from fp8engine.ops.reference.attention_backward import Gradients
 
 __all__ = ["attention", "attention_backward", "unsupported"]
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why these are not multiplied in FP8, or None when they are.
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> str | None:
+    """Why these are not multiplied in FP8 with that scale of the scores, or None when they are.
 
-    >>> unsupported(*[torch.ones(1, 1, 2, 80)] * 3)
+    >>> unsupported(*[torch.ones(1, 1, 2, 80)] * 3, scale=0.1)
     'heads of 80 columns; FP8 attention takes 64, 96 or 128'
     """
     shapes = [list(x.shape) for x in (q, k, v)]
@@ -40,6 +40,8 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
         return (
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; FP8 attention takes one of float32, bfloat16, float16"
         )
+    if not TINY <= scale <= 1 / TINY:  # 0 and Inf make NaN of a masked score's -Inf, a sign +Inf
+        return f"a scale of {scale:g} for the scores; FP8 attention takes 2^-126 to 2^126"
     return None
 
 
@@ -49,7 +51,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     A query that sees no key gives zeros.  Raises ShapeError for what `unsupported` names, BackendError for tensors on
     several devices.  Sources: arXiv 2407.08608, section 3.3.
     """
-    _check("attention", q, k, v)
+    _check("attention", q, k, v, form)
     if all(direct(x) for x in (q, k, v)):
         return _attention(q, k, v, *form)
     return OPERATORS.attention.default(q, k, v, *form)
@@ -60,7 +62,7 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
 
     do v^T is in FP8, the other products in 16 bits (FP32 is rounded to BF16).  Raises as `attention` does.
     """
-    _check("attention_backward", q, k, v, do=do)
+    _check("attention_backward", q, k, v, form, do=do)
     if do.shape != q.shape or do.dtype != q.dtype:
         raise ShapeError(f"attention_backward: do is {do.dtype} {list(do.shape)}; want q's, {q.dtype} {list(q.shape)}")
     if all(direct(x) for x in (do, q, k, v)):
@@ -68,8 +70,10 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     return Gradients(*OPERATORS.attention_backward.default(do, q, k, v, *form))
 
 
-def _check(operation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: torch.Tensor) -> None:
-    if reason := unsupported(q, k, v):
+def _check(
+    operation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, **others: torch.Tensor
+) -> None:
+    if reason := unsupported(q, k, v, form.scale):
         raise ShapeError(f"{operation}: {reason}; use torch's scaled_dot_product_attention")
     device.check_one(operation, q, k=k, v=v, **others)
 

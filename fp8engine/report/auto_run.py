@@ -19,6 +19,7 @@ class AutoRun:
 
     plans: the decisions, a plan for each scaling state.  samples, spreads: by slot.  repeats: the run repeats a plan,
     so nothing is sampled.  lacks_loss: decisions were made under a budget of loss, and no loss was seen.
+    failed: what could not be sampled or decided, and why.
     """
 
     plans: tuple[Plan, ...] = ()
@@ -26,6 +27,7 @@ class AutoRun:
     spreads: dict[str, Spread] = field(default_factory=dict)
     repeats: bool = False
     lacks_loss: bool = False
+    failed: tuple[str, ...] = ()
 
     @staticmethod
     def of(controllers: Sequence[Controller]) -> AutoRun:
@@ -36,4 +38,5 @@ class AutoRun:
             {slot: spread for each in controllers for slot, spread in each.history.spreads.items()},
             any(each.plan is not None for each in controllers),
             any(each.recipe.budget is not None and each.loss is None and each.log for each in controllers),
+            tuple(told for each in controllers for told in each.failures.told.values()),
         )

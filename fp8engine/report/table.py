@@ -154,6 +154,7 @@ class Report:
             lines.append(f"{totals['nonfinite']} elements were NaN or Inf and stayed so")
         if totals["recasts"]:
             lines.append(f"{totals['recasts']} tensors saturated under a predicted scale and were cast again")
+        lines += self.auto.failed
         if self.auto.lacks_loss:
             lines.append(
                 "the budget of loss is not kept: no loss was seen; call fe.scaling_state(model).see_loss(loss) before "

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
+from fp8engine._torch import transforms_active
 from fp8engine.numerics.recipe import ROLES
 from fp8engine.ops import library
 from fp8engine.scaling.histogram import LENGTH, measure, measure_on_host, read
@@ -24,6 +25,7 @@ from fp8engine.scaling.reads import SHAPE, Layout, judge, layout_of
 
 SAMPLE = 16384  # elements of the histogram, beside the exact amax
 NONFINITE, ELEMENTS = (HEADER.index(name) for name in ("nonfinite", "elements"))
+FAILED = "failed"  # attribute of a row that could not be written: why
 
 
 class Tables(NamedTuple):
@@ -59,6 +61,7 @@ class StepSamples:
 
     def __init__(self, slots: int, layers: int, shapes: Mapping[int, Sequence[int]], device: torch.device):
         self.slots_SL = torch.zeros(slots, LENGTH, dtype=torch.float32, device=device)
+        self.rows = self.slots_SL.split(1) if slots else ()
         self.loss_1 = torch.full((1,), math.nan, dtype=torch.float32, device=device)
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
@@ -80,13 +83,20 @@ class StepSamples:
 
     def of(self, layer: int, role: str, row: int) -> Sampled | None:
         """Where a slot of a layer is described, whose row of the table that is; None: this step does not sample it."""
-        if layer not in self.layouts or row >= len(self.slots_SL):
+        if layer not in self.layouts or row >= len(self.rows):
             return None
         rows = self.layouts[layer][role].rows if role in ROLES else 0
-        return Sampled(self.slots_SL[row : row + 1], self.parts[row], -rows if role == "weight" else rows)
+        return Sampled(self.rows[row], self.parts[row], -rows if role == "weight" else rows)
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Rows of the table that could not be written, and why."""
+        return {i: vars(row)[FAILED] for i, row in enumerate(self.rows) if FAILED in vars(row)}
 
     def see_loss(self, loss: torch.Tensor | float) -> None:
-        """Keep the step's loss, a mean over tokens."""
+        """Keep the step's loss, a mean over tokens; not that of a call inside a transform of torch.func."""
+        if transforms_active():
+            return
         self.loss_1.copy_(torch.as_tensor(loss).detach().float().reshape(1))
 
     def finish(self, sizes: Mapping[int, tuple[int, int, int] | None], backward: bool) -> Tables:
@@ -98,7 +108,7 @@ class StepSamples:
         if self.tables is not None:
             return self.tables
         where = self.slots_SL.device
-        with torch.no_grad(), torch.autocast(where.type, enabled=False) if where.type != "meta" else nullcontext():
+        with torch.no_grad(), outside_of_autocast(where):
             reads = torch.full((self.layers, *SHAPE), math.nan, device=self.slots_SL.device)
             for i, layouts in self.layouts.items():
                 whole_n, whole_k = layouts["grad_output"].columns, layouts["input"].columns
@@ -112,6 +122,11 @@ class StepSamples:
                 if n and k:
                     reads[i] = judge(x, w, dy if backward else None)
             return Tables(self.slots_SL, reads, self.loss_1)
+
+
+def outside_of_autocast(where: torch.device) -> AbstractContextManager:
+    """Statistics are computed in the dtypes that are written here, whatever autocast the user's forward runs under."""
+    return nullcontext() if where.type == "meta" else torch.autocast(where.type, enabled=False)
 
 
 def observe(x_MK: torch.Tensor, to: Sampled) -> None:
@@ -129,9 +144,19 @@ def read_row(row_L: torch.Tensor) -> Measured | None:
 
 
 def _observe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+    """A failure leaves the row and the part empty, and why in the row's attribute: nothing raises in a forward."""
     if not x_MK.numel():
         return
-    with torch.no_grad():
+    try:
+        _describe(x_MK, row_1L, part, rows)
+    except Exception as error:
+        part.zero_()
+        row_1L.zero_()
+        vars(row_1L)[FAILED] = f"{type(error).__name__}: {error}"
+
+
+def _describe(x_MK: torch.Tensor, row_1L: torch.Tensor, part: torch.Tensor, rows: int) -> None:
+    with torch.no_grad(), outside_of_autocast(x_MK.device):
         x_MK = x_MK.detach()
         if part.numel():
             layout = Layout(abs(rows), x_MK.shape[1], len(x_MK) if rows < 0 else 0)

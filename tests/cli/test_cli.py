@@ -108,17 +108,22 @@ def test_resume_goes_on_with_what_is_there(tmp_path: Path):
     refused("steps 6 there, 7 here", *(7 if a == 6 else a for a in arguments), "-r", "fp32", "--resume")
 
 
-def test_training_anew_over_checkpoints_is_said(tmp_path: Path):
-    """Without --resume the checkpoints of an earlier run are written over; that was silent once."""
+def test_a_folder_that_holds_a_run_is_replaced_only_when_asked(tmp_path: Path):
     arguments = ("train", *SMALLEST, "--steps", 2, "-r", "fp32", "--out", tmp_path, "--json")
-    first, again = call(*arguments), call(*arguments)
-    assert "starts anew" not in first.stderr
-    (line,) = [line for line in again.stderr.splitlines() if "starts anew" in line]
+    first = json.loads(call(*arguments).stdout)
     path = tmp_path / "checkpoints" / "fp32-seed0.pt"
-    assert line == f"note: training starts anew and replaces {path}; --resume goes on from there"
-    assert json.loads(again.stdout)["rows"][0]["steps"] == 2
-    assert "starts anew" not in call(*arguments, "--resume").stderr
-    assert "starts anew" not in call(*arguments, "--seed", 1).stderr
+    held = {file: file.read_bytes() for file in (path, tmp_path / "table.json")}
+    told = (
+        f"{tmp_path} holds a run ({path.name}, table.json): --resume goes on from its checkpoints, --overwrite replaces"
+    )
+    refused(told, *arguments)
+    refused(f"{tmp_path} holds a run (table.json): ", *arguments, "--seed", 1)  # whose table would be replaced
+    assert all(file.read_bytes() == content for file, content in held.items())
+    assert json.loads(call(*arguments, "--resume").stdout)["runs"] == first["runs"]
+    anew = json.loads(call(*arguments, "--overwrite").stdout)
+    assert anew["rows"][0]["steps"] == 2
+    assert anew["runs"] != first["runs"]  # seconds of every step: it was trained again
+    refused("--resume goes on with a run, --overwrite replaces it: give one", *arguments, "--resume", "--overwrite")
 
 
 def test_resume_refuses_a_folder_without_the_checkpoint(tmp_path: Path):
@@ -143,6 +148,9 @@ def test_what_train_refuses(tmp_path: Path):
     (tmp_path / "file").write_text("")
     refused("did you mean 'rowwise'", "train", "--recipe", "rowise")
     refused("did you mean 'tiny'", "train", "--size", "tiney")
+    for seed in (10**24, -(10**24), 2**40 + 1):  # torch's generator ends at 64 bits
+        refused(f"seed={seed}: a seed is a whole number from -2^40 to 2^40", "train", "--seed", seed)
+    refused(f"batch={10**24}: want 1 to 2^31 - 1", "train", "--batch", 10**24)
     refused("cannot write in", "train", "--out", tmp_path / "file")
     refused("No such file", "train", "--text", tmp_path / "none.txt", "--out", tmp_path)
     refused("device 'cuda:77' cannot be used", "train", "--device", "cuda:77")

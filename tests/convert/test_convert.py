@@ -51,6 +51,32 @@ def test_modules_parameters_and_hooks_stay_the_very_ones(recipe: str):
     assert not torch.equal(linear.weight, before), "the optimizer made before steps what is trained now"
 
 
+class Spectral(nn.Module):
+    """An embedding, a convolution and a head, each with a power iteration at every read of its weight in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = parametrizations.spectral_norm(nn.Embedding(16, 32))
+        self.mix = parametrizations.spectral_norm(nn.Conv1d(32, 32, 1))
+        self.up = nn.Linear(32, 32)
+        self.head = parametrizations.spectral_norm(nn.Linear(32, 16))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [batch, T]."""
+        return self.head(self.up(self.mix(self.embed(ids).mT).mT))
+
+
+@pytest.mark.parametrize("example_inputs", [None, (torch.arange(16)[None],)], ids=["alone", "with example_inputs"])
+@pytest.mark.parametrize("recipe", ["current", "auto"])
+def test_converting_in_training_moves_no_vector_of_spectral_norm(recipe: str, example_inputs):
+    model = Spectral().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    converted(model, recipe, example_inputs=example_inputs)
+    assert fe.inspect(model).layers
+    fe.revert(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_checkpoints_go_both_ways(recipe: str, dtype):

@@ -152,6 +152,33 @@ def raw(rank: int, ranks: int, folder: str) -> dict:
     return found
 
 
+def raw_auto(rank: int, ranks: int, folder: str) -> dict:
+    """What torch.distributed.checkpoint alone says of `auto`, whose tables have the sizes of the step; then `load`."""
+    warnings.simplefilter("ignore")
+    seed = 10 + 100 * rank
+    model, resumed = (trained("auto", seed, resumed=each) for each in (False, True))
+    before = fe.scaling_state_dict(resumed)
+    checkpoint.save({"scaling": fe.scaling_state_dict(model)}, checkpoint_id=f"{folder}/raw")
+    fe.distributed.save(f"{folder}/whole", model=model, scaling=fe.scaling_state(model))
+    try:
+        checkpoint.load({"scaling": fe.scaling_state_dict(resumed)}, checkpoint_id=f"{folder}/raw")
+        told = "nothing was refused"
+    except checkpoint.api.CheckpointException as error:
+        told = str(error)
+    unchanged = str(before) == str(fe.scaling_state_dict(resumed))
+    fe.distributed.load(f"{folder}/whole", model=resumed, scaling=fe.scaling_state(resumed))
+    same = all(torch.equal(train(model, seed + step), train(resumed, seed + step)) for step in (5, 6))
+    return {"told": told, "unchanged": unchanged, "same": same}
+
+
+@pytest.mark.slow
+def test_a_raw_load_under_auto_is_an_error_on_every_rank_and_load_is_bitwise(tmp_path: Path):
+    for found in run(raw_auto, 2, str(tmp_path), limit=60.0):
+        assert "Size mismatch between saved" in found["told"]
+        assert "scaling.auto" in found["told"]
+        assert (found["unchanged"], found["same"]) == (True, True)
+
+
 @pytest.mark.slow
 def test_a_state_that_torch_keeps_of_one_of_several_ranks_is_bitwise_or_says_why_not(tmp_path: Path):
     first, second = run(raw, 2, str(tmp_path))

@@ -56,10 +56,12 @@ def test_losses_are_those_of_a_training(rows: list[dict]):
 
 
 @pytest.mark.slow
-def test_blocks_that_are_compiled_are_a_graph_each(rows: list[dict]):
-    """Three blocks, three graphs: what runs in eager code instead is equal too, and would be no test of a graph."""
+def test_blocks_that_are_compiled_are_graphs(rows: list[dict]):
+    """Of three blocks the first, whose input takes no gradient, has one, and its equals share one: what runs in eager
+    code instead is equal too, and would be no test of a graph.
+    """
     assert {row["option"]: row["graphs"] for row in rows if row["graphs"]} == {
-        row["option"]: 3 for row in rows if row["option"].startswith("compiled")
+        row["option"]: 2 for row in rows if row["option"].startswith("compiled")
     }
 
 

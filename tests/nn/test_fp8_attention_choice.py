@@ -136,6 +136,7 @@ def test_compiled_and_checkpointed_it_is_the_same_bit_for_bit():
     [
         ({"attn_mask": torch.ones(70, 70, dtype=torch.bool)}, "a mask tensor; FP8 attention takes causality"),
         ({"is_causal": True, "dropout_p": 0.1}, "dropout of 0.1; FP8 attention has none"),
+        ({"is_causal": True, "scale": 0.0}, "a scale of 0 for the scores; FP8 attention takes"),
     ],
 )
 def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: str):
@@ -157,6 +158,18 @@ def test_what_fp8_does_not_take_runs_in_16_bits_said_once(options: dict, why: st
     vars(model.second)["softmax"].strict = True
     with pytest.raises(StrictError, match=r"second: attention would run in 16 bits"):
         model(x_of().bfloat16())
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125], ids=str)
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.AttentionWarning")
+def test_a_scale_that_is_not_positive_gives_what_torch_gives(scale: float):
+    """Without causality: with it torch's kernel for a CPU multiplies the mask's -Inf by the scale: NaN."""
+    block = Plain()
+    block.options = {"scale": scale}
+    fp8, torchs = (
+        fe.convert(copy.deepcopy(nn.Sequential(block)), "bf16", attention=asked) for asked in ("fp8", "16 bits")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(step(fp8, x_of()), step(torchs, x_of()), strict=True))
 
 
 def test_strict_refuses_emulation():

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +210,28 @@ def test_training_that_writes_one_weight_in_a_hundred_through_data_is_followed()
             assert each.weight.grad is not None
             each.weight.data -= 0.1 * mask * each.weight.grad
         assert torch.equal(layer(x), twin(x))
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_swapped_tensors_bring_their_own_copies(recipe: str, as_on_a_card):
+    """torch refuses to swap a tensor that a weak reference knows, which the cache of its copies once held."""
+    x, layer = torch.randn(16, K), fe.Linear(K, N, recipe=recipe)
+    layer(x).sum().backward()
+    with torch.no_grad():
+        before = layer(x)  # keeps copies
+        other = nn.Parameter(layer.weight.flip(0))
+        torch.utils.swap_tensors(layer.weight, other)
+        found = layer(x)
+        fe.weights_changed(layer)
+        assert torch.equal(found, layer(x))
+    assert not torch.equal(found, before)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_a_weight_that_was_read_is_saved_as_plain_values(tmp_path: Path):
+    layer = fe.Linear(K, N, recipe="current")
+    with torch.no_grad():
+        layer(torch.randn(16, K))
+    torch.save(layer.weight, tmp_path / "weight.pt")
+    assert torch.equal(torch.load(tmp_path / "weight.pt", weights_only=True), layer.weight)

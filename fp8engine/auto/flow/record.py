@@ -44,12 +44,13 @@ def record(model: nn.Module, example_inputs: object) -> Flow:
             "or one tensor"
         )
     args, kwargs = arguments(example_inputs)
-    watch = _Watch(model)
-    with untouched(model), _hooks(watch, model):
-        for path, tensor in [*_tensors(args, ""), *_tensors(kwargs, "")]:
-            watch.begins(tensor, path)
-        with watch:
-            result = model(*args, **kwargs)
+    with untouched(model):  # reading a computed weight in training would move what it is computed from
+        watch = _Watch(model)
+        with _hooks(watch, model):
+            for path, tensor in [*_tensors(args, ""), *_tensors(kwargs, "")]:
+                watch.begins(tensor, path)
+            with watch:
+                result = model(*args, **kwargs)
     for path, tensor in _tensors(result, ""):
         watch.ends(tensor, path)
     settle(watch.rules.made)

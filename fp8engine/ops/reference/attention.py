@@ -42,8 +42,8 @@ FP8_STEP, STEP = 32, 16  # columns that one instruction of the Tensor Core multi
 class Form(NamedTuple):
     """Which keys a query sees, and how the scores are made.
 
-    scale: of q k^T before the softmax.  causal: query i sees keys up to i + offset; window: only the last so many of
-    them (0: all).  rotated: whether q and k are rotated before their cast.
+    scale: of q k^T before the softmax, from 2^-126 to 2^126.  causal: query i sees keys up to i + offset; window: only
+    the last so many of them (0: all).  rotated: whether q and k are rotated before their cast.
     """
 
     scale: float

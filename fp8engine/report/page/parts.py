@@ -103,6 +103,8 @@ def why_no_maps(report) -> str:
         )
     if report.auto.repeats:
         return "This run repeats a plan: nothing is measured; what it changed, and when, is under Decisions."
+    if report.auto.failed:
+        return " ".join(report.auto.failed)
     return "Nothing has been seen yet: the first sample is read when the second training step begins."
 
 

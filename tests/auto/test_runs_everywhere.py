@@ -1,0 +1,162 @@
+"""`auto` runs wherever `current` does, and nothing that it does beside the numbers raises in a user's forward."""
+
+import importlib
+import itertools
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from autos import controller
+from support import converted
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+import fp8engine as fe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def net(recipe, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return converted(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(dtype), recipe)
+
+
+def train(model: nn.Module, call, x: torch.Tensor) -> None:
+    y = call(x)
+    y.float().square().mean().backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        assert p.grad.isfinite().all()
+
+
+def eager(model, x):
+    train(model, model, x)
+
+
+def no_grad(model, x):
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+
+
+def inference_mode(model, x):
+    with torch.inference_mode():
+        assert model(x).isfinite().all()
+
+
+def checkpoint(model, x):
+    for reentrant in (False, True):
+        train(model, partial(recompute, model, use_reentrant=reentrant), x.requires_grad_())
+
+
+def compile(model, x):
+    if model[0]._compiled_call_impl is None:
+        torch.compiler.reset()
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    train(model, model, x)
+
+
+MODES = {f.__name__: f for f in (eager, no_grad, inference_mode, checkpoint, compile)}
+SLOW = [pytest.param(mode, marks=pytest.mark.slow) if mode == "compile" else mode for mode in MODES]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("mode", SLOW)
+def test_auto_runs_wherever_current_runs(mode: str):
+    """Model dtype x autocast's dtype: six forwards, of which compiled layers need five to decide."""
+    for model_dtype, cast in itertools.product(DTYPES, AUTOCAST):
+        ends = {}
+        for recipe in ("current", fe.auto(interval=1)):
+            model = net(recipe, DTYPES[model_dtype])
+            x = torch.randn(16, 32, dtype=DTYPES[model_dtype])
+            try:
+                for _ in range(6):
+                    with torch.autocast("cpu", AUTOCAST[cast], enabled=AUTOCAST[cast] is not None):
+                        MODES[mode](model, x)
+                ends[str(recipe)] = "ran"
+            except Exception as error:
+                ends[str(recipe)] = f"{type(error).__name__}: {error}"
+        assert set(ends.values()) == {"ran"}, (model_dtype, cast, ends)
+        seen = controller(model).history.samples
+        assert len(seen) == (6 if mode in ("eager", "checkpoint", "compile") else 4), (model_dtype, cast)
+
+
+def many(model: nn.Module, steps: int, growth: float = 1.0) -> None:
+    """Training steps in which one element of the input grows."""
+    for step in range(steps):
+        x = torch.randn(64, 32)
+        x[0, 0] = 4.0 * growth**step
+        eager(model, x)
+
+
+def broken(*arguments, **options):
+    raise RuntimeError("no memory is left")
+
+
+# What `auto` calls: (module, name), what the warning names.
+CALLS = {
+    "a tensor's statistics": (
+        "fp8engine.scaling.sample.measure_on_host",
+        "step 0: 0.input, 0.weight, 0.grad_output and 3 others could not be sampled",
+    ),
+    "trying the casts": ("fp8engine.scaling.sample.judge", "step 1"),
+    "room for a sample": ("fp8engine.auto.controller.StepSamples", "step 0"),
+    "the copy to the host": ("fp8engine.auto.controller.start_copy", "step 1"),
+    "deciding": ("fp8engine.auto.controller.decide", "step 1"),
+}
+
+
+@pytest.mark.parametrize("where", CALLS)
+def test_sampling_that_fails_is_said_once_by_name_and_training_goes_on(where: str, monkeypatch: pytest.MonkeyPatch):
+    target, named = CALLS[where]
+    plain, model, strict = net("current"), net(fe.auto(interval=1)), net(fe.auto(interval=1))
+    controller(strict).failures.strict = True  # as fe.convert(strict=True) leaves it where FP8 is not emulated
+    module, _, name = target.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(module), name, broken)
+    told = []
+    for step in range(4):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            y = model(x)
+        told += [str(each.message) for each in caught if each.category is fe.errors.SamplingWarning]
+        assert torch.equal(y, plain(x))
+        y.square().mean().backward()
+    assert controller(model).step == 3
+    assert len(told) == 1
+    assert named in told[0]
+    assert told[0].endswith("RuntimeError: no memory is left")
+    assert list(fe.inspect(model).auto.failed) == told
+    assert all(text in str(fe.inspect(model)).replace("\n", " ") for text in told)
+    with pytest.raises(fe.errors.StrictError, match=r"^strict=True: auto: step .*no memory is left$"):
+        many(strict, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_layer_says_it_too(backend: str, monkeypatch: pytest.MonkeyPatch):
+    torch.compiler.reset()
+    model = net(fe.auto(interval=1))
+    for layer in model:
+        layer.compile(backend=backend)
+    monkeypatch.setattr("fp8engine.scaling.sample.measure_on_host", broken)
+    with pytest.warns(fe.errors.SamplingWarning, match=r"0\.input.*RuntimeError: no memory is left"):
+        many(model, 6)
+    assert model[0].numerics.recipe.input.is_fp8
+
+
+def test_an_error_of_a_listener_is_its_users():
+    """on_alarm calls the user's code, which may stop a training by an exception; decisions are made before."""
+    model = net(fe.auto(interval=1))
+
+    def stop(alarm):
+        raise KeyError("enough")
+
+    fe.scaling_state(model).on_alarm(stop)
+    with pytest.raises(KeyError, match="enough"):
+        many(model, 12, growth=1.4)
+    assert controller(model).failures.told == {}
