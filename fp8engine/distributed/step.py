@@ -5,12 +5,14 @@ The planner runs the step on ranks and memory that are not there; what is counte
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,20 +76,19 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
     mesh: of `mesh_of`.  Where "tp" has several ranks, the model is divided by `decoder_plan`, in 16 bits too.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = repeated_blocks(model)
     recipe = way.recipe
     if isinstance(recipe, Auto):  # the step of its first formats that takes no samples, as most do
         recipe = replace(recipe, freeze_after=0)
+    model.to(torch.float32)  # of a BF16 checkpoint, whose optimizer steps in FP32
     dp, tp = mesh["dp"], mesh["tp"]
     converted = recipe or (resolve("bf16") if tp.size() > 1 else None)  # whose layers tensor_parallel divides
     if converted is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a CPU emulates FP8: nothing is computed
             convert(model, converted)
-    model.to(torch.float32)  # of a BF16 checkpoint, whose optimizer steps in FP32
     with _torch.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _to_empty(model)
@@ -102,7 +103,7 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
                 fully_shard(block, mesh=dp, mp_policy=policy)
             fully_shard(model, mesh=dp, mp_policy=policy)
         saved = Saved()
-        with Traffic(groups_of(mesh)) as traffic, FlopCounterMode(display=False) as counter:
+        with Traffic(groups_of(mesh)) as traffic, Flops() as counter:
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
                 loss = _result(model, torch.zeros(ids, dtype=torch.long)).float().square().mean()
             activations = saved.bytes(less=model.parameters())
@@ -122,7 +123,7 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
         ACTIVATIONS: activations,
     }
     inputs = Counter({key: sum(sizes) for key, sizes in traffic.inputs.items()})
-    return Step(inputs, Counter(traffic.calls), Counter(memory), counter.get_total_flops())
+    return Step(inputs, Counter(traffic.calls), Counter(memory), counter.total)
 
 
 def groups_of(mesh: dist.DeviceMesh) -> dict[str, str]:
@@ -148,6 +149,23 @@ def _to_empty(model: nn.Module) -> None:
     for (first, name), *others in readers.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+
+
+class Flops(_torch.TorchDispatchMode):
+    """Counts FLOPs by torch's formulas; torch's FlopCounterMode hooks all modules, and then nothing runs fused."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        from torch.utils.flop_counter import flop_registry  # imports Triton
+
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += count(*args, **kwargs, out_val=result)
+        return result
 
 
 class Saved:
@@ -185,7 +203,8 @@ def _result(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The floating-point tensor that a model makes of token ids."""
     options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
     try:
-        found = model(ids, **options)
+        with _one_text_in_each_row():
+            found = model(ids, **options)
     except Exception as error:
         raise ConversionError(
             f"plan runs a model with token ids of shape {list(ids.shape)}; {_class_of(model)} raised "
@@ -197,6 +216,20 @@ def _result(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     if not tensors:
         raise ConversionError(f"plan: {_class_of(model)} returns no floating-point tensor for token ids")
     return tensors[0]
+
+
+@contextlib.contextmanager
+def _one_text_in_each_row() -> Iterator[None]:
+    """Let transformers need no mask: it looks at values for several texts in a row, and without values makes a mask."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    look = getattr(masks, "find_packed_sequence_indices", None)
+    if look is not None:
+        masks.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        if look is not None:
+            masks.find_packed_sequence_indices = look
 
 
 def _class_of(model: nn.Module) -> str:
