@@ -216,14 +216,14 @@ def call_first(module: nn.Module, hook: Callable) -> bool:
     return False
 
 
-def group_of_collective(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """(ranks, this rank) of the group that a collective runs in, from its arguments by name, as a mode sees them."""
+def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The group that a collective runs in, from its arguments by name, as a mode sees them."""
     group = arguments.get("process_group")
     if group is None:
         group = dist.distributed_c10d._resolve_process_group(arguments["group_name"])
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
-    return group.size(), group.rank()
+    return group
 
 
 def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:

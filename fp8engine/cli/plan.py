@@ -21,15 +21,19 @@ def command(
     ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="all of a card's")] = None,
-    tp: Annotated[int, typer.Option(help="Cards that share each layer (tensor parallel, by formula).")] = 1,
+    tp: Annotated[int, typer.Option(help="Cards that share each layer (tensor parallel).")] = 1,
     recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="Of every layer that can. Not auto: its casts are known after steps.")
+        str, typer.Option("--recipe", "-r", help="Of every layer that can. auto: as it begins, between samples.")
     ] = "rowwise",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Compute each block again in backward, and keep its input alone.")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Plan a training step on many cards: what each sends and holds, and the predicted time."""
-    found = plan(load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence).to_dict()
+    made = plan(load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence, checkpointing=checkpointing)
+    found = made.to_dict()
     if as_json:
         print_json({"model": target, **found})
         return
@@ -44,10 +48,11 @@ def command(
             cells = (f"{seconds[key]:.3f}" for key in ("compute", "communication", "step"))
             times.add_row(cluster, way, *cells, f"{seconds['hidden_from_tokens']} tokens a card")
     screen.print(times)
-    run = " and ".join(map(str, found["blocks_run"]))
-    say(screen, f"bytes: exact, of {run} blocks run, for {found['blocks']}; times: predicted, docs/distributed.md")
+    say(screen, *made.verdict())
     if tp > 1:
-        say(screen, f"tensor parallel over {tp}: by formula, not run")
+        say(screen, f"tensor parallel over {tp}: {found['tensor_parallel']}")
+    run = " and ".join(map(str, found["blocks_run"]))
+    say(screen, f"bytes: exact, of {run} blocks run, for {found['blocks']}; times: predicted; docs/plan.md")
 
 
 def _sent(traffic: dict) -> dict[str, dict[str, int]]:

@@ -25,6 +25,7 @@ from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import Recipe
 
 RATE = 790e12  # R, FLOP/s
+MEMORY = {"H100": 80e9, "H200": 141e9}  # bytes of a card, of NVIDIA's data sheets
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,23 @@ class Work:
     """FLOPs of a rank's step.
 
     layers: (N, K, how many) of the linear layers under the recipe.  flops: of all layers, in 16 bits.
+    matmuls: of a layer in a step; one more where its forward is computed again.
     """
 
     tokens: int
     layers: tuple[tuple[int, int, int], ...]
     flops: float
     recipe: Recipe
+    matmuls: int = 3
 
     def seconds(self, rate: float, fp8: bool) -> float:
         """Predicted time of the matmuls and casts."""
-        linear = sum(6 * self.tokens * n * k * count for n, k, count in self.layers)
+        linear = sum(2 * self.matmuls * self.tokens * n * k * count for n, k, count in self.layers)
         if not fp8:
             return self.flops / rate
         fast = (
-            6 * self.tokens * n * k * count / speedup(self.recipe, self.tokens, n, k) for n, k, count in self.layers
+            2 * self.matmuls * self.tokens * n * k * count / speedup(self.recipe, self.tokens, n, k)
+            for n, k, count in self.layers
         )
         return (self.flops - linear + sum(fast)) / rate
 

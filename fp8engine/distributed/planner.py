@@ -13,33 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8engine import _torch
-from fp8engine.convert.swap import convert
 from fp8engine.convert.swap import plan as decisions_of
 from fp8engine.distributed.blocks import repeated_blocks
-from fp8engine.distributed.clusters import CLUSTERS, Work, predict
-from fp8engine.distributed.fsdp import fsdp
-from fp8engine.distributed.traffic import Traffic
+from fp8engine.distributed.clusters import CLUSTERS, MEMORY, Work, predict
+from fp8engine.distributed.decoders import decoder_plan
+from fp8engine.distributed.step import ACTIVATIONS, Step, Way, mesh_of, run_step
 from fp8engine.errors import ConversionError, ParallelError
 from fp8engine.numerics.recipe import Recipe, resolve
 
 HIGH, GATHERED = "16 bits", "FP8 gather"
 WAYS = {HIGH: (False, HIGH), "FP8, 16-bit gather": (True, HIGH), GATHERED: (True, GATHERED)}  # FP8 matmuls; traffic
-ACTIVATIONS = "saved activations"
-MOMENTS = 2  # of AdamW, in the parameters' dtype
+AGAIN = "a block computed again"
+PLAIN, CHECKPOINTED = "without checkpointing", "with checkpointing"
 RUN = (2, 3)  # blocks that are run
-IN_FLIGHT = 2  # blocks whose weights are whole at once: the one that computes and the next
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,7 @@ class Plan:
     """A planned step: `to_dict()` has the numbers.
 
     traffic, memory: by HIGH and GATHERED, then by kind, bytes of one rank.  predicted: by cluster, then by WAYS.
+    held: bytes of one rank with FP8 gather, by PLAIN and CHECKPOINTED.  fits: by card, whether they fit its memory.
     """
 
     facts: dict[str, Any]
@@ -54,9 +51,40 @@ class Plan:
     memory: dict[str, dict[str, int]]
     predicted: dict[str, dict[str, dict[str, float]]]
 
+    @property
+    def held(self) -> dict[str, int]:
+        """What a rank holds, without and with activation checkpointing."""
+        return self.facts["held"]
+
+    @property
+    def fits(self) -> dict[str, dict[str, bool]]:
+        """Whether that fits each card."""
+        return {card: {how: size <= whole for how, size in self.held.items()} for card, whole in MEMORY.items()}
+
+    def verdict(self) -> list[str]:
+        """What a rank holds, and which cards that fits, in a line; with checkpointing in a second, where one does not.
+
+        "a rank holds 302 GB: does not fit an H100's 80 GB, an H200's 141 GB", "with checkpointing 21 GB: fits ..."
+        """
+        here = CHECKPOINTED if self.facts["checkpointing"] else PLAIN
+        lines = [f"a rank holds {_cards(self.held[here])}"]
+        if here == PLAIN and not all(fit[PLAIN] for fit in self.fits.values()):
+            lines.append(f"{CHECKPOINTED} {_cards(self.held[CHECKPOINTED])}")
+        return lines
+
     def to_dict(self) -> dict:
         """Plain numbers, for JSON."""
-        return {**self.facts, "traffic": self.traffic, "memory": self.memory, "predicted": self.predicted}
+        found = {**self.facts, "traffic": self.traffic, "memory": self.memory, "predicted": self.predicted}
+        return {**found, "fits": self.fits}
+
+
+def _cards(size: int) -> str:
+    """Bytes in GB, and the cards that they fit."""
+    told = f"{size / 1e9:.0f} GB" if size >= 10e9 else f"{size / 1e9:.2g} GB"
+    for says, wanted in (("fits", True), ("does not fit", False)):
+        named = [f"an {card}'s {whole / 1e9:.0f} GB" for card, whole in MEMORY.items() if (size <= whole) is wanted]
+        told += f"{':' if told.endswith('GB') and ':' not in told else ';'} {says} {', '.join(named)}" * bool(named)
+    return told
 
 
 def plan(
@@ -67,172 +95,78 @@ def plan(
     *,
     tp: int = 1,
     sequence: int | None = None,
+    checkpointing: bool = False,
 ) -> Plan:
     """Plan a training step of `model` on `ranks` cards, each with `tokens` tokens, with and without FP8 gather.
 
     model: takes token ids [batch, sequence], and is not changed; on the meta device it needs no memory.
-    sequence: tokens of one sequence; None: all of a card's.  tp: cards that share each layer: what they do is computed
-    by formula (`_tensor_parallel`), on top of FSDP over ranks / tp.
-    BF16 computation, FP32 weights, gradients summed in FP32, AdamW, no activation checkpointing.
+    sequence: tokens of one sequence; None: all of a card's.  tp: cards that share each layer, and what they send is run
+    too where `decoder_plan` knows the model, else computed by formula, on top of FSDP over ranks / tp.
+    checkpointing: each block is computed again in backward; what a rank then holds is told without it too.
+    "auto" is planned with the formats that it begins with, in a step that it does not sample.
+    BF16 computation, FP32 weights, gradients summed in FP32, AdamW.
     Raises ParallelError where a process group is there already, or numbers do not divide; ConversionError for a model
     that is not run by token ids, or with nothing to convert.
     """
     recipe, sequence = resolve(recipe), sequence or tokens
     _check(model, ranks, tokens, tp, sequence)
-    shards = ranks // tp
+    formula = _why_by_formula(model) if tp > 1 else ""
+    run = 1 if formula else tp  # cards that share each layer in what is run
     stack, blocks = _stack(model), len(repeated_blocks(model))
-    ids = (tokens // sequence, sequence)
-    found = {}
-    with _ranks(shards) as mesh:
-        for name, used in ((HIGH, None), (GATHERED, recipe)):
-            steps = [_step(_cut(model, stack, count), used, mesh, ids) for count in (RUN if stack else (blocks,))]
-            found[name] = steps[0].grown(steps[-1], blocks - RUN[0])
-    work = _work(model, recipe, tokens, found[HIGH].flops)
-    traffic = {name: _sent(step, shards, tp) for name, step in found.items()}
-    if tp > 1:
+    found: dict[Way, Step] = {}
+    with _ranks(ranks // tp, run) as mesh:
+        for way in (Way(used, again) for used in (None, recipe) for again in (False, True)):
+            cuts = (_cut(model, stack, count) for count in (RUN if stack else (blocks,)))
+            steps = [run_step(cut, way, mesh, (tokens * run // sequence, sequence)) for cut in cuts]
+            found[way] = steps[0].grown(steps[-1], blocks - RUN[0])
+    ways = {name: Way(used, checkpointing) for name, used in ((HIGH, None), (GATHERED, recipe))}
+    traffic = {name: _sent(found[way], ranks // tp, tp, bool(formula)) for name, way in ways.items()}
+    if formula:
         for name, extra in _tensor_parallel(model, tokens, tp).items():
             traffic[name] |= extra
-    memory = {
-        name: {kind: size if kind == ACTIVATIONS else size // tp for kind, size in step.memory.items()}
-        for name, step in found.items()
-    }
-    share = _share(work, tp)
+    share = tp // run  # of what is not run, all but the activations is divided by formula
+    memory = {name: _held(found, way, share, blocks) for name, way in ways.items()}
+    both = {PLAIN: Way(recipe), CHECKPOINTED: Way(recipe, checkpointing=True)}
+    held = {name: sum(_held(found, way, share, blocks).values()) for name, way in both.items()}
+    work = _work(model, recipe, (tokens, tp), found[ways[HIGH]].flops, 4 if checkpointing else 3)
     sent = {name: [(x["bytes"], x["ranks"], x["apart"]) for x in kinds.values()] for name, kinds in traffic.items()}
     predicted = {
-        cluster.name: {way: predict(cluster, share, fp8, sent[name]) for way, (fp8, name) in WAYS.items()}
+        cluster.name: {way: predict(cluster, work, fp8, sent[name]) for way, (fp8, name) in WAYS.items()}
         for cluster in CLUSTERS
     }
     facts = {
         "ranks": ranks,
         "tp": tp,
+        "tensor_parallel": formula or ("run" if tp > 1 else ""),
         "tokens": tokens,
         "sequence": sequence,
         "recipe": recipe.name,
+        "checkpointing": checkpointing,
         "parameters": sum(p.numel() for p in model.parameters()),
         "blocks": blocks,
         "blocks_run": list(RUN) if stack else [blocks],
+        "held": held,
     }
     return Plan(facts, traffic, memory, predicted)
 
 
-@dataclass
-class Step:
-    """What one rank did in a step: bytes given to collectives and their number, memory by kind, FLOPs."""
-
-    inputs: Counter = field(default_factory=Counter)
-    calls: Counter = field(default_factory=Counter)
-    memory: Counter = field(default_factory=Counter)
-    flops: int = 0
-
-    def grown(self, other: Step, times: int) -> Step:
-        """self + times · (other - self): `other` is the step of a model with one more block."""
-
-        def line(one: Counter, more: Counter) -> Counter:
-            return Counter({key: one[key] + times * (more[key] - one[key]) for key in one | more})
-
-        memory = line(self.memory, other.memory)
-        memory["gathered weights"] = other.memory["gathered weights"]  # blocks in flight, however many there are
-        memory["gradients to reduce"] = other.memory["gradients to reduce"]
-        flops = self.flops + times * (other.flops - self.flops)
-        return Step(line(self.inputs, other.inputs), line(self.calls, other.calls), memory, flops)
-
-
-def _step(model: nn.Module, recipe: Recipe | None, mesh: dist.DeviceMesh, ids: tuple[int, int]) -> Step:
-    """One training step of a model on the meta device, run on memory that is not there.  recipe None: 16 bits."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = repeated_blocks(model)
-    if recipe is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a CPU emulates FP8: nothing is computed
-            convert(model, recipe)
-    with _torch.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.to(torch.float32).to_empty(device="cpu")
-        if recipe is not None:
-            fsdp(model, mesh=mesh, blocks=blocks, mp_policy=policy)
-        else:
-            for block in blocks:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-        saved = Saved()
-        with Traffic() as traffic, FlopCounterMode(display=False) as counter:
-            with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
-                loss = _result(model, torch.zeros(ids, dtype=torch.long)).float().square().mean()
-            activations = saved.bytes(less=model.parameters())
-            loss.backward()
-        shards = sum(_torch.local_tensor(p).nbytes for p in model.parameters())
-        gradients = sum(_torch.local_tensor(p.grad).nbytes for p in model.parameters() if p.grad is not None)
-    gathered = Counter(size for (kind, _), sizes in traffic.inputs.items() if kind == "all-gather" for size in sizes)
-    once = sum(size for size, calls in gathered.items() if calls == 1)  # the root's, kept from forward to backward
-    block = max((size for size, calls in gathered.items() if calls > 1), default=0)
-    reduced = (size for (kind, _), sizes in traffic.inputs.items() if kind == "reduce-scatter" for size in sizes)
-    memory = {
-        "parameters": shards,
-        "gradients": gradients,
-        "optimizer": MOMENTS * shards,
-        "gathered weights": mesh.size() * (once + IN_FLIGHT * block),
-        "gradients to reduce": max(reduced, default=0),
-        ACTIVATIONS: activations,
-    }
-    inputs = Counter({key: sum(sizes) for key, sizes in traffic.inputs.items()})
-    return Step(inputs, Counter(traffic.calls), Counter(memory), counter.get_total_flops())
-
-
-class Saved:
-    """Storages of the tensors that autograd has saved for backward, each once."""
-
-    def __init__(self):
-        self.storages: dict[StorageWeakRef, torch.UntypedStorage] = {}
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Note what x is made of; a hook of torch.autograd.graph.saved_tensors_hooks."""
-        for part in _parts(x):
-            storage = part.untyped_storage()
-            self.storages[StorageWeakRef(storage)] = storage
-        return x
-
-    def bytes(self, less: Iterable[torch.Tensor]) -> int:
-        """What they hold now, without these tensors; a weight that was freed after forward holds nothing."""
-        apart = {StorageWeakRef(part.untyped_storage()) for x in less for part in _parts(x)}
-        return sum(storage.nbytes() for ref, storage in self.storages.items() if ref not in apart)
-
-
-def _parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor subclass is made of, or the tensor itself."""
-    flatten = getattr(x, "__tensor_flatten__", None)
-    if flatten is None:
-        yield x
-        return
-    inside = (getattr(x, name) for name in flatten()[0])
-    for part in inside:
-        if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
-            yield from _parts(part)
-
-
-def _result(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The floating-point tensor that a model makes of token ids."""
-    options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+def _why_by_formula(model: nn.Module) -> str:
+    """Why tensor parallelism is not run; "" where it is."""
     try:
-        found = model(ids, **options)
-    except Exception as error:
-        raise ConversionError(
-            f"plan runs a model with token ids of shape {list(ids.shape)}; {_class_of(model)} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if hasattr(found, "to_tuple"):  # of transformers
-        found = found.to_tuple()
-    tensors = [x for x in _torch.tree_leaves(found) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    if not tensors:
-        raise ConversionError(f"plan: {_class_of(model)} returns no floating-point tensor for token ids")
-    return tensors[0]
+        decoder_plan(model)
+    except ParallelError as error:
+        return f"by formula: {error}"
+    return ""
 
 
-def _class_of(model: nn.Module) -> str:
-    """The name of the model's class before fully_shard."""
-    return type(model).__name__.removeprefix("FSDP")
+def _held(found: dict[Way, Step], way: Way, share: int, blocks: int) -> dict[str, int]:
+    """What a rank holds, by kind.  With checkpointing a block's activations are there again while it is computed."""
+    step = found[way]
+    held = {kind: size if kind == ACTIVATIONS else size // share for kind, size in step.memory.items()}
+    if way.checkpointing:
+        whole = found[replace(way, checkpointing=False)].memory[ACTIVATIONS]
+        held[AGAIN] = (whole - held[ACTIVATIONS]) // max(blocks, 1)  # of the mean block
+    return held
 
 
 def _check(model: nn.Module, ranks: int, tokens: int, tp: int, sequence: int) -> None:
@@ -247,11 +181,11 @@ def _check(model: nn.Module, ranks: int, tokens: int, tp: int, sequence: int) ->
 
 
 @contextlib.contextmanager
-def _ranks(ranks: int) -> Iterator[dist.DeviceMesh]:
-    """A mesh of ranks that are not there."""
-    _torch.begin_fake_ranks(ranks)
+def _ranks(shards: int, tp: int) -> Iterator[dist.DeviceMesh]:
+    """A mesh of ranks that are not there, as `run_step` takes it."""
+    _torch.begin_fake_ranks(shards * tp)
     try:
-        yield dist.init_device_mesh("cpu", (ranks,))
+        yield mesh_of(shards, tp)
     finally:
         dist.destroy_process_group()
 
@@ -276,34 +210,40 @@ def _signature(block: nn.Module) -> tuple:
 
 
 def _cut(model: nn.Module, stack: str | None, count: int) -> nn.Module:
-    """A copy of the model on the meta device, its stack cut to `count` blocks."""
-    made = copy.deepcopy(model).to("meta")
+    """A copy of the model on the meta device, its stack cut to `count` blocks; tied weights stay tied."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
+    memo |= {id(x): _on_meta(x) for x in model.buffers()}
     if stack is not None:
-        del cast(nn.ModuleList, made.get_submodule(stack))[count:]
-    return made
+        whole = model.get_submodule(stack)
+        memo[id(whole)] = copy.deepcopy(cast(nn.ModuleList, whole)[:count], memo)
+    return copy.deepcopy(model, memo)
 
 
-def _work(model: nn.Module, recipe: Recipe, tokens: int, flops: float) -> Work:
-    """FLOPs of a rank's step, and the layers that FP8 makes faster; experts are counted at 16 bits."""
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _work(model: nn.Module, recipe: Recipe, tokens: tuple[int, int], flops: float, matmuls: int) -> Work:
+    """FLOPs of a card's step, and the layers that FP8 makes faster; experts are counted at 16 bits.
+
+    tokens: (of a card, cards that share each layer); the tokens of all of them pass a card's share of a layer.
+    """
+    count, tp = tokens
     decisions = decisions_of(model, recipe)
     shapes = Counter(tuple(d.shape) for d in decisions if d.recipe and d.recipe.is_fp8 and len(d.shape) == 2)
-    return Work(tokens, tuple((n, k, count) for (n, k), count in shapes.items()), flops, recipe)
+    layers = tuple((max(n // tp, 1), k, times) for (n, k), times in shapes.items())
+    return Work(count * tp, layers, flops, recipe, matmuls)
 
 
-def _share(work: Work, tp: int) -> Work:
-    """A card's work where tp cards share each layer, and the tokens of all of them pass it."""
-    layers = tuple((max(n // tp, 1), k, count) for n, k, count in work.layers)
-    return replace(work, tokens=work.tokens * tp, layers=layers)
-
-
-def _sent(step: Step, shards: int, tp: int) -> dict[str, dict[str, int]]:
-    """Bytes that a rank sends, by "kind dtype": traffic.py's formulas.  1 / tp of each weight is on a card."""
+def _sent(step: Step, shards: int, tp: int, formula: bool) -> dict[str, dict[str, int]]:
+    """Bytes that a rank sends, by "kind dtype": traffic.py's formulas.  By formula a card has 1 / tp of each weight."""
     found = {}
     for (kind, dtype), given in sorted(step.inputs.items()):
-        given //= tp
-        share = {"all-gather": (shards - 1) * given, "all-reduce": 2 * (shards - 1) * given // shards}
-        size = share.get(kind, (shards - 1) * given // shards)
-        found[f"{kind} {dtype}"] = {"bytes": size, "calls": step.calls[kind, dtype], "ranks": shards, "apart": tp}
+        ranks, apart = {"tp": (tp, 1), "all": (shards * tp, 1)}.get(kind.split()[0], (shards, tp))
+        given = given // tp if formula else given
+        share = {"all-gather": (ranks - 1) * given, "all-reduce": 2 * (ranks - 1) * given // ranks}
+        size = share.get(kind.split()[-1], (ranks - 1) * given // ranks)
+        found[f"{kind} {dtype}"] = {"bytes": size, "calls": step.calls[kind, dtype], "ranks": ranks, "apart": apart}
     return found
 
 

@@ -11,6 +11,7 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communicatio
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 import torch
 
@@ -31,6 +32,7 @@ class Traffic(_torch.TorchDispatchMode):
 
     bytes, calls: by kind of collective and dtype, as ("all-gather", "uint8").  Reading them waits for nothing.
     inputs: bytes that each call was given, in order, by the same.
+    groups: {name of a process group: word}, for groups to be counted apart: as ("tp all-gather", "uint8").
     As under any mode, torch.compile leaves a module in eager code that is called inside the block, from then on.
 
     >>> with Traffic() as traffic:
@@ -39,8 +41,9 @@ class Traffic(_torch.TorchDispatchMode):
     (0, {})
     """
 
-    def __init__(self):
+    def __init__(self, groups: Mapping[str, str] | None = None):
         super().__init__()
+        self.groups = groups or {}
         self.bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.inputs: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -67,9 +70,9 @@ class Traffic(_torch.TorchDispatchMode):
     def _count(self, kind: str, func, args, kwargs, result) -> None:
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         inputs = _first(given, "input_tensors", "input_tensor", "inputs", "input", "tensors")
-        key = kind, word(inputs[0].dtype)
         size = sum(x.numel() * x.itemsize for x in inputs)
-        ranks, rank = _torch.group_of_collective(given)
+        group = _torch.group_of_collective(given)
+        ranks, rank = group.size(), group.rank()
         if kind == "all-gather":
             sent = (ranks - 1) * size
         elif kind == "all-reduce":
@@ -78,6 +81,8 @@ class Traffic(_torch.TorchDispatchMode):
             sent = size - _own_share(inputs, given.get("input_split_sizes"), ranks, rank)
         else:
             sent = (ranks - 1) * size // ranks
+        named = self.groups.get(group.group_name)
+        key = f"{named} {kind}" if named else kind, word(inputs[0].dtype)
         self.bytes[key] += sent
         self.calls[key] += 1
         self.inputs[key].append(size)

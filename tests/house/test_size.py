@@ -15,6 +15,7 @@ FOLDERS = ("fp8engine", "kernels", "tests", "benchmarks", "examples")
 FUSED = "nn.Linear's own, and what its norm, its activation and its memory are"
 MORE_PARAMETERS = {
     "fp8engine/convert/swap.py::convert": "the public call: a model, a recipe, and one keyword for each decision",
+    "fp8engine/distributed/planner.py::plan": "the public call: a model, ranks, tokens, a recipe, and an option each",
     "fp8engine/nn/layernorm_linear.py::LayerNormLinear.__init__": FUSED,
     "fp8engine/nn/layernorm_mlp.py::LayerNormMLP.__init__": FUSED,
     "fp8engine/nn/transformer.py::TransformerLayer.__init__": FUSED,
