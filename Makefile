@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan serve-check test-oldest check static types codegen emulated gpu gpu-pack bench distributed mutants \
+.PHONY: help demo test titan serve-check test-oldest check static types codegen resolve emulated gpu gpu-pack bench distributed mutants \
 	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
@@ -53,6 +53,9 @@ types: $(VENV)/dev.stamp  ## pyright
 
 codegen: $(VENV)/dev.stamp  ## compile every kernel for its cards, no GPU needed; CHANGED=1: only what changed; UPDATE=1: new baseline
 	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
+
+resolve: $(VENV)/dev.stamp  ## can every extra be installed, on every Python and system?  By the metadata of the package index alone
+	$(PY) benchmarks/resolve.py
 
 emulated: $(VENV)/dev.stamp  ## kernels executed from their PTX on a card made of NumPy: every case under ten seeds
 	$(PYTEST) tests/emulated --whole -n $(JOBS)

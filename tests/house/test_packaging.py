@@ -4,6 +4,7 @@ Importing is watched in a fresh interpreter, in a bare copy of the tree: the lib
 """
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -89,6 +90,36 @@ def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile):
     assert triton.startswith("triton<3.10,>=3.6;")
     assert "linux" in triton
     assert "License-Expression: Apache-2.0" in metadata
+
+
+@pytest.mark.slow
+def test_the_description_reads_outside_of_the_repository(wheel: zipfile.ZipFile, tree: Path):
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata, _, description = wheel.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "fe.convert" in description
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", description, flags=re.DOTALL))
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+def test_links_and_pictures_of_the_readme_are_made_absolute():
+    text = "![a loss](docs/a.png) [words `x`](docs/b.md#part) [up](#top) [other](https://x.org)\n```\n[i](j)\n```\n"
+    outside = runpy.run_path(str(ROOT / "setup.py"))["outside"]
+    assert outside(text, "https://host/me/it") == (
+        "![a loss](https://host/me/it/raw/HEAD/docs/a.png) [words `x`](https://host/me/it/blob/HEAD/docs/b.md#part) "
+        "[up](#top) [other](https://x.org)\n```\n[i](j)\n```\n"
+    )
+    assert outside(text, None) == " words `x` [up](#top) [other](https://x.org)\n```\n[i](j)\n```\n"
+
+
+def test_no_sdist_is_built(tree: Path, tmp_path: Path):
+    """It would hold neither tests, docs and constraints nor a link from fp8engine/kernels to kernels/."""
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "fp8engine builds no sdist" in done.stderr
+    assert "pip wheel ." in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_constraints_pin_everything_the_project_names():

@@ -1,0 +1,50 @@
+"""`make resolve`: what is asked of uv, and that a refusal fails.  A script plays uv: tests have no network."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks import resolve
+
+
+@pytest.fixture
+def uv(tmp_path: Path) -> Path:
+    """A uv that writes down how it was called, and finds nothing for a Mac."""
+    script = tmp_path / "uv"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nenv >> {tmp_path}/environment\n'
+        'case "$*" in *apple*) echo "no solution" >&2; exit 1;; esac\n'
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_every_extra_is_resolved_on_every_python_and_system():
+    extras = tomllib.loads((resolve.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = {extra for install in resolve.installs() for extra in install.extras}
+    assert asked | set(resolve.ELSEWHERE) == set(extras)
+    development = {(each.python, each.system) for each in resolve.installs() if "dev" in each.extras}
+    assert len(development) == 12
+    assert resolve.Install(("titan",), "constraints.txt", "3.11", resolve.LINUX[0]) in resolve.installs()
+
+
+def test_what_lies_on_this_machine_is_not_asked(uv: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", "/opt/wheels")
+    monkeypatch.setenv("UV_FIND_LINKS", "/opt/wheels")
+    assert resolve.refusal(str(uv), resolve.installs()[0]) == ""
+    call, environment = uv.with_name("calls").read_text(), uv.with_name("environment").read_text()
+    assert call.startswith("pip compile --no-config ")
+    assert "--constraints constraints.txt" in call
+    assert "--find-links" not in call
+    assert "FIND_LINKS" not in environment
+    assert "MACOSX_DEPLOYMENT_TARGET=14.0" in environment
+
+
+def test_an_install_that_cannot_be_resolved_fails(uv: Path, capsys: pytest.CaptureFixture[str]):
+    assert resolve.main(["--uv", str(uv)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    refused = [line for line in lines if line.startswith("FAILED")]
+    assert [line.split()[-1] for line in refused] == [resolve.MAC] * 3  # three Pythons
+    assert lines.count("no solution") == 3
+    assert lines[-1] == f"{len(resolve.installs()) - 3} of {len(resolve.installs())} installs resolve"
