@@ -46,7 +46,7 @@ def real_step(rank: int, ranks: int, recipes: list[str | None], ids: tuple[int, 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     import fp8engine as fe
-    from fp8engine.distributed.planner import Saved
+    from fp8engine.distributed.step import Saved
     from fp8engine.distributed.traffic import Traffic
 
     warnings.simplefilter("ignore")
