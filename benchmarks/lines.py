@@ -24,22 +24,22 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_929,
-    "auto": 2_542,
-    "autograd": 2_049,
-    "bench": 1_653,
+    "amp": 2_935,
+    "auto": 2_612,
+    "autograd": 2_056,
+    "bench": 1_657,
     "cli": 1_032,
     "convert": 1_038,
     "demo": 1_060,
-    "distributed": 2_204,
+    "distributed": 2_206,
     "export": 1_319,
     "integrations": 198,
-    "kernels": 3_595,
+    "kernels": 3_591,
     "nn": 1_823,
     "numerics": 522,
     "ops": 3_145,
-    "report": 2_146,
-    "scaling": 1_092,
+    "report": 2_148,
+    "scaling": 1_117,
     "top level": 347,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import processors, triton_dtype
-from fp8engine.kernels.rounding import is_finite, largest, not_finite, saturating_cast
+from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 from fp8engine.kernels.scaling import (
     PAIR,
     UNDERFLOWED,
@@ -106,13 +106,11 @@ def put(
         size_MN = tl.where(finite, tl.abs(y_MN), 0.0)
         s_MN = s
         t_MN = s
-        if NOTE and HOW != "lines" and not SECOND:
+        if NOTE and HOW == "tensor" and not SECOND and not DELAYED:
             nonfinite += total((inside & (finite == 0)).to(tl.int32))
         if HOW == "tensor":
             if not SECOND:
                 amax = tl.maximum(amax, peak(size_MN))
-                if NOTE and DELAYED:
-                    saturated += total((size_MN * s > largest(OUT) * SATURATES).to(tl.int32))
         elif HOW == "group":
             top = tl.max(tl.reshape(size_MN, (SIZE_M, SIZE_N // GROUP, GROUP)), 2)
             factor = scale_factor(top, OUT, POWER_OF_2)
@@ -143,12 +141,15 @@ def put(
             codes = saturating_cast(y_MN * s_MN, y_MN, OUT)
             tl.store(q + at, codes, mask=inside)
             if NOTE:  # after the store: before it, up to 40 registers more
-                zero = (codes.to(tl.uint8, bitcast=True) & 0x7F) == 0
-                lost = (inside & (y_MN != 0) & zero).to(tl.int32)
-                # One reduction for both counts: with two, one program fits instead of two.  Of codes, not of y: ptxas
-                # 12.8 and 12.9 crash where this is told by y's bits in a loop of Triton 3.7's.
-                if HOW == "lines":
-                    both = total(lost + tl.where(inside & not_finite(codes, OUT), PAIR, 0))
+                if HOW == "tensor" and not SECOND:
+                    saturated += total((size_MN * s > largest(OUT) * SATURATES).to(tl.int32))
+                # By what was stored: what tells it of y is held in registers until then.  In FP16: by the bytes of the
+                # codes ptxas 12.8 crashes (cvt to e4m3x2, comparisons, redux.sync).
+                value_MN = codes.to(tl.float16)
+                lost = (inside & (y_MN != 0) & (value_MN == 0)).to(tl.int32)
+                # One reduction for both counts: with two, one program fits instead of two.
+                if HOW != "tensor" or not SECOND:
+                    both = total(lost + tl.where(inside & (is_finite(value_MN) == 0), PAIR, 0))
                     flushed += both % PAIR
                     nonfinite += both // PAIR
                 else:

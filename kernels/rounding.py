@@ -17,7 +17,6 @@ from triton.language.target_info import cuda_capability_geq
 
 E4M3_MAX = tl.constexpr(448.0)
 E5M2_MAX = tl.constexpr(57344.0)
-E4M3_NAN = tl.constexpr(0x7F)
 E5M2_INF = tl.constexpr(0x7C)
 E5M2_NAN = tl.constexpr(0x7F)
 SIGN = tl.constexpr(0x80)
@@ -29,12 +28,6 @@ SIGN_BIT = tl.constexpr(-0x80000000)
 def is_finite(x):
     """False for NaN, which compares with nothing, as for Inf."""
     return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def not_finite(codes, DTYPE: tl.constexpr):
-    """Which FP8 codes are NaN or Inf: those that `saturating_cast` makes of what is not finite, and of nothing else."""
-    return (codes.to(tl.uint8, bitcast=True) & 0x7F) >= (E4M3_NAN if DTYPE == tl.float8e4nv else E5M2_INF)
 
 
 @triton.jit

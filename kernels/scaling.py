@@ -80,7 +80,8 @@ def scale_and_round(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
     if COUNT:
         TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
         lost = (x != 0) & (tl.abs(y) <= TIE)
-        both = total(lost.to(tl.int32) + tl.where(is_finite(x), 0, PAIR))  # one reduction over the program, not two
+        # One reduction over the program, not two.  By q: what tells it of x is held in registers until then.
+        both = total(lost.to(tl.int32) + tl.where(is_finite(q.to(tl.float16)) == 0, PAIR, 0))
         flushed = both % PAIR
         nonfinite = both // PAIR
     return q, flushed, nonfinite

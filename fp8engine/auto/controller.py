@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from fp8engine.auto import budget, saving
+from fp8engine.auto.between import Between
 from fp8engine.auto.failures import Failures, described, some
 from fp8engine.auto.history import History
 from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
@@ -75,7 +76,7 @@ class Controller:
         self.loss: float | None = None
         self.log: list[Change] = []
         self.history = History()
-        self.failures = Failures()
+        self.failures, self.between = Failures(), Between()
         self.moves = Moves()
         self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
@@ -147,8 +148,9 @@ class Controller:
         elif self.state.samples is not None and not backward and self._may_wait():
             self.steps_without_backward += 1
         else:
-            self._collect(backward=True)
+            self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
             self._begin_sampling(self._moved())
+        self.between.note(self.state, self.undecided)
         # Of a model that has not trained, the next forward without gradients ends the sample.
         self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
 
@@ -263,8 +265,16 @@ class Controller:
             found, self.watched = {self.layers[i].layer for group in groups for i in group}, None
         return found
 
-    def _collect(self, backward: bool, wait: bool = False) -> None:
-        """Start the copy of the last step's statistics; decide on a copy that is complete."""
+    @property
+    def undecided(self) -> bool:
+        """Whether a decision may be adopted at one of the next forwards."""
+        return self.pending is not None or self.state.samples is not None
+
+    def _collect(self, backward: bool, wait: bool = False, may: bool = True) -> None:
+        """Start the copy of the last step's statistics; decide on a copy that is complete.
+
+        may: whether a decision may be adopted now (between.py).
+        """
         state = self.state
         new = None
         if state.samples is not None:
@@ -274,7 +284,6 @@ class Controller:
                 self.failures.tell(f"step {self.step - 1}: {some(names)} could not be sampled", why)
             self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
             state.samples = None
-        may = wait or not self.state.must_wait
         if self.pending is not None and may and (wait or self.pending.arrived(self.pending is new)):
             sample, self.pending = self.pending, None
             if wait:

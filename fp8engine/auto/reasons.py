@@ -50,8 +50,12 @@ def slower_in_fp8(controller: Controller, choice: Choice, counts: torch.Tensor) 
 
 
 def saturated(controller: Controller, choice: Choice, counts: torch.Tensor) -> float:
-    """Share of a group's elements that saturated under predicted scales since the last sample."""
-    columns = [len(ROLES) * controller.layers[i].layer + j for i in choice.layers for j in range(len(ROLES))]
+    """Share of a group's elements that saturated under predicted scales since the last sample.
+
+    Of inputs and gradients: how often a weight was cast depends on the copies that are kept of it.
+    """
+    places = [j for j, role in enumerate(ROLES) if role != "weight"]
+    columns = [len(ROLES) * controller.layers[i].layer + j for i in choice.layers for j in places]
     since = counts[:, columns].sum(1)
     if controller.counts is not None:
         since = since - controller.counts[:, columns].sum(1)

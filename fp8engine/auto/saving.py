@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -36,22 +36,36 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "calibrated": controller.calibrated,
         "loss": controller.loss,
         "pending": None if pending is None else pending.step,
+        "begun": state.begun,
+        "decides_next": state.decides_next,
+        "between": controller.between.kept(state),
         "choices": choices_to_list(controller.choices),
         "log": [change.to_dict() for change in controller.log],
         "trends": controller.history.trends_to_dict(),
         "outputs": controller.outputs.state_dict(),
+        "taken": {
+            "last": controller.outputs.taken,
+            "known": sorted(controller.outputs.known),
+            "ready": [numerics.ready for numerics in controller.layers],
+        },
         "remembered": [[i, seen.count] for i, seen in controller.reads.items()],
         "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
     undecided: list[torch.Tensor | None] = [None] * len(PENDING) if pending is None else [*pending.copy.wait()]
-    if pending is None and state.samples is not None:
-        undecided[:3] = state.samples.finish(controller.sizes(), state.backward_seen)
+    samples, parts = state.samples, None
+    if pending is None and samples is not None:
+        if samples.tables is None and not state.backward_seen:  # its backward, or another forward, is still to come
+            decided["sampled"], parts = list(samples.layouts), samples.flat
+            undecided[:3] = samples.slots_SL, None, samples.loss_1
+        else:
+            undecided[:3] = samples.finish(controller.sizes(), state.backward_seen)
     remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]
     moves = controller.moves.kept()
     tables = {
         "counts": controller.counts,
         "remembered": torch.stack(remembered) if remembered else None,
         "moves": None if moves is None else torch.from_numpy(moves),
+        "parts": parts,
         "watched": None if controller.watched is None else controller.watched.copy.wait()[0],
         **dict(zip(PENDING, undecided, strict=True)),
     }
@@ -72,7 +86,10 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
         counts, remembered, ranges = (
             table if len(table := found[key]) else None for key in ("counts", "remembered", "moves")
         )
-        reads, moves, pending, sampled, watched = {}, Moves(), None, None, None
+        reads, moves, pending, sampled, parts, watched = {}, Moves(), None, None, None, None
+        begun, decides_next = bool(decided.get("begun", step >= 0)), bool(decided.get("decides_next"))
+        same, waited = map(int, decided.get("between", (0, 0)))
+        taken = decided.get("taken", {})
         loss, calibrated = decided["loss"], bool(decided["calibrated"])
         for (i, count), table in zip(decided["remembered"], () if remembered is None else remembered, strict=True):
             reads[int(i)] = Reads(table.numpy().copy(), int(count))
@@ -85,6 +102,8 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             watched = PendingSample(step, HostCopy([looked]))
         if decided["pending"] is not None:
             pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
+        elif "sampled" in decided:
+            parts = {int(layer) for layer in decided["sampled"]}, found["slots"], found["parts"], found["loss"]
         elif len(found["slots"]):
             sampled = Tables(*(found[key].to(controller.state.device, copy=True) for key in PENDING[:3]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,7 +121,19 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.outputs.load_state_dict(decided["outputs"])
     for change in log:
         controller.by_name[change.layer].adopt(change.recipe)
+    controller.outputs.taken, controller.outputs.known = dict(taken.get("last", {})), set(taken.get("known", ()))
+    for numerics, ready in zip(controller.layers, taken.get("ready", ()), strict=False):
+        numerics.ready = dict(ready)
+    controller.state.outputs.widen = not controller.frozen
+    controller.between.load(same, waited)
+    controller.state.begun, controller.state.decides_next = begun, decides_next
     controller.state.samples = None if sampled is None else StepSamples.finished(sampled)
+    if parts is not None:
+        layers, *tables = parts
+        controller.begin_sampling(numerics for numerics in controller.layers if numerics.layer in layers)
+        samples = cast(StepSamples, controller.state.samples)
+        for mine, saved in zip((samples.slots_SL, samples.flat, samples.loss_1), tables, strict=True):
+            mine.copy_(saved)
 
 
 def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:

@@ -145,7 +145,7 @@ class Call:
         second, sampled = plan.forward[1], numerics.state.samples is not None and self.samples
         if sampled and type(weight_NK) is not gathered.GatheredWeight:  # distributed/weight_samples.py
             self.observe("weight", weight_NK)
-        weights = numerics.weight.operands(weight_NK, self.record)
+        weights = numerics.kept_of_weight(weight_NK, self.record)
         slot, emulation = self._slot(WEIGHT, self.record, self.count), self._emulation(weight_NK)
         copies = weights if isinstance(weights, Copies) else None  # None: nothing outlives the call
         holds = self.needs_x and (self.compiling or (copies is not None and copies.held))

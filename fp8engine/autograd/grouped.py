@@ -149,7 +149,7 @@ class _Experts(Call):
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
         numerics, second = self.numerics, self.plan.forward[1]
         self.observe("weight", weight_ENK.flatten(0, 1))
-        weights = numerics.weight.operands(weight_ENK, self.record)
+        weights = numerics.kept_of_weight(weight_ENK, self.record)
         slot, hold = numerics.slot("weight", self.record), self._holding(weight_ENK)
         copies = weights if isinstance(weights, Copies) else None
         holds = self.needs_x and copies is not None and copies.held

@@ -56,6 +56,7 @@ class CastPlan:
         # Of the forward matmul's scales; None in 16 bits.
         self.kind = kind_of(*(cast.how[None] for cast in self.forward)) if self.forward[0].fp8 else None
         self.precision = {matmul: "fast" if matmul in recipe.fast_accumulation else "promoted" for matmul in MATMULS}
+        self.predicts_weight = any(cast.cast.delayed for cast in (self.forward[1], self.dgrad[1]))
         self.fp8 = recipe.is_fp8
         self.exact = recipe.output.dtype == torch.float32
         self.stored = None if recipe.stored is None else recipe.stored.format.dtype
@@ -131,6 +132,12 @@ class Numerics:
         self.recipe = recipe
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
+
+    def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
+        """The FP8 copies of the weight that may be read, where the calls insert those that they make."""
+        if torch.compiler.is_compiling() or not self.plan.predicts_weight:
+            return self.weight.operands(weight, training)
+        return self.weight.operands(weight, training, self.state.predictions)
 
     def set_smooth(self, on: bool) -> None:
         """Share the outliers of the input's channels with the weight's columns from the next call on, or no more."""

@@ -7,6 +7,7 @@
     True    as long as the weight stands ("asked")
     False   not even until backward, which casts the weight again
 
+Under predicted scales a copy of a trained weight stands until they are predicted again, but for "asked".
 A copy is used again only while the parameter is the same tensor (`Mark`) at the same address and its version counter
 stands still, and on a CPU its fingerprint too (of its samples alone where a copy was asked for).  Writes through
 `.data` and by collectives do not move the counter.  Where nothing can be read without waiting for the device:
@@ -120,9 +121,11 @@ class KeptWeight:
         """Why they do."""
         return self.version.why
 
-    def operands(self, weight: torch.Tensor, training: bool) -> Kept:
+    def operands(self, weight: torch.Tensor, training: bool, predictions: int = 0) -> Kept:
         """The FP8 copies of the current version of the weight; callers insert into it, and hold what backward reads.
 
+        predictions: of the weight's scale so far.  A copy under an older one is not read again: what a layer computes
+        does not depend on which copies there are.  (A frozen weight has one amax, and so one scale.)
         Copies where something may outlive the call, else an empty dict: in a graph, for a weight without real data.
         """
         if not keepable(weight):
@@ -141,7 +144,9 @@ class KeptWeight:
             self.give_up()
             return Copies(held=False)  # held until backward, it would undo fully_shard's sharding
         mark = Mark.of(weight if weight._base is None else weight._base)  # a Conv1D's is a new view at every call
-        key = (weight.data_ptr(), weight.shape, weight._version, seen)
+        if self.cache is True or not weight.requires_grad:
+            predictions = 0
+        key = (weight.data_ptr(), weight.shape, weight._version, seen, predictions)
         version = self.version
         if version.mark is not mark or version.key != key:
             self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]

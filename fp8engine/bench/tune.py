@@ -2,7 +2,8 @@
 
 For each operation and shape class, one step after another, starting from the committed configuration:
 
-    1. tiles and warps    2. stages and parts    3. order of tiles, flattened loops    4. descriptors, Gluon
+    1. tiles and warps    2. stages and parts    3. order of tiles, flattened loops
+    4. cuts of K (split_k.py), in the classes that may have few tiles    5. descriptors, Gluon
 
 Within a step every candidate runs on every shape of the class, those that are predicted to be the fastest first
 (ops/predicted.py), BATCH at a time: its result is checked, then it is timed in turns with the others and with what
@@ -53,6 +54,8 @@ GLUON = (9, 0)  # the one that Gluon's matmuls are written for
 MOST_SUMS = 128
 BLOCK_K = {"matmul_fp8": (64, 128), "matmul_fp8_promoted": (64, 128), "matmul_block": (128,), "matmul_fp16": (64,)}
 OPERATIONS = tuple(BLOCK_K)
+CUTS = (1, 2, 4, 8, 16, 32)  # most parts of K
+FEW_TILES = ("small", "unaligned")  # classes of shapes that may leave multiprocessors idle
 # K less this: 4 bytes or 8 from a multiple of 16, so no descriptor can describe the rows.
 UNALIGNING = 4
 UNALIGNED_SHAPES = 3  # of a list: pointers are one kernel, and slower
@@ -187,10 +190,10 @@ def _try_batch(configs: list[Config], shapes: Sequence[Shape], run: Trial) -> li
     return list(state.values())
 
 
-def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], list[Config]]]:
-    """The grid around a configuration, in the order above.  tma: whether descriptors can be used.
+def steps(operation: str, name: str, tma: bool, gluon: bool) -> list[Callable[[Config], list[Config]]]:
+    """The grid around a configuration, in the order above.  name: the shape class.
 
-    gluon: whether there is a Gluon kernel of the operation.
+    tma: whether descriptors can be used.  gluon: whether there is a Gluon kernel of the operation.
     """
 
     def tiles(base: Config) -> list[Config]:
@@ -210,6 +213,9 @@ def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], lis
             base._replace(group_m=rows, flatten=flat) for rows, flat in itertools.product((4, 8, 16), (False, True))
         ]
 
+    def cuts(base: Config) -> list[Config]:
+        return [base._replace(split_k=parts, kernel="triton") for parts in CUTS]
+
     def means(base: Config) -> list[Config]:
         found = [base._replace(descriptors=way, kernel="triton") for way in (True, False)] if tma else []
         if tma and gluon:  # a kernel of its own, which need not like the same tile
@@ -218,7 +224,7 @@ def steps(operation: str, tma: bool, gluon: bool) -> list[Callable[[Config], lis
             found += [tile._replace(block_n=n, stages=s) for n in widths for s in dict.fromkeys((base.stages, 4, 5))]
         return found
 
-    return [tiles, pipeline, order, means]
+    return [tiles, pipeline, order, *([cuts] if name in FEW_TILES else []), means]
 
 
 def classes(shapes: Sequence[Shape]) -> dict[str, list[Shape]]:
@@ -279,7 +285,7 @@ def tune(
             for name, mine in classes(shapes).items():
                 start = tuning.Config(**content["operations"][operation][architecture][name])._replace(ratio=None)
                 tma = capability >= TMA and name != tuning.UNALIGNED
-                grid = steps(operation, tma, gluon and operation != "matmul_fp16")
+                grid = steps(operation, name, tma, gluon and operation != "matmul_fp16")
                 order = _order(operation, card, end)
                 run = lambda shape, configs, job=job: trial(job, shape, configs)  # noqa: E731
                 best, found = search(start, grid, mine, run, order)

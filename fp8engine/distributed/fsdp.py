@@ -32,6 +32,7 @@ from fp8engine.errors import ParallelError, ParallelWarning, StrictError
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.ops import ranks
 from fp8engine.ops.library import in_backward
+from fp8engine.scaling.sample import outside_of_autocast
 from fp8engine.scaling.table import ScalingState
 
 EXPERTS = "it holds the weights of several experts, which fe.distributed.ExpertParallel divides instead"
@@ -204,7 +205,8 @@ class Gather:
                 self.scales.join(self.rows())
             self.versions = versions if trains else []
             if trains or any(state.decides_next for state in self.states):
-                sample_weights(self.rows(), self.scales.group)
+                with outside_of_autocast(self.states[0].device):
+                    sample_weights(self.rows(), self.scales.group)
             self._tell(trains and not any(steps))
         if trains:
             self.trained = steps

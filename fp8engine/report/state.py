@@ -184,6 +184,8 @@ def _saved(layers: dict[str, Numerics]) -> dict:
     found: dict = {"version": version, "slots": slots}
     if any(numerics.state.recomputed for numerics in layers.values()):
         found["recomputed"] = True
+    if not any(numerics.state.backward_seen for numerics in layers.values()):
+        found["backward_seen"] = False  # so that recorded amaxes are of a forward alone
     if kept := [controller.state_dict() for controller in _controllers(layers)]:
         found["auto"] = kept
     return found
@@ -252,7 +254,8 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         state.live_2S[1].abs_()
         state.outputs.loaded(state.live_2S)
         state.saved_1.fill_(1)
-        state.backward_seen = bool((state.live_2S[0] >= 0).any())  # a step was recorded and waits to be entered
+        # Whether a step was recorded and waits to be entered.
+        state.backward_seen = bool((state.live_2S[0] >= 0).any()) and state_dict.get("backward_seen", True)
         state.recomputed = bool(state_dict.get("recomputed"))
 
 

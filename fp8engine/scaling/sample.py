@@ -67,7 +67,8 @@ class StepSamples:
         self.layers = layers
         self.tables: Tables | None = None
         lengths = [layout.length for roles in self.layouts.values() for layout in roles.values()]
-        flat = iter(torch.zeros(sum(lengths), dtype=torch.float32, device=device).split(lengths))
+        self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
+        flat = iter(self.flat.split(lengths))
         nothing = torch.empty(0, device=device)
         self.parts: list[torch.Tensor] = [nothing] * slots
         for i in self.layouts:

@@ -14,6 +14,7 @@ recomputed by activation checkpointing sees the scales of its first forward.  Wi
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,6 +80,7 @@ class ScalingState:
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
         self.begun = False  # a training step has begun
+        self.predictions = 0  # how often scales were predicted
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
@@ -86,6 +88,7 @@ class ScalingState:
         # Where fe.distributed.fsdp gathers weights: steps of the optimizer, and how many there were at the last forward
         # with gradients.
         self.optimizer_steps, self.trained = 0, -1
+        self.root: weakref.ref[nn.Module] | None = None  # the model whose forward began last, where `on_step` is called
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
@@ -147,7 +150,12 @@ class ScalingState:
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_host": None, "slots": {}}  # a copy of the views would not follow the copied tables
+        return {
+            **self.__dict__,
+            "_host": None,
+            "slots": {},
+            "root": None,
+        }  # a copy of the views would not follow the copied tables
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -211,8 +219,10 @@ class ScalingState:
         self.groups |= {len(ROLES) * layer + ROLES.index(role): group for role in roles}
         self.divided, self.slots = group, {}
 
-    def begin_forward(self, *_: object) -> None:
+    def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
+        if self.on_step is not None and root is not None and not torch.compiler.is_compiling():
+            self.root = weakref.ref(root)
         self.begin_step(root=True)
         if self.shares and not torch.compiler.is_compiling():
             self.forward.begin()
@@ -274,6 +284,9 @@ class ScalingState:
     def _update(self) -> None:
         # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
         if self.delayed or torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling():
+                self.predictions += 1
+                self._enter_kept_weights()
             scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
             if not torch.compiler.is_compiling() and len(self.outputs):
                 self.outputs.settle(self.counts_CS)
@@ -282,6 +295,22 @@ class ScalingState:
             self._host[0][0] = -1.0
         else:
             self.live_2S[0].fill_(-1.0)
+
+    def _enter_kept_weights(self) -> None:
+        """Of a weight whose FP8 copy was read again, nothing was cast: its amax is that of the step before.
+
+        A run that is resumed has no copies, and casts: it enters the same.
+        """
+        if not len(self.history_HS):
+            return
+        operands = len(ROLES) * len(self.layers)
+        columns = slice(ROLES.index("weight"), operands, len(ROLES))
+        ran, amax, before = (
+            self.live_2S[0, : operands : len(ROLES)],
+            self.live_2S[0, columns],
+            self.history_HS[0, columns],
+        )
+        amax.copy_(torch.where((ran >= 0) & (amax < 0) & (before > 0), before, amax))
 
     @NORMAL
     def adopt(self, layer: int, recipe: Recipe) -> None:

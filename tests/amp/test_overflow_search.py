@@ -158,14 +158,45 @@ def test_an_op_in_fp32_is_guilty_at_once():
         assert run.watch.pin(1) == ["2"]
 
 
-def test_without_a_scaler_nothing_is_searched():
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_scale_beyond_any_search_is_cured_in_a_wide_dtype_too(mode: str, dtype: torch.dtype):
+    """2^40 times 2^90 is beyond FP32; 2^37 times 2^90 is not: no layer is at fault."""
+    run = Run(init_scale=2.0**40, mode=mode, dtype=dtype)
+    with run.watch:
+        run.steps(*[90] * 4)
+        found = run.watch.first()
+        assert found is not None
+        assert (found.layer, found.guilty, found.cured_by, run.row().guilty) == ("2", False, 2.0**37, 0)
+        assert run.watch.pin() == []
+
+
+@MODES
+def test_a_gradient_beyond_fp32_is_guilty_once_the_scale_is_no_excuse(mode: str):
+    run = Run(init_scale=2.0**26, mode=mode, dtype=torch.float32)
+    with run.watch:
+        run.steps(127, 127)  # 2^26, 2^25
+        assert run.row().guilty == 0
+        run.steps(127, 127)  # 2^24, and the pass that finds the op
+        assert run.watch.pin(1) == ["2"]
+
+
+@MODES
+def test_without_the_scaler_no_layer_is_blamed_for_a_gradient(mode: str, caplog):
+    """The loss is scaled by 2^16, which the watch is not told: the layer is healthy, and an FP32 op is not."""
     run = Run()
-    with find_overflow(run.model) as watch:
-        run.steps(6)
-    found = watch.first()
-    assert found is not None
-    assert found.guilty
-    assert watch.pin(1) == ["2"]
+    with find_overflow(run.model, mode=mode) as watch, caplog.at_level(logging.WARNING):
+        run.steps(6, 6)
+        found = watch.first()
+        assert found is not None
+        assert (found.layer, found.guilty, found.cured_by) == ("2", False, None)
+        assert str(found).endswith("- a loss scale may be why: give find_overflow the scaler to know")
+        assert watch.pin(1) == []
+    assert "give find_overflow the scaler" in caplog.text
+    wide = Run(dtype=torch.float32)
+    with find_overflow(wide.model, mode="ops") as watch:
+        wide.steps(127)
+        assert watch.pin(1) == ["2"]
 
 
 class Square(nn.Module):

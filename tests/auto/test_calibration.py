@@ -64,6 +64,7 @@ def test_the_cost_is_that_of_the_casts():
     model = converted(nn.Sequential(layer), fe.auto(interval=1))
     for _ in range(2):
         model(x.clone().requires_grad_()).backward(dy)
+        model.zero_grad()
     found = fe.inspect(model).layers[0]
     for role, a, b in (("input", fe.quantize(x, fe.Cast(fe.E4M3)).dequantize(), plain_weight),):
         error = ((a - x).double() @ b.double().t()).square()

@@ -270,6 +270,7 @@ def test_two_forwards_before_two_backwards_are_both_seen():
     for step in range(0, 12, 2):
         first, second = model(batch(step)), model(batch(step + 1))
         (loss_of(first) + loss_of(second)).backward()
+        model.zero_grad()
     looked = {slot: [look.step for look in looks] for slot, looks in controller(model).history.samples.items()}
     assert {slot.rsplit(".", 1)[1] for slot in looked} == {"input", "weight", "grad_output"}
     assert [slot for slot in looked if len(looked[slot]) < 2] == []

@@ -30,6 +30,7 @@ def train(model: nn.Module, call, x: torch.Tensor) -> None:
     for p in model.parameters():
         assert p.grad is not None
         assert p.grad.isfinite().all()
+    model.zero_grad()
 
 
 def eager(model, x):
@@ -126,6 +127,7 @@ def test_sampling_that_fails_is_said_once_by_name_and_training_goes_on(where: st
         told += [str(each.message) for each in caught if each.category is fe.errors.SamplingWarning]
         assert torch.equal(y, plain(x))
         y.square().mean().backward()
+        model.zero_grad()
     assert controller(model).step == 3
     assert len(told) == 1
     assert named in told[0]

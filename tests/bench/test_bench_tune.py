@@ -138,7 +138,7 @@ def test_a_trial_times_only_what_is_right():
 
 
 def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
-    tiles, pipeline, order, means = (step(BASE) for step in tune.steps("matmul_fp8", tma=True, gluon=True))
+    tiles, pipeline, order, means = (step(BASE) for step in tune.steps("matmul_fp8", "large", tma=True, gluon=True))
     assert {(c.block_m, c.block_n, c.warps) for c in tiles} >= {(128, 256, 8), (64, 128, 4), (128, 128, 4)}
     assert (128, 256, 4) not in {(c.block_m, c.block_n, c.warps) for c in tiles}
     assert {c.block_k for c in tiles} == {64, 128}
@@ -151,19 +151,31 @@ def test_the_grid_holds_what_can_be_faster_and_nothing_that_must_spill():
     assert len(tiles) + len(pipeline) + len(order) + len(means) < 50  # each is compiled
 
 
+@pytest.mark.parametrize("operation", tune.OPERATIONS)
+@pytest.mark.parametrize("name", ["small", "unaligned"])
+def test_where_tiles_are_few_the_cuts_of_k_are_tried(operation: str, name: str):
+    """In Triton's kernels, which alone cut K; before Gluon's, so that they meet the best of these."""
+    gluon = BASE._replace(kernel="gluon", parts=2)
+    _, _, _, cuts, means = tune.steps(operation, name, tma=True, gluon=True)
+    found = cuts(gluon)
+    assert [(c.split_k, c.kernel) for c in found] == [(parts, "triton") for parts in (1, 2, 4, 8, 16, 32)]
+    assert {c._replace(split_k=1) for c in found} == {BASE._replace(parts=2)}
+    assert {c.split_k for c in means(found[3])} == {8}
+
+
 def test_promoted_and_block_matmuls_are_tried_by_both_kernels_whichever_the_table_has():
     gluon = BASE._replace(stages=5, parts=2, kernel="gluon")
     for operation in ("matmul_fp8_promoted", "matmul_block"):
-        tiles, *_, means = (step(gluon) for step in tune.steps(operation, tma=True, gluon=True))
+        tiles, *_, means = (step(gluon) for step in tune.steps(operation, "large", tma=True, gluon=True))
         assert {c.kernel for c in tiles} == {"triton"}  # tiles that the Gluon kernel has not
         assert [c for c in means if c.kernel == "gluon"] == [gluon, gluon._replace(stages=4)]
         assert gluon._replace(kernel="triton") in means
 
 
 def test_blocks_keep_their_k_and_pointers_stay_pointers():
-    assert {c.block_k for c in tune.steps("matmul_block", tma=True, gluon=False)[0](BASE)} == {128}
+    assert {c.block_k for c in tune.steps("matmul_block", "small", tma=True, gluon=False)[0](BASE)} == {128}
     pointers = BASE._replace(block_k=32, descriptors=False)
-    grid = [c for step in tune.steps("matmul_fp16", tma=False, gluon=True) for c in step(pointers)]
+    grid = [c for step in tune.steps("matmul_fp16", "unaligned", tma=False, gluon=True) for c in step(pointers)]
     assert not any(c.descriptors or c.kernel == "gluon" for c in grid)
     assert {c.block_k for c in grid} == {32, 64}  # the committed one, too
 

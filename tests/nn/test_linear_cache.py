@@ -91,9 +91,11 @@ def test_a_weight_is_cast_once_a_version(recipe: str, casts):
     for step in range(3):
         for _ in range(4):  # microbatches
             layer(torch.randn(6, 48, requires_grad=True)).sum().backward()
-        # The second microbatch of all casts once more: it shows that versions are read again; then they stay.
-        assert casts.count(("quantize", (32, 48))) == once * (step + 2)
-        assert int(fe.scaling_state(layer)["weight"].calls) == step + 2
+        # The second microbatch of all casts once more: it shows that versions are read again; then they stay.  Under a
+        # predicted scale each microbatch casts, because its scale is another.
+        made = 4 * (step + 1) if resolve(recipe).delayed else step + 2
+        assert casts.count(("quantize", (32, 48))) == once * made
+        assert int(fe.scaling_state(layer)["weight"].calls) == made
         optimizer.step()
 
 

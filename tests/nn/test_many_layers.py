@@ -40,6 +40,7 @@ def deep(layers: int, recipe: Any = "current", left: int = 0, **options) -> Deep
 
 def step(model: nn.Module) -> None:
     model(torch.randn(8, 4)).sum().backward()
+    model.zero_grad()
 
 
 def calls(function: Callable[[], object]) -> int:

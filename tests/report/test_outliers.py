@@ -44,6 +44,7 @@ def planted(factor: float, steps: int = 3) -> nn.Module:
     hook = down.register_forward_pre_hook(lambda _, args: (spiked(args[0], factor),))
     for _ in range(steps):
         model(torch.randn(512, 64)).square().mean().backward()
+        model.zero_grad()
     hook.remove()
     return model
 

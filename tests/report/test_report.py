@@ -299,6 +299,7 @@ def test_a_report_is_plain_data_that_a_process_without_the_model_reads():
     def train(steps: int) -> None:
         for _ in range(steps):
             model(torch.randn(64, 512)).square().mean().backward()
+            model.zero_grad()
 
     train(4)
     report = fe.inspect(model)

@@ -76,6 +76,8 @@ class Finding:
             parts.append('(which op: told when it comes again in the next pass, or by mode="ops")')
         if self.cured_by is not None:
             parts.append(f"- loss scale {self.cured_by:g} cures it, nothing to pin")
+        elif not self.guilty and self.loss_scale is None:
+            parts.append("- a loss scale may be why: give find_overflow the scaler to know")
         elif not self.guilty:
             parts.append("- a smaller loss scale may cure it: watch until a step passes before anything is pinned")
         return " ".join(parts)

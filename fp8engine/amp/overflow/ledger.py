@@ -6,7 +6,9 @@ So a gradient that overflowed while the forward was finite makes a layer guilty 
 
     it overflows where the scale is below 1: the unscaled gradient is beyond FP16,
     it has twice overflowed at a scale at which no step had failed: the gradient has grown, not the scale,
-    or the op that made it Inf or NaN works in FP32 or BF16, whose range no loss scale comes near.
+    or the op that made it Inf or NaN works in FP32 or BF16, whose range no loss scale up to 2^24 comes near.
+
+Where no scaler is given the loss may be scaled all the same, so that only the last of these makes a layer guilty.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from fp8engine.amp.overflow.locate import same_overflow
 from fp8engine.amp.overflow.trace import Batch
 
 GROWN = 2  # once is noise of the batches, which every scaler lives with
+HIGHEST = 2.0**24  # a loss scale that a scaler grows to; from 2^40 on even FP32 can overflow by the scale alone
 WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -79,13 +82,16 @@ class Ledger:
     def _guilty(self, entry: Entry, finding: Finding) -> bool:
         """Whether the layer is at fault for what was found now."""
         scale = finding.loss_scale
-        if not finding.backward or scale is None:
+        if not finding.backward:
             return True
+        known = entry.finding if finding.op is None else finding  # the op is found once, and may come again
+        wide = known.op is not None and known.dtype in WIDE
+        if scale is None:
+            return wide or finding.layer is None  # outside of the model: no layer is blamed
         if self._cure is not None and scale <= self._cure:
             self._cure = None
             entry.grown += 1
-        wide = finding.op is not None and finding.dtype in WIDE
-        return scale < 1 or wide or entry.grown >= GROWN
+        return scale < 1 or (wide and scale <= HIGHEST) or entry.grown >= GROWN
 
     def _follow_scale(self, batch: Batch) -> None:
         passed = None

@@ -1,0 +1,116 @@
+"""A decision is adopted between optimizer steps: never between microbatches, nor by a second forward."""
+
+from typing import Any
+
+import pytest
+import torch
+from autos import batch, controller, fused, lines, loss_of, plain
+
+import fp8engine as fe
+from fp8engine.auto import between
+
+
+def formats(model: Any) -> list[str]:
+    return [str(numerics.recipe) for numerics in controller(model).layers]
+
+
+def by_torch(model: Any, **options: Any) -> Any:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3, **options)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def singly(model: Any) -> Any:
+    return by_torch(model, foreach=False)
+
+
+def by_hand(model: Any) -> Any:
+    def step() -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=1e-3)
+                    p.grad.zero_()
+
+    return step
+
+
+def unseen(model: Any) -> Any:
+    """No version counter moves; the gradients go."""
+
+    def step() -> None:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=1e-3)
+                p.grad = None
+
+    return step
+
+
+def microbatches(model: Any, number: int) -> None:
+    for i in range(3):
+        loss_of(model(batch(3 * number + i))).backward()
+
+
+def siamese(model: Any, number: int) -> None:
+    first, second = (model(batch(2 * number + i)) for i in range(2))
+    (loss_of(first) - loss_of(second)).square().backward()
+
+
+def pipeline(model: Any, number: int) -> None:
+    """More forwards than a sampled step waits for its backward."""
+    losses = [loss_of(model(batch(6 * number + i))) for i in range(6)]
+    for loss in losses:
+        loss.backward()
+
+
+def evaluated(model: Any, number: int) -> None:
+    microbatches(model, number)
+    with torch.no_grad():
+        model(batch(0))
+    microbatches(model, number)
+
+
+@pytest.mark.parametrize("step_of", [by_torch, singly, by_hand, unseen])
+@pytest.mark.parametrize("forwards", [microbatches, siamese, pipeline, evaluated])
+def test_formats_change_between_optimizer_steps_alone(forwards: Any, step_of: Any):
+    model = plain(fe.auto(interval=1))
+    step, changes = step_of(model), 0
+    for number in range(10):
+        seen = []
+        handle = model.blocks[0].up.register_forward_pre_hook(lambda *_, seen=seen: seen.append(formats(model)))
+        forwards(model, number)
+        handle.remove()
+        assert all(each == seen[0] for each in seen), number
+        assert formats(model) == seen[0]
+        changes += seen[0] != formats(plain(fe.auto(interval=1))) if number == 1 else 0
+        step()
+    assert changes == 1, "what the first optimizer step has shown is adopted at the second"
+    assert len({line.split()[1] for line in lines(model)}) > 1
+
+
+def test_where_nothing_tells_a_decision_is_waited_for_and_then_adopted(monkeypatch: pytest.MonkeyPatch):
+    """Writes through `.data`, and the gradients stay until the next forward has run."""
+    monkeypatch.setattr(between, "PATIENCE", 6)
+    model = plain(fe.auto(interval=1))
+    for number in range(12):
+        loss = loss_of(model(batch(number)))
+        model.zero_grad()
+        loss.backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=1e-3)
+    assert min(int(line.split()[1]) for line in lines(model)) == 7
+
+
+def test_layers_made_by_hand_adopt_after_a_backward():
+    model = fused(fe.auto(interval=1))
+    step = by_torch(model)
+    for number in range(3):
+        loss_of(model(batch(number))).backward()
+        step()
+    assert {int(line.split()[1]) for line in lines(model)} >= {1}
