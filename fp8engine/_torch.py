@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops import effects
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "FakeTensor",  # one of them
     "FakeTensorMode",  # tensors with a shape and without memory: a step is planned on them
     "OpOverload",  # one operation of torch, as a TorchDispatchMode is given it
     "TorchDispatchMode",  # every operation of a forward: flow, fe.amp.op_stats, the demo's FP16 matmuls

@@ -28,7 +28,7 @@ from fp8engine.distributed.fsdp import fsdp
 from fp8engine.distributed.parallelize import tensor_parallel
 from fp8engine.distributed.traffic import Traffic
 from fp8engine.errors import ConversionError
-from fp8engine.numerics.recipe import Auto, Recipe, resolve
+from fp8engine.numerics.recipe import Auto, Recipe
 
 ACTIVATIONS = "saved activations"
 MOMENTS = 2  # of AdamW, in the parameters' dtype
@@ -75,33 +75,13 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
 
     mesh: of `mesh_of`.  Where "tp" has several ranks, the model is divided by `decoder_plan`, in 16 bits too.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks = repeated_blocks(model)
-    recipe = way.recipe
-    if isinstance(recipe, Auto):  # the step of its first formats that takes no samples, as most do
-        recipe = replace(recipe, freeze_after=0)
     model.to(torch.float32)  # of a BF16 checkpoint, whose optimizer steps in FP32
-    dp, tp = mesh["dp"], mesh["tp"]
-    converted = recipe or (resolve("bf16") if tp.size() > 1 else None)  # whose layers tensor_parallel divides
-    if converted is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a CPU emulates FP8: nothing is computed
-            convert(model, converted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a CPU emulates FP8: nothing is computed
+        _shard(model, way, mesh)
     with _torch.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _to_empty(model)
-        if way.checkpointing:
-            recompute(blocks)
-        if tp.size() > 1:
-            tensor_parallel(model, tp, decoder_plan(model))
-        if recipe is not None:
-            fsdp(model, mesh=dp, blocks=blocks, mp_policy=policy)
-        else:
-            for block in blocks:
-                fully_shard(block, mesh=dp, mp_policy=policy)
-            fully_shard(model, mesh=dp, mp_policy=policy)
         saved = Saved()
         with Traffic(groups_of(mesh)) as traffic, Flops() as counter:
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
@@ -118,12 +98,33 @@ def run_step(model: nn.Module, way: Way, mesh: dist.DeviceMesh, ids: tuple[int, 
         "parameters": shards,
         "gradients": gradients,
         "optimizer": MOMENTS * shards,
-        "gathered weights": dp.size() * (once + IN_FLIGHT * block),
+        "gathered weights": mesh["dp"].size() * (once + IN_FLIGHT * block),
         "gradients to reduce": max(reduced, default=0),
         ACTIVATIONS: activations,
     }
     inputs = Counter({key: sum(sizes) for key, sizes in traffic.inputs.items()})
     return Step(inputs, Counter(traffic.calls), Counter(memory), counter.total)
+
+
+def _shard(model: nn.Module, way: Way, mesh: dist.DeviceMesh) -> None:
+    """Convert, divide and shard a model on the meta device, where a mesh can be made and nothing is moved."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    blocks, recipe, dp, tp = repeated_blocks(model), way.recipe, mesh["dp"], mesh["tp"]
+    if isinstance(recipe, Auto):  # the step of its first formats that takes no samples, as most do
+        recipe = replace(recipe, freeze_after=0)
+    if recipe is not None or tp.size() > 1:  # tensor_parallel divides converted layers
+        convert(model, recipe or "bf16")
+    if way.checkpointing:
+        recompute(blocks)
+    if tp.size() > 1:
+        tensor_parallel(model, tp, decoder_plan(model))
+    if recipe is not None:
+        fsdp(model, mesh=dp, blocks=blocks, mp_policy=policy)
+    else:
+        for block in [*blocks, model]:
+            fully_shard(block, mesh=dp, mp_policy=policy)
 
 
 def groups_of(mesh: dist.DeviceMesh) -> dict[str, str]:

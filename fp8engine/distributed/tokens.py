@@ -41,8 +41,11 @@ class Tokens(NamedTuple):
         return self.group.size()
 
     def check_gather(self, x: torch.Tensor) -> None:
-        """Raise ParallelError on every rank where ranks hold different shapes.  A card is not waited for: no check."""
-        if x.device.type != "cpu":
+        """Raise ParallelError on every rank where ranks hold different shapes.  A card is not waited for: no check.
+
+        Nor is one made in a plan of cards, on tensors without memory.
+        """
+        if x.device.type != "cpu" or isinstance(x, _torch.FakeTensor):
             return
         sizes = torch.tensor([[size, -size] for size in (x.dim(), *x.shape[:3])], dtype=torch.int32)
         sizes = torch.nn.functional.pad(sizes, (0, 0, 0, 4 - len(sizes)))  # the same for any number of dimensions

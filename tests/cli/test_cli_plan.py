@@ -23,8 +23,15 @@ def test_the_screen_and_json_tell_what_plan_found():
     assert told == {"model": "benchmarks.distributed.plan:Model", **expected}
     shown = call(*asked, "--tp", 2)
     assert shown.exit_code == 0, shown.output
-    for text in ("64 ranks, 48 tokens a rank, blockwise", "predicted seconds", "dgx-h100", "by formula, not run"):
+    for text in (
+        "64 ranks, 48 tokens a rank, blockwise",
+        "predicted seconds",
+        "dgx-h100",
+        "2: by formula: decoder_plan: ",
+    ):
         assert text in shown.stdout
+    assert "fits an H100's 80 GB, an H200's 141 GB" in shown.stdout
+    assert "times: predicted; docs/plan.md" in shown.stdout
     assert "2 and 3 blocks run, for 5" in shown.stdout
 
 
@@ -61,5 +68,11 @@ def test_a_llama_of_70b_on_1024_ranks():
         "apart": 1,
     }
     assert kinds["reduce-scatter float32"]["bytes"] == 4 * (blocks + root) * 1023 // 1024
+    # With checkpointing what each of 80 blocks keeps is its input, [8192, 8192] in BF16.
+    held = told["memory"]["FP8 gather"]["saved activations"]
+    assert told["held"]["without checkpointing"] - told["held"]["with checkpointing"] < held - 80 * 2 * 8192 * 8192
+    assert told["fits"] == {
+        card: {"without checkpointing": False, "with checkpointing": True} for card in ("H100", "H200")
+    }
     codes = told["traffic"]["FP8 gather"]["all-gather uint8"]["bytes"]
     assert 0.5 < codes / (2 * 2 * blocks * 1023 / 1024) < 0.501  # norms stay in BF16
