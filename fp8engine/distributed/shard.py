@@ -221,7 +221,7 @@ class Sharding:
         """What a layer with the same parent has gathered of this very tensor in this forward."""
         state = numerics.state
         parent, held = state.parents[numerics.layer], _torch.local_tensor(x) if isinstance(x, DTensor) else x
-        if parent is None or type(held) not in PLAIN or held.is_meta or held.is_inference():
+        if parent is None or type(held) not in (*PLAIN, _torch.FakeTensor) or held.is_meta or held.is_inference():
             return {}
         return state.forward.operands(held, numerics.layer, parent)
 

@@ -13,6 +13,8 @@ import math
 
 import torch
 
+from fp8engine._torch import FakeTensor
+
 SAMPLES = 32
 GOLDEN = (math.sqrt(5) - 1) / 2  # steps of this share of a row spread over its columns most evenly
 WORD = 8  # bytes
@@ -25,7 +27,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
-    """The sum, then the samples; empty for another device, where reading would wait, and for memory with gaps.
+    """The sum, then the samples; empty for another device, where reading would wait, for no memory, and for gaps.
 
     whole: False leaves out the sum, and with it the pass over memory.
 
@@ -38,7 +40,12 @@ def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
     False
     """
     size, by_row = x.numel(), x.is_contiguous()
-    if x.device.type != "cpu" or not size or not (by_row or (x.dim() > 1 and x.mT.is_contiguous())):
+    if (
+        x.device.type != "cpu"
+        or not size
+        or isinstance(x, FakeTensor)
+        or not (by_row or (x.dim() > 1 and x.mT.is_contiguous()))
+    ):
         return []
     memory, per_word = x.detach().as_strided((size,), (1,)), WORD // x.itemsize
     samples = memory[:: _stride(size, x.shape[-1 if by_row else -2] if x.dim() > 1 else size)].tolist()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp8engine._torch import FakeTensor
 from fp8engine.numerics.formats import Format
 from fp8engine.ops import ranks
 from fp8engine.ops.reference import How, Slot
@@ -59,7 +60,9 @@ def _join(x_MK: torch.Tensor, predicted: torch.Tensor, group: str) -> tuple[torc
     if x_MK.numel():
         whole = How(torch.float8_e4m3fn, -1, -1)
         found = largest(x_MK, whole).view(())
-        if x_MK.device.type != "cpu" or not found.isfinite():  # a card is not waited for
+        if (
+            x_MK.device.type != "cpu" or isinstance(x_MK, FakeTensor) or not found.isfinite()
+        ):  # no wait
             nonfinite = (~found.isfinite()).float()
             found = largest(torch.where(torch.isfinite(x_MK), x_MK, 0), whole).view(())
         amax = found

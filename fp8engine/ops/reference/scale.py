@@ -27,7 +27,7 @@ def scale_factor(amax: torch.Tensor, maximum: torch.Tensor | float, power_of_2: 
     >>> scale_factor(torch.tensor([0.0, 2.0, 3.0]), 448.0, power_of_2=True)
     tensor([  1., 128., 128.])
     """
-    if amax.device.type == "cpu" and not isinstance(maximum, torch.Tensor):
+    if amax.device.type == "cpu" and type(amax) is torch.Tensor and not isinstance(maximum, torch.Tensor):
         return torch.from_numpy(_scale_factor_numpy(amax.numpy(), maximum, power_of_2))
     maximum = torch.as_tensor(maximum, dtype=torch.float32, device=amax.device)
     s = torch.where(amax > 0, maximum / amax, 1.0).clamp_(max=FP32_MAX)
