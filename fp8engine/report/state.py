@@ -181,11 +181,10 @@ def _saved(layers: dict[str, Numerics]) -> dict:
     for name, numerics, role in _slots_of(layers):
         slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
     version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
-    found: dict = {"version": version, "slots": slots}
+    backward_seen = any(numerics.state.backward_seen for numerics in layers.values())  # else amaxes are a forward's
+    found: dict = {"version": version, "slots": slots, "backward_seen": backward_seen}
     if any(numerics.state.recomputed for numerics in layers.values()):
         found["recomputed"] = True
-    if not any(numerics.state.backward_seen for numerics in layers.values()):
-        found["backward_seen"] = False  # so that recorded amaxes are of a forward alone
     if kept := [controller.state_dict() for controller in _controllers(layers)]:
         found["auto"] = kept
     return found

@@ -20,6 +20,7 @@ def grow(model: nn.Module, steps: int) -> None:
     for step in range(steps):
         x = torch.randn(64, 64)
         x[0, 0] = 4.0 * 1.4**step
+        model.zero_grad()
         model(x).square().mean().backward()
 
 

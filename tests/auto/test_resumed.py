@@ -166,6 +166,8 @@ CALM = ["train"] * 6
 WHAT = ["train", "train", "train2", "evaluate", "infer", "forward", "siamese", "save", "save"]
 
 
+# A reentrant checkpoint says it of a batch.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=16)
