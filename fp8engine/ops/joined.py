@@ -60,9 +60,7 @@ def _join(x_MK: torch.Tensor, predicted: torch.Tensor, group: str) -> tuple[torc
     if x_MK.numel():
         whole = How(torch.float8_e4m3fn, -1, -1)
         found = largest(x_MK, whole).view(())
-        if (
-            x_MK.device.type != "cpu" or isinstance(x_MK, FakeTensor) or not found.isfinite()
-        ):  # no wait
+        if x_MK.device.type != "cpu" or isinstance(x_MK, FakeTensor) or not found.isfinite():  # no wait
             nonfinite = (~found.isfinite()).float()
             found = largest(torch.where(torch.isfinite(x_MK), x_MK, 0), whole).view(())
         amax = found
