@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_935,
-    "auto": 2_612,
+    "auto": 2_616,
     "autograd": 2_056,
     "bench": 1_657,
     "cli": 1_037,
@@ -39,7 +39,7 @@ BUDGET = {
     "numerics": 522,
     "ops": 3_152,
     "report": 2_147,
-    "scaling": 1_117,
+    "scaling": 1_114,
     "top level": 348,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -127,7 +127,8 @@ class Controller:
             try:
                 self._begin_step(backward, gradients)
             except Exception as error:  # nothing raises in a user's forward
-                self.pending = self.watched = self.state.samples = None
+                self.pending = self.watched = None
+                self.state.sample(None)
                 self.state.decides_next = False
                 # A plan has to be followed; ranks have to decide alike.
                 if isinstance(error, StrictError) or self.plan is not None or several_ranks(self.state):
@@ -169,7 +170,8 @@ class Controller:
         self.step = 0
         self._collect(backward=loss is not None, wait=True)
         self.history.tell()
-        self.step, self.calibrated, self.counts, self.state.samples = -1, True, None, None
+        self.step, self.calibrated, self.counts = -1, True, None
+        self.state.sample(None)
 
     def as_plan(self) -> Plan:
         """The decisions so far, to be repeated."""
@@ -204,7 +206,7 @@ class Controller:
         shapes = {n.layer: shape for n, shape in zip(self.layers, self.shapes, strict=True) if id(n) in taken}
         count = len(self.state.layers)
         rows = (len(ROLES) + self.outputs.any) * count
-        self.state.samples = StepSamples(rows, count, shapes, self.state.device)
+        self.state.sample(StepSamples(rows, count, shapes, self.state.device))
 
     def _after_evaluation(self, gradients: bool) -> None:
         """A forward without gradients came before any training step, and now another forward begins."""
@@ -245,7 +247,9 @@ class Controller:
         early: layers, by their index in the state, that are sampled whatever the step is.
         """
         state, last = self.state, self.recipe.freeze_after
-        state.samples, self.steps_without_backward = None, 0
+        self.steps_without_backward = 0
+        if state.samples is not None:
+            state.sample(None)
         whole = is_sampled(self.step, self.recipe.interval)
         due = (whole or early) and (last is None or self.step < last)
         if due and self.plan is None and self.pending is None and state.device.type != "meta":
@@ -283,7 +287,7 @@ class Controller:
                 names = [self._name(self._slot(row)) for row in failed if failed[row] == why]
                 self.failures.tell(f"step {self.step - 1}: {some(names)} could not be sampled", why)
             self.pending = new = start_copy(max(self.step - 1, 0), state, state.samples.finish(self.sizes(), backward))
-            state.samples = None
+            state.sample(None)
         if self.pending is not None and may and (wait or self.pending.arrived(self.pending is new)):
             sample, self.pending = self.pending, None
             if wait:

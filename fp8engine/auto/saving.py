@@ -127,7 +127,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.state.outputs.widen = not controller.frozen
     controller.between.load(same, waited)
     controller.state.begun, controller.state.decides_next = begun, decides_next
-    controller.state.samples = None if sampled is None else StepSamples.finished(sampled)
+    controller.state.sample(None if sampled is None else StepSamples.finished(sampled))
     if parts is not None:
         layers, *tables = parts
         controller.begin_sampling(numerics for numerics in controller.layers if numerics.layer in layers)

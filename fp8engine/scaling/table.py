@@ -84,7 +84,7 @@ class ScalingState:
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.on_step: Callable[[bool], None] | None = None
         self.controller: Any = None  # auto's Controller, which `on_step` calls; None for layers with fixed recipes
-        self._samples: StepSamples | None = None
+        self.samples: StepSamples | None = None  # of this step; None in a step that is not sampled
         # Where fe.distributed.fsdp gathers weights: steps of the optimizer, and how many there were at the last forward
         # with gradients.
         self.optimizer_steps, self.trained = 0, -1
@@ -160,16 +160,11 @@ class ScalingState:
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._make_views()
-        self.samples = self._samples
+        self.sample(self.samples)
 
-    @property
-    def samples(self) -> StepSamples | None:
-        """The samples of this step; None in a step that is not sampled."""
-        return self._samples
-
-    @samples.setter
-    def samples(self, samples: StepSamples | None) -> None:
-        self._samples = samples
+    def sample(self, samples: StepSamples | None) -> None:
+        """Describe the tensors of this step there; None: nowhere."""
+        self.samples = samples
         for layer in range(len(self.layers)):
             for column, role in zip(self.columns_of(layer), SLOTS, strict=True):
                 column.sample = None if samples is None else samples.of(layer, role, self.row(layer, role))
@@ -197,7 +192,8 @@ class ScalingState:
             where = fn(torch.empty(0, dtype=torch.uint8)).device
         if where == self.device:
             return
-        self.samples = self.step_amax_S = None
+        self.step_amax_S = None
+        self.sample(None)
         if self.device.type == "meta":
             self._reset(where)
             return

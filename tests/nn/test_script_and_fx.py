@@ -44,6 +44,7 @@ def test_layers_are_leaves_and_the_traced_model_trains_as_the_model_does(recipe:
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step)) * (step + 1)
         results = []
         for each in (model, traced):
+            each.zero_grad()
             leaf = x.clone().requires_grad_()
             y = each(leaf)
             y.square().mean().backward()

@@ -241,6 +241,7 @@ def test_layers_that_auto_puts_into_16_bits_are_counted_there():
     """One of two layers is given the choice that `auto` makes where FP8 is slower; the cells of its step stay."""
     model = converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), fe.auto(interval=16))
     for step in range(3):
+        model.zero_grad()
         model(torch.randn(64, 32)).square().sum().backward()
         if step == 1:
             (controller,) = controllers_of(model)
