@@ -77,9 +77,9 @@ def test_a_layer_trains_on_our_kernels_and_the_report_says_so(
 def test_forward_and_dgrad_sum_fast_and_wgrad_promotes(monkeypatch: pytest.MonkeyPatch):
     promoted, real = [], triton_backend._kernel("matmul_fp8")
 
-    def spy(a, b, epilogue, promote):
+    def spy(a, b, epilogue, promote, **options):
         promoted.append(promote)
-        return real(a, b, epilogue, promote)
+        return real(a, b, epilogue, promote, **options)
 
     kernel = triton_backend._kernel
     monkeypatch.setattr(
