@@ -1,4 +1,4 @@
-"""Whether an optimizer has stepped between two training forwards: only there may a decision be adopted.
+"""Detection of an optimizer step between two training forwards: only there may a decision be adopted.
 
 A change between two forwards of one optimizer step (microbatches, a second forward before a backward) would give one
 gradient parts in two formats, and a gathered weight two formats in one step.  An optimizer's step is seen by
