@@ -1,4 +1,4 @@
-"""Record of what `auto` could not do: said once by name, kept for the report, an error under strict=True; training goes on."""
+"""Record of what `auto` could not do: said once by name, kept for the report, an error under strict=True."""
 
 from __future__ import annotations
 
