@@ -27,7 +27,7 @@ VOCABULARY, WIDTH, INNER = 64, 64, 208  # INNER: one whole block of 128, and a p
 
 @dataclass
 class Run:
-    """What one training leaves.  losses: as float.hex; gradients: a digest for each step."""
+    """What one training leaves.  losses: as float.hex; gradients: a digest for each step; state: one of all slots."""
 
     losses: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Training:
                 optimizer.zero_grad()
         saved = fe.scaling_state_dict(self.model)
         if saved["slots"]:
-            found.state = digest(*flat(saved))
+            found.state = digest(*flat(saved["slots"]))  # whatever else a resumed run needs: tests/auto/test_resumed.py
             decisions = fe.inspect(self.model).decisions
             found.decisions = [f"{d['step']} {d['slot']} {d['before']} -> {d['after']}: {d['why']}" for d in decisions]
         return found
