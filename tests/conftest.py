@@ -1,6 +1,7 @@
 """What holds for every test: the same random numbers in any order, one thread per worker, no clock in the verdict."""
 
 import importlib.util
+import itertools
 import os
 
 import pytest
@@ -76,17 +77,17 @@ def fresh():
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     """(operation, shape) of every cast."""
-    from fp8engine.ops import reference
+    from fp8engine.ops import reference, twins
 
     seen = []
-    for name in ("quantize", "cast_transpose"):
-        real = getattr(reference, name)
+    for module, name in itertools.product((reference, twins), ("quantize", "cast_transpose")):
+        real = getattr(module, name)
 
         def spy(x_MK, how, *rest, name=name, real=real):
             seen.append((name, tuple(x_MK.shape)))
             return real(x_MK, how, *rest)
 
-        monkeypatch.setattr(reference, name, spy)
+        monkeypatch.setattr(module, name, spy)
     return seen
 
 

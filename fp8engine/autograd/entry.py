@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fp8engine.autograd.call import Call, Either, Gradient
+from fp8engine.autograd.call import Call
 from fp8engine.autograd.linear import matrix
 from fp8engine.autograd.norm import norm_gradients
+from fp8engine.autograd.operands import Either, Gradient
 from fp8engine.autograd.parts import Spec, keep, kept, made_together, produced, recomputed, tensors_of
-from fp8engine.autograd.ready import take
 from fp8engine.ops import norm_act
 from fp8engine.ops.reference import RowStatistics
 from fp8engine.ops.tensor import Float8Tensor
@@ -54,7 +54,7 @@ class Entry:
         if self.norm is None:
             x_MK = matrix(x)
             pairs = [
-                take(call, x) if isinstance(x, Float8Tensor) else call.cast_input(x_MK, made_so_far)
+                call.take(x) if isinstance(x, Float8Tensor) else call.cast_input(x_MK, made_so_far)
                 for call, made_so_far in zip(self.calls, made_together(self.calls), strict=True)
             ]
         else:

@@ -23,11 +23,12 @@ from typing import cast
 import torch
 
 from fp8engine import _torch
-from fp8engine.autograd.call import Call, Either, operand
+from fp8engine.autograd.call import Call
 from fp8engine.autograd.groups import bounds
 from fp8engine.autograd.linear import check, dtype_of_result, enter
 from fp8engine.autograd.numerics import Casting, Numerics
-from fp8engine.autograd.ready import suited, take
+from fp8engine.autograd.operands import Either, one
+from fp8engine.autograd.ready import suited
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
@@ -104,7 +105,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3] if record else (False, False, False)
         call = _Experts(numerics, x_TK, weight_ENK, bias_EN, needs, record)
         call.bounds_2E1 = bounds_2E1
-        a, saved = take(call, x_TK) if isinstance(x_TK, Float8Tensor) else call.cast_rows(x_TK)
+        a, saved = call.take(x_TK) if isinstance(x_TK, Float8Tensor) else call.cast_rows(x_TK)
         y_TN = call.experts_forward(a, weight_ENK, bias_EN, out)
         ctx.save_for_backward(*call.to_save(saved), weight_ENK)
         ctx.call, ctx.dtype = call, x_TK.dtype
@@ -155,10 +156,10 @@ class _Experts(Call):
         holds = self.needs_x and copies is not None and copies.held
         b = _of_weight(weight_ENK, second, weights, slot, hold)
         y_TN = self._each_row(a, b, False, bias_EN, out, "forward")
-        if copies is not None and second is not self.plan.dgrad[1]:
-            copies.after_forward(second.how.get(hold))
+        if copies is not None and not copies.kept and second is not self.plan.dgrad[1]:
+            copies.used_up(b)
         if not self.compiling:
-            self.weights = weights if holds else {}
+            self.copies = weights if holds else {}
         return y_TN
 
     def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
@@ -183,19 +184,21 @@ class _Experts(Call):
             b = data if self.groups is None else Operand(data, scale, *self.groups)
             dw_ENK = self._each_expert(a, b, weight_ENK.dtype)
         if self.needs_b:
-            db_EN = grouped.column_sums(dy_TN, self.bounds_2E1).to(self.bias_dtype)
+            db_EN = grouped.column_sums(dy_TN, self.bounds_2E1).to(self.use.bias_dtype)
         return dx_TK, dw_ENK, db_EN
 
     def _holding(self, x: torch.Tensor) -> torch.dtype | None:
         """Emulation dtype of one expert's operands; None: FP8 codes."""
-        if self.backend != "reference":
+        if self.use.where.backend != "reference":
             return None
         return emulation_dtype(x.device, x.numel() // self.experts)
 
     def _rows(self, x_TK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold) -> Either:
         """Rows under a cast, groups that share a scale within one expert."""
-        if not casting.fp8 or not grouped.spans_rows(casting.how[hold]):
-            return operand(x_TK, casting, kept, slot, hold)
+        if not casting.fp8:
+            return casting.plain(x_TK)
+        if not grouped.spans_rows(casting.how[hold]):
+            return one(self.use, x_TK, casting, kept, slot, hold)
         # Not kept for another consumer of x: its groups may be others.
         return grouped.quantize(x_TK, casting.how[hold], self.bounds_2E1, slot)
 
@@ -211,7 +214,7 @@ class _Experts(Call):
         weights: Kept = {}
         if not torch.compiler.is_compiling():
             # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
-            weights, self.weights = self.weights, weights
+            weights, self.copies = self.copies, weights
         slot, hold = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
         if casting is self.plan.forward[1] or not casting.fp8:
             return _of_weight(weight_ENK, casting, weights, slot, hold), True
@@ -273,7 +276,7 @@ def _of_weight(weight_ENK, casting: Casting, kept: Kept, slot: Slot, hold, trans
     experts, rows, cols = stack.shape
     x_RC = stack.reshape(experts * rows, cols)
     if not casting.fp8:
-        return operand(x_RC, casting, kept, slot, hold)
+        return casting.plain(x_RC)
     how = casting.how[hold]
     if transposed:
         how = how._replace(rows=how.cols, cols=how.rows)

@@ -1,25 +1,32 @@
 """Linear layer as an autograd Function: y = x @ w.T + b, each of its three matmuls in the recipe's precision.
 
-M is the product of x's leading dimensions.  What is computed and what is saved: call.py.
+M is the product of x's leading dimensions.  x is cast before the Function (operands.py), because inside of it, in a
+graph, x has no attributes; what is computed and what is saved: matmuls.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from typing import NamedTuple
 
 import torch
 
 from fp8engine import _torch
-from fp8engine.autograd.call import Call
+from fp8engine.autograd import matmuls
 from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import Use, along_m, input_pair, transposed, use_of
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
 from fp8engine.autograd.smooth import linear_smoothed, scales, smoothed
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, matmul
+from fp8engine.ops.backends import inherited
+from fp8engine.ops.reference import Operand
 from fp8engine.ops.tensor import Float8Tensor
+
+NOTHING = (None, None)
 
 
 def linear(
@@ -45,11 +52,27 @@ def linear(
         if numerics.state.samples is None or _torch.transforms_active():
             return y
         return _observed(y, x, weight_NK, numerics)
-    record = enter(x, weight_NK, numerics)
+    record, grad = enter(x, weight_NK, numerics), torch.is_grad_enabled()
+    of_bias = bias_N is not None and bias_N.requires_grad
+    needs = (x.requires_grad, weight_NK.requires_grad, of_bias) if grad else (False, False, False)
+    use = use_of(numerics, x, weight_NK, bias_N, needs, record)
     if numerics.smooth:
-        y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, numerics, out, record)
+        y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, use, out)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
-    return _Linear.apply(x, weight_NK, bias_N, numerics, out, record)
+    with torch.no_grad():
+        if isinstance(x, Float8Tensor):
+            (a, kept), is_transposed = take(use, x, lambda values, made: along_m(use, values, made)), False
+        else:
+            alone = compiling or numerics.state.parents[numerics.layer] is None
+            found = {} if alone else numerics.kept_of_input(x)
+            a, kept, is_transposed = input_pair(use, matrix(x), found)
+    one = kept is a and a is not None  # one tensor twice among a Function's arguments is refused by Dynamo
+    data, scale, *groups = a or NOTHING
+    kept_data, kept_scale, *kept_groups = (
+        kept if isinstance(kept, Operand) and not one else (None if one else kept, None)
+    )
+    forms = Forms(groups, kept_groups, one, is_transposed, out)
+    return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms)
 
 
 def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torch.dtype:
@@ -107,31 +130,54 @@ def check(
         device.check_one(name, x, weight=weight_NK, bias=bias_N)
 
 
+class Forms(NamedTuple):
+    """How `_Linear` puts together what it is given as plain tensors.
+
+    groups, kept_groups: what an Operand has beside data and scale, of X and of what wgrad reads; empty for no Operand.
+    one: wgrad reads X itself.  is_transposed: it reads X^T.  out: the result's dtype.
+    """
+
+    groups: list
+    kept_groups: list
+    one: bool
+    is_transposed: bool
+    out: torch.dtype
+
+
 class _Linear(torch.autograd.Function):
+    """The matmuls of a layer whose input is cast already.  data, kept None: x itself, in 16 bits, or nothing."""
+
     @staticmethod
-    def forward(ctx, x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
-        # Without gradients torch still says that a parameter needs one: nothing is cast or kept for a backward then.
-        needs = ctx.needs_input_grad[:3] if record else (False, False, False)
-        call = Call(numerics, x, weight_NK, bias_N, needs, record)
-        if isinstance(x, Float8Tensor):
-            a, saved = take(call, x)
-        else:
-            a, saved = call.cast_input(matrix(x), numerics.kept_of_input(x))
-        y_MN, weight_KN = call.forward(a, weight_NK, bias_N, out, fp8=True)
-        ctx.save_for_backward(*call.to_save(saved), weight_NK, *weight_KN)
-        ctx.call, ctx.x_like = call, (x.shape, x.dtype)
+    def forward(ctx, x, weight_NK, bias_N, data, scale, kept, kept_scale, use: Use, forms: Forms):
+        plan = use.plan
+        a = plan.forward[0].plain(matrix(x)) if data is None else Operand(data, scale, *forms.groups)
+        y_MN, weight_KN, copies = matmuls.forward(use, a, weight_NK, bias_N, forms.out, fp8=True)
+        if forms.one:
+            kept, kept_scale = data, scale
+        elif use.needs_w and kept is None:
+            kept = a if data is None and plan.wgrad[1] is plan.forward[0] else plan.wgrad[1].plain(matrix(x))
+        ctx.save_for_backward(kept, kept_scale, weight_NK, *weight_KN)
+        ctx.use, ctx.forms, ctx.copies, ctx.x_like = use, forms, copies, (x.shape, x.dtype)
         return in_shape_of(x, y_MN)
 
     @staticmethod
     def backward(ctx, dy):
         # Read once: checkpoints unpack nothing a second time.
-        data, scale, *weight = ctx.saved_tensors
-        dy_MN, (shape, dtype) = matrix(dy), ctx.x_like
-        with ctx.call.as_asked():
+        kept, scale, weight_NK, *weight_KN = ctx.saved_tensors
+        use, forms, copies, (shape, dtype) = ctx.use, ctx.forms, {}, ctx.x_like
+        if not torch.compiler.is_compiling():
+            # Taken out: a loss that the user keeps alive keeps this node alive, and with it these operands.
+            copies, ctx.copies = ctx.copies, {}
+        groups, dy_MN = forms.groups if forms.one else forms.kept_groups, matrix(dy)
+        if groups:
+            kept = Operand(kept, scale, *groups)
+        if kept is not None and not forms.is_transposed:
+            kept = transposed(kept)
+        with inherited(use.where.asked) if use.where.asked else contextlib.nullcontext():
             if isinstance(dy_MN, Float8Tensor):
-                dy_MN = take_gradient(ctx.call, dy_MN)
-            dx_MK, dw_NK, db_N = ctx.call.backward(dy_MN, (data, scale), tuple(weight), dtype)
-        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, None, None, None
+                dy_MN = take_gradient(use, dy_MN)
+            dx_MK, dw_NK, db_N = matmuls.backward(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtype)
+        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * 6
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:

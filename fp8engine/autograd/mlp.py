@@ -162,7 +162,7 @@ class _NormMLP(torch.autograd.Function):
             if ctx.recompute and second.needs_w:
                 [again] = recomputed([second], lambda to: norm_act.act_quantize(y_MN, ctx.kind, to))
                 x2 = tensors_of(again)
-            dz_MN = take_gradient(second, matrix(dz))
+            dz_MN = take_gradient(second.use, matrix(dz))
             da_MF, *own = second.backward(dz_MN, tuple(x2), weights[-3:], ctx.dtype)
             if da_MF is None:
                 return (None,) * (4 + 2 * len(firsts)) + tuple(own)

@@ -37,6 +37,10 @@ class Casting:
             {dtype: casts.how(cast, dtype) for dtype in EMULATIONS} if cast.is_fp8 else {}
         )
 
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """x as a matmul in 16 bits reads it: itself, or an FP32 one in the cast's format."""
+        return x if x.dtype.itemsize == 2 else x.to(self.cast.format.dtype)
+
 
 class CastPlan:
     """A recipe made ready: the castings of its three matmuls, equal casts being one object."""
@@ -135,9 +139,9 @@ class Numerics:
 
     def kept_of_weight(self, weight: torch.Tensor, training: bool) -> Kept:
         """The FP8 copies of the weight that may be read, where the calls insert those that they make."""
-        if torch.compiler.is_compiling() or not self.plan.predicts_weight:
-            return self.weight.operands(weight, training)
-        return self.weight.operands(weight, training, self.state.predictions)
+        if not keepable(weight):
+            return {}
+        return self.weight.operands(weight, training, self.state.predictions if self.plan.predicts_weight else 0)
 
     def set_smooth(self, on: bool) -> None:
         """Share the outliers of the input's channels with the weight's columns from the next call on, or no more."""
@@ -156,7 +160,7 @@ class Numerics:
 
     def kept_of_input(self, x: torch.Tensor) -> Kept:
         """Operands that siblings of the layer have made of this very tensor."""
-        if torch.compiler.is_compiling() or (parent := self.state.parents[self.layer]) is None or not keepable(x):
+        if (parent := self.state.parents[self.layer]) is None or not keepable(x):
             return {}
         return self.state.forward.operands(x, self.layer, parent)
 

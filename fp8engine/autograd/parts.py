@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.autograd.call import Call, Either, take_over
+from fp8engine.autograd.call import Call
 from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import Either, take_over
 from fp8engine.errors import UnknownName
 from fp8engine.ops import casts, library
 from fp8engine.ops.library import in_backward

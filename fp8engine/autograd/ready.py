@@ -10,10 +10,12 @@ first cast flushed or rounded is lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from fp8engine.autograd.call import Call, Either, Gradient, operand
 from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
+from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Gradient, Use, one
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
@@ -72,41 +74,47 @@ def why_not(x: Float8Tensor, plan: CastPlan) -> str:
     return TAKEN
 
 
-def take(call: Call, x: Float8Tensor) -> tuple[Operand, Either | None]:
-    """(X for forward, what wgrad will read) of an input that `suited` let pass."""
-    numerics, q = call.numerics, x.operand()
-    call.transposes_input = False  # wgrad reads the codes that are there, transposed when it does
-    gathered, slot = isinstance(x, GatheredTensor), numerics.slot("input", call.record)
+def take(
+    use: Use, x: Float8Tensor, cast_again: Callable[[torch.Tensor, Kept], Either]
+) -> tuple[Operand, Either | None]:
+    """(X for forward, what wgrad will read, not transposed) of an input that `suited` let pass.
+
+    cast_again: casts its values for wgrad, where that does not read the codes; they are counted no more.
+    """
+    numerics, q = use.numerics, x.operand()
+    gathered, slot = isinstance(x, GatheredTensor), use.slots[use.first + INPUT, use.record, use.count]
     if not (gathered and _counted_by(x.source, slot)):
         _count(numerics.state, x.source, slot, x.numel())
     values = None
-    if call.record and numerics.state.samples is not None and not gathered:
+    if use.record and numerics.state.samples is not None and not gathered:
         values = x.values().view(q.data.shape)
-        call.observe("input", values)
-    if not call.needs_w:
+        use.observe("input", values)
+    if not use.needs_w:
         return q, None
-    saved: Casting = call.plan.wgrad[1]
+    saved: Casting = use.plan.wgrad[1]
     if _reads_codes(saved, q):
         return q, q
     made = x.made if isinstance(x, GatheredTensor) else {}
     if (found := made.get(saved.how.get(None))) is not None:
         return q, found[0]
     values = x.values().view(q.data.shape) if values is None else values
-    return q, call.cast_again(values, made)
+    return q, cast_again(values, made)
 
 
-def take_gradient(call: Call, dy_MN: torch.Tensor) -> torch.Tensor | Gradient:
-    """dy as `Call.backward` takes it: as it is, or the codes that were gathered as the layer's plan casts dy for dgrad.
+def take_gradient(use: Use, dy_MN: torch.Tensor) -> torch.Tensor | Gradient:
+    """dy as `matmuls.backward` takes it: as it is, or the gathered codes, cast as the layer's plan casts dy for dgrad.
 
     A bias's gradient is not among what they give: a layer whose dy is gathered adds its bias elsewhere.
     """
     if not isinstance(dy_MN, Float8Tensor):
         return dy_MN
-    q, second = dy_MN.operand(), call.plan.wgrad[0]
-    if not call.needs_w or _reads_codes(second, q):
+    q, second = dy_MN.operand(), use.plan.wgrad[0]
+    if not use.needs_w or _reads_codes(second, q):
         return Gradient(q, q.t())
-    made = operand(dy_MN.values(), second, {}, call.numerics.slot("grad_output", False, count=False))
-    return Gradient(q, made.t())
+    values = dy_MN.values()
+    if not second.fp8:
+        return Gradient(q, second.plain(values).t())
+    return Gradient(q, one(use, values, second, {}, use.slots[use.first + GRAD_OUTPUT, False, False], None).t())
 
 
 def _counted_by(source: Slot | None, slot: Slot) -> bool:

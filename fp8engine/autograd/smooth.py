@@ -13,22 +13,24 @@ the weight's other columns are then as far below its scale as x's other channels
 there, as SmoothQuant shares them (arXiv 2211.10438, alpha = 0.5): a channel 2^16 times the others is 2^8 times them in
 x / s, and its column 2^8 times the others in w * s.  Of E4M3's normal numbers the largest is 2^15 times the smallest.
 
-Saved for backward: what call.py names, and s [K].  w * s is made again.
+Saved for backward: what matmuls.py names, and s [K].  w * s is made again.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fp8engine.autograd.call import Call
-from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd import matmuls
+from fp8engine.autograd.operands import Use, input_pair, transposed
+from fp8engine.ops.backends import running_on
+from fp8engine.ops.reference import Operand
 
 MANTISSA, BIAS = 23, 127  # of FP32: bits of the mantissa, and what the exponent's field has added
 
 
-def linear_smoothed(x_MK, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool) -> torch.Tensor:
+def linear_smoothed(x_MK, weight_NK, bias_N, use: Use, out: torch.dtype) -> torch.Tensor:
     """y [M, N] in `out`, as `linear` has it; for a layer whose recipe has FP8."""
-    return _Smoothed.apply(x_MK, weight_NK, bias_N, numerics, out, record)
+    return _Smoothed.apply(x_MK, weight_NK, bias_N, use, out)
 
 
 def scales(x_MK: torch.Tensor) -> torch.Tensor:
@@ -63,25 +65,31 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 class _Smoothed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, record: bool):
-        needs = ctx.needs_input_grad[:3] if record else (False, False, False)  # as in _Linear
-        s_K = scales(x_MK)
+    def forward(ctx, x_MK, weight_NK, bias_N, use: Use, out: torch.dtype):
+        s_K, (first, second) = scales(x_MK), (use.plan.forward[0], use.plan.wgrad[1])
         divided_MK, weight_s_NK = smoothed(x_MK, weight_NK, s_K)
-        call = Call(numerics, divided_MK, weight_s_NK, bias_N, needs, record)
-        a, saved = call.cast_input(divided_MK, {})
-        y_MN, codes = call.forward(a, weight_s_NK, bias_N, out)
-        ctx.save_for_backward(*call.to_save(saved), weight_NK, s_K, *codes)
-        ctx.call, ctx.dtype = call, x_MK.dtype
+        a, kept, ctx.is_transposed = input_pair(use, divided_MK, {})
+        y_MN, codes, ctx.copies = matmuls.forward(use, a or first.plain(divided_MK), weight_s_NK, bias_N, out)
+        kept = kept or (second.plain(divided_MK) if use.needs_w else None)
+        data, scale, ctx.groups = (kept.data, kept.scale, kept[2:]) if isinstance(kept, Operand) else (kept, None, None)
+        ctx.save_for_backward(data, scale, weight_NK, s_K, *codes)
+        ctx.use, ctx.dtype = use, x_MK.dtype
         return y_MN
 
     @staticmethod
     def backward(ctx, dy_MN):
         data, scale, weight_NK, s_K, *codes = ctx.saved_tensors  # read once, as in _Linear
-        weight = (_times(weight_NK, s_K), *codes)
-        with ctx.call.as_asked():
-            dx_MK, dw_NK, db_N = ctx.call.backward(dy_MN, (data, scale), weight, _wide(ctx.dtype))
+        use, copies = ctx.use, {}
+        if not torch.compiler.is_compiling():
+            copies, ctx.copies = ctx.copies, {}  # taken out, as in _Linear
+        kept = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
+        if kept is not None and not ctx.is_transposed:
+            kept = transposed(kept)
+        weight = (_times(weight_NK, s_K), codes, copies)
+        with running_on(use.where.asked):
+            dx_MK, dw_NK, db_N = matmuls.backward(use, dy_MN, kept, weight, _wide(ctx.dtype))
         if dx_MK is not None:
             dx_MK = (dx_MK * s_K.reciprocal().to(dx_MK.dtype)).to(ctx.dtype)
         if dw_NK is not None:
             dw_NK = (dw_NK * s_K.to(dw_NK.dtype)).to(weight_NK.dtype)
-        return dx_MK, dw_NK, db_N, None, None, None
+        return dx_MK, dw_NK, db_N, None, None

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 
 from fp8engine.ops.fingerprint import capturing, fingerprint
-from fp8engine.ops.library import in_backward, keepable
-from fp8engine.ops.reference import How
+from fp8engine.ops.library import in_backward
 from fp8engine.scaling.operands import Kept
 
 
@@ -46,10 +46,11 @@ class Copies(Kept):
         super().__init__()
         self.held, self.kept = held, kept
 
-    def after_forward(self, how: How | None) -> None:
-        """Forward has read the cast `how`, which backward will not: gone, unless it is kept for the next call."""
-        if not self.kept:
-            self.pop(how, None)  # nothing to pop where the weight was read in 16 bits
+    def used_up(self, made: object) -> None:
+        """Forward has read an operand that backward will not: it is given up."""
+        for key, (each, _) in list(self.items()):
+            if each is made:
+                self.pop(key, None)  # another thread may have been here
 
 
 class Mark:
@@ -78,8 +79,8 @@ class Version:
 
     def __init__(self, mark: Mark | None = None, key: tuple = (), why: str = ""):
         self.mark, self.key, self.why = mark, key, why
-        self.kept = Copies()
-        self.latest = weakref.ref(self.kept)
+        self.kept: Copies | None = None
+        self.latest: Callable[[], Copies | None] = _nothing
 
     @property
     def read_again(self) -> bool:
@@ -93,8 +94,12 @@ class Version:
             found = Copies()
             self.latest = weakref.ref(found)
         found.kept = bool(self.why)
-        self.kept = found if self.why else Copies()
+        self.kept = found if self.why else None
         return found
+
+
+def _nothing() -> None:
+    """No copies yet."""
 
 
 class KeptWeight:
@@ -114,22 +119,20 @@ class KeptWeight:
     @property
     def kept(self) -> Copies:
         """The copies that outlive their consumers."""
-        return self.version.kept
+        return self.version.kept or Copies()
 
     @property
     def why(self) -> str:
         """Why they do."""
         return self.version.why
 
-    def operands(self, weight: torch.Tensor, training: bool, predictions: int = 0) -> Kept:
+    def operands(self, weight: torch.Tensor, training: bool, predictions: int = 0) -> Copies:
         """The FP8 copies of the current version of the weight; callers insert into it, and hold what backward reads.
 
         predictions: of the weight's scale so far.  A copy under an older one is not read again: what a layer computes
         does not depend on which copies there are.  (A frozen weight has one amax, and so one scale.)
-        Copies where something may outlive the call, else an empty dict: in a graph, for a weight without real data.
+        weight: real data, of eager code.
         """
-        if not keepable(weight):
-            return {}
         if self.cache is False:
             return Copies(held=False)
         if self.product:

@@ -41,6 +41,11 @@ def backend(name: str) -> Iterator[None]:
         _asked.reset(token)
 
 
+def running_on(name: str | None) -> contextlib.AbstractContextManager:
+    """The context of a backward whose forward was asked for `name`; one that changes nothing for None."""
+    return contextlib.nullcontext() if name is None else inherited(name)
+
+
 @contextlib.contextmanager
 def inherited(name: str | None) -> Iterator[None]:
     """Within the block `name` is asked for, unless a backend already is: what a backward takes over from its forward.

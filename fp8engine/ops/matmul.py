@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine import _torch
 from fp8engine.errors import BackendError, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.ops import card_trials, device, reference, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
@@ -148,16 +147,7 @@ def _matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) ->
         return _on_triton(a, b, Epilogue(bias_N, out), precision)
     if name == "cublas":
         return scaled_mm.matmul(a, b, bias_N, out, fast=precision == "fast")
-    if _torch.autocast_active():  # it would take codes up to 448 for an FP16 matmul, whose sums overflow
-        with torch.autocast(a.data.device.type, enabled=False):
-            return _emulate(a, b, bias_N, out, precision)
-    return _emulate(a, b, bias_N, out, precision)
-
-
-def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
-    if precision == "exact":  # products in FP32 for a 16-bit result too
-        return reference.matmul_fp8(a, b, bias_N, torch.float32, exact=True).to(out)
-    return reference.matmul_fp8(a, b, bias_N, out, exact=False)
+    return reference.emulate(a, b, bias_N, out, precision)
 
 
 def _on_triton(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:

@@ -57,6 +57,27 @@ class Column:
         return Column, ()  # whose tables it shows then, the copied state says
 
 
+class Slots(dict[tuple[int, bool, bool], Slot]):
+    """The slots of a state as eager code takes them, by (column, record, count), each made when first asked for."""
+
+    def __init__(self, tables: tuple[torch.Tensor, torch.Tensor], host: tuple | None, groups: dict[int, str]):
+        self.tables, self.host, self.groups = tables, host, groups
+
+    def __missing__(self, key: tuple[int, bool, bool]) -> Slot:
+        made = self[key] = Slot(*self.tables, *key, self.host, self.groups.get(key[0], ""))
+        return made
+
+
+class GraphSlots:
+    """The slots of one layer as a graph's operators take them, by (place among its columns, record, count)."""
+
+    def __init__(self, columns: tuple[Column, ...]):
+        self.columns = columns
+
+    def __getitem__(self, key: tuple[int, bool, bool]) -> Slot:
+        return self.columns[key[0]].slot(key[1], key[2])
+
+
 def _rule(cast: Cast, recipe: Recipe) -> tuple[float, int, bool]:
     """A slot's column of `rules`, as `scale_update` reads it."""
     return cast.format.max / 2.0**recipe.margin if cast.delayed else 0.0, recipe.window, cast.power_of_2
@@ -146,14 +167,14 @@ class ScalingState:
         for i, column in enumerate(self.columns):
             column.live_21, column.counts_C1 = self.live_2S[:, i : i + 1], self.counts_CS[:, i : i + 1]
         on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
-        self.slots: dict[tuple[int, bool, bool], Slot] = {}
         self._host = (self.live_2S.numpy(), self.counts_CS.numpy()) if on_cpu else None
+        self.slots = Slots((self.live_2S, self.counts_CS), self._host, self.groups)
 
     def __getstate__(self) -> dict:
         return {
             **self.__dict__,
             "_host": None,
-            "slots": {},
+            "slots": None,
             "root": None,
         }  # a copy of the views would not follow the copied tables
 
@@ -204,16 +225,13 @@ class ScalingState:
 
     def slot(self, index: int, record: bool, count: bool = True) -> Slot:
         """Column `index` as eager code takes it."""
-        key = (index, record, count)
-        if (made := self.slots.get(key)) is None:
-            group = self.groups.get(index, "")
-            made = self.slots[key] = Slot(self.live_2S, self.counts_CS, *key, self._host, group)
-        return made
+        return self.slots[index, record, count]
 
     def divide(self, layer: int, roles: Iterable[str], group: str) -> None:
         """These operands of a layer are divided over a process group: casts per tensor take the amax of all ranks."""
         self.groups |= {len(ROLES) * layer + ROLES.index(role): group for role in roles}
-        self.divided, self.slots = group, {}
+        self.divided = group
+        self._make_views()
 
     def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""

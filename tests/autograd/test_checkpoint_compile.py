@@ -205,7 +205,7 @@ def test_a_layer_without_a_root(recipe, around):
 
 def test_a_graph_for_a_card_casts_both_ways_again(monkeypatch: pytest.MonkeyPatch):
     """One cast gives an operand and its transpose there; here it is traced as there, and runs on the reference."""
-    monkeypatch.setattr(sys.modules["fp8engine.autograd.call"], "graphs_run_on", lambda where: "cublas")
+    monkeypatch.setattr(sys.modules["fp8engine.autograd.operands"], "graphs_run_on", lambda where: "cublas")
     plain, recomputed = net("delayed"), net("delayed", reentrant=False)
     with fe.backend("cublas"):
         assert train(plain, whole(plain)) == train(recomputed, whole(recomputed))

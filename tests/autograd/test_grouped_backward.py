@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from experts import SIZES, linears, run, uneven, wanted
-from support import DTYPES, FP8_RECIPES, UNIT, assert_within, same, tables
+from support import DTYPES, FP8_RECIPES, UNIT, assert_within, same, spy_on, tables
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +19,7 @@ import fp8engine as fe
 from fp8engine.autograd import grouped, groups
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.numerics.recipe import Recipe, resolve
-from fp8engine.ops import casts, scaled_grouped, scaled_mm
+from fp8engine.ops import scaled_grouped, scaled_mm
 from fp8engine.ops.reference import Operand
 from fp8engine.ops.reference import grouped as twin
 
@@ -201,8 +201,7 @@ def test_a_forward_without_gradients_is_counted_and_not_recorded(recipe: str):
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_weight_that_stands_still_is_cast_once(recipe: str, monkeypatch: pytest.MonkeyPatch):
     layer, x, seen = layer_of(recipe), torch.randn(144, 32), []
-    quantize = casts.quantize
-    monkeypatch.setattr(casts, "quantize", lambda x, *rest: seen.append(x.shape) or quantize(x, *rest))
+    spy_on(monkeypatch, "quantize", lambda real, x, *rest: seen.append(x.shape) or real(x, *rest))
     with torch.no_grad():
         layer(x, SIZES)
         before = len(seen)

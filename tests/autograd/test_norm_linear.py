@@ -24,13 +24,12 @@ from fused import (
     train,
     with_root,
 )
-from support import FP8_RECIPES, sqnr, tables
+from support import FP8_RECIPES, spy_on, sqnr, tables
 
 import fp8engine as fe
 from fp8engine.autograd import Memory, linear
 from fp8engine.autograd.parts import keep, kept
 from fp8engine.numerics.recipe import resolve
-from fp8engine.ops import casts
 
 LAYER = NORMS[2]
 ROWS = (24, 24, 40, 24)
@@ -126,8 +125,7 @@ def test_three_layers_count_one_input_three_times(recipe):
 
 def test_one_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     ran = []
-    real = casts.cast_transpose, casts.quantize
-    monkeypatch.setattr(casts, "quantize", lambda x, *rest: ran.append(tuple(x.shape)) or real[1](x, *rest))
+    spy_on(monkeypatch, "quantize", lambda real, x, *rest: ran.append(tuple(x.shape)) or real(x, *rest))
     model = Model("current", LAYER, [(48, 16), (48, 16), (48, 8)])
     model(torch.randn(6, 48))
     assert ran == [(16, 48), (16, 48), (8, 48)], "weights alone are cast"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from casts import assert_same, bits
 from chains import Chain, chain, storing
-from support import DTYPES, converted, same, sqnr, state_of, tables
+from support import DTYPES, converted, same, spy_on, sqnr, state_of, tables
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
@@ -97,10 +97,9 @@ def test_the_reader_saves_the_codes_that_the_producer_wrote_and_nothing_else():
 def test_the_readers_slot_takes_amax_and_scale_over_without_a_pass_over_memory(monkeypatch: pytest.MonkeyPatch):
     model = chain()
     h = model.up(torch.randn(64, 40))
-    monkeypatch.setattr(casts, "cast_transpose", None)
+    spy_on(monkeypatch, "cast_transpose", None)
     quantised: list[torch.Size] = []
-    quantize = casts.quantize
-    monkeypatch.setattr(casts, "quantize", lambda x, *rest: quantised.append(x.shape) or quantize(x, *rest))
+    spy_on(monkeypatch, "quantize", lambda real, x, *rest: quantised.append(x.shape) or real(x, *rest))
     before = fe.scaling_state(model)["down.input"]
     model.down(h)
     assert set(quantised) <= {model.down.weight.shape}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support import converted
 
 import fp8engine as fe
-from fp8engine.autograd.call import Call
+from fp8engine.autograd import matmuls
 from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.export import export, iter_fp8
 
@@ -100,15 +100,15 @@ def test_names_ties_and_left_layers_are_those_of_export(tmp_path: Path, make: Ca
 
 def forward_weights(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """The weight operand, as (values on the FP8 grid in FP32, scale), that each layer's forward multiplies."""
-    seen, multiply = {}, Call._multiply
+    seen, product = {}, matmuls.product
 
-    def watched(self, a, b, bias, out, matmul):
+    def watched(use, a, b, bias, out, matmul):
         if matmul == "forward":
-            seen[self.numerics.name] = (b.data.float(), b.scale)
-        return multiply(self, a, b, bias, out, matmul)
+            seen[use.numerics.name] = (b.data.float(), b.scale)
+        return product(use, a, b, bias, out, matmul)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "_multiply", watched)
+        patch.setattr(matmuls, "product", watched)
         tiny_models.loss_of(model, tiny_models.tokens()).backward()
     return seen
 

@@ -20,6 +20,9 @@ import fp8engine as fe
 from fp8engine.autograd import Numerics
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.recipe import RECIPES, Cast, Recipe, resolve
+from fp8engine.ops import casts as operations
+from fp8engine.ops import matmul as multiplying
+from fp8engine.ops import twins
 from fp8engine.scaling.table import ScalingState
 
 # Those that compute the same at every step; "auto" has tests of its own.
@@ -229,3 +232,11 @@ def saved(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(x)
     return kept
+
+
+def spy_on(monkeypatch, name: str, spy) -> None:
+    """Let `spy(real, *arguments)` stand in for the operation of that name, whether layers choose a backend or not."""
+    for module in (operations, multiplying, twins):
+        if hasattr(module, name):
+            real = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *given, real=real, **more: spy(real, *given, **more))

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from support import FP8_RECIPES, sqnr
+from support import FP8_RECIPES, spy_on, sqnr
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops import casts
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # Two matmuls deep, as in test_attention.py: 25 dB forward (E4M3), 21 dB backward (E5M2); 3 dB for few numbers.
@@ -78,17 +77,14 @@ def test_16_bits_grouped_keys_and_a_norm_of_heads(dtype: torch.dtype):
 
 def test_keys_and_values_share_one_cast_of_the_context(monkeypatch):
     layer = fe.Attention(32, fe.Heads(4, context_size=40), recipe="current")
-    seen, real = [], casts.cast_transpose
+    seen = []
 
-    def spy(x, *rest, **more):
+    def spy(real, x, *rest, **more):
         seen.append(tuple(x.shape))
         return real(x, *rest, **more)
 
-    plain = casts.quantize
-    monkeypatch.setattr(casts, "cast_transpose", spy)
-    monkeypatch.setattr(
-        casts, "quantize", lambda x, *rest, **more: seen.append(tuple(x.shape)) or plain(x, *rest, **more)
-    )
+    spy_on(monkeypatch, "cast_transpose", spy)
+    spy_on(monkeypatch, "quantize", spy)
     layer(torch.randn(2, 5, 32), context=torch.randn(2, 7, 40))
     assert seen.count((14, 40)) == 1
 

@@ -142,7 +142,7 @@ def test_which_recipes_cast_once(recipe: str, x_once: bool, dy_once: bool):
 @pytest.mark.parametrize("recipe", TURNING)
 def test_a_graph_for_a_card_casts_once_too(recipe: str, casts, monkeypatch: pytest.MonkeyPatch):
     # No card here: the CPU's graph is traced as a card's would be, and run on the reference.
-    monkeypatch.setattr(sys.modules["fp8engine.autograd.call"], "graphs_run_on", lambda where: "cublas")
+    monkeypatch.setattr(sys.modules["fp8engine.autograd.operands"], "graphs_run_on", lambda where: "cublas")
     layer, x = fe.Linear(48, 33, recipe=recipe), torch.randn(20, 48, requires_grad=True)
     eager = fe.Linear(48, 33, recipe=recipe)
     eager.load_state_dict(layer.state_dict())

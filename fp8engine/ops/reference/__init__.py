@@ -23,7 +23,14 @@ from fp8engine.ops.reference.attention import attention, attention_cast
 from fp8engine.ops.reference.attention_backward import attention_backward
 from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
-from fp8engine.ops.reference.matmul import column_sums, emulation_dtype, matmul_block, matmul_fp8, matmul_fp16
+from fp8engine.ops.reference.matmul import (
+    column_sums,
+    emulate,
+    emulation_dtype,
+    matmul_block,
+    matmul_fp8,
+    matmul_fp16,
+)
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
 from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups, from_groups
 from fp8engine.ops.reference.quantize import quantize, quantize_given
@@ -50,6 +57,7 @@ __all__ = [
     "cast_transpose",
     "column_sums",
     "decode",
+    "emulate",
     "emulation_dtype",
     "finish",
     "from_groups",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from fp8engine import _torch
 from fp8engine.ops import device
 from fp8engine.ops.reference.operand import Operand, as_groups, from_groups
 from fp8engine.ops.reference.rounding import decode
@@ -51,10 +52,15 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
     exact = out == torch.float32 if exact is None else exact and out == torch.float32
     if (a.cols != -1 and a.scaled_along_k) or (b.cols != -1 and b.scaled_along_k):
         return matmul_block(a, b, bias_N, out, exact)
-    where = a.data.device
-    dtype = torch.float32 if exact and where.type == "cpu" else _common_dtype(a.data, b.data)
-    a_MK, b_NK = _as(a.data, dtype), _as(b.data, dtype)
-    if where.type == "cpu" and dtype == torch.float32 and a.scale.dim() == b.scale.dim() == 0:
+    (a_MK, b_NK), where, on_cpu = (a.data, b.data), a.data.device, a.data.device.type == "cpu"
+    # By sizes alone: training saves codes and inference holds values, and both must round their sums alike.
+    size = max(a_MK.numel(), b_NK.numel())
+    dtype = torch.float32 if on_cpu and (exact or size < SMALL) else device.product_dtype(where)
+    if a_MK.dtype != dtype:
+        a_MK = _as(a_MK, dtype)
+    if b_NK.dtype != dtype:
+        b_NK = _as(b_NK, dtype)
+    if on_cpu and dtype == torch.float32 and a.scale.dim() == b.scale.dim() == 0:
         factor = a.scale.item() * b.scale.item()
         if factor <= FP32_MAX:  # what addmm takes
             # Scales and bias inside the one call: a small matmul costs less than each call after it would.
@@ -62,6 +68,24 @@ def matmul_fp8(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: b
             y_MN = torch.addmm(bias_N, a_MK, b_NK.t(), beta=beta, alpha=factor)
             return y_MN if out == torch.float32 else y_MN.to(out)
     return apply_scales(_mm(a_MK, b_NK), a.scale, b.scale, bias_N, out)
+
+
+def emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    """`matmul_fp8` in a precision of fp8engine/ops/matmul.py; autocast, if it is on, has no part in it.
+
+    It would take codes up to 448 for an FP16 matmul, whose sums overflow.
+    """
+    if _torch.autocast_active():
+        with torch.autocast(a.data.device.type, enabled=False):
+            return _emulate(a, b, bias_N, out, precision)
+    if precision != "exact":
+        return matmul_fp8(a, b, bias_N, out, exact=False)
+    return _emulate(a, b, bias_N, out, precision)
+
+
+def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+    exact = precision == "exact"  # products in FP32 for a 16-bit result too
+    return matmul_fp8(a, b, bias_N, torch.float32 if exact else out, exact).to(out)
 
 
 def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:
@@ -118,11 +142,6 @@ def _mm(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
         # oneDNN reads up to 31 values behind a row, times zero: those of the next row, where NaN and Inf become NaN.
         a_MK = torch.nn.functional.pad(a_MK, (0, -k % AMX_K)).narrow(1, 0, k)
     return torch.mm(a_MK, b_NK.t())
-
-
-def _common_dtype(a_MK, b_NK) -> torch.dtype:
-    """By sizes alone: training saves codes and inference holds values, and both must round their sums alike."""
-    return emulation_dtype(a_MK.device, max(a_MK.numel(), b_NK.numel()))
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

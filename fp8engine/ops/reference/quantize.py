@@ -19,7 +19,7 @@ import torch
 
 from fp8engine import _numpy as numpy
 from fp8engine.numerics.formats import BY_DTYPE, Format
-from fp8engine.ops.reference.operand import How, Slot, as_groups
+from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups
 from fp8engine.ops.reference.rounding import FEW, scale_and_round
 from fp8engine.ops.reference.scale import FP32_MAX, scale_factor
 
@@ -44,6 +44,11 @@ def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[to
     if how.rows == how.cols == -1 and x_MK.device.type == "cpu":
         return _quantize_on_host(x_MK, how, slot)
     return _quantize_groups(x_MK, how, slot)
+
+
+def quantize_operand(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
+    """`quantize` as an Operand."""
+    return Operand(*quantize(x_MK, how, slot), how.rows, how.cols, how.power_of_2)
 
 
 def quantize_given(x_MK: torch.Tensor, how: How, s: torch.Tensor) -> torch.Tensor:
