@@ -29,7 +29,7 @@ BUDGET = {
     "autograd": 2_056,
     "bench": 1_657,
     "cli": 1_037,
-    "convert": 1_038,
+    "convert": 1_101,
     "demo": 1_060,
     "distributed": 2_328,
     "export": 1_319,
@@ -38,9 +38,9 @@ BUDGET = {
     "nn": 1_823,
     "numerics": 522,
     "ops": 3_152,
-    "report": 2_147,
-    "scaling": 1_114,
-    "top level": 348,
+    "report": 2_154,
+    "scaling": 1_115,
+    "top level": 349,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -90,6 +90,7 @@ class ScalingState:
         self.optimizer_steps, self.trained = 0, -1
         self.root: weakref.ref[nn.Module] | None = None  # the model whose forward began last, where `on_step` is called
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
+        self.loaded = False  # whether a saved state was put back, or is not wanted: convert/resumed.py
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
         self.columns = [Column() for _ in self.layers for _ in ROLES]
