@@ -24,12 +24,12 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_935,
+    "amp": 2_946,
     "auto": 2_616,
     "autograd": 2_056,
     "bench": 1_657,
     "cli": 1_037,
-    "convert": 1_101,
+    "convert": 1_106,
     "demo": 1_060,
     "distributed": 2_328,
     "export": 1_319,
