@@ -32,7 +32,7 @@ WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 @dataclass
 class Entry:
-    """One overflow.  times: how often it came.  grown: in how many searches at a loss scale far below one that passed."""
+    """One overflow.  times: how often it came.  grown: in how many searches at a scale far below one that passed."""
 
     finding: Finding
     times: int = 0
