@@ -21,26 +21,26 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 TABLE = re.compile(r"(?<=<!-- written by benchmarks/lines.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # what computes and decides
-GOALS = {"engine": 8_600, "kernels": 3_591, "package": 20_600}  # lines of code
+GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_935,
+    "amp": 2_946,
     "auto": 2_616,
     "autograd": 2_234,
     "bench": 1_657,
     "cli": 1_037,
-    "convert": 1_038,
+    "convert": 1_106,
     "demo": 1_060,
     "distributed": 2_328,
     "export": 1_319,
-    "integrations": 198,
+    "integrations": 199,
     "kernels": 3_591,
     "nn": 1_823,
     "numerics": 522,
     "ops": 3_173,
-    "report": 2_147,
-    "scaling": 1_122,
-    "top level": 348,
+    "report": 2_154,
+    "scaling": 1_130,
+    "top level": 349,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -75,7 +75,7 @@ def rooms(root: Path = ROOT) -> dict[str, list[Size]]:
     found = {path.name: _below(path) for path in package.iterdir() if path.is_dir() and not path.is_symlink()}
     found = {name: files for name, files in found.items() if files}
     found["top level"] = [count(path.read_text()) for path in package.glob("*.py")]
-    return found | {"kernels": 3_591below(root / "kernels")}
+    return found | {"kernels": _below(root / "kernels")}
 
 
 def _below(folder: Path) -> list[Size]:

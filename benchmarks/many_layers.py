@@ -56,6 +56,7 @@ def measured(name: str, layers: int) -> dict[str, float]:
     found = {"convert": seconds(lambda: fe.convert(model, asked, skip=lambda *_: False, **options))}
     for step in range(4):
         found[f"step {step}"] = seconds(lambda: model(x).sum().backward())
+        model.zero_grad()  # ends the step: `auto` decides between steps
     found["str(fe.inspect(model))"] = seconds(lambda: str(fe.inspect(model)))
     found["dict(fe.scaling_state(model))"] = seconds(lambda: dict(fe.scaling_state(model)))
     found["fe.scaling_state_dict(model)"] = seconds(lambda: fe.scaling_state_dict(model))

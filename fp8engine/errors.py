@@ -116,6 +116,10 @@ class BypassWarning(UserWarning):
     """Warning, once per model after its first forward: the model reads a layer's weight without calling the layer."""
 
 
+class ResumeWarning(UserWarning):
+    """Warning, once per model: weights and an optimizer were loaded from a checkpoint, and no scaling state."""
+
+
 class SamplingWarning(UserWarning):
     """Warning, once per cause: `auto` could not sample a tensor or decide on a sample; the training went on."""
 

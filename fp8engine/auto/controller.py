@@ -13,7 +13,7 @@ Without gradients, before any training, the first forward is sampled and decides
 a training step that comes after it begins anew.  `calibrate` decides at conversion, and its decisions stay.
 
 A step whose backward comes only after another forward (a pipeline, a GAN) is sampled until it has come, for four
-forwards at most: backward passes of compiled blocks are not reported.  Several ranks decide on the first rank's
+forwards at most: of a model whose result has no gradient it never comes.  Several ranks decide on the first rank's
 statistics at step t + 2: if each waited for its own copy, they would change recipes at different steps.  A model that
 torch.compile has compiled as a whole never calls the controller: it computes in the formats it was compiled with.
 """

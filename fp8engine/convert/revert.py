@@ -13,6 +13,7 @@ from torch import nn
 from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.convert.bypassed import READ, FirstForward, Watched
 from fp8engine.convert.record import RECORD, Record, compiled_in_place
+from fp8engine.convert.resumed import Resumed
 from fp8engine.errors import ConversionError
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
@@ -59,9 +60,9 @@ def revert(model: nn.Module) -> nn.Module:
                 vars(module).pop(name, None)
             if isinstance(module, Attention):
                 module.softmax = Softmax(module.heads.softmax, "Attention")
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):
                 for key, hook in list(hooks.items()):
-                    if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState):
+                    if isinstance(getattr(hook, "__self__", None), FirstForward | ScalingState | Resumed):
                         del hooks[key]
                         module._forward_hooks_always_called.pop(key, None)
         delattr(root, RECORD)

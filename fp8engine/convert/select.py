@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp8engine.convert.bypassed import uncalled
 from fp8engine.errors import ConversionError, UnknownName
@@ -255,7 +256,11 @@ def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
 
 
 def _same_dtype(module: nn.Module, key: str, recipe: Recipe) -> bool:
-    return getattr(module, key, torch.empty(0)).dtype == recipe.input.format.dtype
+    if is_parametrized(module, key):  # as above: its weight is not to be computed
+        weight = next(cast(nn.ModuleDict, module.parametrizations)[key].parameters())
+    else:
+        weight = getattr(module, key, torch.empty(0))
+    return weight.dtype == recipe.input.format.dtype
 
 
 def _obstacle(module: nn.Module) -> str | None:

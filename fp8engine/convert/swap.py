@@ -27,6 +27,7 @@ from fp8engine.convert.bypassed import FirstForward, call_layers
 from fp8engine.convert.describe import describe
 from fp8engine.convert.placement import device_of, warn_emulated, why_emulated
 from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
+from fp8engine.convert.resumed import Resumed
 from fp8engine.convert.revert import revert
 from fp8engine.convert.select import Decision, Skip, decide, is_conv1d
 from fp8engine.errors import ConversionError, FusionWarning, StrictError
@@ -112,6 +113,7 @@ def convert(
         attending.put(attentions, attention or "", strict)
         call_layers(model)
         FirstForward(model, strict)
+        Resumed(model, record.states)
         for state in record.states:
             state.watch(model)
         setattr(model, RECORD, record)

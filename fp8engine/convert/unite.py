@@ -12,6 +12,7 @@ from fp8engine.autograd import Numerics
 from fp8engine.convert.bypassed import FirstForward
 from fp8engine.convert.placement import device_of
 from fp8engine.convert.record import RECORD, Record
+from fp8engine.convert.resumed import Resumed
 from fp8engine.errors import ConversionError
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.outliers import propose
@@ -51,6 +52,7 @@ def unite(model: nn.Module, reasons: Mapping[str, str], strict: bool = False) ->
             attach([layer.numerics for layer in autos], [tuple(layer.weight.shape) for layer in autos])
     propose(model)
     FirstForward(model, strict)
+    Resumed(model, states)
     for state in states:
         state.watch(model)
     setattr(model, RECORD, Record(dict(reasons), states))

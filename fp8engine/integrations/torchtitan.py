@@ -220,7 +220,7 @@ def with_fp8(config: Trainer.Config, converter: Float8Converter.Config) -> Train
         )
     spec = replace(config.model_spec, model=converter.build().convert(config.model_spec.model))
     if converter.fp8_gather:
-        spec.parallelize_fn = GatherInFP8(spec.parallelize_fn)
+        spec.parallelize_fn = GatherInFP8(spec.parallelize_fn, converter.strict)
     return replace(
         config,
         model_spec=spec,
@@ -232,13 +232,14 @@ def with_fp8(config: Trainer.Config, converter: Float8Converter.Config) -> Train
 class GatherInFP8:
     """torchtitan's way to parallelise a model, after which FSDP gathers FP8 codes of the weights that allow it.
 
-    parallelize: the parallelize_fn of a ModelSpec, which calls fully_shard.
+    parallelize: the parallelize_fn of a ModelSpec, which calls fully_shard.  strict: as of `gather_fp8`.
     """
 
     parallelize: Callable[..., nn.Module]
+    strict: bool = False
 
     def __call__(self, model: nn.Module, **options) -> nn.Module:
-        return gather_fp8(self.parallelize(model, **options))
+        return gather_fp8(self.parallelize(model, **options), strict=self.strict)
 
 
 class FirstForward:

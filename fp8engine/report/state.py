@@ -220,6 +220,12 @@ def load_scaling_state_dict(model: nn.Module, state_dict: Mapping) -> None:
     _load(float8_layers(model, "load_scaling_state_dict"), state_dict)
 
 
+def without_state(model: nn.Module) -> None:
+    """Go on from a checkpoint with fresh scales, as wanted: no ResumeWarning."""
+    for state in _states(float8_layers(model, "without_state")):
+        state.loaded = True
+
+
 def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
     if not isinstance(state_dict, Mapping) or state_dict.get("version") not in READS:
         raise StateError(f"not a scaling state dict of version {' or '.join(map(str, READS))}")
@@ -253,6 +259,7 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         state.live_2S[1].abs_()
         state.outputs.loaded(state.live_2S)
         state.saved_1.fill_(1)
+        state.loaded = True
         # Whether a step was recorded and waits to be entered.
         state.backward_seen = bool((state.live_2S[0] >= 0).any()) and state_dict.get("backward_seen", True)
         state.recomputed = bool(state_dict.get("recomputed"))

@@ -1,8 +1,8 @@
 """Callbacks for transformers' Trainer: the scaling state beside each checkpoint, the report while a model trains.
 
 A converted model trains, evaluates and saves under Trainer without it.  But the state_dict that Trainer saves has no
-scaling state, on purpose: without the windows of delayed scaling a resumed run casts its first steps with current
-scaling; with them it equals the uninterrupted run bit for bit.
+scaling state, on purpose: without it `auto` decides anew in a resumed run, and delayed scaling casts the first steps
+with current scaling (a ResumeWarning says so); with it the run equals the uninterrupted one bit for bit.
 
 Nothing else imports this module, because it needs transformers.
 """
@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from fp8engine import files
 from fp8engine.errors import StateError
 from fp8engine.report.live import LiveReport
-from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict
+from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict, without_state
 
 FILE = "scaling_state.pt"
 
@@ -54,7 +54,10 @@ class ScalingStateCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **_):
         """Load the scaling state of the checkpoint that Trainer resumes from; at step 0 there is none."""
-        if state.global_step == 0 or self.resume_from is False or model is None:
+        if model is None or state.global_step == 0:
+            return
+        if self.resume_from is False:
+            without_state(model)
             return
         path = (Path(self.resume_from) if self.resume_from else _folder(args, state)) / FILE
         try:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine import _torch
 from fp8engine._torch import graph_task, transforms_active
 from fp8engine.errors import StateError
 from fp8engine.numerics.recipe import OUTPUT, ROLES, Cast, Recipe
@@ -111,6 +112,7 @@ class ScalingState:
         self.optimizer_steps, self.trained = 0, -1
         self.root: weakref.ref[nn.Module] | None = None  # the model whose forward began last, where `on_step` is called
         self.decides_next = False  # whether `on_step` is to be called at the root's next forward without gradients too
+        self.loaded = False  # whether a saved state was put back, or is not wanted: convert/resumed.py
         self.step_amax_S: torch.Tensor | None = None  # the last step's amaxes, where `on_step` reads them
         self.outputs = OutputSlots()
         self.columns = [Column() for _ in self.layers for _ in ROLES]
@@ -244,15 +246,23 @@ class ScalingState:
     def end_forward(self, root: object = None, inputs: object = None, result: object = None) -> None:
         """The root's forward has ended, or failed: nothing that was made of its inputs outlives it.
 
-        result: a loss that the model returns is kept for `auto` in a step that is sampled.
+        result: a loss that the model returns is kept for `auto` in a step that is sampled.  Its gradient is a backward
+        of blocks that are compiled one by one too, whose graphs tell nobody.
         """
         if not torch.compiler.is_compiling():
+            if self.on_step is not None and torch.is_grad_enabled():
+                for leaf in _torch.tree_leaves(result):
+                    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                        leaf.grad_fn.register_prehook(self._backward_comes)
             if self.samples is not None:
                 loss = getattr(result, "loss", None)
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                     self.samples.see_loss(loss)
             if self.shares:
                 self.forward.end()
+
+    def _backward_comes(self, _: object) -> None:
+        self.backward_seen = True
 
     def watch(self, root: nn.Module) -> None:
         """Follow the forwards of the model that the layers are part of."""

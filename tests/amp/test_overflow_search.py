@@ -116,15 +116,27 @@ def test_growing_back_to_a_scale_that_failed_blames_nobody(mode: str):
 def test_a_gradient_that_grows_is_guilty(mode: str):
     run = Run(init_scale=2.0**8, mode=mode)
     with run.watch:
-        run.steps(6, 8)  # 2^8 passes, and is over now
+        run.steps(6, 10, 10, 10)  # 2^8 passes; then it, 2^7 and 2^6 are over
         assert run.row().guilty == 0, "once is noise"
-        run.steps(8, 10)  # 2^7 passes, and is over now
+        run.steps(10, 12)  # 2^5 passes, and is over now
         found = run.watch.first()
         assert found is not None
         assert (found.layer, found.guilty, found.cured_by) == ("2", True, None)
         assert run.watch.pin(1) == ["2"]
-    assert (run.row().guilty, run.row().scaled) == (2, 0)
-    assert "guilty x2, pinned" in str(run.watch.report())
+    assert (run.row().guilty, run.row().scaled) == (4, 0)
+    assert "guilty x4, pinned" in str(run.watch.report())
+
+
+@MODES
+def test_batches_that_differ_near_the_last_scale_of_a_search_blame_nobody(mode: str):
+    """Gradients between 2^6 and 2^8: 2^9 passes and is over, then 2^8, then each again."""
+    run = Run(init_scale=2.0**9, mode=mode)
+    with run.watch:
+        run.steps(6, 7, 7, 8, *[6] * 8, 7, 7, 8)
+    found = run.watch.first()
+    assert found is not None
+    assert (found.guilty, run.scaler.stats.skipped) == (False, 4)
+    assert run.watch.pin() == []
 
 
 @MODES
@@ -196,6 +208,26 @@ def test_without_the_scaler_no_layer_is_blamed_for_a_gradient(mode: str, caplog)
     wide = Run(dtype=torch.float32)
     with find_overflow(wide.model, mode="ops") as watch:
         wide.steps(127)
+        assert watch.pin(1) == ["2"]
+
+
+@MODES
+def test_without_a_scaler_a_gradient_that_spoils_weights_is_guilty(mode: str):
+    """Nobody skipped its step: no loss scale was at work that would have cured it."""
+    run = Run()
+    with find_overflow(run.model, mode=mode) as watch:
+        for factor in (6, 18):
+            run.gains[1].factor = 2.0**factor
+            run.model(torch.ones(1, 4)).sum().backward()
+            found = watch.first()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        assert found is not None
+        assert (found.layer, found.guilty) == ("2", False), "a hidden scaler may skip this step"
+        run.model(torch.ones(1, 4))
+        found = watch.first()
+        assert found is not None
+        assert (found.layer, found.guilty, found.loss_scale) == ("2", True, None)
         assert watch.pin(1) == ["2"]
 
 

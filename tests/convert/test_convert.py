@@ -68,11 +68,14 @@ class Spectral(nn.Module):
 
 @pytest.mark.parametrize("example_inputs", [None, (torch.arange(16)[None],)], ids=["alone", "with example_inputs"])
 @pytest.mark.parametrize("recipe", ["current", "auto"])
-def test_converting_in_training_moves_no_vector_of_spectral_norm(recipe: str, example_inputs):
+@pytest.mark.parametrize("head", [None, "bf16", "fp32"])
+def test_converting_in_training_moves_no_vector_of_spectral_norm(head: str | None, recipe: str, example_inputs):
     model = Spectral().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    converted(model, recipe, example_inputs=example_inputs)
-    assert fe.inspect(model).layers
+    converted(model, recipe, example_inputs=example_inputs, overrides={"head": head} if head else {})
+    why = next(layer["reason"] for layer in fe.inspect(model).layers if layer["name"] == "head")
+    left = {None: "output head", "bf16": "ParametrizedLinear", "fp32": "overrides: fp32, which it computes in"}
+    assert why.startswith(left[head])
     fe.revert(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

@@ -126,3 +126,16 @@ def test_a_plan_is_what_two_ranks_send_and_hold(case: str, folder: Path, real: d
     assert {k: {"bytes": each["bytes"], "calls": each["calls"]} for k, each in sent.items()} == measured["traffic"]
     held, kinds = found["memory"]["FP8 gather"], ("parameters", "gradients", "saved activations")
     assert {kind: held[kind] for kind in kinds} == {kind: measured[kind] for kind in kinds}
+
+
+@pytest.mark.slow
+def test_a_70b_model_over_eight_cards_a_layer_takes_no_memory_of_its_size():
+    """Half a minute: tensors without memory.  Four times a block all tokens of eight cards are gathered and summed."""
+    tokens, blocks, width, tp = 8192, 80, 8192, 8
+    result = CliRunner().invoke(app, ["plan", "llama-3-70b", "--ranks", "64", "--tp", str(tp), "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["parameters"], told["blocks"], told["tensor_parallel"]) == (70_553_706_496, blocks, "run")
+    sent = told["traffic"]["16 bits"]["tp reduce-scatter bfloat16"]["bytes"]
+    assert sent == blocks * 4 * (tp - 1) * tokens * width * 2
+    assert told["traffic"]["FP8 gather"]["tp all-gather uint8"]["bytes"] < 0.51 * sent

@@ -207,10 +207,13 @@ def decided(mesh, rank: int) -> list[dict]:
     fe.distributed.tensor_parallel(
         model, mesh, {"0": Colwise(input_layouts=tokens), "2": Rowwise(output_layouts=tokens)}
     )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # its steps are where decisions are adopted
     torch.manual_seed(rank)
     for _ in range(6):
         x = torch.randn(T, WIDTH) * (torch.logspace(0, 4, WIDTH) if rank else 1.0)
         model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return fe.inspect(model).decisions
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def trainer(model: Any, folder: Path, callback: Any = None, **options: Any) -> T
     return Trainer(model, arguments, train_dataset=LINES, callbacks=[callback] if callback else [])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "auto"])
 def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
     straight = llama(recipe)
     trainer(straight, tmp_path / "a", ScalingStateCallback()).train()
@@ -55,12 +56,25 @@ def test_trainer_resumes_exactly(recipe: str, tmp_path: Path):
     assert same(everything(resumed), everything(straight))
 
 
-def test_without_the_callback_delayed_scaling_starts_anew(tmp_path: Path):
-    """What the callback is for: the weights come back, the windows do not."""
-    straight, resumed = llama("delayed"), llama("delayed")
-    trainer(straight, tmp_path).train()
-    trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STOP}"))
-    assert not same(tables(resumed)[:1], tables(straight)[:1])
+@pytest.mark.parametrize(
+    ("recipe", "lost"), [("delayed", "the windows of amaxes of"), ("auto", "decisions of auto for")]
+)
+def test_without_the_callback_a_resumed_run_says_what_begins_anew(recipe: str, lost: str, tmp_path: Path):
+    """The weights and the optimizer come back, the scaling state does not; `Trainer` alone cannot save it."""
+    straight, resumed = llama(recipe), llama(recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fe.errors.ResumeWarning)
+        trainer(straight, tmp_path).train()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", fe.errors.ResumeWarning)
+        trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STOP}"))
+    (told,) = [str(each.message) for each in found if each.category is fe.errors.ResumeWarning]
+    layers = len(fe.inspect(resumed).layers)
+    assert told.startswith("LlamaForCausalLM: weights were loaded")
+    assert f"{lost} {layers - 1} layers begin anew" in told, "all but the output head"
+    assert "ScalingStateCallback()" in told
+    if recipe == "delayed":
+        assert not same(tables(resumed)[:1], tables(straight)[:1])
 
 
 def test_a_checkpoint_elsewhere_or_fresh_scales(tmp_path: Path):
@@ -73,7 +87,9 @@ def test_a_checkpoint_elsewhere_or_fresh_scales(tmp_path: Path):
     trainer(moved, tmp_path / "c", ScalingStateCallback(checkpoint)).train(resume_from_checkpoint=checkpoint)
     assert same(everything(moved), everything(first))
     fresh = llama("delayed")
-    trainer(fresh, tmp_path / "d", ScalingStateCallback(False)).train(resume_from_checkpoint=checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fe.errors.ResumeWarning)
+        trainer(fresh, tmp_path / "d", ScalingStateCallback(False)).train(resume_from_checkpoint=checkpoint)
     assert not same(tables(fresh)[:1], tables(first)[:1])
 
 

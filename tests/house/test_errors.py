@@ -36,6 +36,7 @@ WARNINGS = {
     errors.FrozenWarning,
     errors.ParallelWarning,
     errors.ReportWarning,
+    errors.ResumeWarning,
     errors.SamplingWarning,
 }
 # Python's own protocols: a Mapping's missing key, an attribute that is not there.

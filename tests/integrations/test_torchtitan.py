@@ -3,6 +3,7 @@
 import os
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import cpu_titan
@@ -191,6 +192,21 @@ def test_strict_refuses_a_subclass_with_code_of_its_own(debug_model):
     tree.layers[2].attention.wo = ScaledBiasRowwiseLinear.Config(in_features=256, out_features=256)
     with pytest.raises(StrictError, match=r"layers\.2\.attention\.wo cannot .* ScaledBiasRowwiseLinear"):
         Float8Converter.Config(strict=True).build().convert(tree)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_reaches_the_gather(strict: bool, monkeypatch: pytest.MonkeyPatch):
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from fp8engine.integrations import torchtitan
+
+    told = []
+    monkeypatch.setattr(torchtitan, "gather_fp8", lambda model, *, strict: told.append(strict) or model)
+    options = torchtitan.Float8Converter.Config(fp8_gather=True, strict=strict)
+    spec = torchtitan.with_fp8(llama3_debugmodel(), options).model_spec
+    model = torch.nn.Linear(2, 2)
+    assert replace(spec.parallelize_fn, parallelize=lambda model: model)(model) is model
+    assert told == [strict]
 
 
 def test_strict_refuses_emulation_in_the_first_forward(debug_model):

@@ -119,7 +119,7 @@ def test_fused_blocks_of_a_llama_are_one_graph(recipe: str):
     eager = converted(tiny.llama(num_hidden_layers=BLOCKS, use_cache=False), recipe)
     compiled = compiled_by_block(eager, lambda model: model.model.layers)
     ids = tiny.tokens()
-    # `auto` decides at its second step, and in compiled blocks a few steps later.
+    # `auto` decides at its second step, and a decision compiles its layer again.
     steps_alike(eager, compiled, lambda model, _: tiny.loss_of(model, ids), steps=1 if recipe == "auto" else 2)
     assert fe.inspect(eager).layers[0]["fused"].startswith("fused: ")
     assert counters["stats"]["unique_graphs"] <= MOST

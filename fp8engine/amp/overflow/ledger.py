@@ -5,10 +5,12 @@ not.  The layer that overflowed first is then not at fault: its gradient is the 
 So a gradient that overflowed while the forward was finite makes a layer guilty only if
 
     it overflows where the scale is below 1: the unscaled gradient is beyond FP16,
-    it has twice overflowed at a scale at which no step had failed: the gradient has grown, not the scale,
+    it has twice, with a step that passed in between, overflowed at a quarter of a scale at which a step had passed:
+    the gradient has grown, by more than batches differ,
     or the op that made it Inf or NaN works in FP32 or BF16, whose range no loss scale up to 2^24 comes near.
 
-Where no scaler is given the loss may be scaled all the same, so that only the last of these makes a layer guilty.
+Where no scaler is given the loss may be scaled all the same, so that of these only the last makes a layer guilty; but a
+weight that is NaN or Inf in the next pass tells that nobody skipped the step, and then the layer is guilty too.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from fp8engine.amp.overflow.finding import GRADIENTS, Finding
 from fp8engine.amp.overflow.locate import same_overflow
 from fp8engine.amp.overflow.trace import Batch
 
-GROWN = 2  # once is noise of the batches, which every scaler lives with
+GROWN = 2  # once is an outlier among the batches, which every scaler lives with
+NOISE = 4.0  # between the scales at which batches of one training overflow
 HIGHEST = 2.0**24  # a loss scale that a scaler grows to; from 2^40 on even FP32 can overflow by the scale alone
 WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @dataclass
 class Entry:
-    """One overflow.  times: how often it came.  grown: how often at a loss scale that had been fine before."""
+    """One overflow.  times: how often it came.  grown: in how many searches at a scale far below one that passed."""
 
     finding: Finding
     times: int = 0
@@ -52,6 +55,9 @@ class Ledger:
         self._compiled = compiled
         self._by_place: dict[tuple[str | None, str], Entry] = {}  # (layer, operand), guesses included
         self._cure: float | None = None  # the smallest scale, of at least 1, at which a step has passed
+        self._passed = 0.0  # the largest
+        self._counted = False  # whether this search, which ends with a step that passes, has shown a gradient to grow
+        self._latest: list[Entry] = []  # of the last batch in which something overflowed
         self._scale = 1.0
         self._step: int | None = None  # the step under way, once it has gradients
         self._finite = True  # and whether all of these are finite
@@ -59,6 +65,11 @@ class Ledger:
     def enter(self, batch: Batch, findings: Iterable[Finding]) -> bool:
         """Enter a batch and what was found in it; returns whether an overflow came whose op is to be found."""
         entries = [self._enter(finding) for finding in findings]
+        if any(entry.finding.operand == "weight" for entry in entries):
+            for entry in self._latest:
+                if entry.finding.backward and entry.finding.loss_scale is None:
+                    entry.finding = replace(entry.finding, guilty=True)
+        self._latest = entries or self._latest
         self._follow_scale(batch)
         return any(entry.unexplained for entry in entries)
 
@@ -90,6 +101,8 @@ class Ledger:
             return wide or finding.layer is None  # outside of the model: no layer is blamed
         if self._cure is not None and scale <= self._cure:
             self._cure = None
+        if scale * NOISE <= self._passed and not self._counted:
+            self._counted = True
             entry.grown += 1
         return scale < 1 or (wide and scale <= HIGHEST) or entry.grown >= GROWN
 
@@ -102,8 +115,8 @@ class Ledger:
             elif event.kind == "scale":
                 if self._step is not None and event.step > self._step:
                     if self._finite and self._scale >= 1:
-                        passed = self._scale
-                        self._cure = min(passed, self._cure or passed)
+                        passed, self._counted = self._scale, False
+                        self._cure, self._passed = min(passed, self._cure or passed), max(passed, self._passed)
                     self._step = None
                 self._scale = event.reading.high
         for entry in self.entries if passed is not None else ():

@@ -1,0 +1,143 @@
+"""A run that is resumed without its scaling state is told so, once; no other run is."""
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import converted
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+import fp8engine as fe
+
+WIDTH = 32
+OPTIMIZERS: dict[str, Callable] = {
+    "adamw": torch.optim.AdamW,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+}
+
+
+def made(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    return converted(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), recipe)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[str]:
+    """The ResumeWarnings of these steps."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", fe.errors.ResumeWarning)
+        for step in range(steps):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in found if each.category is fe.errors.ResumeWarning]
+
+
+@pytest.fixture(autouse=True)
+def no_hook_is_left():
+    """Nothing of ours stays in torch when the models are gone."""
+    before = len(hooks)
+    yield
+    gc.collect()
+    assert len(hooks) == before
+
+
+def saved(recipe: str, optimizer: str = "adamw") -> dict[str, Any]:
+    model = made(recipe)
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    assert train(model, stepping) == []
+    return copy.deepcopy(
+        {"model": model.state_dict(), "optimizer": stepping.state_dict(), "scaling": fe.scaling_state_dict(model)}
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("recipe", ["auto", "delayed"])
+def test_a_resumed_run_is_told_once(recipe: str, optimizer: str):
+    kept, model = saved(recipe, optimizer), made(recipe)
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    model.load_state_dict(kept["model"])
+    stepping.load_state_dict(kept["optimizer"])
+    (told,) = train(model, stepping)
+    assert "Sequential: " in told
+    assert " 2 layers begin anew" in told
+    assert ("decisions of auto" in told) == (recipe == "auto")
+    model.load_state_dict(kept["model"])  # back to the checkpoint in the middle of a run
+    assert train(model, stepping) == []
+
+
+def test_resumed_by_torchs_distributed_checkpoint():
+    """Which steps an empty optimizer once, so that it has a state to be written to."""
+    kept, model = saved("delayed"), made("delayed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    set_model_state_dict(model, kept["model"])
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    found = {"state": {names[i]: of for i, of in kept["optimizer"]["state"].items()}}
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in kept["optimizer"]["param_groups"]]
+    set_optimizer_state_dict(model, optimizer, {**found, "param_groups": groups})
+    assert len(train(model, optimizer)) == 1
+
+
+def test_evaluated_or_calibrated_before_the_weights_were_loaded():
+    kept, x = saved("auto"), torch.randn(16, WIDTH)
+    evaluated = made("auto")
+    with torch.no_grad():
+        evaluated(x)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    for model in (evaluated, converted(layers, "auto", example_inputs=(x,))):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        assert len(train(model, optimizer)) == 1
+
+
+@pytest.mark.parametrize("recipe", ["auto", "delayed"])
+@pytest.mark.parametrize("first", [True, False])
+def test_with_its_scaling_state_it_is_not(recipe: str, first: bool):
+    kept, model = saved(recipe), made(recipe)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if first:
+        fe.load_scaling_state_dict(model, kept["scaling"])
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    if not first:
+        fe.load_scaling_state_dict(model, kept["scaling"])
+    assert train(model, optimizer) == []
+
+
+def test_a_recipe_without_a_state_has_none_to_load():
+    kept, model = saved("rowwise"), made("rowwise")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    assert train(model, optimizer) == []
+
+
+@pytest.mark.parametrize("recipe", ["auto", "delayed"])
+def test_a_run_that_begins_is_not(recipe: str):
+    """Weights loaded to be trained further; an optimizer that trained before fe.convert; another model's optimizer."""
+    kept, model = saved(recipe), made(recipe)
+    model.load_state_dict(kept["model"])
+    other = nn.Linear(WIDTH, WIDTH)
+    assert train(other, torch.optim.AdamW(other.parameters())) == []
+    assert train(model, torch.optim.AdamW(model.parameters())) == []
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    train(plain, optimizer)
+    assert train(converted(plain, recipe), optimizer) == []
+
+
+def test_nor_is_a_model_that_was_reverted():
+    kept, model = saved("auto"), fe.revert(made("auto"))
+    assert not model._load_state_dict_post_hooks
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    assert train(model, optimizer) == []
