@@ -66,11 +66,13 @@ def linear(
             alone = compiling or numerics.state.parents[numerics.layer] is None
             found = {} if alone else numerics.kept_of_input(x)
             a, kept, is_transposed = input_pair(use, matrix(x), found)
-    one = kept is a and a is not None  # one tensor twice among a Function's arguments is refused by Dynamo
+    # One tensor twice among a Function's arguments is refused by Dynamo.
+    one = kept is a and a is not None
     data, scale, *groups = a or NOTHING
     kept_data, kept_scale, *kept_groups = (
         kept if isinstance(kept, Operand) and not one else (None if one else kept, None)
     )
+    kept_scale = None if kept_scale is scale else kept_scale
     forms = Forms(groups, kept_groups, one, is_transposed, out)
     return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms)
 
@@ -134,6 +136,7 @@ class Forms(NamedTuple):
     """How `_Linear` puts together what it is given as plain tensors.
 
     groups, kept_groups: what an Operand has beside data and scale, of X and of what wgrad reads; empty for no Operand.
+    Without a scale of its own the second has the first's.
     one: wgrad reads X itself.  is_transposed: it reads X^T.  out: the result's dtype.
     """
 
@@ -154,6 +157,8 @@ class _Linear(torch.autograd.Function):
         y_MN, weight_KN, copies = matmuls.forward(use, a, weight_NK, bias_N, forms.out, fp8=True)
         if forms.one:
             kept, kept_scale = data, scale
+        elif forms.kept_groups and kept_scale is None:
+            kept_scale = scale
         elif use.needs_w and kept is None:
             kept = a if data is None and plan.wgrad[1] is plan.forward[0] else plan.wgrad[1].plain(matrix(x))
         ctx.save_for_backward(kept, kept_scale, weight_NK, *weight_KN)
