@@ -35,6 +35,8 @@ titan:  ## torchtitan's debug Llama in FP8 on two processes, in an environment o
 	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo .venv-titan/bin/python -m pytest tests/integrations
 
 serve-check:  ## exports in vLLM, transformers and lm-eval; new weights into a running vLLM; an environment of its own (5 GB)
+	@test -d .venv-serve || $(PYTHON) -m venv .venv-serve
+	@test -f .venv-serve/serve.stamp || .venv-serve/bin/python benchmarks/serve/needs.py  # says what PyPI lacks, and stops
 	$(MAKE) .venv-serve/serve.stamp VENV=.venv-serve CONSTRAINTS=constraints-serve.txt
 	@.venv-serve/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2> /dev/null  # do not fit torch+cpu
 	OMP_NUM_THREADS=1 .venv-serve/bin/python -m benchmarks.serve
