@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan serve-check test-oldest check static types codegen resolve emulated gpu gpu-pack bench distributed mutants \
+.PHONY: help demo test titan serve-check test-oldest check static types codegen codegen-all resolve emulated gpu gpu-pack bench distributed mutants \
 	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
@@ -35,6 +35,8 @@ titan:  ## torchtitan's debug Llama in FP8 on two processes, in an environment o
 	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo .venv-titan/bin/python -m pytest tests/integrations
 
 serve-check:  ## exports in vLLM, transformers and lm-eval; new weights into a running vLLM; an environment of its own (5 GB)
+	@test -d .venv-serve || $(PYTHON) -m venv .venv-serve
+	@test -f .venv-serve/serve.stamp || .venv-serve/bin/python benchmarks/serve/needs.py  # says what PyPI lacks, and stops
 	$(MAKE) .venv-serve/serve.stamp VENV=.venv-serve CONSTRAINTS=constraints-serve.txt
 	@.venv-serve/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2> /dev/null  # do not fit torch+cpu
 	OMP_NUM_THREADS=1 .venv-serve/bin/python -m benchmarks.serve
@@ -53,6 +55,9 @@ types: $(VENV)/dev.stamp  ## pyright
 
 codegen: $(VENV)/dev.stamp  ## compile every kernel for its cards, no GPU needed; CHANGED=1: only what changed; UPDATE=1: new baseline
 	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
+
+codegen-all: $(VENV)/dev.stamp  ## before a release: the same with every Triton that users get (4 GB in .tritons, 15 minutes each), then compared
+	$(PY) benchmarks/codegen_all.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
 
 resolve: $(VENV)/dev.stamp  ## can every extra be installed, on every Python and system?  By the metadata of the package index alone
 	$(PY) benchmarks/resolve.py
@@ -79,7 +84,7 @@ docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/house/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
-	rm -rf $(VENV) .venv-oldest .venv-titan .venv-serve .gpu-pack report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-titan .venv-serve .tritons .gpu-pack report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that

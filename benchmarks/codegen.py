@@ -3,17 +3,17 @@
     python benchmarks/codegen.py [--jobs N] [--only WORD] [--changed] [--update | --keys] [--baseline FILE]
 
 Prints a table and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core instructions, or
-a loss against the baseline, codegen.json beside this file.  --changed compiles what has another key than it has there
+a loss against the baseline of the Triton that is installed, machine_code/baselines/<version>.json; a fault for which
+machine_code/reasons.py has a reason is printed with it.  --changed compiles what has another key than it has there
 (machine_code/keys.py), which alone can have become worse.  --update writes the rows of what was compiled, and their
 keys; --keys writes keys and compiles nothing, where a change is known to leave every row as it is.
-Needs Triton, not a GPU.
+Needs Triton, not a GPU.  codegen_all.py compiles with every Triton of the range.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import sys
@@ -24,9 +24,9 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
 
-from benchmarks.machine_code import judge, keys, launches
+from benchmarks.machine_code import baselines, judge, keys, launches, reasons
 
-BASELINE = Path(__file__).with_name("codegen.json")
+BASELINE = baselines.path(triton.__version__)
 HEADER = (
     f"{'kernel':84s} {'regs':>4s} {'spill':>5s} {'shared':>6s} {'prog':>4s} {'loop':>4s} {'mma':>3s} {'shape':16s} "
     f"{'mma clk':>7s} {'issue':>6s} {'ceiling':>7s} {'B/clk':>5s} widest load, store; notes"
@@ -40,15 +40,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--changed", action="store_true", help="only kernels whose key is not the baseline's")
     parser.add_argument("--update", action="store_true", help="write the baseline anew")
-    parser.add_argument("--keys", action="store_true", help="write the keys of this tree, and compile nothing")
-    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="default: codegen.json")
+    parser.add_argument("--keys", action="store_true", help="write anew the keys that there are; compile nothing")
+    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="default: of this Triton")
     asked = parser.parse_args(arguments)
     start = time.perf_counter()
-    baseline = json.loads(asked.baseline.read_text())
+    try:
+        baseline = baselines.load(asked.baseline, triton.__version__, new=asked.update)
+    except baselines.NoBaseline as error:
+        print(f"FAILED {error}")
+        return 1
     kernels, known = baseline["kernels"], baseline["keys"]
     asked_for = {case.name: keys.of(case) for case in launches.cases() if asked.only in case.name}
     if asked.keys:
-        found = {name: key for key_of in asked_for.values() for name, key in key_of.items()}
+        found = {name: key for key_of in asked_for.values() for name, key in key_of.items() if name in known}
         return _write(asked.baseline, kernels, known | found)
     names = [name for name, key_of in asked_for.items() if not (asked.changed and _unchanged(key_of, known))]
     rows, broken = _table(names, asked.jobs)
@@ -57,9 +61,14 @@ def main(arguments: list[str] | None = None) -> int:
         for name in names:
             sound = {row: key for row, key in asked_for[name].items() if failures.get(row) == []}
             known = {row: key for row, key in known.items() if row not in asked_for[name]} | sound
-        _write(asked.baseline, _kept(kernels, names) | judge.baseline_of(rows), known)
+        kernels = _kept(kernels, names) | judge.baseline_of(rows)
+        _write(asked.baseline, kernels, known)
+    excused = [(row, found) for row in rows if (found := reasons.of_spill(triton.__version__, row.name, row.spills))]
+    for row, reason in excused:
+        failures[row.name] = [why for why in failures[row.name] if why != judge.spilled(row.spills)]
+        print(f"allowed {row.name}: {judge.spilled(row.spills)}: {reason.why}")
     broken += [f"{name}: {why}" for name, found in failures.items() for why in found]
-    broken += _against_baseline(rows, asked.baseline)
+    broken += _against_baseline(rows, kernels)
     if asked.changed:
         print(f"{len(asked_for) - len(names)} of {len(asked_for)} launches not compiled: their keys are the baseline's")
     print(f"{len(rows)} kernels compiled with Triton {triton.__version__} in {time.perf_counter() - start:.0f} s")
@@ -92,12 +101,7 @@ def _table(names: list[str], jobs: int) -> tuple[list[judge.Row], list[str]]:
 
 
 def _write(path: Path, kernels: dict, known: dict[str, str]) -> int:
-    """The baseline, a line for each row; then the keys, so that a change of all keys hides no change of a row."""
-    parts = [f' "triton": "{triton.__version__}"']
-    for title, values in (("kernels", kernels), ("keys", {name: known[name] for name in kernels if name in known})):
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
-        parts.append(f' "{title}": {{\n{lines}\n }}')
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    baselines.write(path, triton.__version__, kernels, known)
     print(f"wrote {path}")
     return 0
 
@@ -117,13 +121,8 @@ def _compiled(name: str):
         return name, [], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _against_baseline(rows: list[judge.Row], path: Path) -> list[str]:
-    baseline = json.loads(path.read_text())
-    if baseline["triton"] != triton.__version__:
-        print(f"not compared: the baseline is of Triton {baseline['triton']}, this is {triton.__version__}")
-        return []
-    known = baseline["kernels"]
-    new = [f"{row.name}: not in {path.name}; make codegen UPDATE=1" for row in rows if row.name not in known]
+def _against_baseline(rows: list[judge.Row], known: dict) -> list[str]:
+    new = [f"{row.name}: not in the baseline; make codegen UPDATE=1" for row in rows if row.name not in known]
     return new + [
         f"{row.name}: {why}" for row in rows if row.name in known for why in judge.losses(row, known[row.name])
     ]

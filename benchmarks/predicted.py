@@ -1,7 +1,7 @@
 """By kernel, the static ceiling and the predicted time, before and after: `python -m benchmarks.predicted [--write]`.
 
-    before   predicted_before.json: the rows of codegen.json as of commit 36576bc, the matmuls of sm_90 alone
-    after    codegen.json as it is
+    before   predicted_before.json: the baseline's rows as of commit 36576bc, the matmuls of sm_90 alone
+    after    the baseline of the Triton that development runs (machine_code/baselines.py)
 
 Of each kind of matmul the configuration that is predicted to be the fastest at a shape stands for it.  Ceilings are
 those of the machine code (machine_code/sass.py), times those of numerics/matmul_time.py for a card that multiplies
@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.machine_code import baselines
 from fp8engine.numerics.cards import CARDS, Card
 from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
 
 HERE = Path(__file__).parent
-BEFORE, AFTER = HERE / "predicted_before.json", HERE / "codegen.json"
+BEFORE, AFTER = HERE / "predicted_before.json", baselines.path(baselines.DEVELOPED)
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 1024), (64, 4096, 4096), (64, 1024, 8192))
 DOCS = HERE.parent / "docs" / "performance.md"
 MARKS = ("<!-- benchmarks.predicted -->", "<!-- end -->")

@@ -108,6 +108,9 @@ def _act_backward_kernel(
                 HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
             )  # fmt: skip
             tl.debug_barrier()  # one half's registers are free before the other's are taken
+            if ACTIVATION == "sigmoid":  # read again, as above: held, they spill with Triton 3.6 and 3.7
+                dy_MN = read(dy, rows, columns, M, N, stride_dm, stride_dn)
+                x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
             up_MN = read(x + tl.cast(N, tl.int64) * stride_n, rows, columns, M, N, stride_m, stride_n)
             dy_MN *= linear_part(up_MN, ACTIVATION)
         dx_MN = gradient(dy_MN, x_MN, ACTIVATION)
@@ -184,10 +187,10 @@ def _by_128(to) -> bool:
 
 
 def _tile(to, n: int) -> Tile:
-    """16 elements a thread; 8 of rows that are read and written element by element."""
+    """16 elements a thread; 4 of rows that are read and written element by element."""
     if _by_128(to):
         return Tile(32, GROUP_COLUMNS, 8)
-    return Tile(64, 16, 4) if n % MULTIPLE else Tile(64, 64, 8)
+    return Tile(64, 16, 8) if n % MULTIPLE else Tile(64, 64, 8)
 
 
 def _row_tile(n: int) -> Tile:

@@ -107,9 +107,10 @@ def stages(config, y_MN: torch.Tensor) -> int:
 def parts(config, epilogue, y_MN: torch.Tensor) -> int:
     """Into how many pieces a tile is cut for the epilogue.
 
-    Four where it needs registers beside 128 sums a thread.  PIECE sums a thread where y is written by pointers and its
-    width is not known to be a multiple of 16: every element then has a store, an address and a mask of its own; and
-    where y is added to what is there, which is in registers too.
+    Four where it needs registers beside 128 sums a thread; two beside 64 where y is written by pointers (in one piece
+    Triton 3.9 spills).  PIECE sums a thread where y is written by pointers and its width is not known to be a multiple
+    of 16: every element then has a store, an address and a mask of its own; and where y is added to what is there,
+    which is in registers too.
     Two at least for an FP32 result by descriptor: a piece then takes the shared memory of a 16-bit tile.
     """
     sums = config.block_m * config.block_n // (THREADS * config.warps)
@@ -118,7 +119,11 @@ def parts(config, epilogue, y_MN: torch.Tensor) -> int:
     if epilogue.into is not None or (not described and y_MN.shape[1] % MULTIPLE):
         return max(config.parts, sums // PIECE)
     least = 2 if described and y_MN.dtype == torch.float32 else 1
-    return 4 if sums >= 128 and rich else max(config.parts, least)
+    if rich and sums >= 128:
+        return 4
+    if rich and sums >= 64 and not described:  # by descriptor each piece would wait for the one before
+        return max(config.parts, 2)
+    return max(config.parts, least)
 
 
 def writer(y_MN: torch.Tensor, by_descriptor: bool, rows: int, columns: int) -> TensorDescriptor | torch.Tensor:

@@ -140,7 +140,7 @@ def failures(row: Row) -> list[str]:
     card = CARDS[row.architecture]
     found = []
     if row.spills:
-        found.append(f"{row.spills} bytes spilled")
+        found.append(spilled(row.spills))
     if row.shared > card.per_program:
         found.append(f"{row.shared} bytes of shared memory; a program may have {card.per_program}")
     if row.serialized:
@@ -152,6 +152,11 @@ def failures(row: Row) -> list[str]:
     if not row.shape.startswith(wanted):
         found.append(f"no {wanted} in the main loop ({row.shape or 'no Tensor Core instruction at all'})")
     return found
+
+
+def spilled(size: int) -> str:
+    """The words for a spill of so many bytes."""
+    return f"{size} bytes spilled"
 
 
 def losses(row: Row, before: dict[str, Any]) -> list[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine_code import judge, keys, launches, offline, sass
+from benchmarks.machine_code import baselines, judge, keys, launches, offline, sass
 from fp8engine.errors import VersionError
 from fp8engine.kernels.tuning import Config, pick, table
 
 ROOT = Path(__file__).parents[2]
-BASELINE = json.loads((ROOT / "benchmarks" / "codegen.json").read_text())["kernels"]
+BASELINE = json.loads(baselines.path(baselines.DEVELOPED).read_text())["kernels"]
 CASES = {case.name: case for case in launches.cases()}
 
 

@@ -235,3 +235,20 @@ def test_branches_of_lanes_meet_again():
 def test_an_unknown_instruction_is_an_error_that_names_it(text: str):
     with pytest.raises(UnknownInstruction, match=text.split()[0].rstrip(";").replace(".", r"\.") + "|%q1"):
         run(text, [np.zeros(1, np.uint32)])
+
+
+def test_a_branch_table_may_name_a_label_twice():
+    """As that of Triton 3.8's warps without work: lanes that choose either entry go on there, and none is lost."""
+    body = """
+    and.b32 %r1, %r0, 3;
+    mov.b32 %r2, 7;
+    table: .branchtargets here, there, here, there;
+    brx.idx %r1, table;
+here:
+    mov.b32 %r2, 1;
+there:
+    mad.wide.u32 %rd20, %r0, 4, %rd0;
+    st.global.b32 [%rd20], %r2;"""
+    out = np.zeros(32, np.uint32)
+    run(body, [out])
+    assert out.tolist() == [1, 7] * 16

@@ -49,14 +49,16 @@ class Bug(NamedTuple):
     words: str
 
 
+# In Gluon's matmuls too, and not in their source: from 3.7 on Triton puts this fence itself where a source has none.
+FENCE = Bug("no fence before a TMA store", r"fence\.proxy\.async\.shared::cta;", "", Race, "read by TMA.*fence")
 MACHINE_CODE = [
-    Bug("no fence before a TMA store", r"fence\.proxy\.async\.shared::cta;", "", Race, "read by TMA.*fence"),
+    FENCE,
     Bug(
         "no barrier before a TMA store",
-        r"(fence\.proxy\.async\.shared::cta;\s+// end inline asm\s+)bar\.sync \t0;",
+        r"(fence\.proxy\.async\.shared::cta;\s+(?:// end inline asm\s+)?)bar\.sync \t0;",
         r"\1",
-        Race,
-        "read by TMA",
+        Fault,
+        "read by TMA|nobody wrote",  # whichever warp is late: TMA reads what is old, or what is not there
     ),
     Bug(
         "staging is written while TMA reads it",
@@ -117,14 +119,7 @@ RING = [  # in kernels/gluon_ring.py, which both Gluon matmuls use
         "ROWS: gl.constexpr = BLOCK_M + BLOCK_N",
         "ROWS: gl.constexpr = BLOCK_M",
         Fault,
-        "mbarrier|read by TMA or wgmma",
-    ),
-    Bug(
-        "no fence before a TMA store",
-        "fence_async_shared()  # what was written",
-        "# what was written",
-        Race,
-        "read by TMA.*fence",
+        "mbarrier|read by TMA or wgmma|this read is not ordered after the last write",
     ),
     Bug(
         "staging is written while TMA reads it",
@@ -274,6 +269,14 @@ def test_a_bug_in_the_ring_is_named_by_two_and_by_one_consumer(bug: Bug, tmp_pat
             fast_product(modules["matmul_gluon"].matmul_gluon)
     with emulated(seed=schedule), pytest.raises(bug.fault, match=bug.words):
         scaled_product(modules["matmul_gluon_scaled"].matmul_gluon_scaled, "ring")
+
+
+def test_no_fence_in_the_machine_code_of_the_ring_is_named(tmp_path: Path, schedule: int, whole: bool):
+    if whole:
+        with machine_code(tmp_path, FENCE.old, FENCE.new, schedule), pytest.raises(FENCE.fault, match=FENCE.words):
+            fast_product(matmul_gluon)
+    with machine_code(tmp_path, FENCE.old, FENCE.new, schedule), pytest.raises(FENCE.fault, match=FENCE.words):
+        scaled_product(matmul_gluon_scaled, "ring")
 
 
 @pytest.mark.parametrize("bug", FAST, ids=lambda bug: bug.what)

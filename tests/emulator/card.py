@@ -88,6 +88,9 @@ class _Utils:
         program = _program(kernel)
         return program, program, 0, 0, 1024  # the module must be something: else Triton loads it at every launch
 
+    def unload_module(self, module: tuple) -> None:
+        """From Triton 3.9 on a kernel that is collected unloads what it loaded."""
+
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_LIMIT[self.card.architecture], "multiprocessor_count": 4, "warpSize": 32}
 

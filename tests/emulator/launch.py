@@ -17,7 +17,7 @@ from emulator.reader import Program
 from emulator.scheduler import Scheduler, Step
 from emulator.tma import TensorMap
 
-MAPS = 1 << 56  # tensor maps lie at addresses of their own, from here on
+MAPS = 1 << 28  # tensor maps lie at addresses of their own, from here on; of 32 bits, as Triton 3.9 takes them
 MAP_BYTES = 128
 
 

@@ -230,10 +230,10 @@ class Scheduler:
             targets = {step.instruction.targets[0]: taken.lanes}
         else:
             chosen = np.broadcast_to(step.operands[0](self.cta), self.threads)
-            targets = {
-                step.instruction.targets[which]: taken.lanes & (chosen == which)
-                for which in np.unique(chosen[taken.lanes])
-            }
+            targets = {}
+            for which in np.unique(chosen[taken.lanes]):
+                target = step.instruction.targets[which]  # a table may name a label twice
+                targets[target] = targets.get(target, False) | (taken.lanes & (chosen == which))
         if len(targets) == 1 and not rest.any():
             return next(iter(targets))
         if rest.any():

@@ -2,20 +2,20 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.machine_code import baselines
 from fp8engine.kernels import tuning
 from fp8engine.kernels.tuning import CLASSES, Config, pick, shape_class, shared_memory, table
 
 OPERATIONS = ("matmul_fp8", "matmul_fp8_promoted", "matmul_block", "matmul_fp16")
 ARCHITECTURES = {"sm_90": (9, 0), "sm_89": (8, 9), "sm_80": (8, 0)}
 CARDS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
-COMPILED = json.loads((Path(__file__).parents[2] / "benchmarks" / "codegen.json").read_text())["kernels"]
+COMPILED = json.loads(baselines.path(baselines.DEVELOPED).read_text())["kernels"]
 EVERY = [
     (operation, arch, name, config)
     for operation, cards in table().items()
