@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_946,
     "auto": 2_616,
-    "autograd": 2_237,
+    "autograd": 2_239,
     "bench": 1_657,
     "cli": 1_037,
     "convert": 1_106,
@@ -39,7 +39,7 @@ BUDGET = {
     "numerics": 522,
     "ops": 3_173,
     "report": 2_154,
-    "scaling": 1_130,
+    "scaling": 1_135,
     "top level": 349,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

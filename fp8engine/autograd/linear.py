@@ -151,7 +151,8 @@ class _Linear(torch.autograd.Function):
     """The matmuls of a layer whose input is cast already.  data, kept None: x itself, in 16 bits, or nothing."""
 
     @staticmethod
-    def forward(ctx, x, weight_NK, bias_N, data, scale, kept, kept_scale, use: Use, forms: Forms):
+    def forward(ctx, *given):
+        x, weight_NK, bias_N, data, scale, kept, kept_scale, use, forms = given  # unpacked here: see _NormLinear
         plan = use.plan
         a = plan.forward[0].plain(matrix(x)) if data is None else Operand(data, scale, *forms.groups)
         y_MN, weight_KN, copies = matmuls.forward(use, a, weight_NK, bias_N, forms.out, fp8=True)

@@ -35,8 +35,8 @@ from fp8engine.autograd.weight import Copies
 from fp8engine.ops import matmul
 from fp8engine.ops.backends import asked
 from fp8engine.ops.reference import Operand
+from fp8engine.scaling.columns import GraphSlots
 from fp8engine.scaling.operands import Kept
-from fp8engine.scaling.table import GraphSlots
 
 NOTHING = (None, None)
 

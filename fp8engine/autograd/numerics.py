@@ -20,9 +20,10 @@ from fp8engine.ops import casts
 from fp8engine.ops.card_trials import kind_of
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
+from fp8engine.scaling.columns import Column
 from fp8engine.scaling.operands import Kept
 from fp8engine.scaling.sample import observe
-from fp8engine.scaling.table import ROLES, SLOTS, Column, ScalingState
+from fp8engine.scaling.table import ROLES, SLOTS, ScalingState
 
 EMULATIONS = (None, *FLOATS)
 

@@ -24,8 +24,8 @@ from fp8engine.ops.backends import asked
 from fp8engine.ops.device import cpu_multiplies
 from fp8engine.ops.library import PLAIN
 from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype
+from fp8engine.scaling.columns import GraphSlots, Slots
 from fp8engine.scaling.operands import Kept
-from fp8engine.scaling.table import GraphSlots, Slots
 
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of a layer's columns in the scaling table
