@@ -15,7 +15,7 @@ import torch
 from fp8engine import _torch
 from fp8engine.autograd import matmuls
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import Use, along_m, input_pair, transposed, use_of
+from fp8engine.autograd.operands import along_m, input_pair, transposed, use_of
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
 from fp8engine.autograd.smooth import linear_smoothed, scales, smoothed
