@@ -35,7 +35,7 @@ HEADER = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print, judge; the exit status.  arguments: the command line's by default."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="processes")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--changed", action="store_true", help="only kernels whose key is not the baseline's")

@@ -38,6 +38,7 @@ COMPILER = (
     "what this Triton's compiler makes of the same source; no change of the source was sought, no card has measured it"
 )
 BY_MEMORY = "limited by memory: fewer programs of more registers have loads in flight too; no card has measured it"
+NEW = ("3.7.1", "3.8.0", "3.9.0")
 REASONS: tuple[Reason, ...] = (
     Reason(("3.9.0",), "matmul_fp8 tensor sm_90 128x128x128 g8 w4 * odd N gelu+amax", "spills", 20, ONCE),
     Reason(("3.9.0",), "matmul_fp8_promoted tensor sm_90 128x128x128 * gluon gelu+amax", "spills", 16, ONCE),
@@ -52,16 +53,23 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(("3.9.0",), "matmul_fp16 across K sm_90 64x128x64 g8 w4 s4 p1 tma * gelu+amax", "spills", 28, ONCE),
     Reason(("3.9.0",), "cast_transpose 1x128 sums sm_90: 1 *", "spills", 8, FEW),
+    Reason(("3.8.0",), "act backward clamped_swiglu row sm_90: 2 *", "spills", 12, COMPILER),
+    Reason(("3.8.0",), "norm layer 4096 *", "spills", 12, COMPILER),
+    Reason(("3.8.0",), "quantize_experts 128x128 float32 sm_90", "spills", 16, COMPILER),
+    Reason(("3.8.0",), "cast_transpose 1x128 sums sm_89: 1 *", "spills", 92, COMPILER),
     Reason(("3.9.0",), "norm backward rms 4096 row sm_90: 1 *", "spills", 8, FEW),
     Reason(("3.9.0",), "cast_transpose 128x128*sm_90*", "spills", 32, FULL),
     Reason(("3.9.0",), "quantize_experts 128x128 bfloat16 sm_89", "spills", 32, FEW),
-    Reason(("3.9.0",), "matmul_fp8_promoted * sm_90 64x128x128 * gelu+amax", "ceiling", 66, COMPILER),
-    Reason(("3.9.0",), "matmul_block 1x128 128x128 sm_90 64x128x128 *", "ceiling", 60, COMPILER),
-    Reason(("3.6.0",), "matmul_block 1x128 1x128 sm_90 128x128x128 * tma *", "ceiling", 42, COMPILER),
-    Reason(("3.7.1", "3.9.0"), "grouped sums matmul_block sm_90 128x128x128 *", "ceiling", 45, COMPILER),
-    Reason(("3.7.1", "3.9.0"), "matmul_fp16 across K * ptr *", "ceiling", 71, COMPILER),
-    Reason(("3.7.1",), "matmul_fp8 * ptr * odd K *", "ceiling", 18, COMPILER),
-    Reason(("3.6.0", "3.7.1"), "matmul_fp8 * ptr * odd K added", "programs", 1, COMPILER),
+    Reason(("3.8.0", "3.9.0"), "matmul_fp8_promoted * sm_90 64x128x128 * gelu+amax", "ceiling", 66, COMPILER),
+    Reason(("3.8.0", "3.9.0"), "matmul_block 1x128 128x128 sm_90 64x128x128 *", "ceiling", 60, COMPILER),
+    Reason(("3.6.0", "3.8.0"), "matmul_block 1x128 1x128 sm_90 128x128x128 * tma *", "ceiling", 41, COMPILER),
+    Reason(NEW, "grouped sums matmul_block sm_90 128x128x128 *", "ceiling", 45, COMPILER),
+    Reason(NEW, "matmul_fp16 across K * ptr *", "ceiling", 70, COMPILER),
+    Reason(NEW, "matmul_fp8 * ptr * odd K *", "ceiling", 18, COMPILER),
+    Reason(baselines.RANGE, "matmul_fp8 * ptr * odd K added", "programs", 1, COMPILER),
+    Reason(baselines.RANGE, "matmul_fp16 across K * ptr * odd K gelu+amax", "programs", 1, COMPILER),
+    Reason(baselines.RANGE, "cast_transpose * odd sums *_column_sums_kernel", "programs", 5, BY_MEMORY),
+    Reason(NEW, "add_parts *", "programs", 4, BY_MEMORY),
     Reason(baselines.RANGE, "cast_transpose tensor*", "programs", 1, BY_MEMORY),
     Reason(baselines.RANGE, "quantize *", "programs", 2, BY_MEMORY),
     Reason(baselines.RANGE, "quantize_experts *", "programs", 1, BY_MEMORY),
