@@ -1,0 +1,177 @@
+"""Twins of modules, which compute what they compute and share nothing with them that a run could change.
+
+A twin has its module's class (under our mixins) and copies of its plain attributes.  It is made on the CPU without the
+module's parameters: norms are given new ones, and each linear layer becomes a StandIn of the same width, which holds
+no matrix.  So models on the meta device have twins too.  No hook runs on a twin, not even one on all modules.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8engine._torch import TorchDispatchMode, disable_current_modes, divided_parameter
+from fp8engine.convert.select import is_conv1d, is_plain_linear
+from fp8engine.nn.class_swap import Mixin, bound_forwards
+from fp8engine.nn.linear import Float8Module
+
+LEAVES = (bool, int, float, complex, str, bytes, type, enum.Enum, FunctionType, BuiltinFunctionType)
+LEAVES += (torch.dtype, torch.device, torch.Generator, torch.memory_format)
+TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
+MOST = 10_000  # values in one attribute: a vocabulary is not copied
+
+
+class NoTwinError(Exception):
+    """A module that has no twin, or a twin that did something which no formula does."""
+
+
+class StandIn(nn.Module):
+    """In a linear layer's place: returns `wrote` whatever it is given, and keeps that in `read`.
+
+    Its weight has a shape, a dtype and no memory: code that multiplies by it fails.
+    """
+
+    def __init__(self, shape: tuple[int, int], stored: tuple[int, ...], bias: bool, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        self.out_features, self.in_features = self.nf, self.nx = shape
+        self.read: list[torch.Tensor] = []
+        self.wrote = torch.empty(0)
+        weight = torch.empty(stored, dtype=dtype, device="meta")
+        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)  # accelerate patches register_parameter
+        self._parameters["bias"] = None if not bias else nn.Parameter(weight.new_zeros(shape[0]), requires_grad=False)
+        _call_without_hooks(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != self.in_features:
+            raise NoTwinError("its input has another width")
+        self.read.append(x.clone())
+        return self.wrote.reshape(*x.shape[:-1], self.out_features).clone()
+
+
+class _NoDraws(TorchDispatchMode):
+    """Random numbers are refused before one is drawn: the caller's stay as they were, and dropout is no formula."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NoTwinError(f"{func} is random")
+        return func(*args, **(kwargs or {}))
+
+
+def run(twin: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """The twin's result, a tensor, without the caller's modes and defaults of device.  Raises whatever it raises."""
+    cpu = torch.device("cpu")
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), cpu, _NoDraws():
+        y = twin(*inputs)
+    if type(y) is not torch.Tensor:
+        raise NoTwinError(f"it returns a {type(y).__name__}")
+    return y
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(N, K) of a layer that multiplies by a weight of its own, perhaps under an adapter of peft; None of others."""
+    layer: Any = getattr(module, "base_layer", module)
+    weight = layer._parameters.get("weight")
+    ours = isinstance(layer, Float8Module) and hasattr(layer, "as_layer")
+    if not (ours or is_conv1d(layer) or is_plain_linear(type(layer))):
+        return None
+    if weight is None or weight.dim() != 2 or layer._buffers or not layer._parameters.keys() <= {"weight", "bias"}:
+        return None  # pruned, under spectral_norm, quantised
+    if not weight.is_floating_point() or (type(weight.data) is not torch.Tensor and not divided_parameter(layer)):
+        return None
+    n, k = reversed(weight.shape) if hasattr(layer, "nf") else weight.shape
+    return n, k
+
+
+def stand_ins(module: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, StandIn] | None:
+    """A StandIn for every linear layer in a module that has no other parameters and no buffers; None for others."""
+    found = {}
+    for name, child in parts_of(module):
+        if (shape := linear_shape(child)) is not None and child is not module:
+            layer: Any = getattr(child, "base_layer", child)
+            found[name] = StandIn(shape, tuple(layer.weight.shape), layer.bias is not None, dtype)
+        elif any(value is not None for value in (*child._parameters.values(), *child._buffers.values())):
+            return None
+        if len(found) > 3:
+            return None
+    return found
+
+
+def parts_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and its parts by name, without what is inside linear layers."""
+    yield name, module
+    if not name or linear_shape(module) is None:
+        for key, child in module._modules.items():
+            if child is not None:
+                yield from parts_of(child, f"{name}.{key}" if name else key)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class under our mixins."""
+    kind = type(module)
+    while issubclass(kind, Mixin):
+        kind = kind.plain
+    return kind
+
+
+def twin_of(module: nn.Module, inside: dict[str, StandIn] | None = None, name: str = "") -> Any:
+    """A module's twin, without parameters.  inside: what stands in the place of its linear layers, by name.
+
+    Raises NoTwinError for a module whose forward is replaced on the instance.
+    """
+    if "forward" in vars(module) and "forward" not in bound_forwards(module):
+        raise NoTwinError("its forward is replaced on the instance")
+    kind, fresh = plain_class(module), vars(nn.Module())
+    twin: Any = object.__new__(kind)
+    vars(twin).update(fresh)
+    for key, value in own_attributes(module):
+        try:
+            vars(twin)[key] = _copied(value, {id(module): twin})
+        except Exception:  # a forward that needs it fails
+            continue
+    twin._parameters = dict.fromkeys(module._parameters)
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        known = (inside or {}).get(path)
+        twin._modules[key] = known or (None if child is None else twin_of(child, inside, path))
+    _call_without_hooks(twin)
+    return twin
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """(name, value) of what a module's class and user have set on it, but parts, parameters, buffers and hooks."""
+    torchs = vars(nn.Module()).keys() | {*TORCHS, "forward"}
+    return [(key, value) for key, value in list(vars(module).items()) if key not in torchs]
+
+
+def _call_without_hooks(module: nn.Module) -> None:
+    object.__setattr__(module, "_compiled_call_impl", module.forward)  # what nn.Module.__call__ calls instead of all else
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a plain value; raises NoTwinError where it holds tensors, modules, or too much."""
+    if value is None or isinstance(value, LEAVES):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, torch.Tensor | nn.Module) or len(memo) > MOST:
+        raise NoTwinError("it holds tensors or modules")
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _copied(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        return functools.partial(value.func, *_copied(value.args, memo), **_copied(value.keywords, memo))
+    if type(value) in (tuple, torch.Size, list, set, frozenset):
+        return type(value)(_copied(each, memo) for each in value)
+    if type(value).__module__.partition(".")[0] == "torch":  # torch's operators
+        return value
+    made = memo[id(value)] = type(value).__new__(type(value))
+    if isinstance(value, dict):
+        made.update({key: _copied(each, memo) for key, each in value.items()})
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    made.__dict__.update({key: _copied(each, memo) for key, each in own.items()}) if own else None
+    return made
