@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple
@@ -21,12 +21,13 @@ from torch import nn
 from fp8engine.convert.twin import (
     LEAVES,
     StandIn,
-    linear_shape,
+    is_linear,
+    linear_layers_of,
     own_attributes,
     parts_of,
     plain_class,
+    quiet,
     run,
-    stand_ins,
     twin_of,
 )
 from fp8engine.ops.reference import Norm
@@ -68,7 +69,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     >>> norm_of(nn.LayerNorm(32, eps=1e-6)), norm_of(nn.Linear(32, 32))
     (Norm(kind='layer', eps=1e-06, zero_centered=False), None)
     """
-    return _Survey().norm_of(module)
+    return _Survey().look(_norm, module)
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -77,16 +78,18 @@ def activation_of(module: nn.Module) -> str | None:
     >>> activation_of(nn.GELU(approximate="tanh")), activation_of(nn.Tanh())
     ('gelu_tanh', None)
     """
-    return _Survey().activation_of(module)
+    return _Survey().look(_activation, module)
 
 
 def mlp_of(module: nn.Module, *, training: bool = True) -> Mlp | None:
-    """The MLP that a module is.  training=False: in evaluation alone, so that dropout makes no difference.
+    """The MLP that a module is.  training=False: in evaluation alone, where dropout makes no difference.
+
+    A module that holds its layers in one child is none: the child is.
 
     >>> mlp_of(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)))
     Mlp(kind='silu', down='2', up='0', gate='', gate_up='', up_gate='', activation='1', residual=False)
     """
-    return _Survey(MODES if training else (False,)).mlp_of(module)
+    return _Survey(MODES if training else (False,)).look(_mlp, module)
 
 
 def survey(model: nn.Module, *, training: bool = True) -> dict[str, Found]:
@@ -95,12 +98,12 @@ def survey(model: nn.Module, *, training: bool = True) -> dict[str, Found]:
     >>> survey(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Dropout(), nn.ReLU()))
     {'0': Norm(kind='layer', eps=1e-05, zero_centered=False), '3': 'relu'}
     """
-    look, found = _Survey(MODES if training else (False,)), {}
+    probe, found = _Survey(MODES if training else (False,)), {}
     inside: set[int] = set()
     for path, module in model.named_modules():
         if id(module) in inside:
             continue
-        what = look.mlp_of(module) or look.norm_of(module) or look.activation_of(module)
+        what = probe.look(_norm, module) or probe.look(_activation, module) or probe.look(_mlp, module)
         if what is not None:
             found[path] = what
             inside |= {id(part) for part in module.modules()}
@@ -109,43 +112,23 @@ def survey(model: nn.Module, *, training: bool = True) -> dict[str, Found]:
 
 @dataclass
 class _Survey:
-    """One call's modes, and what it has found: modules that are alike are run once."""
+    """One call's modes, and what it has found: of modules that are alike, one is run."""
 
     modes: tuple[bool, ...] = MODES
     found: dict[tuple, Any] = field(default_factory=dict)
 
-    def norm_of(self, module: nn.Module) -> Norm | None:
-        own = {key: value for key, value in module._parameters.items() if value is not None}
-        width = _width(module, own)
-        plain = own.keys() <= {"weight", "bias"} and all(value.shape == (width,) for value in own.values())
-        if width < 2 or not plain or module._buffers or module._modules:
-            return None
-        return self._once(_norm, module, width, frozenset(own))
-
-    def activation_of(self, module: nn.Module) -> str | None:
-        if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
-            return None
-        kind = self._once(_function, module)
-        return kind if kind in PLAIN else None
-
-    def mlp_of(self, module: nn.Module) -> Mlp | None:
+    def look(self, at: Callable, module: nn.Module) -> Any:
+        """What `at` finds in a module, or has found in one that is alike; None where anything was raised."""
         try:
-            layers = stand_ins(module)
-        except Exception:  # a property of the module's
-            return None
-        if layers is None or len(layers) not in (2, 3) or len({name.partition(".")[0] for name in layers}) == 1:
-            return None  # all in one child, which is asked itself
-        return self._once(_mlp, module, layers)
-
-    def _once(self, look: Callable, module: nn.Module, *about: Any) -> Any:
-        """The result of a look at a module, or at one that is alike; None where anything was raised."""
-        try:
-            key = (look, _identity(module))
+            if (prepared := at(module)) is None:
+                return None
+            key = (at, _identity(module))
             if key not in self.found:
                 self.found[key] = None
-                self.found[key] = look(self, module, *about)
+                with quiet():
+                    self.found[key] = prepared(self.modes)
             return self.found[key]
-        except Exception:  # the module's code may raise anything
+        except Exception:  # the module's own code may raise anything
             return None
 
 
@@ -189,7 +172,16 @@ class _Rows(NamedTuple):
         return norm._replace(eps=next((v for v in (*said, float(f"{eps:.2g}")) if abs(v - eps) <= near), eps))
 
 
-def _norm(look: _Survey, module: nn.Module, width: int, own: frozenset[str]) -> Norm | None:
+def _norm(module: nn.Module) -> Callable | None:
+    own = {key: value for key, value in module._parameters.items() if value is not None}
+    width = _width(module, own)
+    plain = own.keys() <= {"weight", "bias"} and all(value.shape == (width,) for value in own.values())
+    if width < 2 or not plain or module._buffers or module._modules:
+        return None
+    return functools.partial(_run_norm, module, width, own.keys())
+
+
+def _run_norm(module: nn.Module, width: int, own: Collection[str], modes: tuple[bool, ...]) -> Norm | None:
     draw, scale = _Draw(), [1e-6, 1e-4, 1e-2, 1, 30, 1e3]
     x = (2 * draw(6, width) + 0.5) * torch.tensor(scale, dtype=torch.float64, device="cpu")[:, None]
     affine = {"weight": draw(width).abs() + 0.5, "bias": 0.01 * draw(width)}
@@ -200,27 +192,35 @@ def _norm(look: _Survey, module: nn.Module, width: int, own: frozenset[str]) -> 
             twin._parameters[key] = nn.Parameter(affine[key].to(dtype), requires_grad=False)
         weight, bias = (affine[key].to(dtype).double() if key in own else torch.zeros_like(x[0]) for key in affine)
         rows = _Rows(x.to(dtype).double(), weight if "weight" in own else weight + 1, bias)
-        for training in look.modes:
-            y = run(twin.train(training), x.to(dtype)[None])
+        for training in modes:
+            y = run(twin, training, x.to(dtype)[None])
             if y.dtype != dtype or y.shape != (1, *x.shape):
                 return None
             if len(norms) > 1:
                 norms = [rows.with_eps(norm, y[0], said) for norm in norms]
             norms = [norm for norm in norms if rows.agree(norm, y[0].double(), tolerance)]
-    return norms[0] if norms else None
+            if not norms or (norms[0].kind == "rms" and "bias" in own):  # ours has none
+                return None
+    return norms[0]
 
 
-def _function(look: _Survey, module: nn.Module) -> str | None:
-    """The key in FUNCTIONS of what a module without parameters computes."""
+def _activation(module: nn.Module) -> Callable | None:
+    if any(True for _ in itertools.chain(module.parameters(), module.buffers(), module.children())):
+        return None
+    return functools.partial(_run_activation, module, PLAIN)
+
+
+def _run_activation(module: nn.Module, functions: Mapping[str, Activation], modes: tuple[bool, ...]) -> str | None:
+    """The name, of those in `functions`, of what a module without parameters computes."""
     x, twin = _Draw().wide(2, 4, 128), twin_of(module)
-    kinds = list(FUNCTIONS)
-    for training in look.modes:
+    names = list(functions)
+    for training in modes:
         given = x.clone()
-        y = run(twin.train(training), given)
+        y = run(twin, training, given)
         if y.shape != x.shape or y.dtype != x.dtype or not torch.equal(given, x):  # in place: others may read it
             return None
-        kinds = [kind for kind in kinds if _near(y, FUNCTIONS[kind], x)]
-    return kinds[0] if kinds else None
+        names = [name for name in names if _near(y, functions[name], x)]
+    return names[0] if names else None
 
 
 def _near(y: torch.Tensor, act: Activation, gate: torch.Tensor, up: torch.Tensor | None = None) -> bool:
@@ -231,23 +231,30 @@ def _near(y: torch.Tensor, act: Activation, gate: torch.Tensor, up: torch.Tensor
     return bool(((y - of_gate * of_up).abs() <= IN_FP32 * size * of_up.abs()).all())
 
 
-def _mlp(look: _Survey, module: nn.Module, layers: dict[str, StandIn]) -> Mlp | None:
-    twin, found = twin_of(module, layers), set()
-    for training in look.modes:
-        twin.train(training)
+def _mlp(module: nn.Module) -> Callable | None:
+    layers = linear_layers_of(module)
+    if layers is None or len(layers) not in (2, 3) or len({name.partition(".")[0] for name in layers}) == 1:
+        return None
+    return functools.partial(_run_mlp, module, layers)
+
+
+def _run_mlp(module: nn.Module, linear: dict[str, nn.Module], modes: tuple[bool, ...]) -> Mlp | None:
+    layers = {name: StandIn(layer) for name, layer in linear.items()}
+    twin, found = twin_of(module, layers), None
+    for training in modes:
         widths = dict.fromkeys(layer.in_features for layer in layers.values())
-        mlps = next(filter(None, (set(_seen(twin, layers, width)) for width in widths)), set())
-        found = mlps if training is look.modes[0] else found & mlps
-    if len(found) != 1:
+        mlps = next(filter(None, (set(_seen(twin, training, layers, width)) for width in widths)), set())
+        found = mlps if found is None else found & mlps
+    if found is None or len(found) != 1:
         return None
     (mlp,) = found
     function = UNGATED.get(mlp.kind, mlp.kind)
     leaves = [name for name, part in parts_of(module) if name not in layers and not part._modules]
-    acts = [name for name in leaves if look._once(_function, module.get_submodule(name)) == function]
+    acts = [name for name in leaves if _run_activation(module.get_submodule(name), FUNCTIONS, modes) == function]
     return mlp._replace(activation=acts[0] if len(acts) == 1 else "")
 
 
-def _seen(twin: nn.Module, layers: dict[str, StandIn], width: int) -> Iterator[Mlp]:
+def _seen(twin: nn.Module, training: bool, layers: dict[str, StandIn], width: int) -> Iterator[Mlp]:
     """The MLPs that a twin is by what its stand-ins read and wrote, given an input of that width, or two."""
     draw = _Draw()
     rows = 2 + 256 // min(layer.out_features for layer in layers.values())  # enough numbers to tell formulas apart
@@ -259,7 +266,7 @@ def _seen(twin: nn.Module, layers: dict[str, StandIn], width: int) -> Iterator[M
             layer.read.clear()
         given = [each.clone() for each in inputs]
         try:
-            y = run(twin, *given)
+            y = run(twin, training, *given)
         except Exception:  # the width is another layer's, or an argument is missing
             continue
         if all(len(layer.read) == 1 for layer in layers.values()) and torch.equal(given[0], x):
@@ -292,9 +299,9 @@ def _between(x: torch.Tensor, layers: dict[str, StandIn], down: str, residual: b
 
 def _identity(module: nn.Module) -> tuple:
     """What two modules have in common that compute the same, but for the values of their parameters."""
-    if (shape := linear_shape(module)) is not None:
+    if is_linear(module):
         layer: Any = getattr(module, "base_layer", module)
-        return ("linear", shape, layer.bias is None)
+        return ("linear", layer.weight.shape, hasattr(layer, "nf"), layer.bias is None)
     kind = plain_class(module)
     own = tuple((key, _value(value, module)) for key, value in own_attributes(module))
     shapes = tuple((key, None if p is None else p.shape) for key, p in module._parameters.items())

@@ -7,6 +7,7 @@ no matrix.  So models on the meta device have twins too.  No hook runs on a twin
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ LEAVES = (bool, int, float, complex, str, bytes, type, enum.Enum, FunctionType, 
 LEAVES += (torch.dtype, torch.device, torch.Generator, torch.memory_format)
 TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
 MOST = 10_000  # values in one attribute: a vocabulary is not copied
+MOST_LAYERS = 3
 
 
 class NoTwinError(Exception):
@@ -37,14 +39,16 @@ class StandIn(nn.Module):
     Its weight has a shape, a dtype and no memory: code that multiplies by it fails.
     """
 
-    def __init__(self, shape: tuple[int, int], stored: tuple[int, ...], bias: bool, dtype: torch.dtype = torch.float64):
+    def __init__(self, layer: nn.Module, dtype: torch.dtype = torch.float64):
         super().__init__()
-        self.out_features, self.in_features = self.nf, self.nx = shape
+        plain: Any = _adapted(layer)
+        self.out_features, self.in_features = self.nf, self.nx = _shape(plain)
         self.read: list[torch.Tensor] = []
         self.wrote = torch.empty(0)
-        weight = torch.empty(stored, dtype=dtype, device="meta")
-        self._parameters["weight"] = nn.Parameter(weight, requires_grad=False)  # accelerate patches register_parameter
-        self._parameters["bias"] = None if not bias else nn.Parameter(weight.new_zeros(shape[0]), requires_grad=False)
+        weight = torch.empty(plain.weight.shape, dtype=dtype, device="meta")
+        bias = None if plain.bias is None else torch.empty(self.nf, dtype=dtype, device="meta")
+        for key, value in (("weight", weight), ("bias", bias)):  # accelerate patches register_parameter
+            self._parameters[key] = None if value is None else nn.Parameter(value, requires_grad=False)
         _call_without_hooks(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,41 +67,46 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(twin: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-    """The twin's result, a tensor, without the caller's modes and defaults of device.  Raises whatever it raises."""
-    cpu = torch.device("cpu")
-    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), cpu, _NoDraws():
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the caller's modes, default device and autocast, which come back after it, and without gradients."""
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        yield
+
+
+def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> torch.Tensor:
+    """The twin's result, a tensor; within `quiet`.  Raises whatever the module's code raises."""
+    for part in twin.modules():  # `train` may be the module's own
+        part.training = training
+    with _NoDraws():
         y = twin(*inputs)
     if type(y) is not torch.Tensor:
         raise NoTwinError(f"it returns a {type(y).__name__}")
     return y
 
 
-def linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(N, K) of a layer that multiplies by a weight of its own, perhaps under an adapter of peft; None of others."""
-    layer: Any = getattr(module, "base_layer", module)
+def is_linear(module: nn.Module) -> bool:
+    """Whether this multiplies by a weight matrix of its own, perhaps under an adapter of peft, and is no code of FP8."""
+    layer: Any = _adapted(module)
+    if not (isinstance(layer, Float8Module) and hasattr(layer, "as_layer")):  # served layers have no such
+        if not (is_conv1d(layer) or is_plain_linear(type(layer))):
+            return False
     weight = layer._parameters.get("weight")
-    ours = isinstance(layer, Float8Module) and hasattr(layer, "as_layer")
-    if not (ours or is_conv1d(layer) or is_plain_linear(type(layer))):
-        return None
     if weight is None or weight.dim() != 2 or layer._buffers or not layer._parameters.keys() <= {"weight", "bias"}:
-        return None  # pruned, under spectral_norm, quantised
-    if not weight.is_floating_point() or (type(weight.data) is not torch.Tensor and not divided_parameter(layer)):
-        return None
-    n, k = reversed(weight.shape) if hasattr(layer, "nf") else weight.shape
-    return n, k
+        return False  # pruned, under spectral_norm or weight_norm
+    quantised = type(weight.data) is not torch.Tensor and not divided_parameter(layer)
+    return weight.is_floating_point() and not quantised
 
 
-def stand_ins(module: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str, StandIn] | None:
-    """A StandIn for every linear layer in a module that has no other parameters and no buffers; None for others."""
+def linear_layers_of(module: nn.Module) -> dict[str, nn.Module] | None:
+    """The linear layers in a module that has no other parameters and no buffers, by name; None of others."""
     found = {}
-    for name, child in parts_of(module):
-        if (shape := linear_shape(child)) is not None and child is not module:
-            layer: Any = getattr(child, "base_layer", child)
-            found[name] = StandIn(shape, tuple(layer.weight.shape), layer.bias is not None, dtype)
-        elif any(value is not None for value in (*child._parameters.values(), *child._buffers.values())):
+    for name, part in parts_of(module):
+        if name and is_linear(part):
+            found[name] = part
+        elif any(value is not None for value in (*part._parameters.values(), *part._buffers.values())):
             return None
-        if len(found) > 3:
+        if len(found) > MOST_LAYERS:
             return None
     return found
 
@@ -105,10 +114,21 @@ def stand_ins(module: nn.Module, dtype: torch.dtype = torch.float64) -> dict[str
 def parts_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """A module and its parts by name, without what is inside linear layers."""
     yield name, module
-    if not name or linear_shape(module) is None:
+    if not name or not is_linear(module):
         for key, child in module._modules.items():
             if child is not None:
                 yield from parts_of(child, f"{name}.{key}" if name else key)
+
+
+def _adapted(module: nn.Module) -> nn.Module:
+    """The layer under peft's adapter, or the layer itself."""
+    return getattr(module, "base_layer", module)
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """[N, K] of a linear layer; a Conv1D's weight is [K, N]."""
+    n, k = reversed(layer.weight.shape) if hasattr(layer, "nf") else layer.weight.shape
+    return n, k
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -150,7 +170,9 @@ def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _call_without_hooks(module: nn.Module) -> None:
-    object.__setattr__(module, "_compiled_call_impl", module.forward)  # what nn.Module.__call__ calls instead of all else
+    object.__setattr__(
+        module, "_compiled_call_impl", module.forward
+    )  # what nn.Module.__call__ calls instead of all else
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
