@@ -233,7 +233,10 @@ def _near(y: torch.Tensor, act: Activation, gate: torch.Tensor, up: torch.Tensor
 
 def _mlp(module: nn.Module) -> Callable | None:
     layers = linear_layers_of(module)
-    if layers is None or len(layers) not in (2, 3) or len({name.partition(".")[0] for name in layers}) == 1:
+    if layers is None or len(layers) not in (2, 3):
+        return None
+    first, *others = {name.partition(".")[0] for name in layers}
+    if not others and type(module._modules[first]).forward is not nn.Module.forward:  # a list has none
         return None
     return functools.partial(_run_mlp, module, layers)
 

@@ -86,15 +86,15 @@ def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this multiplies by a weight matrix of its own, perhaps under an adapter of peft, and is no code of FP8."""
+    """Whether this multiplies by a weight matrix of its own, not stored as codes, perhaps under an adapter of peft."""
     layer: Any = _adapted(module)
-    if not (isinstance(layer, Float8Module) and hasattr(layer, "as_layer")):  # served layers have no such
-        if not (is_conv1d(layer) or is_plain_linear(type(layer))):
-            return False
+    ours = isinstance(layer, Float8Module) and hasattr(layer, "as_layer")
+    if not (ours or is_conv1d(layer) or is_plain_linear(type(layer))):
+        return False
     weight = layer._parameters.get("weight")
     if weight is None or weight.dim() != 2 or layer._buffers or not layer._parameters.keys() <= {"weight", "bias"}:
         return False  # pruned, under spectral_norm or weight_norm
-    quantised = type(weight.data) is not torch.Tensor and not divided_parameter(layer)
+    quantised = type(weight) not in (nn.Parameter, torch.Tensor) and not divided_parameter(layer)
     return weight.is_floating_point() and not quantised
 
 
@@ -170,9 +170,8 @@ def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _call_without_hooks(module: nn.Module) -> None:
-    object.__setattr__(
-        module, "_compiled_call_impl", module.forward
-    )  # what nn.Module.__call__ calls instead of all else
+    """Make a call of the module run its forward and nothing else, as if torch.compile had made that."""
+    object.__setattr__(module, "_compiled_call_impl", module.forward)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
