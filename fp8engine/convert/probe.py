@@ -59,6 +59,14 @@ class Mlp(NamedTuple):
     activation: str = ""
     residual: bool = False
 
+    def __str__(self) -> str:
+        function = UNGATED.get(self.kind, self.kind)
+        gate, up = f"{self.gate}(x)" if self.gate else "gate", f"{self.up}(x)" if self.up else "up"
+        packed = {self.gate_up: ", [gate | up] = {}(x)", self.up_gate: ", [up | gate] = {}(x)", "": ""}
+        product = f"{function}({gate}) * {up}" if ACTIVATIONS[self.kind].gated else f"{function}({up})"
+        where = packed[self.gate_up or self.up_gate].format(self.gate_up or self.up_gate)
+        return f"{self.down}({product}){' + residual' * self.residual}{where}"
+
 
 Found = Norm | Mlp | str  # a str is an activation's kind
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from fp8engine._torch import TorchDispatchMode, disable_current_modes, divided_parameter
 from fp8engine.convert.select import is_conv1d, is_plain_linear
+from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, bound_forwards
 from fp8engine.nn.linear import Float8Module
 
@@ -27,10 +28,6 @@ LEAVES += (torch.dtype, torch.device, torch.Generator, torch.memory_format)
 TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
 MOST = 10_000  # values in one attribute: a vocabulary is not copied
 MOST_LAYERS = 3
-
-
-class NoTwinError(Exception):
-    """A module that has no twin, or a twin that did something which no formula does."""
 
 
 class StandIn(nn.Module):
@@ -53,7 +50,7 @@ class StandIn(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
-            raise NoTwinError("its input has another width")
+            raise ConversionError("its input has another width")
         self.read.append(x.clone())
         return self.wrote.reshape(*x.shape[:-1], self.out_features).clone()
 
@@ -63,7 +60,7 @@ class _NoDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NoTwinError(f"{func} is random")
+            raise ConversionError(f"{func} is random")
         return func(*args, **(kwargs or {}))
 
 
@@ -81,7 +78,7 @@ def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> torch.Tensor:
     with _NoDraws():
         y = twin(*inputs)
     if type(y) is not torch.Tensor:
-        raise NoTwinError(f"it returns a {type(y).__name__}")
+        raise ConversionError(f"it returns a {type(y).__name__}")
     return y
 
 
@@ -142,10 +139,10 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 def twin_of(module: nn.Module, inside: dict[str, StandIn] | None = None, name: str = "") -> Any:
     """A module's twin, without parameters.  inside: what stands in the place of its linear layers, by name.
 
-    Raises NoTwinError for a module whose forward is replaced on the instance.
+    Raises ConversionError for a module whose forward is replaced on the instance.
     """
     if "forward" in vars(module) and "forward" not in bound_forwards(module):
-        raise NoTwinError("its forward is replaced on the instance")
+        raise ConversionError("its forward is replaced on the instance")
     kind, fresh = plain_class(module), vars(nn.Module())
     twin: Any = object.__new__(kind)
     vars(twin).update(fresh)
@@ -175,13 +172,13 @@ def _call_without_hooks(module: nn.Module) -> None:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a plain value; raises NoTwinError where it holds tensors, modules, or too much."""
+    """A copy of a plain value; raises ConversionError where it holds tensors, modules, or too much."""
     if value is None or isinstance(value, LEAVES):
         return value
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, torch.Tensor | nn.Module) or len(memo) > MOST:
-        raise NoTwinError("it holds tensors or modules")
+        raise ConversionError("it holds tensors or modules")
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copied(value.__self__, memo))
     if isinstance(value, functools.partial):
