@@ -26,6 +26,8 @@ from fp8engine.nn.linear import Float8Module
 LEAVES = (bool, int, float, complex, str, bytes, type, enum.Enum, FunctionType, BuiltinFunctionType)
 LEAVES += (torch.dtype, torch.device, torch.Generator, torch.memory_format)
 TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
+# Modules that compute in FP32 whatever they are given round each of a handful of steps to 2^-24 of the largest term.
+IN_FP32 = 2.0**-20
 MOST = 10_000  # values in one attribute: a vocabulary is not copied
 MOST_LAYERS = 3
 
@@ -95,13 +97,16 @@ def is_linear(module: nn.Module) -> bool:
     return weight.is_floating_point() and not quantised
 
 
-def linear_layers_of(module: nn.Module) -> dict[str, nn.Module] | None:
-    """The linear layers in a module that has no other parameters and no buffers, by name; None of others."""
+def linear_layers_of(module: nn.Module, *, vectors: bool = False) -> dict[str, nn.Module] | None:
+    """The linear layers in a module that has no other parameters and no buffers, by name; None of others.
+
+    vectors: whether it may have parameters of one dimension, such as those of norms.
+    """
     found = {}
     for name, part in parts_of(module):
         if name and is_linear(part):
             found[name] = part
-        elif any(value is not None for value in (*part._parameters.values(), *part._buffers.values())):
+        elif part._buffers or any(p is not None and not (vectors and p.dim() == 1) for p in part._parameters.values()):
             return None
         if len(found) > MOST_LAYERS:
             return None
@@ -137,11 +142,12 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def twin_of(module: nn.Module, inside: dict[str, StandIn] | None = None, name: str = "") -> Any:
-    """A module's twin, without parameters.  inside: what stands in the place of its linear layers, by name.
+    """A module's twin; vectors among its parameters are ones.  inside: what stands for its linear layers, by name.
 
-    Raises ConversionError for a module whose forward is replaced on the instance.
+    Raises ConversionError for a module whose forward is replaced on the instance, and does not say what it replaces:
+    accelerate's wrappers do, and change_class puts another forward under them.
     """
-    if "forward" in vars(module) and "forward" not in bound_forwards(module):
+    if "forward" in vars(module) and not bound_forwards(module):
         raise ConversionError("its forward is replaced on the instance")
     kind, fresh = plain_class(module), vars(nn.Module())
     twin: Any = object.__new__(kind)
@@ -151,7 +157,7 @@ def twin_of(module: nn.Module, inside: dict[str, StandIn] | None = None, name: s
             vars(twin)[key] = _copied(value, {id(module): twin})
         except Exception:  # a forward that needs it fails
             continue
-    twin._parameters = dict.fromkeys(module._parameters)
+    twin._parameters = {key: None if p is None or p.dim() != 1 else _ones(p) for key, p in module._parameters.items()}
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
         known = (inside or {}).get(path)
@@ -164,6 +170,10 @@ def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """(name, value) of what a module's class and user have set on it, but parts, parameters, buffers and hooks."""
     torchs = vars(nn.Module()).keys() | {*TORCHS, "forward"}
     return [(key, value) for key, value in list(vars(module).items()) if key not in torchs]
+
+
+def _ones(like: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.ones(like.shape, dtype=torch.float64, device="cpu"), requires_grad=False)
 
 
 def _call_without_hooks(module: nn.Module) -> None:
@@ -193,3 +203,18 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     own = vars(value) if hasattr(value, "__dict__") else {}
     made.__dict__.update({key: _copied(each, memo) for key, each in own.items()}) if own else None
     return made
+
+
+class Draw:
+    """Random numbers of its own, the same in every look."""
+
+    def __init__(self):
+        self.generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+
+    def wide(self, *shape: int) -> torch.Tensor:
+        """Of either sign, from 0.01 to 10,000: a clamp shows, and every formula differs somewhere."""
+        size = torch.rand(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return self(*shape).sign() * 10 ** (6 * size - 2)

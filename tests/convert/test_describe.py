@@ -67,6 +67,7 @@ def test_stacks_of_one_class_are_told_apart_and_so_are_blocks_that_differ():
         (Mlp("gelu", "fc2", "fc1"), "fc2(gelu(fc1(x)))"),
         (Mlp("glu", "fc2", up_gate="fc1"), "fc2(sigmoid(gate) * up), [up | gate] = fc1(x)"),
         (Mlp("swiglu", "wo", gate_up="wi"), "wo(silu(gate) * up), [gate | up] = wi(x)"),
+        (Mlp("clamped_swiglu", "down", "up", "gate"), "down(clamped_swiglu(gate(x), up(x)))"),
         (Mlp("gelu", "down", "up", residual=True), "down(gelu(up(x))) + residual"),
     ],
 )

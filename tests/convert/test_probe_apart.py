@@ -124,11 +124,16 @@ def test_dtypes_of_parameters_and_the_default(dtype: torch.dtype):
         torch.set_default_dtype(torch.float32)
 
 
-def test_accelerates_hooks_replace_forwards_which_are_left_alone():
-    """The hook may move a weight in and out: the norm's own forward is no longer all that its call does."""
-    model = llama(1)
-    add_hook_to_module(model.model.norm, AlignDevicesHook(execution_device="cpu"))
-    assert probe.survey(llama(1)).keys() - probe.survey(model).keys() == {"model.norm"}
+def test_accelerates_wrappers_keep_what_they_wrap_and_do_not_run():
+    """A class swap puts its forward under theirs (tests/convert/test_convert_dispatched.py)."""
+    model, ran = llama(1), []
+    hook = AlignDevicesHook(execution_device="cpu")
+    hook.pre_forward = lambda module, *args, **kwargs: (ran.append(module), (args, kwargs))[1]
+    add_hook_to_module(model, hook, append=True)
+    for module in (model.model.norm, model.model.layers[0].mlp, model.model.layers[0].mlp.act_fn):
+        add_hook_to_module(module, hook)
+    assert probe.survey(model) == probe.survey(llama(1))
+    assert ran == []
 
 
 def test_a_module_whose_attributes_are_no_plain_values():
