@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8engine.convert.select import is_conv1d
+from fp8engine.convert.kinds import is_conv1d
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

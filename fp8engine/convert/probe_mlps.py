@@ -65,7 +65,9 @@ def _run_activation(module: nn.Module, functions: Mapping[str, Activation], mode
     for training in modes:
         given = x.clone()
         y = run(twin, training, given)
-        if y.shape != x.shape or y.dtype != x.dtype or not torch.equal(given, x):  # in place: others may read it
+        if (
+            type(y) is not torch.Tensor or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(given, x)
+        ):  # in place: others may read it
             return None
         names = [name for name in names if _near(y, functions[name], x)]
     return names[0] if names else None
@@ -150,7 +152,7 @@ class _Run(NamedTuple):
             except Exception:  # of the module's own code
                 continue
             if all(len(layer.read) == 1 for layer in layers.values()) and torch.equal(given[0], x):
-                return _Run(inputs, y, layers)
+                return _Run(inputs, y if type(y) is torch.Tensor else None, layers)
         return _Run((x,), None, layers)
 
     def mlps(self, whole: bool) -> Iterator[Mlp]:

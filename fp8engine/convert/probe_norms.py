@@ -83,7 +83,7 @@ def _run_norm(module: nn.Module, width: int, own: Collection[str], modes: tuple[
         rows = _Rows(x.to(dtype).double(), weight if "weight" in own else weight + 1, bias)
         for training in modes:
             y = run(twin, training, x.to(dtype)[None])
-            if y.dtype != dtype or y.shape != (1, *x.shape):
+            if type(y) is not torch.Tensor or y.dtype != dtype or y.shape != (1, *x.shape):
                 return None
             if len(norms) > 1:
                 norms = [rows.with_eps(norm, y[0], said) for norm in norms]

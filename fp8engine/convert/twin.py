@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode, disable_current_modes, divided_parameter
-from fp8engine.convert.select import is_conv1d, is_plain_linear
+from fp8engine.convert.kinds import is_conv1d, is_plain_linear
 from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, bound_forwards
 from fp8engine.nn.linear import Float8Module
@@ -40,7 +40,7 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype = torch.float64):
         super().__init__()
-        plain: Any = _adapted(layer)
+        plain: Any = adapted(layer)
         self.out_features, self.in_features = self.nf, self.nx = _shape(plain)
         self.read: list[torch.Tensor] = []
         self.wrote = torch.empty(0)
@@ -48,7 +48,7 @@ class StandIn(nn.Module):
         bias = None if plain.bias is None else torch.empty(self.nf, dtype=dtype, device="meta")
         for key, value in (("weight", weight), ("bias", bias)):  # accelerate patches register_parameter
             self._parameters[key] = None if value is None else nn.Parameter(value, requires_grad=False)
-        _call_without_hooks(self)
+        call_without_hooks(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
@@ -61,32 +61,32 @@ class _NoDraws(TorchDispatchMode):
     """Random numbers are refused before one is drawn: the caller's stay as they were, and dropout is no formula."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ConversionError(f"{func} is random")
-        return func(*args, **(kwargs or {}))
+            where = kwargs.get("device") or getattr(args[0], "device", "cpu")
+            if torch.device(where).type != "meta":  # there none is drawn
+                raise ConversionError(f"{func} is random")
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet(device: str = "cpu") -> Iterator[None]:
     """Without the caller's modes, default device and autocast, which come back after it, and without gradients."""
-    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device(device):
         yield
 
 
-def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> torch.Tensor:
-    """The twin's result, a tensor; within `quiet`.  Raises whatever the module's code raises."""
+def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> Any:
+    """The twin's result, within `quiet`.  Raises whatever the module's code raises."""
     for part in twin.modules():  # `train` may be the module's own
         part.training = training
     with _NoDraws():
-        y = twin(*inputs)
-    if type(y) is not torch.Tensor:
-        raise ConversionError(f"it returns a {type(y).__name__}")
-    return y
+        return twin(*inputs)
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether this multiplies by a weight matrix of its own, not stored as codes, perhaps under an adapter of peft."""
-    layer: Any = _adapted(module)
+    layer: Any = adapted(module)
     ours = isinstance(layer, Float8Module) and hasattr(layer, "as_layer")
     if not (ours or is_conv1d(layer) or is_plain_linear(type(layer))):
         return False
@@ -122,7 +122,7 @@ def parts_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module
                 yield from parts_of(child, f"{name}.{key}" if name else key)
 
 
-def _adapted(module: nn.Module) -> nn.Module:
+def adapted(module: nn.Module) -> nn.Module:
     """The layer under peft's adapter, or the layer itself."""
     return getattr(module, "base_layer", module)
 
@@ -141,8 +141,18 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def twin_of(module: nn.Module, inside: dict[str, StandIn] | None = None, name: str = "") -> Any:
-    """A module's twin; vectors among its parameters are ones.  inside: what stands for its linear layers, by name.
+def ones(like: torch.Tensor) -> torch.Tensor | None:
+    """What a twin has for a parameter: of a vector ones, of a matrix nothing."""
+    return torch.ones(like.shape, dtype=torch.float64, device="cpu") if like.dim() == 1 else None
+
+
+def twin_of(
+    module: nn.Module,
+    inside: Mapping[str, nn.Module] | None = None,
+    name: str = "",
+    fill: Callable[[torch.Tensor], torch.Tensor | None] = ones,
+) -> Any:
+    """A module's twin.  inside: what stands for its linear layers, by name.  fill: its parameters and buffers.
 
     Raises ConversionError for a module whose forward is replaced on the instance, and does not say what it replaces:
     accelerate's wrappers do, and change_class puts another forward under them.
@@ -157,12 +167,14 @@ def twin_of(module: nn.Module, inside: dict[str, StandIn] | None = None, name: s
             vars(twin)[key] = _copied(value, {id(module): twin})
         except Exception:  # a forward that needs it fails
             continue
-    twin._parameters = {key: None if p is None or p.dim() != 1 else _ones(p) for key, p in module._parameters.items()}
+    filled = {key: None if p is None else fill(p) for key, p in module._parameters.items()}
+    twin._parameters = {key: None if p is None else nn.Parameter(p, requires_grad=False) for key, p in filled.items()}
+    twin._buffers = {key: None if b is None else fill(b) for key, b in module._buffers.items()}
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
         known = (inside or {}).get(path)
-        twin._modules[key] = known or (None if child is None else twin_of(child, inside, path))
-    _call_without_hooks(twin)
+        twin._modules[key] = known or (None if child is None else twin_of(child, inside, path, fill))
+    call_without_hooks(twin)
     return twin
 
 
@@ -172,11 +184,7 @@ def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in list(vars(module).items()) if key not in torchs]
 
 
-def _ones(like: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.ones(like.shape, dtype=torch.float64, device="cpu"), requires_grad=False)
-
-
-def _call_without_hooks(module: nn.Module) -> None:
+def call_without_hooks(module: nn.Module) -> None:
     """Make a call of the module run its forward and nothing else, as if torch.compile had made that."""
     object.__setattr__(module, "_compiled_call_impl", module.forward)
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import fp8engine as fe
 from fp8engine.convert.bypassed import FirstForward
+from fp8engine.convert.dry_run import asked_for_dtype, uncalled
 
 # torch says so of every encoder that cannot take its nested tensors, converted or not.
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
@@ -166,6 +168,13 @@ def test_an_attention_that_calls_its_projection_has_it_in_fp8():
     assert fe.inspect(model).layers[1]["ran"]
 
 
+def kernel(x: torch.Tensor) -> torch.Tensor:
+    """x, of code that runs where numbers are: a dry run ends here, and the first forward tells."""
+    if x.is_meta:
+        raise NotImplementedError("no meta device")
+    return x
+
+
 class Eva(nn.Module):
     """timm's EVA-02 attention: the weight of `qkv` is read, `proj` is called."""
 
@@ -174,7 +183,7 @@ class Eva(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
 
     def forward(self, x):
-        q, k, v = F.linear(x, weight=self.qkv.weight).chunk(3, -1)
+        q, k, v = F.linear(kernel(x), weight=self.qkv.weight).chunk(3, -1)
         return self.proj(F.scaled_dot_product_attention(q, k, v))
 
 
@@ -186,7 +195,7 @@ class Mamba(nn.Module):
         self.in_proj, self.dt_proj, self.x_proj = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x):
-        return _by_hand(self.x_proj, (self.dt_proj.weight @ self.in_proj(x).mT).mT)
+        return _by_hand(self.x_proj, (self.dt_proj.weight @ self.in_proj(kernel(x)).mT).mT)
 
 
 class Reads(nn.Module):
@@ -210,6 +219,44 @@ class Reads(nn.Module):
 
 class ReadsToo(Reads):
     """The forward is inherited."""
+
+
+class EvaAsIs(Eva):
+    """A dry run comes to its end."""
+
+    def forward(self, x):
+        return self.proj(F.linear(x, self.qkv.weight).chunk(3, -1)[0])
+
+
+class Turns(nn.Module):
+    """Calls `first` in training and reads its weight in evaluation, as torch's encoder layer; random in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        if self.training:
+            return self.last(F.dropout(self.first(x), 0.5))
+        return self.last(F.linear(x, self.first.weight))
+
+
+def test_a_dry_run_tells_and_draws_no_random_number():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model = Model(EvaAsIs(), Turns(), Branches(), nn.TransformerEncoderLayer(16, 2))
+    torch.set_rng_state(before)
+    assert uncalled(model) == {
+        id(model.parts[0].qkv): "EvaAsIs reads its weight and never calls it",
+        id(model.parts[3].self_attn.out_proj): "MultiheadAttention reads its weight and never calls it",
+    }
+    assert asked_for_dtype(model).keys() == {id(model.parts[1].first), id(model.parts[2].one)}
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.device("meta"):
+        large = Model(*(EvaAsIs(8192) for _ in range(100)))
+    begin = time.perf_counter()
+    assert len(uncalled(large)) == 100
+    assert time.perf_counter() - begin < 1, "about 10 ms: one of a class is run, without numbers"
 
 
 @pytest.mark.parametrize("kind", [Reads, ReadsToo])
