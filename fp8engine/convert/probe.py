@@ -18,7 +18,7 @@ from torch import nn
 
 from fp8engine.convert.probe_mlps import Mlp, activation, mlp, product
 from fp8engine.convert.probe_norms import norm
-from fp8engine.convert.twin import LEAVES, is_linear, own_attributes, plain_class, quiet
+from fp8engine.convert.twin import is_linear, own_attributes, plain_class, quiet
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
@@ -123,7 +123,9 @@ def _value(value: Any, owner: nn.Module) -> Any:
     if isinstance(value, MethodType) and value.__self__ is owner:
         return value.__func__
     if isinstance(value, functools.partial):
-        return ("partial", value.func, _value(value.args, owner), _value(tuple(value.keywords.items()), owner))
-    if type(value) in (tuple, list):
-        return (type(value), *(_value(each, owner) for each in value))
-    return (type(value), value) if value is None or isinstance(value, LEAVES) else id(value)
+        return "partial", value.func, _value(value.args, owner), _value((*value.keywords.items(),), owner)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

@@ -8,10 +8,8 @@ no matrix.  So models on the meta device have twins too.  No hook runs on a twin
 from __future__ import annotations
 
 import contextlib
-import enum
-import functools
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,12 +21,9 @@ from fp8engine.errors import ConversionError
 from fp8engine.nn.class_swap import Mixin, bound_forwards
 from fp8engine.nn.linear import Float8Module
 
-LEAVES = (bool, int, float, complex, str, bytes, type, enum.Enum, FunctionType, BuiltinFunctionType)
-LEAVES += (torch.dtype, torch.device, torch.Generator, torch.memory_format)
 TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
 # Modules that compute in FP32 whatever they are given round each of a handful of steps to 2^-24 of the largest term.
 IN_FP32 = 2.0**-20
-MOST = 10_000  # values in one attribute: a vocabulary is not copied
 MOST_LAYERS = 3
 
 
@@ -163,10 +158,8 @@ def twin_of(
     twin: Any = object.__new__(kind)
     vars(twin).update(fresh)
     for key, value in own_attributes(module):
-        try:
-            vars(twin)[key] = _copied(value, {id(module): twin})
-        except Exception:  # a forward that needs it fails
-            continue
+        with contextlib.suppress(Exception), _NoTensors():  # a forward that needs what has no copy fails
+            vars(twin)[key] = copy.deepcopy(value, {id(module): twin})
     filled = {key: None if p is None else fill(p) for key, p in module._parameters.items()}
     twin._parameters = {key: None if p is None else nn.Parameter(p, requires_grad=False) for key, p in filled.items()}
     twin._buffers = {key: None if b is None else fill(b) for key, b in module._buffers.items()}
@@ -189,28 +182,11 @@ def call_without_hooks(module: nn.Module) -> None:
     object.__setattr__(module, "_compiled_call_impl", module.forward)
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a plain value; raises ConversionError where it holds tensors, modules, or too much."""
-    if value is None or isinstance(value, LEAVES):
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, torch.Tensor | nn.Module) or len(memo) > MOST:
-        raise ConversionError("it holds tensors or modules")
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _copied(value.__self__, memo))
-    if isinstance(value, functools.partial):
-        return functools.partial(value.func, *_copied(value.args, memo), **_copied(value.keywords, memo))
-    if type(value) in (tuple, torch.Size, list, set, frozenset):
-        return type(value)(_copied(each, memo) for each in value)
-    if type(value).__module__.partition(".")[0] == "torch":  # torch's operators
-        return value
-    made = memo[id(value)] = type(value).__new__(type(value))
-    if isinstance(value, dict):
-        made.update({key: _copied(each, memo) for key, each in value.items()})
-    own = vars(value) if hasattr(value, "__dict__") else {}
-    made.__dict__.update({key: _copied(each, memo) for key, each in own.items()}) if own else None
-    return made
+class _NoTensors(TorchDispatchMode):
+    """Copies of tensors, and of modules with parameters, are refused: they may be large."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise ConversionError("an attribute holds a tensor")
 
 
 class Draw:

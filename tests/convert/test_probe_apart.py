@@ -152,7 +152,7 @@ def test_a_module_whose_attributes_are_no_plain_values():
 
     assert probe.mlp_of(made(1.0)) == Mlp("silu", "down", "up")
     assert probe.mlp_of(made(2.0)) is None
-    assert probe.mlp_of(made(1.0, nn.SiLU().forward)) is None, "the method of a module that is in no child"
+    assert probe.mlp_of(made(1.0, nn.PReLU().forward)) is None, "of a module with parameters that is in no child"
     # Modules of one class are told apart by their attributes, whatever those are.
     found = probe.survey(nn.ModuleList([made(1.0), made(2.0), made(1.0, F.gelu), made(1.0)]))
     assert {key: what.kind for key, what in found.items()} == {"0": "silu", "2": "gelu", "3": "silu"}
