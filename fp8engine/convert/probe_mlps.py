@@ -95,7 +95,7 @@ def _with_layers(module: nn.Module, layers: dict[str, nn.Module] | None, whole: 
     if layers is None or len(layers) not in (2, 3):
         return None
     first, *others = {name.partition(".")[0] for name in layers}
-    if not others and type(module._modules[first]).forward is not nn.Module.forward:  # a list has none
+    if not others and type(module.get_submodule(first)).forward is not nn.Module.forward:  # a list has none
         return None
     return functools.partial(_run_mlp, module, layers, whole)
 

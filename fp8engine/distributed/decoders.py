@@ -166,7 +166,7 @@ def _stack(model: nn.Module) -> tuple[str, nn.Module]:
     here = "decoder_plan"
     known = f"the plans of {', '.join(KNOWN)} are known; for others write one by hand, docs/tensor-parallel.md"
     configs = (getattr(module, "config", None) for module in model.modules())
-    kind = next((config.model_type for config in configs if hasattr(config, "model_type")), None)
+    kind = next((found for config in configs if (found := getattr(config, "model_type", None))), None)
     if kind is None:
         raise ParallelError(f"{here}: {type(model).__name__} is no model of transformers: {known}")
     names, blocks = {id(module): name for name, module in model.named_modules()}, repeated_blocks(model)

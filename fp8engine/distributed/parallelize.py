@@ -127,8 +127,8 @@ def _attentions(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
             continue
         size = next((size for key in HEAD_SIZES if isinstance(size := getattr(module, key, None), int)), 0)
         for q, k in Q_AND_K:
-            layers = [module._modules.get(key) for key in (q, k)]
-            rows = [getattr(getattr(layer, "base_layer", layer), "out_features", None) for layer in layers]
+            layers = (module._modules.get(key) for key in (q, k))
+            rows = [getattr(getattr(layer, "base_layer", layer), "out_features", 0) for layer in layers]
             if size and all(rows):
                 found[name] = (f"{prefix}{q}", f"{prefix}{k}", *(count // size for count in rows))
     return found

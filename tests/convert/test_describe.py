@@ -1,5 +1,7 @@
 """fe.hf.describe: what the probe sees of a model, block by block, and what of it is in no block."""
 
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -87,16 +89,19 @@ def test_converted_and_adapted_models_are_described_too():
     adapted = hf.describe(peft.get_peft_model(FAMILIES["phi3"].build(), config))
     assert list(adapted.blocks) == [f"base_model.model.model.layers.{i}" for i in range(2)]
     assert adapted.outside == ("base_model.model.lm_head",)
-    assert adapted.inside("base_model.model.model.layers.0")["mlp"].kind == "swiglu"
+    found = adapted.inside("base_model.model.model.layers.0")["mlp"]
+    assert isinstance(found, Mlp)
+    assert found.kind == "swiglu"
 
 
 def test_any_model_is_described_and_nothing_else_is():
     bloom = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2, hidden_dropout=0.0)
     told = hf.describe(transformers.BloomForCausalLM(bloom))
-    assert told.found["transformer.h.0.mlp"].residual
+    assert str(told.found["transformer.h.0.mlp"]).endswith(" + residual")
     assert str(hf.describe(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))) == (
         "outside blocks: itself: 2(relu(0(x)))\nlinear layers outside blocks: 0, 2"
     )
     assert str(hf.describe(nn.Identity())) == ""
+    other: Any = torch.ones(1)
     with pytest.raises(fe.errors.ConversionError, match=r"describe takes an nn\.Module, not Tensor"):
-        hf.describe(torch.ones(1))
+        hf.describe(other)

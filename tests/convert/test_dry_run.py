@@ -88,7 +88,7 @@ class Turns(nn.Module):
 def test_a_dry_run_tells_and_draws_no_random_number():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    model = Model(Eva(), Turns(), Asks(), nn.TransformerEncoderLayer(16, 2))
+    model: Any = Model(Eva(), Turns(), Asks(), nn.TransformerEncoderLayer(16, 2))
     torch.set_rng_state(before)
     assert uncalled(model) == {
         id(model.parts[0].qkv): "Eva reads its weight and never calls it",

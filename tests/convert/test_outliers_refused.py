@@ -50,7 +50,7 @@ def test_what_names_find(make, names, found: list[str]):
 class Gated(nn.Module):
     """A gated MLP between other things, under any names; dropout in training, and one layer more or less."""
 
-    def __init__(self, names: str, function=F.silu, packed: bool = False):
+    def __init__(self, names: str, function: Any = F.silu, packed: bool = False):
         super().__init__()
         *self.first, self.last = names.split()
         self.function, self.packed = function, packed
@@ -60,10 +60,10 @@ class Gated(nn.Module):
         self.norm = nn.LayerNorm(16)
 
     def forward(self, x):
-        made = [self._modules[name](self.norm(x)) for name in self.first]
+        made = [self.get_submodule(name)(self.norm(x)) for name in self.first]
         gate, up = made[0].chunk(2, -1) if self.packed else made
         h = F.dropout(self.function(gate) * up, 0.5, self.training)
-        return x + self._modules[self.last](h)
+        return x + self.get_submodule(self.last)(h)
 
 
 @pytest.mark.parametrize("names", ["w1 w3 w2", "wi_0 wi_1 wo", "up_proj gate_proj down_proj", "a b c"])

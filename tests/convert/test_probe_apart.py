@@ -23,7 +23,7 @@ from fp8engine.ops.reference import Norm
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def llama(layers: int = 2, **options: Any) -> nn.Module:
+def llama(layers: int = 2, **options: Any) -> Any:
     config = hf.LlamaConfig(**{**SIZE, **options}, num_hidden_layers=layers, vocab_size=64)
     return hf.LlamaForCausalLM(config)
 
@@ -44,7 +44,7 @@ class Counts(nn.Module):
 
 
 def test_what_a_module_counts_and_keeps_stays():
-    module = Counts()
+    module: Any = Counts()
     module.itself = [module]  # a cycle, which no copy follows
     assert probe.mlp_of(module) == Mlp("relu", "down", "up")
     assert (module.calls, module.log, module.seen) == (0, Counter(), [])
@@ -138,6 +138,10 @@ def test_accelerates_wrappers_keep_what_they_wrap_and_do_not_run():
 
 def test_a_module_whose_attributes_are_no_plain_values():
     class Odd(Counts):
+        config: Any
+        function: Any
+        hold: Any
+
         def forward(self, x):
             return self.down(self.function(self.up(x))) * self.config.scale
 
@@ -155,7 +159,11 @@ def test_a_module_whose_attributes_are_no_plain_values():
     assert probe.mlp_of(made(1.0, nn.PReLU().forward)) is None, "of a module with parameters that is in no child"
     # Modules of one class are told apart by their attributes, whatever those are.
     found = probe.survey(nn.ModuleList([made(1.0), made(2.0), made(1.0, F.gelu), made(1.0)]))
-    assert {key: what.kind for key, what in found.items()} == {"0": "silu", "2": "gelu", "3": "silu"}
+    assert {key: what.kind for key, what in found.items() if isinstance(what, Mlp)} == {
+        "0": "silu",
+        "2": "gelu",
+        "3": "silu",
+    }
 
 
 def test_several_threads_may_ask():

@@ -122,7 +122,7 @@ NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "pictures": lambda: LayerNorm2d(K),
     "an RMSNorm with a bias": RmsWithBias,
     "the dtype's eps": lambda: nn.RMSNorm(K),
-    "over two dimensions": lambda: nn.LayerNorm((4, K)),
+    "over two dimensions": lambda: nn.LayerNorm([4, K]),
     "a weight per head": lambda: Rms(1e-6, K, {"_parameters": {"weight": nn.Parameter(torch.ones(2, K))}}),
     "a norm wrapped": lambda: wrapped(nn.LayerNorm(K)),
     "a norm under a parametrization": lambda: nn.utils.parametrize.register_parametrization(

@@ -18,7 +18,8 @@ class TimmMlp(nn.Module):
         self, act: Layer = nn.GELU, drop: float = 0.0, norm: nn.Module | None = None, linear: Layer = nn.Linear
     ):
         super().__init__()
-        self.fc1, self.act, self.drop1 = linear(K, WIDE), act(), nn.Dropout(drop)
+        self.fc1: Any = linear(K, WIDE)
+        self.act, self.drop1 = act(), nn.Dropout(drop)
         self.norm = norm or nn.Identity()
         self.fc2, self.drop2 = linear(WIDE, K), nn.Dropout(drop)
 
