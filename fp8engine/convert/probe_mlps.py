@@ -65,9 +65,8 @@ def _run_activation(module: nn.Module, functions: Mapping[str, Activation], mode
     for training in modes:
         given = x.clone()
         y = run(twin, training, given)
-        if (
-            type(y) is not torch.Tensor or y.shape != x.shape or y.dtype != x.dtype or not torch.equal(given, x)
-        ):  # in place: others may read it
+        in_place = not torch.equal(given, x)  # others may read it
+        if type(y) is not torch.Tensor or y.shape != x.shape or y.dtype != x.dtype or in_place:
             return None
         names = [name for name in names if _near(y, functions[name], x)]
     return names[0] if names else None

@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from accelerate import init_empty_weights
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from probe_modules import MeanByProduct
 from torch import nn
 from torch.nn import functional as F
 
@@ -112,6 +113,11 @@ def test_in_any_context_a_model_is_what_it_is(name: str, where: str):
         assert probe.survey(model) == expected
         assert all(value.device.type == where for value in model.parameters())
     assert set(map(type, expected.values())) == {Norm, Mlp}
+
+
+def test_autocast_does_not_reach_a_twin():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe.norm_of(MeanByProduct()) == Norm("rms", 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

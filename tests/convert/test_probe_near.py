@@ -7,6 +7,7 @@ import pytest
 import torch
 from probe_modules import (
     WIDE,
+    CallsTwice,
     ClampedRms,
     Counting,
     EpsOutside,
@@ -37,6 +38,10 @@ import fp8engine as fe
 from fp8engine.convert.probe import activation_of, mlp_of, norm_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+class Quantised(nn.Parameter):
+    """A weight as bitsandbytes has it."""
 
 
 def pruned() -> nn.Module:
@@ -93,6 +98,10 @@ NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "a tuple": lambda: Gated(after=lambda x, y: (y, None)),
     "a layer twice": lambda: nn.Sequential(layer := nn.Linear(K, K), nn.ReLU(), layer, nn.Linear(K, K)),
     "a weight that other code multiplies by": ReadsWeight,
+    "a layer that is called twice": CallsTwice,
+    "a weight of a class of its own": lambda: with_layer(
+        lambda layer: setattr(layer, "weight", Quantised(layer.weight))
+    ),
     "its forward wrapped": lambda: wrapped(TimmMlp()),
     "its activation's forward wrapped": lambda: wrapped(TimmMlp(), "act"),
     "weight_norm": lambda: with_layer(parametrizations.weight_norm),

@@ -124,6 +124,15 @@ class Packed(nn.Module):
         return self.last(F.silu(gate) * up)
 
 
+class CallsTwice(TimmMlp):
+    """Calls its first layer again, and makes nothing of it: a hook there sees it."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.fc1(y)
+        return y
+
+
 class ReadsWeight(TimmMlp):
     """Multiplies by the first layer's weight itself."""
 
@@ -147,6 +156,15 @@ class Rms(nn.Module):
 
     def of_eps(self) -> float:
         return getattr(self, "eps", 3e-6)
+
+
+class MeanByProduct(Rms):
+    """Sums in FP32 by a product of matrices, which autocast would make in BF16."""
+
+    def forward(self, x):
+        x32 = x.float()
+        squares = x32.square() @ torch.full((K, 1), 1 / K, dtype=torch.float32, device=x.device)
+        return self.weight * (x32 * torch.rsqrt(squares + self.eps)).to(x.dtype)
 
 
 class TrainedEps(Rms):
