@@ -29,7 +29,7 @@ BUDGET = {
     "autograd": 2_056,
     "bench": 1_657,
     "cli": 1_037,
-    "convert": 1632,
+    "convert": 1_632,
     "demo": 1_060,
     "distributed": 2_318,
     "export": 1_319,
