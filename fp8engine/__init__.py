@@ -12,7 +12,7 @@
 
 from fp8engine import amp, distributed, errors
 from fp8engine.auto import flow
-from fp8engine.convert import convert, revert
+from fp8engine.convert import convert, revert, smooth
 from fp8engine.export import hf, onnx
 from fp8engine.nn import (
     Attention,
@@ -22,7 +22,6 @@ from fp8engine.nn import (
     LayerNormMLP,
     Linear,
     TransformerLayer,
-    smooth,
     weights_changed,
 )
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format

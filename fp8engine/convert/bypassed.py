@@ -1,8 +1,7 @@
 """Converted layers that are bypassed, because other code reads their weight and never calls them.
 
     torch's nn.TransformerEncoder   in evaluation hands all weights to one operator: kept from that fast path
-    nn.MultiheadAttention           multiplies by its out_proj's weight itself: `uncalled` finds it, convert leaves it
-    a parent's own code             reads `self.dt_proj.weight` (Mamba) and never calls it: `uncalled` finds it too
+    what a dry run tells            Mamba reads `self.dt_proj.weight` and never calls it: convert leaves it (dry_run.py)
     everything else                 found in the first forward: BypassWarning, or StrictError
 
 The report would otherwise say FP8 of what ran in the weight's own precision.  A layer that was not called proves
@@ -13,12 +12,8 @@ under torch.compile keep theirs: compiled graphs are guarded by the class.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -55,52 +50,6 @@ def call_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer) and float8_modules(module):
             mix(module, CallsItsLayers)
-
-
-def uncalled(model: nn.Module) -> dict[int, str]:
-    """ids of linear layers whose weight their parent's code reads and never calls -> why they are left alone."""
-    return {each: f"{kind} reads its weight and never calls it" for each, kind in _children(model, _read_only)}
-
-
-def asked_for_dtype(model: nn.Module) -> dict[int, str]:
-    """ids of layers for whose weight's dtype their parent's code asks -> why their weight cannot become FP8 codes."""
-    why = "casts to the dtype of its weight, which codes would make FP8"
-    return {each: f"{kind} {why}" for each, kind in _children(model, _asked)}
-
-
-def _children(model: nn.Module, names: Callable[[type], Iterable[str]]) -> Iterator[tuple[int, str]]:
-    """(id of a child, or of the layer under peft's adapter there; its parent's class) of what `names` finds."""
-    for parent in model.modules():
-        for name in names(type(parent)):
-            if (child := parent._modules.get(name)) is not None:
-                yield id(getattr(child, "base_layer", child)), type(parent).__name__
-
-
-@functools.cache
-def _code(kind: type) -> str:
-    """The source of a module's class; of one made in a shell nothing is known, and the first forward tells."""
-    found = ""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        with contextlib.suppress(OSError, TypeError, SyntaxError):
-            found += inspect.getsource(base)
-    return found
-
-
-@functools.cache
-def _read_only(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of modules of which the code of a class reads `self.NAME.weight` and mentions nothing but parameters."""
-    if kind.forward is nn.MultiheadAttention.forward:  # reads it where torch's operator takes all weights
-        return frozenset({"out_proj"})
-    # Not what fills a weight: nn.init.normal_(self.NAME.weight), self.NAME.weight.data.zero_()
-    read = re.findall(r"(?<!_\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data)|\s*=[^=])", _code(kind))
-    other = re.findall(r"\bself\.(\w+)\b(?!\.(?:weight|bias)\b|\s*=[^=]|\s*:[^=]*=)", _code(kind))
-    return frozenset(read) - frozenset(other)
-
-
-@functools.cache
-def _asked(kind: type) -> frozenset[str]:
-    """Names of modules of which the code of a class reads `self.NAME.weight.dtype`."""
-    return frozenset(re.findall(r"\bself\.(\w+)\.weight\.dtype\b", _code(kind)))
 
 
 class Watched(Mixin):

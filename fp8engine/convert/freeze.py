@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.convert.bypassed import asked_for_dtype
+from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.select import Decision, is_conv1d, weight_of
 from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
 from fp8engine.nn.serving import Served, ServedLinear, attach, config_of, store

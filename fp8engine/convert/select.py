@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fp8engine.convert.bypassed import uncalled
+from fp8engine.convert.dry_run import uncalled
+from fp8engine.convert.kinds import is_conv1d, is_plain_linear
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import bound_forwards
@@ -37,8 +38,6 @@ CHOSEN = ("top_k", "num_experts_per_tok")  # names, in mixtures of experts, for 
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
-# Subclasses of nn.Linear whose code computes what nn.Linear does.
-LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 
 
@@ -68,19 +67,6 @@ def parameter_of(name: str, module: nn.Module) -> str:
     """The module's own name for the matrix that `linear_layers` lists as `name`."""
     key = name.rpartition(".")[2]
     return key if key in _stacked(module) or key in _projections(module) else "weight"
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D itself; found by name, so that transformers need not be there."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-
-
-def is_plain_linear(kind: type) -> bool:
-    """Whether modules of this class compute what nn.Linear does: it, a subclass without code of its own, Falcon's."""
-    if not issubclass(kind, nn.Linear):
-        return False
-    own_code = set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}
-    return kind is nn.Linear or not own_code or f"{kind.__module__}.{kind.__qualname__}" in LIKE_LINEAR
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:

@@ -25,6 +25,7 @@ from fp8engine.convert import freeze
 from fp8engine.convert import fuse as fusing
 from fp8engine.convert.bypassed import FirstForward, call_layers
 from fp8engine.convert.describe import describe
+from fp8engine.convert.outliers import propose
 from fp8engine.convert.placement import device_of, warn_emulated, why_emulated
 from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
 from fp8engine.convert.resumed import Resumed
@@ -34,7 +35,6 @@ from fp8engine.errors import ConversionError, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
-from fp8engine.nn.outliers import propose
 from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.scaling.table import ScalingState

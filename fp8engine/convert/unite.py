@@ -10,12 +10,12 @@ from torch import nn
 from fp8engine.auto import attach
 from fp8engine.autograd import Numerics
 from fp8engine.convert.bypassed import FirstForward
+from fp8engine.convert.outliers import propose
 from fp8engine.convert.placement import device_of
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.resumed import Resumed
 from fp8engine.errors import ConversionError
 from fp8engine.nn.linear import Linear
-from fp8engine.nn.outliers import propose
 from fp8engine.numerics.recipe import Auto
 from fp8engine.scaling.table import ScalingState
 

@@ -19,12 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fp8engine.convert.describe import Description, describe
+from fp8engine.convert.blocks import repeated_blocks
+from fp8engine.convert.select import linear_layers
 from fp8engine.distributed.styles import Colwise, Rowwise
-from fp8engine.errors import ConversionError, ParallelError
+from fp8engine.errors import ParallelError
 
 TOKENS, HEADS = 1, 2  # dimensions of [batch, tokens, features] and of [batch, tokens, heads, features]
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # of FAMILIES: those that the tests run
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")  # of a config's model_type: those that the tests run
+NORMS = ("input_layernorm", "post_attention_layernorm")
+FIRST = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+LAST = ("self_attn.o_proj", "mlp.down_proj")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # Qwen 3's
 
 
 def decoder_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -56,24 +61,24 @@ def decoder_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     model.layers.*.self_attn.q_norm Normed(S(2), output_layouts=S(2), use_local_output=True)
     model.layers.*.self_attn.k_norm Normed(S(2), output_layouts=S(2), use_local_output=True)
     """
-    found = _described(model)
-    first, parts = found.blocks[0].name, found.blocks[0].parts
-    stack = first.rpartition(".")[0]
+    stack, block = _stack(model)
     decoder = stack.removesuffix("layers")
     whole = Whole()
+    outside = [name for name, layer, _ in linear_layers(model) if type(layer) is nn.Linear]
     plan: dict[str, ParallelStyle] = {
         f"{decoder}embed_tokens": whole,
-        first: Enter(),
+        f"{stack}.0": Enter(),
         f"{decoder}norm": Normed(Shard(TOKENS), output_layouts=Replicate(), use_local_output=True),
-        **{name: whole for name in found.outside if type(model.get_submodule(name)) is nn.Linear},
+        **{name: whole for name in outside if not name.startswith(f"{stack}.")},
     }
     styles: dict[str, Any] = {
-        **dict.fromkeys(("attention_norm", "mlp_norm"), Normed(Shard(TOKENS))),
-        **dict.fromkeys(("q", "k", "v", "gate", "up"), Colwise(input_layouts=Shard(TOKENS))),
-        **dict.fromkeys(("out", "down"), Rowwise(output_layouts=Shard(TOKENS))),
-        **dict.fromkeys(("q_norm", "k_norm"), Normed(Shard(HEADS), use_local_output=True)),
+        **dict.fromkeys(NORMS, Normed(Shard(TOKENS))),
+        **dict.fromkeys(FIRST, Colwise(input_layouts=Shard(TOKENS))),
+        **dict.fromkeys(LAST, Rowwise(output_layouts=Shard(TOKENS))),
+        **dict.fromkeys(HEAD_NORMS, Normed(Shard(HEADS), use_local_output=True)),
     }
-    plan |= {f"{stack}.*{parts[role].removeprefix(first)}": styles[role] for role in styles if role in parts}
+    inside = {name for name, _ in block.named_modules()}
+    plan |= {f"{stack}.*.{name}": style for name, style in styles.items() if name in inside}
     return plan
 
 
@@ -156,16 +161,17 @@ def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _described(model: nn.Module) -> Description:
-    """The decoder's blocks and what is beside them.  Raises ParallelError."""
+def _stack(model: nn.Module) -> tuple[str, nn.Module]:
+    """The name of the stack of the decoder's blocks, and the first of them.  Raises ParallelError."""
     here = "decoder_plan"
     known = f"the plans of {', '.join(KNOWN)} are known; for others write one by hand, docs/tensor-parallel.md"
-    try:
-        found = describe(model)
-    except ConversionError:
-        raise ParallelError(f"{here}: {type(model).__name__} is no model of transformers: {known}") from None
-    kinds = {block.family for block in found.blocks} or {getattr(model.config, "model_type", "?")}
-    stacks = {block.name.rpartition(".")[0] for block in found.blocks}
-    if not kinds <= set(KNOWN) or found.why or len(stacks) != 1:
-        raise ParallelError(f"{here}: {type(model).__name__} is of {', '.join(sorted(kinds))}: {known}")
-    return found
+    configs = (getattr(module, "config", None) for module in model.modules())
+    kind = next((found for config in configs if (found := getattr(config, "model_type", None))), None)
+    if kind is None:
+        raise ParallelError(f"{here}: {type(model).__name__} is no model of transformers: {known}")
+    names, blocks = {id(module): name for name, module in model.named_modules()}, repeated_blocks(model)
+    stacks = {names[id(block)].rpartition(".")[0] for block in blocks}
+    whole = all(all(name in dict(block.named_modules()) for name in (*NORMS, *FIRST, *LAST)) for block in blocks)
+    if kind not in KNOWN or len(stacks) != 1 or not whole:
+        raise ParallelError(f"{here}: {type(model).__name__} is of {kind}: {known}")
+    return stacks.pop(), blocks[0]

@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8engine import _torch
 from fp8engine._torch import plain_name
 from fp8engine.autograd.gathered import why_not
+from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import linear_layers, parameter_of
 from fp8engine.distributed.agree import agree
-from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.gathers import GATHER
 from fp8engine.distributed.sharded_weight import ShardedWeight
 from fp8engine.distributed.weight_samples import sample_weights

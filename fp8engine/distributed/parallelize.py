@@ -9,14 +9,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from fp8engine.convert.describe import describe
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
-from fp8engine.errors import ConversionError, ParallelError, UnknownName
+from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.linear import Float8Module, float8_modules
 
+# Names of the layers of q and k in transformers' attentions, and of how many features a head has.
+Q_AND_K = (("q_proj", "k_proj"), ("query", "key"), ("query_proj", "key_proj"), ("q", "k"), ("q_lin", "k_lin"))
+HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 TORCHS = {ColwiseParallel: "Colwise", RowwiseParallel: "Rowwise"}
 
 
@@ -111,21 +113,25 @@ def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> I
 
 
 def _attentions(model: nn.Module) -> dict[str, tuple[str, str, int, int]]:
-    """By name, fe.Attention and the blocks of Hugging Face: names of the layers of q and k, heads, heads of keys."""
+    """By name, fe.Attention and transformers' attentions: names of the layers of q and k, heads, heads of keys."""
     found = {}
     for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
         if isinstance(module, Attention):
-            prefix, heads = f"{name}." if name else "", module.heads
-            found[name] = (f"{prefix}q_proj", f"{prefix}k_proj", heads.count, heads.of_keys or heads.count)
-    try:
-        blocks = describe(model).blocks
-    except ConversionError:  # no model of transformers
-        blocks = ()
-    return found | {
-        block.name: (block.parts["q"], block.parts["k"], block.heads, block.kv_heads)
-        for block in blocks
-        if "q" in block.parts
-    }
+            found[name] = (
+                f"{prefix}q_proj",
+                f"{prefix}k_proj",
+                module.heads.count,
+                module.heads.of_keys or module.heads.count,
+            )
+            continue
+        size = next((size for key in HEAD_SIZES if isinstance(size := getattr(module, key, None), int)), 0)
+        for q, k in Q_AND_K:
+            layers = (module._modules.get(key) for key in (q, k))
+            rows = [getattr(getattr(layer, "base_layer", layer), "out_features", 0) for layer in layers]
+            if size and all(rows):
+                found[name] = (f"{prefix}{q}", f"{prefix}{k}", *(count // size for count in rows))
+    return found
 
 
 def _described(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, object]:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8engine import _torch
+from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.swap import plan as decisions_of
-from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.clusters import CLUSTERS, MEMORY, Work, predict
 from fp8engine.distributed.decoders import decoder_plan
 from fp8engine.distributed.step import ACTIVATIONS, Step, Way, mesh_of, run_step

@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fp8engine import _torch
+from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.swap import convert
-from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.distributed.decoders import decoder_plan
 from fp8engine.distributed.fsdp import fsdp
 from fp8engine.distributed.parallelize import tensor_parallel

@@ -1,16 +1,12 @@
 """fe.hf, the public names for Hugging Face's models and their FP8 checkpoints.
 
-The table of families is in families.py, `describe` in describe.py, checkpoints in export/.
-
->>> FAMILIES["llama"][0].mlp.down
-'mlp.down_proj'
+`describe` is in convert/recognised.py, checkpoints in export/.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from fp8engine.convert.describe import Description, describe
+from fp8engine.convert.recognised import Description, describe
 from fp8engine.export import ExportReport, export, iter_fp8, load
-from fp8engine.nn.families import FAMILIES, MLP, Attention, Block, Experts, Structure
 
 if TYPE_CHECKING:
     from fp8engine.export import Fp8EngineConfig
@@ -30,16 +26,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "FAMILIES",
-    "MLP",
-    "Attention",
-    "Block",
     "Description",
-    "Experts",
     "ExportReport",
     "Fp8Cache",
     "Fp8EngineConfig",
-    "Structure",
     "describe",
     "export",
     "iter_fp8",

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fp8engine.convert.bypassed import asked_for_dtype
+from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers, parameter_of
 from fp8engine.errors import ConversionError

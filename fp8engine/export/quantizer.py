@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from fp8engine.convert.bypassed import asked_for_dtype
+from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.revert import revert
 from fp8engine.convert.select import decide, is_conv1d, is_plain_linear, weight_of

@@ -5,7 +5,6 @@ from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
 from fp8engine.nn.linear import Linear, weights_changed
-from fp8engine.nn.outliers import smooth
 from fp8engine.nn.transformer import TransformerLayer
 
 __all__ = [
@@ -16,6 +15,5 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "TransformerLayer",
-    "smooth",
     "weights_changed",
 ]

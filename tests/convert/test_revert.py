@@ -148,11 +148,15 @@ def test_after_a_first_forward_that_was_interrupted():
         def __init__(self):
             super().__init__()
             self.layer, self.made = nn.Linear(16, 16), fe.Linear(16, 16, recipe="current")
+            self.pressed = False
 
         def forward(self, x):
-            raise KeyboardInterrupt
+            if self.pressed:
+                raise KeyboardInterrupt
+            return self.layer(x)
 
-    model = converted(Interrupted())
+    model: Any = converted(Interrupted())
+    model.pressed = True
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(2, 16))
     assert type(model.layer) is not fe.Linear, "watched"

@@ -114,7 +114,8 @@ def test_loss_gradients_and_step_are_those_of_one_process(case, found: list[dict
 @pytest.mark.slow
 def test_heads_and_tokens_that_ranks_do_not_divide_are_an_error_on_every_rank(found: list[dict]):
     for rank in found:
-        assert re.search(r"layers\.0: 4 heads, 1 of keys, are not divisible by 2 ranks", rank["refused"]["heads"])
+        told = rank["refused"]["heads"]
+        assert re.search(r"layers\.0\.self_attn: 4 heads, 1 of keys, are not divisible by 2 ranks", told)
         assert "sequences of 7 tokens are not divisible by 2 ranks: pad them" in rank["refused"]["tokens"]
 
 

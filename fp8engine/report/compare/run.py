@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from fp8engine._torch import tree_map
 from fp8engine.amp.difference import Call, on_calls
 from fp8engine.auto.flow.fold import FIRST_NUMBER
+from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
-from fp8engine.distributed.blocks import repeated_blocks
 from fp8engine.errors import ConversionError, EmulationWarning
 from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import Auto, Recipe, resolve

@@ -10,11 +10,12 @@ import torch
 from late_outlier import CHANNEL, MLP, batch
 from support import Net, converted
 from torch import nn
+from torch.nn import functional as F
 
 import fp8engine as fe
+from fp8engine.convert.outliers import gated
 from fp8engine.distributed.sharded_weight import ShardedWeight
 from fp8engine.errors import ConversionError, UnknownName
-from fp8engine.nn.outliers import gated
 from fp8engine.report.state import controllers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -46,13 +47,34 @@ def test_what_names_find(make, names, found: list[str]):
     assert [row["name"] for row in fe.inspect(model).layers if row["outliers"]] == found
 
 
-@pytest.mark.parametrize("width", ["w1 w3 w2", "gate_up_proj down_proj", "wi_0 wi_1 wo", "gate_proj up_proj down_proj"])
-def test_gated_mlps_are_found_by_the_names_of_their_layers(width: str):
-    *first, last = width.split()
-    model = nn.ModuleDict({name: fe.Linear(16, 16, recipe="current") for name in (*first, last)})
-    assert [name for name, _ in gated(model)] == [last]
-    del model[first[0]]
-    assert list(gated(model)) == []
+class Gated(nn.Module):
+    """A gated MLP between other things, under any names; dropout in training, and one layer more or less."""
+
+    def __init__(self, names: str, function: Any = F.silu, packed: bool = False):
+        super().__init__()
+        *self.first, self.last = names.split()
+        self.function, self.packed = function, packed
+        for name in self.first:
+            self.add_module(name, fe.Linear(16, 32 if packed else 16, recipe="current"))
+        self.add_module(self.last, fe.Linear(16, 16, recipe="current"))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        made = [self.get_submodule(name)(self.norm(x)) for name in self.first]
+        gate, up = made[0].chunk(2, -1) if self.packed else made
+        h = F.dropout(self.function(gate) * up, 0.5, self.training)
+        return x + self.get_submodule(self.last)(h)
+
+
+@pytest.mark.parametrize("names", ["w1 w3 w2", "wi_0 wi_1 wo", "up_proj gate_proj down_proj", "a b c"])
+@pytest.mark.parametrize(("function", "found"), [(F.silu, True), (F.gelu, True), (F.tanh, False), (lambda x: x, False)])
+def test_gated_mlps_are_found_by_what_they_compute(names: str, function, found: bool):
+    down = [f"0.{names.split()[-1]}"] if found else []
+    assert [name for name, _ in gated(nn.Sequential(Gated(names, function)))] == down
+
+
+def test_gate_and_up_may_be_one_layer():
+    assert [name for name, _ in gated(Gated("both down", packed=True))] == ["down"]
 
 
 def test_a_layer_that_nothing_fuses_may_be_named():

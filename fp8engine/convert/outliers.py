@@ -1,8 +1,7 @@
 """fe.smooth, a remedy for outliers in the product of a gated MLP, act(gate) * up.
 
 It acts on the input of the down-projection, and is a setting of that layer: autograd/smooth.py has the formulas.
-Gated MLPs are found by the names of their layers: those of the table of families, of our own modules, and of Llama's
-first code (w1, w3, w2).
+Gated MLPs are found by what they compute (probe.py), and of our own modules, which call no child, by their names.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from fp8engine.convert.probe import gated_products
 from fp8engine.errors import ConversionError, ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.experts import Float8Experts
-from fp8engine.nn.families import FAMILIES, Experts
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
@@ -24,7 +23,6 @@ from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.transformer import MLP
 
 OURS = (LayerNormLinear, LayerNormMLP, MLP, Attention)  # they call no child of theirs
-MORE = {(("gate_up",), "down"), (("gate", "up"), "down"), (("w1", "w3"), "w2")}
 
 
 def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bool = True) -> nn.Module:
@@ -64,17 +62,18 @@ def gated(model: nn.Module) -> Iterator[tuple[str, Any]]:
     >>> [name for name, _ in gated(nn.Sequential(LayerNormMLP(32, 64, "swiglu", recipe="current")))]
     ['0.down']
     """
-    known = _names_of_layers()
+    products = gated_products(model)
     for above, module in model.named_modules():
-        for first, last in known:
-            down = module._modules.get(last)
-            if down is not None and all(module._modules.get(name) is not None for name in first):
-                path, layer = last, getattr(down, "base_layer", down)
-                if layer is not down:  # an adapter around it
-                    path = f"{last}.base_layer"
-                if _takes(layer):
-                    yield f"{above}.{path}" if above else path, layer
-                break
+        last = products[above].down if above in products else ""
+        if isinstance(module, LayerNormMLP | MLP) and ("gate_up" in module._modules or "gate_proj" in module._modules):
+            last = "down" if isinstance(module, LayerNormMLP) else "down_proj"
+        if not last:
+            continue
+        layer: Any = module.get_submodule(last)
+        if "base_layer" in layer._modules:  # under an adapter
+            last, layer = f"{last}.base_layer", layer.base_layer
+        if _takes(layer):
+            yield f"{above}.{last}" if above else last, layer
 
 
 def propose(model: nn.Module) -> None:
@@ -87,21 +86,6 @@ def propose(model: nn.Module) -> None:
         remedies.pop(slot, None)
         if not numerics.smooth:
             remedies[slot] = f"fe.smooth(model, {name!r})"
-
-
-def _names_of_layers() -> set[tuple[tuple[str, ...], str]]:
-    """((gate, up) or (gate_up,), down) as children of one module are named."""
-    found = set(MORE)
-    for structure in (structure for row in FAMILIES.values() for structure in row):
-        mlp = structure.mlp
-        triples = [(mlp.gate, mlp.up, mlp.down), (mlp.gate_up, "", mlp.down)]
-        if isinstance(mlp, Experts):
-            triples.append((mlp.shared_gate, mlp.shared_up, mlp.shared_down))
-        for gate, up, down in triples:
-            if gate and down:
-                first = tuple(name.rpartition(".")[2] for name in (gate, up) if name)
-                found.add((first, down.rpartition(".")[2]))
-    return found
 
 
 def _takes(layer: Any) -> bool:

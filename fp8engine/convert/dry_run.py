@@ -1,0 +1,119 @@
+"""What code does with the weights of the layers that it holds, told by dry runs of its twins on the meta device.
+
+    multiplies by a weight and never calls the layer    torch's nn.MultiheadAttention, Mamba's mixer
+    casts to the dtype of a weight                      T5's MLP: with FP8 codes there, its cast would be to FP8
+
+A dry run has shapes and no numbers, so it costs a millisecond however large the layers are.  Code that takes more than
+one tensor, or looks at its data, tells nothing: the first forward will (bypassed.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8engine.convert.twin import StandIn, adapted, is_linear, parts_of, plain_class, quiet, run, twin_of
+
+CODES = torch.float8_e4m3fn
+MOST_PARTS = 64  # of a module that is run: no whole models
+
+
+class Use(NamedTuple):
+    """What code does with a layer of its own.  asks: it computes something else if the layer's weight is FP8 codes."""
+
+    kind: str
+    layer: nn.Module
+    called: bool
+    asks: bool
+
+
+def uncalled(model: nn.Module) -> dict[int, str]:
+    """ids of linear layers whose weight their parent's code reads and never calls -> why they are left alone."""
+    why = "reads its weight and never calls it"
+    return {id(use.layer): f"{use.kind} {why}" for use in _uses(model) if not use.called}
+
+
+def asked_for_dtype(model: nn.Module) -> dict[int, str]:
+    """ids of layers for whose weight's dtype their parent's code asks -> why their weight cannot become FP8 codes."""
+    why = "casts to the dtype of its weight, which codes would make FP8"  # or multiplies by it, in another mode
+    return {id(use.layer): f"{use.kind} {why}" for use in _uses(model) if use.called and use.asks}
+
+
+def _uses(model: nn.Module) -> Iterator[Use]:
+    """The uses of layers whose weight is read by the code of the module that holds them; one of each class is run."""
+    found: dict[tuple, dict[str, tuple[bool, bool]]] = {}
+    for module in model.modules():
+        try:
+            own = {name: part for name, part in module._modules.items() if part is not None and is_linear(part)}
+            kind = plain_class(module)
+            key = (kind, kind.forward, *own)
+            if own and key not in found:
+                found[key] = {}
+                found[key] = _look(module, list(own))
+        except Exception:  # the module's own code may raise anything
+            continue
+        for name, (called, asks) in found.get(key, {}).items():
+            yield Use(kind.__name__, adapted(own[name]), called, asks)
+
+
+def _look(module: nn.Module, own: list[str]) -> dict[str, tuple[bool, bool]]:
+    """(called, asks) of each layer whose weight is read."""
+    if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
+        return {"out_proj": (False, False)}  # it takes three tensors; torch's operator takes all weights
+    plain = _traces(module)
+    read = {name for trace in plain for name in own if trace[name].reads}
+    called = {name for trace in plain for name in own if trace[name].given}
+    multiplied = {name for trace in plain for name in own if trace[name].reads and not trace[name].given}
+    asked = {name for name in read if name in multiplied or _traces(module, name) != plain}
+    return {name: (name in called, name in asked) for name in sorted(read)}
+
+
+class _Trace(NamedTuple):
+    """What happened to a layer in a run: whether its weight was read, and the dtypes that it was called with."""
+
+    reads: bool
+    given: tuple[torch.dtype, ...]
+
+
+class _Noted(StandIn):
+    """A linear layer of a dry run, which notes that its weight is read."""
+
+    reads = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            self.__dict__["reads"] = True
+        return super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.read.append(x)
+        return x.new_empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+
+
+def _traces(module: nn.Module, codes: str = "") -> list[dict[str, _Trace]]:
+    """Of each run that came to its end, in training and in evaluation, the layers.  codes: whose weight is FP8."""
+    parts = dict(parts_of(module))
+    linear = {name: part for name, part in parts.items() if name and is_linear(part)}
+    traces = []
+    for training in (True, False) if len(parts) <= MOST_PARTS else ():
+        layers = {name: _Noted(part, CODES if name == codes else torch.float32) for name, part in linear.items()}
+        twin = twin_of(module, layers, fill=_shape_of)
+        for width in dict.fromkeys(layer.in_features for layer in layers.values()):
+            for layer in layers.values():
+                layer.read.clear()
+                layer.__dict__["reads"] = False
+            try:
+                with quiet("meta"):
+                    run(twin, training, torch.empty(1, 4, width))
+            except Exception:  # another layer's width, or the module's own code
+                continue
+            traces.append({name: _Trace(a.reads, tuple(x.dtype for x in a.read)) for name, a in layers.items()})
+            break
+    return traces
+
+
+def _shape_of(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=torch.float32 if like.is_floating_point() else like.dtype, device="meta")

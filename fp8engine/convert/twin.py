@@ -1,0 +1,204 @@
+"""Twins of modules, which compute what they compute and share nothing with them that a run could change.
+
+A twin has its module's class (under our mixins) and copies of its plain attributes.  It is made on the CPU without the
+module's parameters: norms are given new ones, and each linear layer becomes a StandIn of the same width, which holds
+no matrix.  So models on the meta device have twins too.  No hook runs on a twin, not even one on all modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8engine._torch import TorchDispatchMode, disable_current_modes, divided_parameter
+from fp8engine.convert.kinds import is_conv1d, is_plain_linear
+from fp8engine.errors import ConversionError
+from fp8engine.nn.class_swap import Mixin, bound_forwards
+from fp8engine.nn.linear import Float8Module
+
+TORCHS = ("_modules", "_parameters", "_buffers", "_compiled_call_impl")  # of every module, beside its hooks
+# Modules that compute in FP32 whatever they are given round each of a handful of steps to 2^-24 of the largest term.
+IN_FP32 = 2.0**-20
+MOST_LAYERS = 3
+
+
+class StandIn(nn.Module):
+    """In a linear layer's place: returns `wrote` whatever it is given, and keeps that in `read`.
+
+    Its weight has a shape, a dtype and no memory: code that multiplies by it fails.
+    """
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        plain: Any = adapted(layer)
+        self.out_features, self.in_features = self.nf, self.nx = _shape(plain)
+        self.read: list[torch.Tensor] = []
+        self.wrote = torch.empty(0)
+        weight = torch.empty(plain.weight.shape, dtype=dtype, device="meta")
+        bias = None if plain.bias is None else torch.empty(self.nf, dtype=dtype, device="meta")
+        for key, value in (("weight", weight), ("bias", bias)):  # accelerate patches register_parameter
+            self._parameters[key] = None if value is None else nn.Parameter(value, requires_grad=False)
+        call_without_hooks(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ConversionError("its input has another width")
+        self.read.append(x.clone())
+        return self.wrote.reshape(*x.shape[:-1], self.out_features).clone()
+
+
+class _NoDraws(TorchDispatchMode):
+    """Random numbers are refused before one is drawn: the caller's stay as they were, and dropout is no formula."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            where = kwargs.get("device") or getattr(args[0], "device", "cpu")
+            if torch.device(where).type != "meta":  # there none is drawn
+                raise ConversionError(f"{func} is random")
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def quiet(device: str = "cpu") -> Iterator[None]:
+    """Without the caller's modes, default device and autocast, which come back after it, and without gradients."""
+    with disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device(device):
+        yield
+
+
+def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> Any:
+    """The twin's result, within `quiet`.  Raises whatever the module's code raises."""
+    for part in twin.modules():  # `train` may be the module's own
+        part.training = training
+    with _NoDraws():
+        return twin(*inputs)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this multiplies by a weight matrix of its own, not stored as codes, perhaps under an adapter of peft."""
+    layer: Any = adapted(module)
+    ours = isinstance(layer, Float8Module) and hasattr(layer, "as_layer")
+    if not (ours or is_conv1d(layer) or is_plain_linear(type(layer))):
+        return False
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.dim() != 2 or layer._buffers or not layer._parameters.keys() <= {"weight", "bias"}:
+        return False  # pruned, under spectral_norm or weight_norm
+    quantised = type(weight) not in (nn.Parameter, torch.Tensor) and not divided_parameter(layer)
+    return weight.is_floating_point() and not quantised
+
+
+def linear_layers_of(module: nn.Module, *, vectors: bool = False) -> dict[str, nn.Module] | None:
+    """The linear layers in a module that has no other parameters and no buffers, by name; None of others.
+
+    vectors: whether it may have parameters of one dimension, such as those of norms.
+    """
+    found = {}
+    for name, part in parts_of(module):
+        if name and is_linear(part):
+            found[name] = part
+        elif part._buffers or any(p is not None and not (vectors and p.dim() == 1) for p in part._parameters.values()):
+            return None
+        if len(found) > MOST_LAYERS:
+            return None
+    return found
+
+
+def parts_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and its parts by name, without what is inside linear layers."""
+    yield name, module
+    if not name or not is_linear(module):
+        for key, child in module._modules.items():
+            if child is not None:
+                yield from parts_of(child, f"{name}.{key}" if name else key)
+
+
+def adapted(module: nn.Module) -> nn.Module:
+    """The layer under peft's adapter, or the layer itself."""
+    return getattr(module, "base_layer", module)
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    """[N, K] of a linear layer; a Conv1D's weight is [K, N]."""
+    n, k = reversed(layer.weight.shape) if hasattr(layer, "nf") else layer.weight.shape
+    return n, k
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class under our mixins."""
+    kind = type(module)
+    while issubclass(kind, Mixin):
+        kind = kind.plain
+    return kind
+
+
+def ones(like: torch.Tensor) -> torch.Tensor | None:
+    """What a twin has for a parameter: of a vector ones, of a matrix nothing."""
+    return torch.ones(like.shape, dtype=torch.float64, device="cpu") if like.dim() == 1 else None
+
+
+def twin_of(
+    module: nn.Module,
+    inside: Mapping[str, nn.Module] | None = None,
+    name: str = "",
+    fill: Callable[[torch.Tensor], torch.Tensor | None] = ones,
+) -> Any:
+    """A module's twin.  inside: what stands for its linear layers, by name.  fill: its parameters and buffers.
+
+    Raises ConversionError for a module whose forward is replaced on the instance, and does not say what it replaces:
+    accelerate's wrappers do, and change_class puts another forward under them.
+    """
+    if "forward" in vars(module) and not bound_forwards(module):
+        raise ConversionError("its forward is replaced on the instance")
+    kind, fresh = plain_class(module), vars(nn.Module())
+    twin: Any = object.__new__(kind)
+    vars(twin).update(fresh)
+    for key, value in own_attributes(module):
+        with contextlib.suppress(Exception), _NoTensors():  # a forward that needs what has no copy fails
+            vars(twin)[key] = copy.deepcopy(value, {id(module): twin})
+    filled = {key: None if p is None else fill(p) for key, p in module._parameters.items()}
+    twin._parameters = {key: None if p is None else nn.Parameter(p, requires_grad=False) for key, p in filled.items()}
+    twin._buffers = {key: None if b is None else fill(b) for key, b in module._buffers.items()}
+    for key, child in module._modules.items():
+        path = f"{name}.{key}" if name else key
+        known = (inside or {}).get(path)
+        twin._modules[key] = known or (None if child is None else twin_of(child, inside, path, fill))
+    call_without_hooks(twin)
+    return twin
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """(name, value) of what a module's class and user have set on it, but parts, parameters, buffers and hooks."""
+    torchs = vars(nn.Module()).keys() | {*TORCHS, "forward"}
+    return [(key, value) for key, value in list(vars(module).items()) if key not in torchs]
+
+
+def call_without_hooks(module: nn.Module) -> None:
+    """Make a call of the module run its forward and nothing else, as if torch.compile had made that."""
+    object.__setattr__(module, "_compiled_call_impl", module.forward)
+
+
+class _NoTensors(TorchDispatchMode):
+    """Copies of tensors, and of modules with parameters, are refused: they may be large."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise ConversionError("an attribute holds a tensor")
+
+
+class Draw:
+    """Random numbers of its own, the same in every look."""
+
+    def __init__(self):
+        self.generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+
+    def wide(self, *shape: int) -> torch.Tensor:
+        """Of either sign, from 0.01 to 10,000: a clamp shows, and every formula differs somewhere."""
+        size = torch.rand(*shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return self(*shape).sign() * 10 ** (6 * size - 2)

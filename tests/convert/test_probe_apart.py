@@ -1,0 +1,218 @@
+"""The probe changes nothing: no module, nothing that its code counts, no state of torch; and it runs anywhere."""
+
+import random
+import threading
+import time
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from accelerate import init_empty_weights
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from probe_modules import MeanByProduct
+from torch import nn
+from torch.nn import functional as F
+
+from fp8engine._torch import FakeTensorMode
+from fp8engine.convert import probe
+from fp8engine.convert.probe import Mlp
+from fp8engine.ops.reference import Norm
+
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def llama(layers: int = 2, **options: Any) -> Any:
+    config = hf.LlamaConfig(**{**SIZE, **options}, num_hidden_layers=layers, vocab_size=64)
+    return hf.LlamaForCausalLM(config)
+
+
+class Counts(nn.Module):
+    """Counts its calls, in an attribute and in a dict, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.calls, self.log, self.seen = 0, Counter(), []
+
+    def forward(self, x):
+        self.calls += 1
+        self.log["calls"] += 1
+        self.seen.append(x)
+        return self.down(F.relu(self.up(x)))
+
+
+def test_what_a_module_counts_and_keeps_stays():
+    module: Any = Counts()
+    module.itself = [module]  # a cycle, which no copy follows
+    assert probe.mlp_of(module) == Mlp("relu", "down", "up")
+    assert (module.calls, module.log, module.seen) == (0, Counter(), [])
+
+
+def test_no_hook_runs():
+    model, ran = llama(), []
+    hook = lambda *args: ran.append(args)  # noqa: E731 - three uses
+    for module in model.modules():
+        module.register_forward_pre_hook(hook)
+        module.register_forward_hook(hook)
+    everywhere = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        found = probe.survey(model)
+    finally:
+        everywhere.remove()
+    assert ran == []
+    assert found == probe.survey(llama())
+
+
+def test_a_module_that_is_compiled_in_place_does_not_run():
+    model, ran = llama(), []
+    model.model.layers[0].mlp._compiled_call_impl = lambda *args: ran.append(args)
+    assert probe.survey(model) == probe.survey(llama())
+    assert ran == []
+
+
+def test_the_state_of_torch_stays():
+    torch.manual_seed(5)
+    random.seed(5)
+    model = llama(attention_dropout=0.5)
+    model.append = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 8))
+    before = torch.get_rng_state(), random.getstate(), torch.is_grad_enabled(), torch.get_default_dtype()
+    parameters = {name: (value, value._version, value.requires_grad) for name, value in model.named_parameters()}
+    training = [module.training for module in model.modules()]
+    probe.survey(model)
+    after = torch.get_rng_state(), random.getstate(), torch.is_grad_enabled(), torch.get_default_dtype()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    for name, value in model.named_parameters():
+        assert parameters[name][0] is value
+        assert parameters[name][1:] == (value._version, value.requires_grad)
+        assert value.grad is None
+    assert training == [module.training for module in model.modules()]
+
+
+CONTEXTS = {
+    "meta": lambda: torch.device("meta"),
+    "accelerate": lambda: init_empty_weights(include_buffers=True),
+    "fake": FakeTensorMode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference": torch.inference_mode,
+    "enable_grad": torch.enable_grad,
+    "nothing": nullcontext,
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_in_any_context_a_model_is_what_it_is(name: str, where: str):
+    with torch.device(where):
+        model = llama()
+    expected = probe.survey(llama())
+    with CONTEXTS[name]():
+        assert probe.survey(model) == expected
+        assert all(value.device.type == where for value in model.parameters())
+    assert set(map(type, expected.values())) == {Norm, Mlp}
+
+
+def test_autocast_does_not_reach_a_twin():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe.norm_of(MeanByProduct()) == Norm("rms", 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_of_parameters_and_the_default(dtype: torch.dtype):
+    expected = probe.survey(llama())
+    torch.set_default_dtype(dtype)
+    try:
+        assert probe.survey(llama()) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_accelerates_wrappers_keep_what_they_wrap_and_do_not_run():
+    """A class swap puts its forward under theirs (tests/convert/test_convert_dispatched.py)."""
+    model, ran = llama(1), []
+    hook = AlignDevicesHook(execution_device="cpu")
+    hook.pre_forward = lambda module, *args, **kwargs: (ran.append(module), (args, kwargs))[1]
+    add_hook_to_module(model, hook, append=True)
+    for module in (model.model.norm, model.model.layers[0].mlp, model.model.layers[0].mlp.act_fn):
+        add_hook_to_module(module, hook)
+    assert probe.survey(model) == probe.survey(llama(1))
+    assert ran == []
+
+
+def test_a_module_whose_attributes_are_no_plain_values():
+    class Odd(Counts):
+        config: Any
+        function: Any
+        hold: Any
+
+        def forward(self, x):
+            return self.down(self.function(self.up(x))) * self.config.scale
+
+    class Config:
+        def __init__(self, scale: float):
+            self.scale, self.inner = scale, [{"a": (1, 2)}]
+
+    def made(scale: float, function=F.silu) -> Any:
+        module = Odd()
+        module.config, module.function, module.hold = Config(scale), function, [torch.ones(1)]
+        return module
+
+    assert probe.mlp_of(made(1.0)) == Mlp("silu", "down", "up")
+    assert probe.mlp_of(made(2.0)) is None
+    assert probe.mlp_of(made(1.0, nn.PReLU().forward)) is None, "of a module with parameters that is in no child"
+    # Modules of one class are told apart by their attributes, whatever those are.
+    found = probe.survey(nn.ModuleList([made(1.0), made(2.0), made(1.0, F.gelu), made(1.0)]))
+    assert {key: what.kind for key, what in found.items() if isinstance(what, Mlp)} == {
+        "0": "silu",
+        "2": "gelu",
+        "3": "silu",
+    }
+
+
+def test_several_threads_may_ask():
+    model, expected = llama(), probe.survey(llama())
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(probe.survey(model))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+
+
+def test_alike_modules_run_once(monkeypatch):
+    """80 blocks of Llama-70B's width cost what one costs."""
+    ran = Counter()
+    plain = hf.models.llama.modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        hf.models.llama.modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, x: (ran.update("f"), plain(self, x))[1],
+    )
+    with torch.device("meta"):
+        model = llama(80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
+    begin = time.perf_counter()
+    found = probe.survey(model)
+    assert time.perf_counter() - begin < 5, "about 0.1 s; a copy of one weight takes longer than that"
+    assert len(found) == 80 * 3 + 1
+    assert ran["f"] <= 4
+
+
+def test_errors_of_a_modules_own_code_do_not_escape():
+    class Loud(nn.Module):
+        @property
+        def base_layer(self):
+            raise RuntimeError("not now")
+
+        def forward(self, x):
+            raise SystemError("never")
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(2, 2), nn.Linear(2, 2), Loud()
+
+    assert probe.survey(Outer()) == {}
