@@ -44,6 +44,10 @@ class Quantised(nn.Parameter):
     """A weight as bitsandbytes has it."""
 
 
+def quantise(layer: Any) -> None:
+    layer.weight = Quantised(layer.weight)
+
+
 def pruned() -> nn.Module:
     mlp = TimmMlp()
     prune.l1_unstructured(mlp.fc1, "weight", 0.5)
@@ -99,9 +103,7 @@ NEAR_MISSES: dict[str, Callable[[], nn.Module]] = {
     "a layer twice": lambda: nn.Sequential(layer := nn.Linear(K, K), nn.ReLU(), layer, nn.Linear(K, K)),
     "a weight that other code multiplies by": ReadsWeight,
     "a layer that is called twice": CallsTwice,
-    "a weight of a class of its own": lambda: with_layer(
-        lambda layer: setattr(layer, "weight", Quantised(layer.weight))
-    ),
+    "a weight of a class of its own": lambda: with_layer(quantise),
     "its forward wrapped": lambda: wrapped(TimmMlp()),
     "its activation's forward wrapped": lambda: wrapped(TimmMlp(), "act"),
     "weight_norm": lambda: with_layer(parametrizations.weight_norm),
