@@ -151,20 +151,15 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Kept) -> tuple[Operand | None
     slot = use.slots[use.first + INPUT, use.record, use.count]
     if use.numerics.state.samples is not None:
         use.observe("input", x_MK)
-    if not use.needs_w:
-        return (
-            (one(use, x_MK, first, kept, slot, use.where.emulation(x_MK.device, x_MK.numel())) if first.fp8 else None),
-            None,
-            False,
-        )
-    if use.where.on_codes and plan.input_serves_both:
+    if use.needs_w and use.where.on_codes and plan.input_serves_both:
         return *both(use, x_MK, first, kept, slot), True
-    if second is first:
-        a = one(use, x_MK, first, kept, slot, None) if first.fp8 else None
-        return a, a, False
-    a = one(use, x_MK, first, kept, slot, use.where.emulation(x_MK.device, x_MK.numel())) if first.fp8 else None
-    if not second.fp8:
-        return a, None, False
+    serves = use.needs_w and second is first
+    a = None
+    if first.fp8:
+        hold = None if serves else use.where.emulation(x_MK.device, x_MK.numel())
+        a = one(use, x_MK, first, kept, slot, hold)
+    if serves or not use.needs_w or not second.fp8:
+        return a, a if serves else None, False
     return a, one(use, x_MK, second, kept, use.slots[use.first + INPUT, False, False], None), False
 
 
