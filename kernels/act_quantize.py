@@ -50,7 +50,7 @@ def _act_kernel(
     POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """x: of a gated kind its gate, beside up; None else."""
-    outputs = (y, q, q_t, scale)
+    outputs = (y, q, q_t, scale, None, 0)
     slot = (work, live, counts, index, stride_live, stride_counts)
     s, seen = begin(q, slot, HOW)
     across = tl.cdiv(N, BLOCK_N)
@@ -61,7 +61,7 @@ def _act_kernel(
         y_MN = activate(read(x, rows, columns, M, N, stride_m, stride_n), ACTIVATION)
         if up is not None:
             y_MN *= linear_part(read(up, rows, columns, M, N, stride_um, stride_un), ACTIVATION)
-        _, seen = put(y_MN, rows, first, N, M, N, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD)
+        seen = put(y_MN, rows, first, N, M, N, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD)
     end(seen, slot, tl.cast(M, tl.int64) * N, HOW, COUNT, RECORD)
 
 
@@ -79,7 +79,6 @@ def _act_backward_kernel(
     K = N
     if up is not None and dup is None:
         K = 2 * N
-    outputs = (dx, q, q_t, scale)
     slot = (work, live, counts, index, stride_live, stride_counts)
     s, seen = begin(q, slot, HOW)
     across = tl.cdiv(N, BLOCK_N)
@@ -88,6 +87,7 @@ def _act_backward_kernel(
         rows = (down * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         first = tile % across * BLOCK_N
         columns = first + tl.arange(0, BLOCK_N)
+        outputs = (dx, q, q_t, scale, part, down)
         dy_MN = read(dy, rows, columns, M, N, stride_dm, stride_dn)
         x_MN = read(x, rows, columns, M, N, stride_m, stride_n)
         if up is not None:
@@ -99,20 +99,17 @@ def _act_backward_kernel(
                 inside = (rows[:, None] < M) & (columns[None, :] < N)
                 tl.store(dup + (rows[:, None] * N + columns[None, :]), dup_MN.to(dup.dtype.element_ty), mask=inside)
             else:
-                dup_MN, seen = put(
+                seen = put(
                     dup_MN, rows, first + N, K, M, K, s, outputs, seen,
                     HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD,
                 )  # fmt: skip
-                tl.store(part + down.to(tl.int64) * K + N + columns, tl.sum(dup_MN, 0), mask=columns < N)
             tl.debug_barrier()  # one half's registers are free before the other's are taken
             up_MN = read(up, rows, columns, M, N, stride_um, stride_un)
             dy_MN *= linear_part(up_MN, ACTIVATION)
-        dx_MN, seen = put(
+        seen = put(
             gradient(dy_MN, x_MN, ACTIVATION), rows, first, N, M, K, s, outputs, seen,
             HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD,
         )  # fmt: skip
-        if part is not None:
-            tl.store(part + down.to(tl.int64) * K + columns, tl.sum(dx_MN, 0), mask=columns < N)
     end(seen, slot, tl.cast(M, tl.int64) * K, HOW, COUNT, RECORD)
 
 

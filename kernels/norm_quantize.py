@@ -62,7 +62,7 @@ def _norm_kernel(
     LAYER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
     POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    outputs = (y, q, q_t, scale)
+    outputs = (y, q, q_t, scale, None, 0)
     slot = (work, live, counts, index, stride_live, stride_counts)
     s, seen = begin(q, slot, HOW)
     columns = tl.arange(0, BLOCK_K)
@@ -85,7 +85,7 @@ def _norm_kernel(
             y_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
         if bias is not None:
             y_RK += gamma(bias, columns, K, stride_b, False)[None, :]
-        _, seen = put(y_RK, rows, 0, K, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD)
+        seen = put(y_RK, rows, 0, K, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD)
     end(seen, slot, tl.cast(M, tl.int64) * K, HOW, COUNT, RECORD)
 
 

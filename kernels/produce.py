@@ -46,12 +46,13 @@ def put(
     value_MN, rows, first, limit, M, K, s, outputs, seen,
     HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, POWER_OF_2: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
-    """Round a tile of y [M, K] and store it; return (y in FP32, `seen` with what was found inside added).
+    """Round a tile of y [M, K] and store it; return `seen` with what was found inside added.
 
     rows: INT64.  first, limit: the tile's first column, and the one that no element of it lies in or beyond.
-    outputs: y, q, q transposed, scale; None for what this launch does not write.
+    outputs: y, q, q transposed, scale, sums of columns of every tile of rows, None for what this launch does not write;
+    and which tile of rows it is.
     """
-    y, q, q_t, scale = outputs
+    y, q, q_t, scale, part, down = outputs
     SIZE_M: tl.constexpr = value_MN.shape[0]
     SIZE_N: tl.constexpr = value_MN.shape[1]
     columns = first + tl.arange(0, SIZE_N)
@@ -60,6 +61,8 @@ def put(
     rounded_MN = value_MN.to(y.dtype.element_ty)
     tl.store(y + at, rounded_MN, mask=inside)
     y_MN = rounded_MN.to(tl.float32)
+    if part is not None:
+        tl.store(part + tl.cast(down, tl.int64) * K + columns, tl.sum(y_MN, 0), mask=columns < limit)
     if HOW != "plain":
         amax, saturated, flushed, nonfinite, least = seen
         finite = inside & is_finite(y_MN)
@@ -98,7 +101,7 @@ def put(
                 at_t = columns[:, None].to(tl.int64) * M + rows[None, :]
                 tl.store(q_t + at_t, tl.trans(codes), mask=(columns[:, None] < limit) & (rows[None, :] < M))
         seen = amax, saturated, flushed, nonfinite, least
-    return y_MN, seen
+    return seen
 
 
 @triton.jit
