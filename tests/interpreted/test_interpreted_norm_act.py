@@ -34,7 +34,6 @@ STORES = {
     (BLOCKS, False): (["quantize"], ["quantize"], ["quantize"]),
     (BLOCKS, True): (["cast_transpose"], ["cast_transpose"], ["cast_transpose"]),
 }
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HELD = How(E4M3, -1, -1, held=torch.bfloat16)
 ASKS = ("unsupported", "casts_groups")
 
@@ -101,14 +100,15 @@ def test_an_activations_launches(kind, form, launched):  # noqa: F811
     assert ((back.dbias_K - back.dx_MK.double().sum(0)).abs() <= 39 * U * back.dx_MK.double().abs().sum(0)).all()
 
 
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", [*STORES, (HELD, False), (HELD, True)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
+)
+@pytest.mark.parametrize("form", [*list(STORES)[:-1], (HELD, False), (HELD, True)], ids=str)
 def test_codes_are_a_cache(form, dtype, bad):
     """Whatever the prediction: none, one that holds, one that does not and is cast again."""
-    x, dy = numbers(21, 2 * 129, dtype, 1), numbers(21, 129, dtype, 2)
-    if bad is not None:
-        x[2, 3], dy[4, 5] = bad, bad
+    x, dy = numbers(9, 2 * 129, dtype, 1), numbers(9, 129, dtype, 2)
+    if bad:
+        x[2, 3], x[3, 4], dy[4, 5] = float("nan"), float("inf"), float("-inf")
     with fe.backend("triton"), torch.no_grad():
         for predicted in (0.0, 2.0**-6, 1e6) if form[0].delayed else (0.0,):
             tos = [to_of(*form, predicted) for _ in range(4)]
