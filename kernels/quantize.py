@@ -210,8 +210,8 @@ def quantize_tensor(
     return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
-def tensor_results(x_MK: torch.Tensor, how, transposed: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(q_MK, q_KM or None, scale) to be written, of a tensor under one scale; nothing is left to write of an empty x."""
+def tensor_results(x_MK: torch.Tensor, how, transposed: bool) -> tuple:
+    """(q_MK, q_KM or None, scale), to be written, of a tensor under one scale; of an empty one as they stay."""
     (m, k), where = x_MK.shape, x_MK.device
     q_MK = torch.empty(m, k, dtype=how.dtype, device=where)
     q_KM = torch.empty(k, m, dtype=how.dtype, device=where) if transposed else None

@@ -4,8 +4,8 @@
     backward   da = dz @ W2 in 16 bits    dy, dy^T = FP8(da * act'(y)), db1 = its sums before rounding
                dx as in norm_linear.py
 
-act(y) and dy are computed in FP32, rounded to y's dtype, and then to FP8.  Where a recipe casts dy otherwise for dgrad than for
-wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own, dy goes
+act(y) and dy are computed in FP32, rounded to y's dtype, and then to FP8.  Where a recipe casts dy otherwise for dgrad
+than for wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own, dy goes
 through 16 bits and is cast by each layer, which is slower.
 
 Saved beside parameters and what norm_linear.py names (x, its statistics, X1), with e bytes an element of y [M, N] and

@@ -357,7 +357,12 @@ def test_a_rows_scale_is_found_where_a_program_holds_the_row(n):
 
 
 def test_what_casts_alone_do_is_left_to_them():
-    for how in (How(E4M3, 128, 128), How(E4M3, -1, 1), How(E4M3, 1, -1, delayed=True), How(E4M3, -1, -1, held=DTYPES[0])):
+    for how in (
+        How(E4M3, 128, 128),
+        How(E4M3, -1, 1),
+        How(E4M3, 1, -1, delayed=True),
+        How(E4M3, -1, -1, held=DTYPES[0]),
+    ):
         for transposed in (False, True):
             to = Store(how, transposed, slot_of(64.0))
             assert_stored(act_quantize(numbers(5, 70, torch.float32, 1), "relu", to), to, to, made=False)

@@ -78,9 +78,7 @@ def row_major(y_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return y_MK.to(dtype).contiguous()
 
 
-def store(
-    y_MK: torch.Tensor, dtype: torch.dtype, to: Store
-) -> tuple[torch.Tensor, Operand | None, Operand | None]:
+def store(y_MK: torch.Tensor, dtype: torch.dtype, to: Store) -> tuple[torch.Tensor, Operand | None, Operand | None]:
     """Return (y rounded to `dtype`, its codes, those of its transpose), None for what `to` does not ask for.
 
     y_MK: FP32.
