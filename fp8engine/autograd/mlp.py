@@ -5,8 +5,8 @@
                dx as in norm_linear.py
 
 act(y) and dy are computed in FP32, rounded to y's dtype, and then to FP8.  Where a recipe casts dy otherwise for dgrad
-than for wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own, dy goes
-through 16 bits and is cast by each layer, which is slower.
+than for wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own,
+dy goes through 16 bits and is cast by each layer, which is slower.
 
 Saved beside parameters and what norm_linear.py names (x, its statistics, X1), with e bytes an element of y [M, N] and
 act(y) [M, F]; N = 2 F of a gated activation, else F:

@@ -11,7 +11,8 @@ from fp8engine.autograd import Memory
 # NumPy remarks on exp(-x) that is Inf, and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 K, F = 140, 96
-# In order: the norm, with X and X^T or before them; each weight with its transpose, and y; dy of each with its transpose, dx, dw.
+# In order: the norm, with X and X^T or before them; each weight with its transpose, and y; dy of each with its
+# transpose, dx, dw.
 WEIGHT, LAYER = ["cast_transpose", "matmul_fp8"], ["cast_transpose", "matmul_fp8", "matmul_fp8"]
 KERNELS = {
     "current": ["norm_quantize", *WEIGHT * 2, *LAYER * 2, "norm_quantize_backward"],
