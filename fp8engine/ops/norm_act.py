@@ -298,11 +298,11 @@ def _act_fake(x, up, kind, text, transposed, *slot):
     return _stored_fake(x, (m, k // 2 if ACTIVATIONS[kind].gated and up is None else k), text, transposed)
 
 
-def _act_backward_fake(dy, x, up, kind, text, transposed, *slot):
+def _act_backward_fake(dy, x, up, kind, *rest):
     nothing = x.new_empty(0)
     sums = x.new_empty(x.shape[1], dtype=torch.float32)
     others = (nothing, sums) if up is None else (x.new_empty(x.shape), nothing)
-    return *_stored_fake(x, x.shape, text, transposed), *others
+    return *_stored_fake(x, x.shape, *rest[:2]), *others
 
 
 @operation(
@@ -311,7 +311,7 @@ def _act_backward_fake(dy, x, up, kind, text, transposed, *slot):
     slot=True,
 )
 def _norm_quantize(x, weight, bias, *rest, slot=None):
-    norm, to = Norm(*rest[:3]), Store(*rest[3:], slot)
+    norm, to = Norm(*rest[:3]), Store(rest[3], rest[4], slot)
     y, q, q_t, rows = _twin(x, of_norm=True).norm_quantize(x, weight, bias, norm, to)
     return *_flat(y, q, q_t, to), *rows
 
@@ -329,7 +329,8 @@ def _norm_quantize_backward(dy, x, weight, *rest):
 @operation(f"act_quantize(Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE})", _act_fake, slot=True)
 def _act_quantize(x, up, kind, how, transposed, slot=None):
     to = Store(how, transposed, slot)
-    return _flat(*_twin(x).act_quantize(x, kind, to, up), to)
+    y, q, q_t = _twin(x).act_quantize(x, kind, to, up)
+    return _flat(y, q, q_t, to)
 
 
 @operation(
@@ -338,7 +339,7 @@ def _act_quantize(x, up, kind, how, transposed, slot=None):
     slot=True,
 )
 def _act_quantize_backward(dy, x, up, kind, *rest, slot=None):
-    to = Store(*rest, slot)
+    to = Store(rest[0], rest[1], slot)
     dx, q, q_t, *others = _twin(x).act_quantize_backward(dy, x, kind, to, up)
     return *_flat(dx, q, q_t, to), *others
 

@@ -127,6 +127,7 @@ def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None,
             dx, *made, _, dbias = norm_act.act_quantize_backward(torch.empty(y.shape), x, kind, to)
             assert dx.shape == shape
             assert_codes_of_nothing(dx, made, how)
+            assert dbias is not None
             assert dbias.tolist() == [0.0] * shape[1]
     assert not counted.counts_CS.any()
 
@@ -136,7 +137,7 @@ def assert_codes_of_nothing(y: torch.Tensor, made: list[Operand | None], how: Ho
     assert (q is None) == (q_t is None) == (how is None)
     if q is not None and q_t is not None:
         assert (q.data.shape, q_t.data.shape) == (y.shape, y.shape[::-1])
-        assert all((each.scale == 1).all() for each in made)
+        assert all((each.scale == 1).all() for each in (q, q_t))
 
 
 def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: pytest.MonkeyPatch):
