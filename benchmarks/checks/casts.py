@@ -20,6 +20,7 @@ from fp8engine.ops import scale_update as update
 from fp8engine.ops.backends import backend
 from fp8engine.ops.casts import cast_transpose, quantize
 from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
+from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
 
@@ -215,7 +216,9 @@ def _results(where, run, how: How | None, transposed: bool, name: str) -> list[t
         if isinstance(part, Operand):
             results.append((part.data.float() * _spread(part), APART[part.data.dtype]))
         elif isinstance(part, torch.Tensor):
-            results.append((part, APART[part.dtype]))
+            # The sums of dx are of what was rounded, flips and all.
+            of_sums = isinstance(parts, ActGradients) and part is parts.dbias_K
+            results.append((part, APART[parts[0].dtype if of_sums else part.dtype]))
     return results + ([] if slot is None else [(slot.live_2S[:, 1], APART[torch.float32])])
 
 
