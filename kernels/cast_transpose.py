@@ -14,31 +14,10 @@ writes its own sums, FP32, and a last launch adds them (column_sums.py): 0.06 to
 Twin: fp8engine/ops/reference/cast_transpose.py.
 """
 
-import math
-
 import torch
-import triton
-import triton.language as tl
 
 from fp8engine.kernels.quantize import quantize_tensor
 from fp8engine.kernels.quantize_groups import quantize_groups
-from fp8engine.kernels.tile import load_tile, store_tile
-
-TILE = (128, 128, 8)  # of codes to turn: rows, columns, warps; rows of 128 bytes on both sides
-
-
-@triton.jit
-def _transpose_kernel(
-    q_MK,
-    q_KM,
-    M, K, stride_m, stride_k,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One program per tile of bytes."""
-    across = tl.cdiv(K, BLOCK_K)
-    row, column = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
-    codes = load_tile(q_MK, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer")
-    store_tile(q_KM, codes.T, column, row, K, M, False)
 
 
 def cast_transpose(x_MK: torch.Tensor, how, slot=None, sums: bool = False) -> tuple:
@@ -55,18 +34,3 @@ def cast_transpose(x_MK: torch.Tensor, how, slot=None, sums: bool = False) -> tu
         q_MK, scale, q_KM, scale_t, sums_K = quantize_groups(x_MK, how, slot, True, sums)
     both = (q_MK, scale), (q_KM, scale_t)
     return (*both, sums_K) if sums else both
-
-
-def transpose_codes(q_MK: torch.Tensor) -> torch.Tensor:
-    """q_KM, contiguous, of FP8 codes in any strides."""
-    m, k = q_MK.shape
-    q_KM = torch.empty(k, m, dtype=q_MK.dtype, device=q_MK.device)
-    if q_MK.numel():
-        block_m, block_k, warps = TILE
-        _transpose_kernel[(math.ceil(m / block_m) * math.ceil(k / block_k),)](
-            q_MK.view(torch.uint8),  # input
-            q_KM.view(torch.uint8),  # output
-            m, k, *q_MK.stride(),  # sizes
-            BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,  # constants
-        )  # fmt: skip
-    return q_KM

@@ -1,13 +1,12 @@
-"""RMSNorm and LayerNorm, stored in the format that the next matmul reads; and their backward.
+"""RMSNorm and LayerNorm, with the FP8 codes of the result that the next matmuls read; and their backward.
 
     n[m, k] = (x[m, k] - mu[m]) r[m]     y = n w + b        mu: the row's mean, 0 for RMSNorm
     g = dy w     dx = r (g - n mean_k(g n) [- mean_k(g)])   dw[k] = sum_m dy n     db[k] = sum_m dy
 
 A program takes whole rows, one after another: a row is read once and stays in registers.  All of it in FP32.  Bytes an
-element of BF16: forward 2 read and 1 written, backward 4 read and 2 written (1 in FP8), 2 or 4 more read where one
-scale of the whole tensor has to be measured first.  dw and db are summed over a program's rows in registers, then over
-programs in a fixed order; rows over 4,096 leave no registers for that: a kernel of its own reads dy and x again (4).
-No transposed copy: a program never holds two rows at a time; transpose the codes, or quantise FP32 both ways.
+element of BF16: forward 2 read and 2 written, and its codes as produce.py says; backward 4 read and 2 written.  dw and
+db are summed over a program's rows in registers, then over programs in a fixed order; rows over 4,096 leave no
+registers for that: a kernel of its own reads dy and x again (4).
 Twin: fp8engine/ops/reference/norm_quantize.py, which names the papers.
 """
 
@@ -17,9 +16,8 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums
 from fp8engine.kernels.launch import MULTIPLE, describable
-from fp8engine.kernels.produce import Target, begin, cannot_store, end, nothing_seen, programs, put
+from fp8engine.kernels.produce import Target, begin, end, programs, put
 
-KINDS = ("rms", "layer")
 WIDEST = 16384  # columns that 16 warps hold, 32 FP32 elements a thread
 WIDEST_ODD = 4096  # of rows read and written element by element, each with an address and a mask of its own
 WIDEST_WITH_SUMS = 4096  # with sums for dw and db, and dy, beside them
@@ -59,23 +57,20 @@ def gamma(weight, columns, K, stride, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _norm_kernel(
-    x, weight, bias, rstd, mean, q, q_t, scale, scale_t, amax_M, amax_K, work, live, counts,
+    x, weight, bias, rstd, mean, y, q, q_t, scale, work, live, counts,
     M, K, eps, stride_m, stride_k, stride_w, stride_b, index, stride_live, stride_counts,
     LAYER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    POWER_OF_2: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
+    outputs = (y, q, q_t, scale, None, 0)
     slot = (work, live, counts, index, stride_live, stride_counts)
-    elements = tl.cast(M, tl.int64) * K
-    s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
-    seen = nothing_seen()
+    s, seen = begin(q, slot, HOW)
     columns = tl.arange(0, BLOCK_K)
     # Addresses computed before the loop take registers; with means, twice as wide rows leave none for computing them
     # inside.
     HERE: tl.constexpr = BLOCK_K <= 8192 or not LAYER
     step = tl.num_programs(0) * ROWS
-    for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=HERE):
+    for first in tl.range(tl.program_id(0) * ROWS, M, step, disable_licm=HERE):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         y_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
         if LAYER:
@@ -90,32 +85,22 @@ def _norm_kernel(
             y_RK *= gamma(weight, columns, K, stride_w, ZERO_CENTERED)[None, :]
         if bias is not None:
             y_RK += gamma(bias, columns, K, stride_b, False)[None, :]
-        seen = put(
-            y_RK, rows, 0, K, M, K, s, outputs, seen,
-            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
-        )  # fmt: skip
-    end(seen, slot, elements, HOW, SECOND, COUNT, RECORD)
+        seen = put(y_RK, rows, 0, K, M, K, s, outputs, seen, HOW, GROUP, OUT, POWER_OF_2, COUNT or RECORD)
+    end(seen, slot, tl.cast(M, tl.int64) * K, HOW, COUNT, RECORD)
 
 
-@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+@triton.jit
 def _norm_backward_kernel(
-    dy, x, weight, rstd, mean, part_w, part_b, q, q_t, scale, scale_t, amax_M, amax_K, work, live, counts,
-    M, K, stride_dm, stride_dk, stride_m, stride_k, stride_w, index, stride_live, stride_counts,
-    ZERO_CENTERED: tl.constexpr, HOW: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    POWER_OF_2: tl.constexpr, DELAYED: tl.constexpr, SECOND: tl.constexpr, COUNT: tl.constexpr, RECORD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    dy, x, weight, rstd, mean, dx, part_w, part_b,
+    M, K, stride_dm, stride_dk, stride_m, stride_k, stride_w,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    outputs = (q, q_t, scale, scale_t, amax_M, amax_K)
-    slot = (work, live, counts, index, stride_live, stride_counts)
-    elements = tl.cast(M, tl.int64) * K
-    s, todo = begin(scale, slot, elements, HOW, OUT, POWER_OF_2, DELAYED, SECOND, COUNT, RECORD)
-    seen = nothing_seen()
     columns = tl.arange(0, BLOCK_K)
     dw_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
     db_RK = tl.zeros((ROWS, BLOCK_K), tl.float32)
     RELOAD: tl.constexpr = BLOCK_K > 8192  # registers for the means or for dx, not for both: the row comes from cache
     step = tl.num_programs(0) * ROWS  # disable_licm: addresses computed before the loop would be spilled
-    for first in tl.range(tl.program_id(0) * ROWS, tl.where(todo, M, 0), step, disable_licm=True):
+    for first in tl.range(tl.program_id(0) * ROWS, M, step, disable_licm=True):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         g_RK = read_rows(dy, rows, columns, M, K, stride_dm, stride_dk)
         n_RK = read_rows(x, rows, columns, M, K, stride_m, stride_k)
@@ -143,11 +128,9 @@ def _norm_backward_kernel(
         dx_RK = g_RK - n_RK * along_R[:, None]
         if mean is not None:
             dx_RK -= offset_R[:, None]
-        seen = put(
-            dx_RK * rstd_R[:, None], rows, 0, K, M, K, s, outputs, seen,
-            HOW, GROUP, OUT, POWER_OF_2, DELAYED, SECOND, COUNT or RECORD,
-        )  # fmt: skip
-    end(seen, slot, elements, HOW, SECOND, COUNT, RECORD)
+        inside = (rows[:, None] < M) & (columns[None, :] < K)
+        dx_RK = (dx_RK * rstd_R[:, None]).to(dx.dtype.element_ty)
+        tl.store(dx + (rows[:, None] * K + columns[None, :]), dx_RK, mask=inside)
     at = tl.program_id(0).to(tl.int64) * K + columns
     if part_w is not None:
         tl.store(part_w + at, tl.sum(dw_RK, 0), mask=columns < K)
@@ -181,56 +164,52 @@ def _norm_sums_kernel(
         tl.store(part_b + at, tl.sum(db_MK, 0), mask=columns < K)
 
 
-def unsupported(shape: tuple[int, int], norm, to) -> str | None:
-    """Why the kernels do not do it (the caller stores FP32 and quantises it), or None.  shape: of x."""
-    if norm.kind not in KINDS:
-        return f"no norm {norm.kind!r}"
+def unsupported(shape: tuple[int, int]) -> str | None:
+    """Why the kernels do not compute a norm of x of that shape, or None."""
     if shape[1] > WIDEST:
         return f"rows of {shape[1]} columns; a program holds {WIDEST}"
     if shape[1] > WIDEST_ODD and shape[1] % MULTIPLE:
         return f"rows of {shape[1]} columns, no multiple of {MULTIPLE}; of such a program holds {WIDEST_ODD}"
-    if to.transposed:
-        return "a program of a norm never holds two rows: transpose its codes, or quantise FP32 both ways"
-    return cannot_store(to)
+    return None
 
 
 def norm_quantize(
     x_MK: torch.Tensor, weight_K: torch.Tensor | None, bias_K: torch.Tensor | None, norm, to
-) -> tuple[object, None, tuple[torch.Tensor, torch.Tensor | None]]:
-    """(y, None, (rstd_M, mean_M)), as the twin; a quantised y as `produce.Quantized`.  Ask `unsupported` first.
+) -> tuple[torch.Tensor, tuple | None, tuple | None, tuple[torch.Tensor, torch.Tensor | None]]:
+    """(y, (q, scale), (q^T, scale), (rstd_M, mean_M)); None for codes that the caller makes.  Ask `unsupported` first.
 
     x_MK: FP32, BF16 or FP16, any strides.  norm, to: the reference's Norm and Store.
     """
     m, k = x_MK.shape
     x_MK = _readable(x_MK)
     rows, width, warps = _tile(k)
-    target = Target((m, k), x_MK.dtype, x_MK.device, to, width)
+    target = Target((m, k), x_MK, to, width)
     rstd_M = torch.empty(m, dtype=torch.float32, device=x_MK.device)
     mean_M = torch.empty_like(rstd_M) if norm.kind == "layer" else None
-    if target.elements == 0:  # a row without elements has the mean of nothing
-        return *target.empty(), (rstd_M.fill_(float("nan")), None if mean_M is None else mean_M.fill_(float("nan")))
-    for second in target.launches:
-        _norm_kernel[(programs(triton.cdiv(m, rows), warps, x_MK.device),)](
-            x_MK, weight_K, bias_K,  # inputs
-            rstd_M, mean_M, *target.pointers,  # outputs
-            m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K), *target.place,  # sizes
-            LAYER=norm.kind == "layer", ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
-            SECOND=second, ROWS=rows, BLOCK_K=width, num_warps=warps,
-        )  # fmt: skip
-    return *target.result(), (rstd_M, mean_M)
+    grid = programs(triton.cdiv(m, rows), warps, x_MK.device)
+    if x_MK.numel() == 0:  # a row without elements has the mean of nothing
+        return *target.result(0), (rstd_M.fill_(float("nan")), None if mean_M is None else mean_M.fill_(float("nan")))
+    _norm_kernel[(grid,)](
+        x_MK, weight_K, bias_K,  # inputs
+        rstd_M, mean_M, *target.pointers,  # outputs
+        m, k, norm.eps, *x_MK.stride(), _stride(weight_K), _stride(bias_K), *target.place,  # sizes
+        LAYER=norm.kind == "layer", ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
+        ROWS=rows, BLOCK_K=width, num_warps=warps,
+    )  # fmt: skip
+    return *target.result(grid), (rstd_M, mean_M)
 
 
 def norm_quantize_backward(
-    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor | None, rows, norm, to
-) -> tuple[object, None, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, None, dw, db), as the twin's NormGradients.  Ask `unsupported` first.
+    dy_MK: torch.Tensor, x_MK: torch.Tensor, weight_K: torch.Tensor | None, rows, norm
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dw, db), as the twin's NormGradients.  Ask `unsupported` first.
 
-    rows: rstd_M and mean_M of forward.  norm, to: the reference's Norm and Store.
+    rows: rstd_M and mean_M of forward.  norm: the reference's Norm.
     """
     m, k = x_MK.shape
     dy_MK, x_MK = _readable(dy_MK), _readable(x_MK)
     height, width, warps = _tile(k)
-    target = Target((m, k), x_MK.dtype, x_MK.device, to, width)
+    dx_MK = torch.empty(m, k, dtype=x_MK.dtype, device=x_MK.device)
     dtype = x_MK.dtype if weight_K is None else weight_K.dtype
     count = programs(triton.cdiv(m, height), warps, x_MK.device)
     wide = k > WIDEST_WITH_SUMS
@@ -239,16 +218,14 @@ def norm_quantize_backward(
         torch.empty(height_of_parts, k, dtype=torch.float32, device=x_MK.device) if wanted else None
         for wanted in (weight_K is not None, rows.mean_M is not None)
     ]
-    if target.elements == 0:
-        return *target.empty(), *(None if part is None else part.new_zeros(k, dtype=dtype) for part in parts)
-    for second in target.launches:
-        _norm_backward_kernel[(count,)](
-            dy_MK, x_MK, weight_K, rows.rstd_M, rows.mean_M,  # inputs
-            *([None, None] if wide or second else parts), *target.pointers,  # outputs
-            m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K), *target.place,  # sizes
-            ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
-            SECOND=second, ROWS=height, BLOCK_K=width, num_warps=warps,
-        )  # fmt: skip
+    if x_MK.numel() == 0:
+        return dx_MK, *(None if part is None else part.new_zeros(k, dtype=dtype) for part in parts)
+    _norm_backward_kernel[(count,)](
+        dy_MK, x_MK, weight_K, rows.rstd_M, rows.mean_M,  # inputs
+        dx_MK, *([None, None] if wide else parts),  # outputs
+        m, k, *dy_MK.stride(), *x_MK.stride(), _stride(weight_K),  # sizes
+        ZERO_CENTERED=norm.zero_centered, ROWS=height, BLOCK_K=width, num_warps=warps,  # constants
+    )  # fmt: skip
     if wide and parts != [None, None]:
         _norm_sums_kernel[(triton.cdiv(k, SUM_COLUMNS), min(STRIPES, triton.cdiv(m, SUM_ROWS)))](
             dy_MK, x_MK, rows.rstd_M, rows.mean_M,  # inputs
@@ -256,7 +233,7 @@ def norm_quantize_backward(
             m, k, *dy_MK.stride(), *x_MK.stride(),  # sizes
             BLOCK_M=SUM_ROWS, BLOCK_K=SUM_COLUMNS, num_warps=4,  # constants
         )  # fmt: skip
-    return *target.result(), *(None if part is None else column_sums(part, dtype) for part in parts)
+    return dx_MK, *(None if part is None else column_sums(part, dtype) for part in parts)
 
 
 def _stride(x_K: torch.Tensor | None) -> int:

@@ -189,40 +189,56 @@ def quantize_tensor(
 
     sums, with `transposed` only: the sums of x's columns, FP32.
     """
-    m, k = x_MK.shape
-    q_MK = torch.empty(m, k, dtype=how.dtype, device=x_MK.device)
-    q_KM = torch.empty(k, m, dtype=how.dtype, device=x_MK.device) if transposed else None
+    results = q_MK, q_KM, scale = tensor_results(x_MK, how, transposed)
     if x_MK.numel() == 0:
-        sums_K = torch.zeros(k, dtype=torch.float32, device=x_MK.device) if sums else None
-        return q_MK, q_KM, torch.ones((), dtype=torch.float32, device=x_MK.device), sums_K
-    scale = torch.empty((), dtype=torch.float32, device=x_MK.device)
-    block_m, block_k, warps = STRIDED
-    strides = x_MK.stride()
-    if not transposed and x_MK.is_contiguous():
-        m, k, strides = 1, m * k, (m * k, 1)
-        block_m, block_k, warps = _flat(x_MK)
-    tiles = math.ceil(m / block_m) * math.ceil(k / block_k)
-    grid = (min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value),)
+        sums_K = torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
+        return q_MK, q_KM, scale, sums_K
+    sizes, (block_m, block_k, warps) = _tiles(x_MK, transposed)
+    tiles = math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k)
+    programs = min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value)
     parts_PK = partial_sums(x_MK, block_m) if sums else None
-    found = torch.empty(4, MOST_PROGRAMS.value, dtype=torch.int32, device=x_MK.device)
+    found = workspace(x_MK.device)
     predicted = slot is not None and how.delayed
+    _measure_kernel[(programs,)](
+        x_MK, slot.live_2S if predicted else None,  # inputs
+        q_MK, q_KM, found, parts_PK,  # outputs
+        *sizes, *((slot.index, slot.live_2S.stride(0)) if predicted else (0, 0)),  # sizes
+        DTYPE=triton_dtype(how.dtype), PREDICTED=predicted,  # constants
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+    )  # fmt: skip
+    cast_measured(x_MK, (found, programs), how, slot, results)
+    return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
+
+
+def tensor_results(x_MK: torch.Tensor, how, transposed: bool) -> tuple:
+    """(q_MK, q_KM or None, scale), to be written, of a tensor under one scale; of an empty one as they stay."""
+    (m, k), where = x_MK.shape, x_MK.device
+    q_MK = torch.empty(m, k, dtype=how.dtype, device=where)
+    q_KM = torch.empty(k, m, dtype=how.dtype, device=where) if transposed else None
+    one = torch.empty if x_MK.numel() else torch.ones
+    return q_MK, q_KM, one((), dtype=torch.float32, device=where)
+
+
+def workspace(where: torch.device) -> torch.Tensor:
+    """Room for what each program of a first launch finds: `_measure_kernel`'s, or a producer's (produce.py)."""
+    return torch.empty(4, MOST_PROGRAMS.value, dtype=torch.int32, device=where)
+
+
+def cast_measured(x_MK: torch.Tensor, measured: tuple[torch.Tensor, int], how, slot, results) -> None:
+    """The second launch, which writes `results`.  measured: the workspace, and how many programs have written it."""
+    found, programs = measured
+    sizes, (block_m, block_k, warps) = _tiles(x_MK, results[1] is not None)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
     live, index, stride_live = (slot.live_2S, slot.index, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
     counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
-    constants = {"DTYPE": triton_dtype(how.dtype), "PREDICTED": predicted, "BLOCK_M": block_m, "BLOCK_K": block_k}
-    _measure_kernel[grid](
-        x_MK, live if predicted else None,  # inputs
-        q_MK, q_KM, found, parts_PK,  # outputs
-        m, k, *strides, index, stride_live,  # sizes
-        **constants, num_warps=warps,  # constants
-    )  # fmt: skip
-    _cast_kernel[grid](
+    _cast_kernel[(programs,)](
         x_MK, found,  # inputs
-        q_MK, q_KM, scale, live, counts,  # outputs
-        m, k, *strides, index, stride_live, stride_counts,  # sizes
-        **constants, POWER_OF_2=how.power_of_2, COUNT=count, RECORD=record, num_warps=warps,  # constants
+        *results, live, counts,  # outputs
+        *sizes, index, stride_live, stride_counts,  # sizes
+        DTYPE=triton_dtype(how.dtype), POWER_OF_2=how.power_of_2,  # constants
+        PREDICTED=slot is not None and how.delayed, COUNT=count, RECORD=record,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
 def quantize_given(x_MK: torch.Tensor, how, s: torch.Tensor) -> torch.Tensor:
@@ -232,20 +248,21 @@ def quantize_given(x_MK: torch.Tensor, how, s: torch.Tensor) -> torch.Tensor:
     if x_MK.numel() == 0:
         return q_MK
     s = s.expand(how.scale_shape(m, k))
-    (block_m, block_k, warps), strides = STRIDED, x_MK.stride()
-    if how.per_tensor and x_MK.is_contiguous():
-        m, k, strides = 1, m * k, (m * k, 1)
-        block_m, block_k, warps = _flat(x_MK)
-    _given_kernel[(math.ceil(m / block_m) * math.ceil(k / block_k),)](
+    sizes, (block_m, block_k, warps) = _tiles(x_MK, not how.per_tensor)
+    _given_kernel[(math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k),)](
         x_MK, s,  # inputs
         q_MK,  # output
-        m, k, *strides, *(s.stride() or (0, 0)),  # sizes
+        *sizes, *(s.stride() or (0, 0)),  # sizes
         DTYPE=triton_dtype(how.dtype), ROWS=how.rows, COLS=how.cols,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     return q_MK
 
 
-def _flat(x_MK: torch.Tensor) -> tuple[int, int, int]:
+def _tiles(x_MK: torch.Tensor, by_place: bool) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """((M, K, strides), tile) as a kernel walks x: as one row where x is contiguous, unless rows and columns matter."""
+    m, k = x_MK.shape
+    if by_place or not x_MK.is_contiguous():
+        return (m, k, *x_MK.stride()), STRIDED
     wide = x_MK.numel() % MULTIPLE == 0 and x_MK.data_ptr() % ALIGNMENT == 0
-    return FLAT if wide else FLAT_ODD
+    return (1, m * k, m * k, 1), FLAT if wide else FLAT_ODD

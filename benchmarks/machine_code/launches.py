@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.machine_code import attention
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
-from fp8engine.kernels.cast_transpose import cast_transpose, transpose_codes
+from fp8engine.kernels.cast_transpose import cast_transpose
 from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
@@ -217,7 +217,6 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
     yield _form(
         "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()
     )
-    yield _form("transpose_codes", hopper, ("_transpose_kernel",), transpose_codes, _meta(M, K, dtype=E4M3))
     for steps in (16, 1024):
         tables = _meta(steps, 10_000), _meta(2, 10_000), _meta(3, 10_000)
         yield _form(f"scale_update {steps} steps", every, ("_scale_update_kernel",), scale_update, *tables)
@@ -227,7 +226,9 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         yield _form(f"add_parts {end}", hopper, ("_add_parts_kernel",), add_parts, part, by_row, epilogue)
     stores = {
         "plain": Store(),
+        "current": Store(CASTS["tensor"], False, _slot()),
         "predicted": Store(CASTS["tensor predicted"], False, _slot()),
+        "predicted transposed": Store(CASTS["tensor predicted"], True, _slot()),
         "row": Store(CASTS["row"], False, _slot()),
         "1x128": Store(CASTS["1x128"], False, _slot()),
     }
@@ -235,16 +236,23 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         for kind in ACT_KINDS if name == "predicted" else ("gelu", "swiglu", "clamped_swiglu"):
             x = _meta(M, 2 * K if kind.endswith("glu") else K, dtype=BF16)
             yield _form(f"act {kind} {name}", hopper, (), act_quantize, x, kind, to)
-            yield _form(
-                f"act backward {kind} {name}", hopper, (), act_quantize_backward, _meta(M, K, dtype=BF16), x, kind, to
-            )
-        for kind, width in (("rms", 4096), ("layer", 4096), ("layer", 16384)):
+            if name != "row":  # as plain: the row's codes are a cast's
+                dy = _meta(M, K, dtype=BF16)
+                yield _form(f"act backward {kind} {name}", hopper, (), act_quantize_backward, dy, x, kind, to)
+        for kind, width in (("rms", 4096), ("layer", 4096), ("layer", 16384)) if not to.transposed else ():
             x, w = _meta(M, width, dtype=BF16), _meta(width, dtype=BF16)
             bias = w if kind == "layer" else None
-            rows = RowStatistics(_meta(M), _meta(M) if kind == "layer" else None)
             yield _form(f"norm {kind} {width} {name}", hopper, (), norm_quantize, x, w, bias, Norm(kind), to)
-            backward = norm_quantize_backward, x, x, w, rows, Norm(kind), to
-            yield _form(f"norm backward {kind} {width} {name}", hopper, (), *backward)
+            if name == "plain":
+                rows = RowStatistics(_meta(M), _meta(M) if kind == "layer" else None)
+                backward = norm_quantize_backward, x, x, w, rows, Norm(kind)
+                yield _form(f"norm backward {kind} {width}", hopper, (), *backward)
+    half = _meta(M, K, dtype=BF16)
+    for kind in ("swiglu", "clamped_swiglu"):
+        to = stores["predicted transposed"]
+        yield _form(f"act {kind} two halves predicted transposed", hopper, (), act_quantize, half, kind, to, half)
+        backward = act_quantize_backward, half, half, kind, Store(), half
+        yield _form(f"act backward {kind} two halves", hopper, (), *backward)
 
 
 def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:
@@ -258,10 +266,9 @@ def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[],
         yield _form(f"cast_transpose {name} odd sums", hopper, (), cast_transpose, x, groups[name], _slot(), True)
     odd = _meta(8, 63, ODD), (_meta(63, 1), _meta(ODD, 1))
     yield _form("add_parts gelu+amax odd", hopper, (), add_parts, *odd, _epilogues(True, ODD)["gelu+amax"])
-    yield _form("transpose_codes odd", hopper, (), transpose_codes, _meta(m, k, dtype=E4M3))
     yield _form("act relu plain odd", hopper, (), act_quantize, x, "relu", Store())
     wide = _meta(m, 2 * k, dtype=BF16)
-    for kind, how, transposed in (("swiglu", "tensor predicted", False), ("geglu", "row", True)):
+    for kind, how, transposed in (("swiglu", "tensor predicted", False), ("geglu", "tensor predicted", True)):
         to = Store(CASTS[how], transposed, _slot())
         name = f"act backward {kind} {how}{' transposed' if transposed else ''} odd"
         yield _form(name, hopper, (), act_quantize_backward, x, wide, kind, to)
@@ -269,8 +276,8 @@ def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[],
     for name in ("tensor predicted", "row"):
         to = Store(CASTS[name], False, _slot())
         yield _form(f"norm layer {K - 1} {name} odd", hopper, (), norm_quantize, narrow, w, w, Norm("layer"), to)
-        backward = norm_quantize_backward, narrow, narrow, w, RowStatistics(_meta(m), _meta(m)), Norm("layer"), to
-        yield _form(f"norm backward layer {K - 1} {name} odd", hopper, (), *backward)
+    backward = norm_quantize_backward, narrow, narrow, w, RowStatistics(_meta(m), _meta(m)), Norm("layer")
+    yield _form(f"norm backward layer {K - 1} odd", hopper, (), *backward)
     wide, to = _meta(m, 4 * K, dtype=BF16), Store(CASTS["tensor"], False, _slot())
     yield _form(f"norm rms {4 * K} current", hopper, (), norm_quantize, wide, None, None, Norm("rms"), to)
 

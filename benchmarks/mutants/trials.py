@@ -32,7 +32,7 @@ class Suite(NamedTuple):
 
 def interpreted(*names: str) -> Suite:
     """In the interpreter, without 30 s of 2 GiB, and without what hypothesis draws and then makes smaller for long."""
-    drawn = "not any_shape and not any_value and not it_is_stored_as_the_twin and not ragged_edges and not beyond_2_gib"
+    drawn = "not any_shape and not any_value and not casts_of_what_was and not ragged_edges and not beyond_2_gib"
     return Suite(tuple(f"tests/interpreted/test_interpreted_{name}.py" for name in names), drawn)
 
 
@@ -43,7 +43,7 @@ def on_card(chosen: str, *names: str) -> Suite:
 
 SCALES = "every_granularity or whole_tile or passes_fp32 or at_the_ends or second_call or single_element"
 STORES = (
-    "nothing_predicted or without_a_slot or group_that_begins or every_way or several_tiles or not_finite "
+    "nothing_predicted or without_a_slot or group_that_begins or several_tiles or not_finite "
     "or own_rounding or rows_beyond or nothing_gives"
 )
 # way -> file -> the tests that concern it

@@ -4,9 +4,9 @@
     backward   da = dz @ W2 in 16 bits    dy, dy^T = FP8(da * act'(y)), db1 = its sums before rounding
                dx as in norm_linear.py
 
-act(y) and dy are computed in FP32 and rounded once, to FP8.  Where a recipe casts dy otherwise for dgrad than for
-wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own, dy goes
-through 16 bits and is cast by each layer, which is slower.
+act(y) and dy are computed in FP32, rounded to y's dtype, and then to FP8.  Where a recipe casts dy otherwise for dgrad
+than for wgrad (rowwise_gw_hp), or the gate and up of a gated activation are two layers, each with a scale of its own,
+dy goes through 16 bits and is cast by each layer, which is slower.
 
 Saved beside parameters and what norm_linear.py names (x, its statistics, X1), with e bytes an element of y [M, N] and
 act(y) [M, F]; N = 2 F of a gated activation, else F:
@@ -178,4 +178,4 @@ def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, y_MN, kind:
     found: Any = norm_act.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
     if to is None:
         return [found.dx_MK] if len(firsts) == 1 else list(found.dx_MK.chunk(2, dim=1))
-    return [firsts[0].stored_grad(*found)]
+    return [firsts[0].stored_grad(found.q, found.q_t, found.dbias_K)]

@@ -68,7 +68,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gamma_K, beta_K, which, memory: Memory):
         y: Any
-        y, _, rows = norm_act.norm_quantize(matrix(x), gamma_K, beta_K, which)
+        y, _, _, rows = norm_act.norm_quantize(matrix(x), gamma_K, beta_K, which)
         ctx.save_for_backward(*keep(matrix(x), memory), gamma_K, *rows)
         ctx.which, ctx.dtype = which, x.dtype
         ctx.beta_dtype = None if beta_K is None else beta_K.dtype

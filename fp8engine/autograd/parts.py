@@ -102,16 +102,16 @@ def kept(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> 
 def produced(calls: Sequence[Call], make: Make) -> tuple[list[tuple[Either, Either | None]], list]:
     """Each call's (X for forward, X for wgrad) of one result, and what else its producer returned.
 
-    make: the producer; takes a Store, returns (y, y transposed where asked, ...).
+    make: the producer; takes a Store, returns (y, its codes, those of its transpose, ...).
     """
     stores = [call.store() for call in calls]
     if (to := _one_store(calls, stores)) is None:
-        made, _, *others = make(IN_16_BITS)
+        made, _, _, *others = make(IN_16_BITS)
         return [
             call.cast_input(made, made_so_far) for call, made_so_far in zip(calls, made_together(calls), strict=True)
         ], others
     sample_made(calls, "input", make)
-    q, q_t, *others = make(to)
+    _, q, q_t, *others = make(to)
     for store in stores[1:]:
         if store is not None:
             count_again(to.slot, store.slot, q.data.numel())
@@ -130,9 +130,9 @@ def sample_made(calls: Sequence[Call], role: str, make: Make) -> None:
 def recomputed(calls: Sequence[Call], make: Make) -> list[Either | None]:
     """Each call's X for wgrad of a result that backward computes again: bit for bit the first one, not counted."""
     to = _one_store(calls, [call.store(again=True) for call in calls])
-    made, made_t, *_ = make(to or IN_16_BITS)
+    made, q, q_t, *_ = make(to or IN_16_BITS)
     return [
-        None if not call.needs_w else call.cast_again(made, so_far) if to is None else call.stored(made, made_t)[1]
+        None if not call.needs_w else call.cast_again(made, so_far) if to is None else call.stored(q, q_t)[1]
         for call, so_far in zip(calls, made_together(calls), strict=True)
     ]
 

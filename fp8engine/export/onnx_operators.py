@@ -77,15 +77,15 @@ def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def norm_quantize(x_MK: torch.Tensor, weight_K, bias_K, *rest):
-    """(y or its codes, scale, codes and scale of the transpose, which no forward reads, and statistics of rows)."""
+    """(y, its codes, scale, codes and scale of the transpose, which no forward reads, and statistics of rows)."""
     *norm, text, _ = rest
-    y_MK, _, rows = norm_of(x_MK.float(), weight_K, bias_K, Norm(*norm))
-    return *_stored(y_MK, x_MK.dtype, text), rows.rstd_M, rows.mean_M
+    y_MK, _, _, rows = norm_of(x_MK, weight_K, bias_K, Norm(*norm))
+    return *_stored(y_MK, text), rows.rstd_M, rows.mean_M
 
 
-def act_quantize(x_MK: torch.Tensor, kind: str, text: str, transposed: bool):
-    """(y or its codes, scale, codes and scale of the transpose, which no forward reads)."""
-    return _stored(act_of(x_MK.float(), kind)[0], x_MK.dtype, text)
+def act_quantize(x_MK: torch.Tensor, up_MN, kind: str, text: str, transposed: bool):
+    """(y, its codes, scale, codes and scale of the transpose, which no forward reads)."""
+    return _stored(act_of(x_MK, kind, up_MN=up_MN)[0], text)
 
 
 def floor_power_of_2(s: torch.Tensor) -> torch.Tensor:
@@ -104,9 +104,9 @@ def floor_power_of_2(s: torch.Tensor) -> torch.Tensor:
     return torch.where(large, power * 2.0**30, power)
 
 
-def _stored(y_MK: Any, dtype: torch.dtype, text: str) -> tuple:
-    """(y in `dtype`, None) or (codes, scale), and nothing of a transpose.  y_MK: FP32."""
-    return *(quantize(y_MK, text) if text else (y_MK.to(dtype), None)), None, None
+def _stored(y_MK: Any, text: str) -> tuple:
+    """y, (codes, scale) where asked for, and nothing of a transpose."""
+    return y_MK, *(quantize(y_MK, text) if text else (None, None)), None, None
 
 
 def _quantize_linear(x_MK: torch.Tensor, scale: torch.Tensor, how: How) -> torch.Tensor:

@@ -95,11 +95,14 @@ def call(name: str, slot: Slot | None, *flat):
     return getattr(OPERATORS, f"{name}_recorded").default(*flat, *slot[:5])
 
 
-def owned(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Row-major tensors that share no memory with each other, as torch asks of an operator's results."""
+def owned(results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """Row-major tensors that share no memory with each other, as torch asks of an operator's results.
+
+    An empty one for what there is not (None); the first there is.
+    """
     made: list[torch.Tensor] = []
     for x in results:
-        x = x.contiguous()
+        x = made[0].new_empty(0) if x is None else x.contiguous()
         shared = x.numel() and any(x.data_ptr() == other.data_ptr() for other in made)
         made.append(x.clone() if shared else x)
     return tuple(made)

@@ -1,29 +1,33 @@
-"""Norms and activations as operations, forward and backward; computed in FP32 and rounded once, into a `Store`.
+"""Norms and activations as operations, forward and backward: results in 16 bits and, beside them, their FP8 codes.
 
-    y = norm(x) or act(x), dx of y, in the format that their consumers read
+    y = norm(x) or act(x), dx of y: computed in FP32, rounded to x's dtype
+    codes = casts.quantize(y, how, slot), or casts.cast_transpose(y, how, slot): bit for bit, the slot's tables too
 
-Signatures and results are those of the twins in reference/; whether a kernel or the twin runs: ways.py.  An operator
-returns tensors only, empty ones for what there is not; the functions here put Operands together.
+So codes are a cache: whoever finds none casts y and has the same.  Signatures and results are those of the twins in
+reference/.  Where casts run on Triton a kernel writes y, and in the same launches the codes that it can (produce.py);
+codes that it cannot are the casts'.  Elsewhere, and for rows too wide for a program of a norm, the twin runs.
 
->>> y, y_t, rows = norm_quantize(torch.tensor([[3.0, 4.0]]), None, None, Norm("rms", eps=0.0))
->>> y.tolist(), rows.rstd_M.tolist()
-([[0.8485281467437744, 1.1313709020614624]], [0.2828427255153656])
+>>> y, q, q_t, rows = norm_quantize(torch.tensor([[3.0, 4.0]]), None, None, Norm("rms", eps=0.0))
+>>> y.tolist(), rows.rstd_M.tolist(), q, q_t
+([[0.8485281467437744, 1.1313709020614624]], [0.2828427255153656], None, None)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from fp8engine.errors import InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
-from fp8engine.ops import device, reference, triton_backend
+from fp8engine.ops import casts, device, reference, triton_backend
+from fp8engine.ops.backends import asked
 from fp8engine.ops.library import call, direct, operation, refuse_gradient
 from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Store
 from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.ops.reference.norm_quantize import KINDS, NormGradients
-from fp8engine.ops.ways import act_way, norm_way, produce, row_major
 
 __all__ = ["act_quantize", "act_quantize_backward", "norm_quantize", "norm_quantize_backward"]
 
@@ -34,27 +38,25 @@ def norm_quantize(
     bias_K: torch.Tensor | None,
     norm: Norm,
     to: Store = IN_16_BITS,
-) -> tuple[torch.Tensor | Operand, Operand | None, RowStatistics]:
-    """RMSNorm or LayerNorm of x's rows: (y, y transposed where asked, row statistics in FP32 [M] for backward).
+) -> tuple[torch.Tensor, Operand | None, Operand | None, RowStatistics]:
+    """RMSNorm or LayerNorm of x's rows: (y, its codes, those of its transpose, row statistics for backward, FP32 [M]).
 
-    x_MK: FP32, BF16 or FP16, any strides.  weight_K None: all ones; bias_K None: zeros.
-    y: a tensor of x's dtype where `to.how` is None, else an Operand; y transposed [K, M]: an Operand.
+    x_MK: FP32, BF16 or FP16, any strides; y has its dtype.  weight_K None: all ones; bias_K None: zeros.
+    to: which codes; None for what it does not ask for.
 
     Raises UnknownName for a kind of norm, ShapeError, UnsupportedDtype, InvalidRecipe for a transposed copy in 16 bits,
     BackendError for tensors on several devices or a backend asked for that cannot.
     Sources: arXiv 1607.06450 (LayerNorm), arXiv 1910.07467 (RMSNorm).
 
     >>> to = Store(How(torch.float8_e4m3fn, -1, -1, power_of_2=True), transposed=True)
-    >>> q, q_t, _ = norm_quantize(torch.tensor([[1.0, -1.0, 1.0]]), None, None, Norm("rms", eps=0.0), to)
-    >>> (q.data.float() * q.scale).tolist(), q_t.data.shape
-    ([[1.0, -1.0, 1.0]], torch.Size([3, 1]))
+    >>> y, q, q_t, _ = norm_quantize(torch.tensor([[1.0, -1.0, 1.0]]), None, None, Norm("rms", eps=0.0), to)
+    >>> (q.data.float() * q.scale).tolist() == y.tolist(), q_t.data.shape
+    (True, torch.Size([3, 1]))
     """
     _check("norm_quantize", to, x_MK, weight=weight_K, bias=bias_K)
     _check_norm("norm_quantize", norm, x_MK, weight_K, bias_K)
-    if _direct(x_MK, weight_K, bias_K):
-        return _run_norm(x_MK, weight_K, bias_K, norm, to)
-    *stored, rstd_M, mean_M = _call("norm_quantize", (x_MK, weight_K, bias_K, *norm), to)
-    return *_operands(stored, to), RowStatistics(rstd_M, mean_M if norm.kind == "layer" else None)
+    y, q, q_t, rstd_M, mean_M = _made(_norm_quantize, (x_MK, weight_K, bias_K, *norm), to)
+    return y, q, q_t, RowStatistics(rstd_M, mean_M if norm.kind == "layer" else None)
 
 
 def norm_quantize_backward(
@@ -63,20 +65,19 @@ def norm_quantize_backward(
     weight_K: torch.Tensor | None,
     rows: RowStatistics,
     norm: Norm,
-    to: Store = IN_16_BITS,
 ) -> NormGradients:
-    """Gradients of `norm_quantize`: dx stored as `to` says, dw and db in the weight's dtype (x's without a weight).
+    """Gradients of `norm_quantize`: dx in x's dtype, dw and db in the weight's (x's without a weight).
 
     rows: what forward returned.  dw is None without a weight, db for RMSNorm.  Raises as `norm_quantize` does.
 
     >>> x, norm = torch.tensor([[1.0, 3.0]]), Norm("layer", eps=0.0)
-    >>> rows = norm_quantize(x, None, None, norm)[2]
+    >>> rows = norm_quantize(x, None, None, norm)[3]
     >>> found = norm_quantize_backward(torch.tensor([[5.0, 7.0]]), x, torch.ones(2), rows, norm)
     >>> found.dx_MK.tolist(), found.dweight_K.tolist(), found.dbias_K.tolist()  # two numbers always become -1 and 1
     ([[0.0, 0.0]], [-5.0, 7.0], [5.0, 7.0])
     """
     name, statistics = "norm_quantize_backward", {"rstd": rows.rstd_M, "mean": rows.mean_M}
-    _check(name, to, x_MK, dy=dy_MK, weight=weight_K, **statistics)
+    _check(name, IN_16_BITS, x_MK, dy=dy_MK, weight=weight_K, **statistics)
     _check_norm(name, norm, x_MK, weight_K, None)
     _same(name, "dy", dy_MK, x_MK.shape, "y's")
     for what, value in statistics.items():
@@ -87,77 +88,99 @@ def norm_quantize_backward(
             f"{name}: rows {'have no' if rows.mean_M is None else 'have a'} mean, and the norm is {norm.kind!r}; "
             "pass the row statistics that this norm's forward returned"
         )
-    if _direct(x_MK, dy_MK, weight_K):
-        return _run_norm_backward(dy_MK, x_MK, weight_K, rows, norm, to)
-    *stored, dweight_K, dbias_K = _call(name, (dy_MK, x_MK, weight_K, *rows, *norm), to)
-    return NormGradients(
-        *_operands(stored, to), None if weight_K is None else dweight_K, None if rows.mean_M is None else dbias_K
-    )
+    arguments = dy_MK, x_MK, weight_K, *rows, *norm
+    if _direct(arguments):
+        dx_MK, dweight_K, dbias_K = _norm_quantize_backward(*arguments)
+    else:
+        dx_MK, dweight_K, dbias_K = call(name, None, *arguments)
+    return NormGradients(dx_MK, None if weight_K is None else dweight_K, None if rows.mean_M is None else dbias_K)
 
 
 def act_quantize(
-    x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS
-) -> tuple[torch.Tensor | Operand, Operand | None]:
-    """An activation of x: (y [M, N], y transposed where asked); N = K, or K / 2 of a gated kind's [gate | up].
+    x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS, up_MN: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Operand | None, Operand | None]:
+    """An activation of x: (y [M, N], its codes, those of its transpose); N = K, or K / 2 of a gated kind's [gate | up].
 
-    x_MK: FP32, BF16 or FP16, any strides.  kind: a name of reference/activations.py's table.
-    y: a tensor of x's dtype where `to.how` is None, else an Operand; y transposed [N, M]: an Operand.
+    x_MK: FP32, BF16 or FP16, any strides; y has its dtype.  kind: a name of reference/activations.py's table.
+    to: which codes; None for what it does not ask for.  up_MN: of a gated kind, any strides; x is then the gate [M, N].
 
     Raises UnknownName for a kind, ShapeError, also for a gated kind of an odd K, UnsupportedDtype, InvalidRecipe for a
     transposed copy in 16 bits, BackendError for a backend asked for that cannot.
 
-    >>> q, _ = act_quantize(torch.tensor([[-1.0, 2.0]]), "relu", Store(How(torch.float8_e4m3fn, 1, -1)))
-    >>> q.data.tolist(), round(q.scale.item() * 448, 6)
-    ([[0.0, 448.0]], 2.0)
+    >>> y, q, _ = act_quantize(torch.tensor([[-1.0, 2.0]]), "relu", Store(How(torch.float8_e4m3fn, 1, -1)))
+    >>> y.tolist(), q.data.tolist(), round(q.scale.item() * 448, 6)
+    ([[0.0, 2.0]], [[0.0, 448.0]], 2.0)
     """
-    _check("act_quantize", to, x_MK)
-    _check_act("act_quantize", kind, x_MK)
-    if _direct(x_MK):
-        return _run_act(x_MK, kind, to)
-    return _operands(_call("act_quantize", (x_MK, kind), to), to)
+    _check("act_quantize", to, x_MK, up=up_MN)
+    _check_act("act_quantize", kind, x_MK, up_MN)
+    y, q, q_t = _made(_act_quantize, (x_MK, up_MN, kind), to)
+    return y, q, q_t
 
 
-def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS) -> ActGradients:
-    """Gradients of `act_quantize`: dx [M, K] stored as `to` says, and its sum over rows in FP32, before rounding.
+def act_quantize_backward(
+    dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS, up_MN: torch.Tensor | None = None
+) -> ActGradients:
+    """Gradients of `act_quantize`: dx [M, K] in x's dtype, its codes as `to` says, and the FP32 sums of its columns.
 
-    Raises as `act_quantize` does, ShapeError also for a dy of another shape than y, BackendError for two devices.
+    up_MN: what forward was given; then dgate and dup, in 16 bits alone: `to` asks for nothing, and there are no sums.
+    Raises as `act_quantize` does, ShapeError also for a dy of another shape than y, BackendError for two devices,
+    InvalidRecipe for codes beside up.
 
     >>> found = act_quantize_backward(torch.tensor([[5.0, 7.0]]), torch.tensor([[-1.0, 2.0]]), "relu")
     >>> found.dx_MK.tolist(), found.dbias_K.tolist()
     ([[0.0, 7.0]], [0.0, 7.0])
     """
-    _check("act_quantize_backward", to, x_MK, dy=dy_MN)
-    columns = _check_act("act_quantize_backward", kind, x_MK)
+    _check("act_quantize_backward", to, x_MK, dy=dy_MN, up=up_MN)
+    columns = _check_act("act_quantize_backward", kind, x_MK, up_MN)
     _same("act_quantize_backward", "dy", dy_MN, (x_MK.shape[0], columns), "y's")
-    if _direct(x_MK, dy_MN):
-        return _run_act_backward(dy_MN, x_MK, kind, to)
-    *stored, dbias_K = _call("act_quantize_backward", (dy_MN, x_MK, kind), to)
-    return ActGradients(*_operands(stored, to), dbias_K)
+    if up_MN is not None and to.how is not None:
+        raise InvalidRecipe(
+            "act_quantize_backward: gradients of a gate and an up that are two matrices come in 16 bits; cast each, or "
+            "give x as [gate | up]"
+        )
+    dx_MK, q, q_t, dup_MN, dbias_K = _made(_act_quantize_backward, (dy_MN, x_MK, up_MN, kind), to)
+    return ActGradients(dx_MK, q, q_t, *((None, dbias_K) if up_MN is None else (dup_MN, None)))
 
 
-def _direct(*tensors: torch.Tensor | None) -> bool:
+def _direct(arguments: tuple) -> bool:
     """Whether the dispatcher has nothing to add for any of the tensors."""
-    return all(x is None or direct(x) for x in tensors)
+    return all(direct(x) for x in arguments if isinstance(x, torch.Tensor))
 
 
-def _call(name: str, arguments: tuple, to: Store):
-    """The operator of that name, or the one that writes a slot."""
-    if to.how is None:
-        return call(name, None, *arguments, "", to.transposed)
-    return call(name, to.slot, *arguments, str(to.how), to.transposed)
+def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
+    """(y, its codes, those of its transpose, whatever else there is) by a function below, or by its operator."""
+    own = to
+    if to.how is None or (to.slot is not None and to.slot.group and to.how.per_tensor):
+        own = IN_16_BITS  # no codes; or under one scale for all ranks, which a cast of its own finds
+    if _direct(arguments):
+        found = run(*arguments, own.how, own.transposed, slot=own.slot)
+    else:
+        text = "" if own.how is None else str(own.how)
+        found = call(run.__name__[1:], own.slot, *arguments, text, own.transposed)
+    y, *codes = found[:5]
+    return y, *(_operands(codes, own) if own is to else _cast(y, to)), *found[5:]
 
 
-def _operands(stored, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
-    """(y, y transposed where asked) of an operator's (data, scale, data transposed, scale transposed)."""
-    data, scale, data_t, scale_t = stored
+def _operands(codes, to: Store) -> tuple[Operand | None, Operand | None]:
+    """What there is of (data, scale, data of the transpose, its scale), as Operands."""
+    data, scale, data_t, scale_t = codes
     how = to.how
     if how is None:
-        return data, None
+        return None, None
     q = Operand(data, scale, how.rows, how.cols, how.power_of_2)
     if not to.transposed:
         return q, None
     # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
     return q, Operand(data_t, scale if how.per_tensor else scale_t, how.rows, how.cols, how.power_of_2)
+
+
+def _cast(y_MK: torch.Tensor, to: Store) -> tuple[Operand | None, Operand | None]:
+    """The codes of y that `to` asks for."""
+    if to.how is None:
+        return None, None
+    if to.transposed:
+        return casts.cast_transpose(y_MK, to.how, to.slot)
+    return casts.quantize(y_MK, to.how, to.slot), None
 
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -191,12 +214,18 @@ def _check_norm(operation: str, norm: Norm, x_MK: torch.Tensor, weight_K, bias_K
             _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
 
 
-def _check_act(operation: str, kind: str, x_MK: torch.Tensor) -> int:
+def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> int:
     """The columns of y."""
     if kind not in ACTIVATIONS:
         raise UnknownName("activation", kind, ACTIVATIONS)
-    k = x_MK.shape[1]
-    if not ACTIVATIONS[kind].gated:
+    k, gated = x_MK.shape[1], ACTIVATIONS[kind].gated
+    if up_MN is not None:
+        if not gated:
+            raise ShapeError(f"{operation}: {kind} has no gate; leave up out")
+        _same(operation, "up", up_MN, x_MK.shape, "the gate's")
+        if up_MN.dtype != x_MK.dtype:
+            raise UnsupportedDtype(f"{operation}: up is {up_MN.dtype} and the gate {x_MK.dtype}; convert one of them")
+    if not gated or up_MN is not None:
         return k
     if k % 2:
         raise ShapeError(f"{operation}: {kind} takes [gate | up], an even number of columns; x is {list(x_MK.shape)}")
@@ -208,68 +237,48 @@ def _same(operation: str, what: str, value: torch.Tensor, shape, whose: str) -> 
         raise ShapeError(f"{operation}: {what} is {list(value.shape)}; want {list(shape)}, {whose}")
 
 
-def _flat(like: torch.Tensor, y, y_t: Operand | None, *others: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """An operator's results: tensors of their own, empty for what there is not."""
-    data, scale = (y.data, y.scale) if isinstance(y, Operand) else (y, None)
-    data_t, scale_t = (None, None) if y_t is None else (y_t.data, y_t.scale)
-    if scale_t is not None and scale_t.dim() == 0:
-        scale_t = None  # the scale of y itself
-    return tuple(like.new_empty(0) if t is None else t for t in (data, scale, data_t, scale_t, *others))
+def _twin(x_MK: torch.Tensor, of_norm: bool = False):
+    """The module whose functions run here, `reference` or `triton_backend`: that of casts, unless no kernel can."""
+    if casts.choose(x_MK.device) == "reference":
+        return reference
+    reason = triton_backend.norm_unsupported(x_MK.shape) if of_norm else None
+    if reason is None:
+        return triton_backend
+    if asked() == "triton":
+        raise BackendError(
+            f"backend 'triton' cannot produce this from x {list(x_MK.shape)}: {reason}; use fe.backend('reference')"
+        )
+    return reference
+
+
+def _flat(y: torch.Tensor, q: tuple | None, q_t: tuple | None, to: Store) -> tuple[torch.Tensor | None, ...]:
+    """(y, data, scale, data of the transpose, its scale), None for what there is not.
+
+    q, q_t: the codes that were made with y; those that `to` asks for and that were not are made here.
+    """
+    if q is None:
+        q, q_t = _cast(y, to)
+    data, scale = (None, None) if q is None else q[:2]
+    data_t, scale_t = (None, None) if q_t is None else q_t[:2]
+    return y, data, scale, data_t, None if scale_t is scale else scale_t
 
 
 def _stored_fake(x: torch.Tensor, shape, text: str, transposed: bool) -> tuple[torch.Tensor, ...]:
-    m, k = shape
+    (m, k), y = shape, x.new_empty(shape)
     if not text:
-        return _flat(x, x.new_empty(m, k), None)
+        return y, *(x.new_empty(0) for _ in range(4))
     how = How.parse(text)
 
-    def operand(rows, columns) -> Operand:
+    def codes(rows, columns) -> tuple[torch.Tensor, torch.Tensor]:
         scale = x.new_empty(how.scale_shape(rows, columns), dtype=torch.float32)
-        return Operand(x.new_empty(rows, columns, dtype=how.held or how.dtype), scale)
+        return x.new_empty(rows, columns, dtype=how.held or how.dtype), scale
 
-    return _flat(x, operand(m, k), operand(k, m) if transposed else None)
-
-
-def _run_norm(
-    x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store
-) -> tuple[torch.Tensor | Operand, Operand | None, RowStatistics]:
-    way = norm_way(x_MK, norm, to)
-    if way.name == "twin":
-        y, y_t, rows = reference.norm_quantize(x_MK, weight_K, bias_K, norm, to)
-        return *row_major(y, y_t), rows
-    y, y_t, rows = produce(way, x_MK, to, lambda x, to: triton_backend.norm_quantize(x, weight_K, bias_K, norm, to))
-    return y, y_t, RowStatistics(*rows)
+    data_t, scale_t = codes(k, m) if transposed else (x.new_empty(0), x.new_empty(0))
+    return y, *codes(m, k), data_t, x.new_empty(0) if how.per_tensor else scale_t
 
 
-def _run_norm_backward(dy_MK, x_MK, weight_K, rows: RowStatistics, norm: Norm, to: Store) -> NormGradients:
-    way = norm_way(x_MK, norm, to)
-    if way.name == "twin":
-        dx, dx_t, *sums = reference.norm_quantize_backward(dy_MK, x_MK, weight_K, rows, norm, to)
-        return NormGradients(*row_major(dx, dx_t), *sums)
-
-    def launch(x: torch.Tensor, to: Store) -> tuple:
-        return triton_backend.norm_quantize_backward(dy_MK, x, weight_K, rows, norm, to)
-
-    dx, dx_t, dweight_K, dbias_K = produce(way, x_MK, to, launch)
-    if dbias_K is not None and weight_K is None:
-        dbias_K = dbias_K.to(x_MK.dtype)  # by way of FP32 it has that dtype: rounded here, once
-    return NormGradients(dx, dx_t, dweight_K, dbias_K)
-
-
-def _run_act(x_MK: torch.Tensor, kind: str, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
-    way = act_way(x_MK, kind, to)
-    if way.name == "twin":
-        return row_major(*reference.act_quantize(x_MK, kind, to))
-    y, y_t = produce(way, x_MK, to, lambda x, to: triton_backend.act_quantize(x, kind, to))
-    return y, y_t
-
-
-def _run_act_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store) -> ActGradients:
-    way = act_way(x_MK, kind, to, backward=True)
-    if way.name == "twin":
-        dx, dx_t, dbias_K = reference.act_quantize_backward(dy_MN, x_MK, kind, to)
-        return ActGradients(*row_major(dx, dx_t), dbias_K)
-    return ActGradients(*produce(way, x_MK, to, lambda x, to: triton_backend.act_quantize_backward(dy_MN, x, kind, to)))
+NORM, STORE = "str kind, float eps, bool zero_centered", "str how, bool transposed"
+FIVE = "(Tensor, Tensor, Tensor, Tensor, Tensor"  # y, codes, scale, and both of the transpose
 
 
 def _norm_fake(x, weight, bias, kind, *rest):
@@ -281,55 +290,60 @@ def _norm_fake(x, weight, bias, kind, *rest):
 def _norm_backward_fake(dy, x, weight, rstd, mean, *rest):
     dtype = x.dtype if weight is None else weight.dtype
     sums = (x.new_empty(0) if of is None else x.new_empty(x.shape[1], dtype=dtype) for of in (weight, mean))
-    return *_stored_fake(x, x.shape, *rest[3:5]), *sums
+    return x.new_empty(x.shape), *sums
 
 
-def _act_fake(x, kind, text, transposed, *slot):
+def _act_fake(x, up, kind, text, transposed, *slot):
     m, k = x.shape
-    return _stored_fake(x, (m, k // 2 if ACTIVATIONS[kind].gated else k), text, transposed)
+    return _stored_fake(x, (m, k // 2 if ACTIVATIONS[kind].gated and up is None else k), text, transposed)
 
 
-def _act_backward_fake(dy, x, kind, text, transposed, *slot):
-    return *_stored_fake(x, x.shape, text, transposed), x.new_empty(x.shape[1], dtype=torch.float32)
-
-
-NORM, STORE = "str kind, float eps, bool zero_centered", "str how, bool transposed"
-FOUR = "(Tensor, Tensor, Tensor, Tensor"  # codes or values, scale, and both of the transpose
+def _act_backward_fake(dy, x, up, kind, *rest):
+    nothing = x.new_empty(0)
+    sums = x.new_empty(x.shape[1], dtype=torch.float32)
+    others = (nothing, sums) if up is None else (x.new_empty(x.shape), nothing)
+    return *_stored_fake(x, x.shape, *rest[:2]), *others
 
 
 @operation(
-    f"norm_quantize(Tensor x, Tensor? weight, Tensor? bias, {NORM}, {STORE}) -> {FOUR}, Tensor, Tensor)",
+    f"norm_quantize(Tensor x, Tensor? weight, Tensor? bias, {NORM}, {STORE}) -> {FIVE}, Tensor, Tensor)",
     _norm_fake,
     slot=True,
 )
-def _norm_operator(x, weight, bias, *rest, slot=None):
-    y, y_t, rows = _run_norm(x, weight, bias, Norm(*rest[:3]), Store(rest[3], rest[4], slot))
-    return _flat(x, y, y_t, rows.rstd_M, rows.mean_M)
+def _norm_quantize(x, weight, bias, *rest, slot=None):
+    norm, to = Norm(*rest[:3]), Store(rest[3], rest[4], slot)
+    y, q, q_t, rows = _twin(x, of_norm=True).norm_quantize(x, weight, bias, norm, to)
+    return *_flat(y, q, q_t, to), *rows
 
 
 @operation(
-    f"norm_quantize_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? mean, {NORM}, {STORE})"
-    f" -> {FOUR}, Tensor, Tensor)",
+    f"norm_quantize_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? mean, {NORM})"
+    " -> (Tensor, Tensor, Tensor)",
     _norm_backward_fake,
+)
+def _norm_quantize_backward(dy, x, weight, *rest):
+    dx, *sums = _twin(x, of_norm=True).norm_quantize_backward(dy, x, weight, RowStatistics(*rest[:2]), Norm(*rest[2:]))
+    return dx, *sums
+
+
+@operation(f"act_quantize(Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE})", _act_fake, slot=True)
+def _act_quantize(x, up, kind, how, transposed, slot=None):
+    to = Store(how, transposed, slot)
+    y, q, q_t = _twin(x).act_quantize(x, kind, to, up)
+    return _flat(y, q, q_t, to)
+
+
+@operation(
+    f"act_quantize_backward(Tensor dy, Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE}, Tensor, Tensor)",
+    _act_backward_fake,
     slot=True,
 )
-def _norm_backward_operator(dy, x, weight, *rest, slot=None):
-    rows, norm = RowStatistics(*rest[:2]), Norm(*rest[2:5])
-    found = _run_norm_backward(dy, x, weight, rows, norm, Store(rest[5], rest[6], slot))
-    return _flat(x, found.dx_MK, found.dx_KM, found.dweight_K, found.dbias_K)
-
-
-@operation(f"act_quantize(Tensor x, str kind, {STORE}) -> {FOUR})", _act_fake, slot=True)
-def _act_operator(x, kind, how, transposed, slot=None):
-    return _flat(x, *_run_act(x, kind, Store(how, transposed, slot)))
-
-
-@operation(
-    f"act_quantize_backward(Tensor dy, Tensor x, str kind, {STORE}) -> {FOUR}, Tensor)", _act_backward_fake, slot=True
-)
-def _act_backward_operator(dy, x, kind, how, transposed, slot=None):
-    return _flat(x, *_run_act_backward(dy, x, kind, Store(how, transposed, slot)))
+def _act_quantize_backward(dy, x, up, kind, *rest, slot=None):
+    to = Store(rest[0], rest[1], slot)
+    dx, q, q_t, *others = _twin(x).act_quantize_backward(dy, x, kind, to, up)
+    return *_flat(dx, q, q_t, to), *others
 
 
 for _name in __all__:  # autograd is functional code's, which calls both directions
-    refuse_gradient(_name, f"{_name}_slot", f"{_name}_column")
+    _slotted = () if _name == "norm_quantize_backward" else (f"{_name}_slot", f"{_name}_column")
+    refuse_gradient(_name, *_slotted)

@@ -211,44 +211,36 @@ def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torc
         _kernel("scale_update")(history_HS, live_2S, rules_3S)
 
 
-def transpose_codes(q_MK: torch.Tensor) -> torch.Tensor:
-    """FP8 codes [K, M], contiguous, of codes [M, K] in any strides."""
-    with _on(q_MK.device):
-        return _kernel("cast_transpose", "transpose_codes")(q_MK)
-
-
-def norm_unsupported(shape: Sequence[int], norm: Norm, to: Store) -> str | None:
-    """Why our kernels do not store the norm of an x of that shape so, forward or backward, or None when they do."""
-    return _kernel("norm_quantize", "unsupported")(shape, norm, to)
+def norm_unsupported(shape: Sequence[int]) -> str | None:
+    """Why our kernels do not compute the norm of an x of that shape, forward or backward, or None when they do."""
+    return _kernel("norm_quantize", "unsupported")(shape)
 
 
 def norm_quantize(x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store) -> tuple:
-    """The twin of reference.norm_quantize, as a tuple, where `norm_unsupported` says None."""
+    """The twin of reference.norm_quantize where `norm_unsupported` says None; codes as (data, scale).
+
+    None for codes that no kernel of a norm makes; so of an activation: casts make them.
+    """
     with _on(x_MK.device):
         return _kernel("norm_quantize")(x_MK, weight_K, bias_K, norm, to)
 
 
-def norm_quantize_backward(dy_MK: torch.Tensor, x_MK, weight_K, rows: RowStatistics, norm: Norm, to: Store) -> tuple:
+def norm_quantize_backward(dy_MK: torch.Tensor, x_MK, weight_K, rows: RowStatistics, norm: Norm) -> tuple:
     """The twin of reference.norm_quantize_backward, as a tuple, where `norm_unsupported` says None."""
     with _on(x_MK.device):
-        return _kernel("norm_quantize", "norm_quantize_backward")(dy_MK, x_MK, weight_K, rows, norm, to)
+        return _kernel("norm_quantize", "norm_quantize_backward")(dy_MK, x_MK, weight_K, rows, norm)
 
 
-def act_unsupported(shape: Sequence[int], kind: str, to: Store, backward: bool = False) -> str | None:
-    """Why our kernels do not store the activation of an x of that shape so, or None when they do."""
-    return _kernel("act_quantize", "unsupported")(shape, kind, to, backward)
-
-
-def act_quantize(x_MK: torch.Tensor, kind: str, to: Store) -> tuple:
-    """The twin of reference.act_quantize, as a tuple, where `act_unsupported` says None."""
+def act_quantize(x_MK: torch.Tensor, kind: str, to: Store, up_MN: torch.Tensor | None = None) -> tuple:
+    """The twin of reference.act_quantize; codes as those of a norm."""
     with _on(x_MK.device):
-        return _kernel("act_quantize")(x_MK, kind, to)
+        return _kernel("act_quantize")(x_MK, kind, to, up_MN)
 
 
-def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store) -> tuple:
-    """The twin of reference.act_quantize_backward, as a tuple, where `act_unsupported` says None."""
+def act_quantize_backward(dy_MN: torch.Tensor, x_MK, kind: str, to: Store, up_MN: torch.Tensor | None = None) -> tuple:
+    """The twin of reference.act_quantize_backward, as a tuple; codes as those of a norm."""
     with _on(x_MK.device):
-        return _kernel("act_quantize", "act_quantize_backward")(dy_MN, x_MK, kind, to)
+        return _kernel("act_quantize", "act_quantize_backward")(dy_MN, x_MK, kind, to, up_MN)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """norm_linear: a norm and the layers that read it, against the same in pieces, bit for bit, and against float64.
 
 In FP32 nothing is rounded between the pieces, so that fused and apart are one computation: results, gradients, scales
-and counters agree in every bit.  In BF16 the norm apart is rounded to 16 bits first; `NormInFP32` leaves that out.
+and counters agree in every bit.  In BF16 too: both round the norm to 16 bits first.
 """
 
 import math
@@ -60,15 +60,14 @@ def test_in_bf16_the_norm_is_rounded_once(recipe, memory):
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_a_rounding_less_than_layers_apart_in_16_bits(recipe):
-    """BF16 is 5 bits finer than E4M3: 2^-8 at most moves a value by less than a code, and few values by one."""
+def test_layers_behind_torchs_own_norm_in_bf16_read_the_same_codes(recipe):
+    """But where torch's FP32 norm is another one an ulp away from a tie: a value in 2^15, moved by 2^-8."""
     model = Model(recipe, LAYER, [(160, 24)], torch.bfloat16)
     ((x, _),) = batches((64,), 160, (24,), torch.bfloat16)
     norm = torch.nn.functional.layer_norm(x, (160,), model.gamma, model.beta, LAYER.eps)
     (layer,) = model.layers
     (y,) = model(x)
-    # A code in 32 moves by a step of 2^-3 at most, about 1 in 16 of the noise: 28.5 dB + 12 between the two.
-    assert 32 < sqnr(y, layer(norm)) < math.inf
+    assert sqnr(y, layer(norm)) > 60
 
 
 # As derived in test_linear.py: an operand in E4M3 carries noise of 31.5 dB, in E5M2 6 dB less, and noises add.  The

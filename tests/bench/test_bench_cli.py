@@ -122,7 +122,7 @@ from fp8engine.bench import cases, gemm, harness, timing, tune
 import torch
 ticks = timing.WallClock()
 result = gemm.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, harness.Limits(1.0, 1.0), 2)
-from fp8engine import device
+from fp8engine.ops import device
 without = [] if device.cpu_scales_rows() else ["torch fp8 row"]  # torch 2.11's CPU
 print([row["name"] for row in result["rows"] if not row["correct"]] == without, len(result["rows"]))
 """

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.checks import casts
 from benchmarks.checks.operands import differs
-from fp8engine.ops import reference, triton_backend
+from fp8engine.ops import reference
 from fp8engine.ops.reference import How, Norm
 
 CPU = torch.device("cpu")
@@ -48,24 +48,23 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int, bool], dtype: tor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("store", casts.STORES)
+@pytest.mark.parametrize("store", [*casts.STORES, "backward"])
 @pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_is_its_twin(kind: str, store: str, direction: str, card, whole: bool):
+def test_a_norm_is_its_twin(kind: str, store: str, card, whole: bool):
     norm, shape = NORMS[kind], (150, 200)  # 8 rows a tile: 19 tiles
     card()
     for dtype in (torch.bfloat16, torch.float32) if whole else (torch.bfloat16,):
         x, dy = (torch.randn(shape).to(dtype) for _ in range(2))
         weight = torch.randn(shape[1]).to(dtype)
         bias = torch.randn(shape[1]).to(dtype) if kind == "layer" else None
-        rows = reference.norm_quantize(x, weight, bias, norm)[2]
+        rows = reference.norm_quantize(x, weight, bias, norm)[3]
 
         def run(of, to, x=x, dy=dy, weight=weight, bias=bias, rows=rows):
-            if direction == "forward":
+            if store != "backward":
                 return of.norm_quantize(x, weight, bias, norm, to)
-            return of.norm_quantize_backward(dy, x, weight, rows, norm, to)
+            return of.norm_quantize_backward(dy, x, weight, rows, norm)
 
-        assert casts.compared(CPU, run, *casts.STORES[store]) is None
+        assert casts.compared(CPU, run, *casts.STORES.get(store, (None, False))) is None
 
 
 @pytest.mark.slow
@@ -98,12 +97,15 @@ def test_sums_of_columns_stay_within_their_bound(shape: tuple[int, int], card):
     assert casts.column_sums(CPU, shape) is None
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (257, 130), (1, 1)], ids=str)
-def test_codes_are_transposed_exactly(shape: tuple[int, int], card):
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8).view(E4M3)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["swiglu", "clamped_swiglu"])
+def test_a_gate_and_an_up_that_are_two_matrices(kind: str, card):
+    gate, up, dy = torch.randn(70, 132).bfloat16()[:, :130], torch.randn(130, 70).bfloat16().t(), torch.randn(70, 130)
     card()
-    found = triton_backend.transpose_codes(codes)
-    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8).t())
+    how = casts.STORES["per tensor, transposed"]
+    assert casts.compared(CPU, lambda of, to: of.act_quantize(gate, kind, to, up), *how) is None
+    backward = lambda of, to: of.act_quantize_backward(dy.bfloat16(), gate, kind, to, up)  # noqa: E731
+    assert casts.compared(CPU, backward, None, False) is None
 
 
 @pytest.mark.slow

@@ -108,7 +108,8 @@ def atomic(self, operation, pointers, value, mask, *rest):
 
 
 def _check(pointers, mask) -> None:
-    addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+    # A mask made with a condition of integers is an array of 0 and 1, which are not places.
+    addresses = pointers.data[np.broadcast_to(np.asarray(mask.data, dtype=bool), pointers.data.shape)]
     if addresses.size:
         first, last = int(addresses.min()), int(addresses.max()) + pointers.get_element_ty().primitive_bitwidth // 8
         if not any(start <= first and last <= end for start, end in _memory):

@@ -1,7 +1,6 @@
 """What the tests of fused layers share: the same computation in pieces, each of which is tested by itself.
 
-`NormInFP32` and `ActInFP32` compute in FP32 from the reference and round nothing in forward, so that a Linear that
-reads them casts an FP32 result once, as a fused layer does.
+`NormAlone` and `ActAlone` are the reference's: results in x's dtype, which a Linear that reads them casts for itself.
 """
 
 import copy
@@ -24,12 +23,12 @@ MEMORIES = [Memory(), Memory(True, True), Memory(store="fp8"), Memory(True, True
 EXACT = [memory for memory in MEMORIES if memory.store != "fp8"]  # what changes no bit
 
 
-class NormInFP32(torch.autograd.Function):
-    """The reference's norm, its result in FP32; its gradient comes in x's dtype, as dgrad gives it."""
+class NormAlone(torch.autograd.Function):
+    """The reference's norm; its gradient comes in x's dtype, as dgrad gives it."""
 
     @staticmethod
     def forward(ctx, x, gamma_K, beta_K, norm: Norm):
-        n, _, rows = reference.norm_quantize(x.float(), gamma_K, beta_K, norm)
+        n, _, _, rows = reference.norm_quantize(x, gamma_K, beta_K, norm)
         ctx.save_for_backward(x, gamma_K, *rows)
         ctx.norm = norm
         return n
@@ -41,19 +40,19 @@ class NormInFP32(torch.autograd.Function):
         return found.dx_MK, found.dweight_K, found.dbias_K, None
 
 
-class ActInFP32(torch.autograd.Function):
-    """The reference's activation, its result and its gradient in FP32."""
+class ActAlone(torch.autograd.Function):
+    """The reference's activation."""
 
     @staticmethod
     def forward(ctx, y, kind: str):
         ctx.save_for_backward(y)
         ctx.kind = kind
-        return reference.act_quantize(y.float(), kind)[0]
+        return reference.act_quantize(y, kind)[0]
 
     @staticmethod
     def backward(ctx, da):
         (y,) = ctx.saved_tensors
-        return reference.act_quantize_backward(da, y.float(), ctx.kind).dx_MK, None
+        return reference.act_quantize_backward(da, y, ctx.kind).dx_MK, None
 
 
 class Model(nn.Module):
@@ -93,13 +92,13 @@ def fused(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def apart(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same in pieces, with nothing rounded between."""
-    n: Any = x if model.which is None else NormInFP32.apply(x, model.gamma, model.beta, model.which)
+    """The same in pieces."""
+    n: Any = x if model.which is None else NormAlone.apply(x, model.gamma, model.beta, model.which)
     if not model.kind:
         return tuple(layer(n) for layer in model.layers)
     *firsts, last = model.layers
     y = torch.cat([layer(n) for layer in firsts], dim=-1)
-    return (last(ActInFP32.apply(y, model.kind)),)
+    return (last(ActAlone.apply(y, model.kind)),)
 
 
 def in_float64(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

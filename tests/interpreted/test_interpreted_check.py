@@ -69,25 +69,40 @@ def test_the_check_of_scale_updates_finds_a_fault(monkeypatch: pytest.MonkeyPatc
     assert "live" in (casts.scale_update(CPU) or "")
 
 
-WRONG_PRODUCERS = {
-    "a code in a row": lambda q: q._replace(data=(q.data.view(torch.uint8) ^ 2).view(q.data.dtype)),
-    "a scale, by 1 in 32": lambda q: q._replace(scale=q.scale * (1 + 2.0**-5)),
-    "rows exchanged": lambda q: q._replace(data=q.data.view(torch.uint8).flip(0).view(q.data.dtype)),
+def _codes(q: torch.Tensor, change) -> torch.Tensor:
+    return change(q.view(torch.uint8)).view(q.dtype)
+
+
+WRONG_PRODUCERS = {  # of (y, (codes, scale)) -> what is said of it
+    "a value in 32": (lambda y, q: (y * (1 + 2.0**-5), q), "forward: result 0"),
+    "rows exchanged": (lambda y, q: (y.flip(0), q), "forward: result 0"),
+    "a code in a row": (lambda y, q: (y, q and (_codes(q[0], lambda codes: codes ^ 1), q[1])), "codes beside"),
+    "a scale, by an ulp": (lambda y, q: (y, q and (q[0], q[1] * (1 + 2.0**-23))), "scale of codes beside"),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG_PRODUCERS)
 @pytest.mark.parametrize("name", ["norm_quantize", "act_quantize"])
 def test_the_checks_of_producers_find_a_fault(name: str, fault: str, monkeypatch: pytest.MonkeyPatch):
-    right = getattr(triton_backend, name)
+    right, (change, said) = getattr(triton_backend, name), WRONG_PRODUCERS[fault]
 
     def wrong(*args):
-        y, *rest = right(*args)
-        return (y if isinstance(y, torch.Tensor) else WRONG_PRODUCERS[fault](y)), *rest
+        y, q, *rest = right(*args)
+        return *change(y, q), *rest
 
     monkeypatch.setattr(triton_backend, name, wrong)
     one = casts.norms if name == "norm_quantize" else casts.activations
-    assert "forward: result" in (one(CPU, (5, 256)) or "")
+    assert said in (one(CPU, (5, 256)) or "")
+
+
+def test_the_checks_of_producers_find_a_call_that_is_not_counted(monkeypatch: pytest.MonkeyPatch):
+    right = triton_backend.norm_quantize
+
+    def silent(x_MK, weight_K, bias_K, norm, to):
+        return right(x_MK, weight_K, bias_K, norm, to._replace(slot=to.slot and to.slot._replace(count=False)))
+
+    monkeypatch.setattr(triton_backend, "norm_quantize", silent)
+    assert "counts, of codes beside the result" in (casts.norms(CPU, (5, 256)) or "")
 
 
 def test_the_check_of_sums_finds_a_row_left_out(monkeypatch: pytest.MonkeyPatch):

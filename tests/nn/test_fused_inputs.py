@@ -75,7 +75,7 @@ def test_autocast_gives_the_dtypes_of_nn_linear(recipe, kind, dtype, cast):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "blockwise"])  # the other stores 16 bits between
 def test_under_autocast_it_is_its_pieces(recipe, kind):
-    """`ActInFP32` gives FP32 and autocast decides each layer's output, as fused."""
+    """`ActAlone` gives its own dtype and autocast decides each layer's output, as fused."""
     model = model_of(recipe, kind)
     ((x, _),) = batches((12,), K, (10,))
     found = {}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from casts import E4M3, E5M2, fp8, plain
+from casts import E4M3, E5M2, fp8
 from ops.test_norm_act import NORMS, inputs, slot, tensors, vector
 from support import same
 from torch._dynamo.backends.common import aot_autograd
@@ -19,15 +19,18 @@ CURRENT = How(E5M2, -1, -1)
 
 
 def step(x, dy, first: Slot, second: Slot) -> tuple:
-    """A norm, an activation and the way back, every result stored in FP8 under a slot; two results nobody reads."""
+    """A norm, an activation and the way back, with codes under a slot; two results nobody reads."""
     weight, bias = vector(x), vector(x, 1)
-    y, _, rows = norm_act.norm_quantize(x, weight, bias, LAYER)
+    y, _, _, rows = norm_act.norm_quantize(x, weight, bias, LAYER)
     norm_act.norm_quantize(x, None, None, NORMS[0], Store(CURRENT))
-    q = norm_act.act_quantize(plain(y), "swiglu", Store(PREDICTED, True, first))
-    back = norm_act.act_quantize_backward(dy[:, ::2], plain(y), "swiglu", Store(CURRENT, True, second))
-    grads = norm_act.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(How(E4M3, 1, 128), True))
-    norm_act.norm_quantize_backward(dy, x, weight, rows, LAYER, Store(PREDICTED, False, first._replace(index=2)))
-    return q, back, grads, rows
+    made = norm_act.act_quantize(y, "swiglu", Store(PREDICTED, True, first))
+    half = y.shape[1] // 2
+    apart = norm_act.act_quantize(y[:, :half], "swiglu", Store(How(E4M3, 1, 128), True), y[:, half:])
+    back = norm_act.act_quantize_backward(dy[:, ::2], y, "swiglu", Store(CURRENT, True, second))
+    halves = norm_act.act_quantize_backward(dy[:, ::2], y[:, ::2], "geglu", up_MN=y[:, 1::2])
+    grads = norm_act.norm_quantize_backward(dy, x, weight, rows, LAYER)
+    norm_act.norm_quantize(x, None, None, NORMS[0], Store(PREDICTED, False, first._replace(index=2)))
+    return made, apart, back, halves, grads, rows
 
 
 def test_a_graph_equals_eager_code_and_writes_slots_once():
@@ -56,7 +59,7 @@ def test_a_call_without_a_slot_is_pure_and_drops_out_of_a_graph_that_does_not_re
         torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(*inputs(8, 12), slot(64.0), slot())
     (code,) = graphs
     assert code.count("fp8engine.norm_quantize.default") == 1
-    assert code.count("fp8engine.norm_quantize_backward_slot") == 1
+    assert code.count("fp8engine.norm_quantize_slot") == 1
 
 
 class _Norm(torch.autograd.Function):
@@ -64,19 +67,18 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, forward: Slot, backward: Slot):
-        q, q_t, rows = norm_act.norm_quantize(x, weight, None, NORMS[2], Store(PREDICTED, True, forward))
+        y, q, q_t, rows = norm_act.norm_quantize(x, weight, None, NORMS[2], Store(PREDICTED, True, forward))
         ctx.save_for_backward(x, weight, *rows)
         ctx.slot = backward
-        y, y_t = (casts.decode(fp8(each).data, torch.float32) * fp8(each).scale for each in (q, q_t))
-        return y + y_t.t()
+        read, read_t = (casts.decode(fp8(each).data, torch.float32) * fp8(each).scale for each in (q, q_t))
+        return y + read + read_t.t()
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, *rows = ctx.saved_tensors
-        to = Store(CURRENT, False, ctx.slot)
-        found = norm_act.norm_quantize_backward(dy, x, weight, RowStatistics(*rows), NORMS[2], to)
-        q = fp8(found.dx_MK)
-        return casts.decode(q.data, x.dtype) * q.scale, found.dweight_K, None, None
+        found = norm_act.norm_quantize_backward(dy, x, weight, RowStatistics(*rows), NORMS[2])
+        dx, q, *_ = norm_act.act_quantize_backward(dy, found.dx_MK, "silu", Store(CURRENT, False, ctx.slot))
+        return dx + casts.decode(fp8(q).data, x.dtype) * fp8(q).scale, found.dweight_K, None, None
 
 
 def test_in_an_autograd_function_forward_and_backward_are_compiled_alike():

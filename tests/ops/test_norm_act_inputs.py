@@ -1,4 +1,4 @@
-"""What norms, activations and statistics refuse and in which words; nothing in, nothing out; which way is taken."""
+"""What norms, activations and statistics refuse and in which words; nothing in, nothing out; who is asked."""
 
 import itertools
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from activations import EXACT, OF_GATE
 from activations import exact as exact_act
-from casts import E4M3, E5M2, fp8
+from casts import E4M3, E5M2
 from ops.reference.test_reference_norm import exact
 from ops.test_norm_act import CALLS, NORMS, inputs, slot, tensors, vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8engine as fe
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.kernels import act_quantize as act_kernels
-from fp8engine.kernels import norm_quantize as norm_kernels
-from fp8engine.ops import norm_act, triton_backend, ways
+from fp8engine.ops import norm_act, triton_backend
 from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Slot, Store
 
 X, DY = inputs(4, 6)
@@ -61,6 +60,19 @@ REFUSED = {
         lambda: norm_act.act_quantize(X, "swigl"), UnknownName, "unknown activation 'swigl'; did you mean 'swiglu'"),
     "its gradient": (
         lambda: norm_act.act_quantize_backward(DY, X, "gelu_tan"), UnknownName, "did you mean 'gelu_tanh'"),
+    "up of no gate": (
+        lambda: norm_act.act_quantize(X, "relu", up_MN=X), ShapeError, "act_quantize: relu has no gate; leave up out"),
+    "an up of other columns": (
+        lambda: norm_act.act_quantize(X, "swiglu", up_MN=X[:, 1:]), ShapeError, r"up is \[4, 5\]; want \[4, 6\], th"),
+    "an up of another dtype": (
+        lambda: norm_act.act_quantize(X, "swiglu", up_MN=X.float()), UnsupportedDtype, "up is torch.float32 and the g"),
+    "an up elsewhere": (
+        lambda: norm_act.act_quantize(X, "swiglu", up_MN=ON_META["x"]), BackendError, "is on cpu and up on meta"),
+    "dy of half a gate": (
+        lambda: norm_act.act_quantize_backward(DY[:, :3], X, "swiglu", up_MN=X),
+        ShapeError, r"dy is \[4, 3\]; want \[4, 6\]"),
+    "codes of two gradients": (
+        lambda: norm_act.act_quantize_backward(DY, X, "swiglu", FP8, X), InvalidRecipe, "come in 16 bits; cast each"),
     "16 bits turned": (lambda: norm(to=Store(None, True)), InvalidRecipe, "a transposed copy is kept in FP8 only"),
     "x elsewhere": (lambda: norm(ON_META["x"], vector(X)), BackendError, "norm_quantize.* on meta and weight on cpu"),
     "a weight elsewhere": (lambda: norm(weight=ON_META["weight"]), BackendError, "is on cpu and weight on meta"),
@@ -99,71 +111,33 @@ def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None,
     to = Store(how, how is not None, counted)
     with torch.set_grad_enabled(graded):
         for which in NORMS:
-            y, y_t, rows = norm_act.norm_quantize(x, vector(x), vector(x), which, to)
-            found = norm_act.norm_quantize_backward(x, x, vector(x), rows, which, to)
-            assert all(each.shape == exact(x, vector(x), vector(x), which).shape for each in codes(y, found.dx_MK))
-            assert all(each.shape == shape[::-1] for each in codes(y_t, found.dx_KM))
+            y, *made, rows = norm_act.norm_quantize(x, vector(x), vector(x), which, to)
+            found = norm_act.norm_quantize_backward(x, x, vector(x), rows, which)
+            assert y.shape == found.dx_MK.shape == exact(x, vector(x), vector(x), which).shape
+            assert_codes_of_nothing(y, made, how)
             # torch's gradients of no rows: zeros, [K]
             assert found.dweight_K is not None
             assert found.dweight_K.tolist() == [0.0] * shape[1]
             assert found.dbias_K is None or found.dbias_K.tolist() == [0.0] * shape[1]
             assert rows.rstd_M.shape == shape[:1]
         for kind in EXACT:
-            y, y_t = norm_act.act_quantize(x, kind, to)
-            (q,) = codes(y)
-            assert q.shape == exact_act(x, kind).shape
-            found = norm_act.act_quantize_backward(torch.empty(q.shape), x, kind, to)
-            assert all(each.shape == shape for each in codes(found.dx_MK))
-            assert found.dbias_K.tolist() == [0.0] * shape[1]
-            assert how is None or all((fp8(each).scale == 1).all() for each in (y, y_t))
+            y, *made = norm_act.act_quantize(x, kind, to)
+            assert y.shape == exact_act(x, kind).shape
+            assert_codes_of_nothing(y, made, how)
+            dx, *made, _, dbias = norm_act.act_quantize_backward(torch.empty(y.shape), x, kind, to)
+            assert dx.shape == shape
+            assert_codes_of_nothing(dx, made, how)
+            assert dbias is not None
+            assert dbias.tolist() == [0.0] * shape[1]
     assert not counted.counts_CS.any()
 
 
-def codes(*results) -> list[torch.Tensor]:
-    """The data of results, those that there are."""
-    return [each.data if isinstance(each, Operand) else each for each in results if each is not None]
-
-
-GROUPS = How(E4M3, 1, 128)
-WAYS = {  # cast -> way of: plain, transposed, gated backward of 2 x 200 columns
-    None: ("kernel", None, "kernel"),
-    How(E4M3, -1, -1): ("kernel", "transposed", "kernel"),
-    How(E4M3, -1, -1, delayed=True): ("kernel", "transposed", "kernel"),
-    How(E4M3, 1, -1): ("kernel", "fp32", "kernel"),
-    GROUPS: ("kernel", "fp32", "fp32"),
-    How(E4M3, 128, 128): ("fp32", "fp32", "fp32"),
-    How(E4M3, -1, 1): ("fp32", "fp32", "fp32"),
-    How(E4M3, 1, -1, delayed=True): ("twin", "twin", "twin"),
-    How(E4M3, 256, 256): ("twin", "twin", "twin"),
-    How(E4M3, -1, -1, held=torch.bfloat16): ("twin", "twin", "twin"),
-}
-
-
-@pytest.mark.parametrize("how", WAYS, ids=str)
-def test_the_table_of_ways(how: How | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ways, "choose", lambda where: "triton")
-    plain, turned, uneven = WAYS[how]
-    x = torch.empty(4, 400)
-    for transposed in (False, True) if turned else (False,):
-        to, norms = Store(how, transposed), turned if transposed else plain
-        acts = "kernel" if plain == "kernel" and how != GROUPS else norms  # a tile has rows enough to turn it
-        assert [ways.norm_way(x, which, to).name for which in NORMS] == [norms] * 4
-        assert {ways.act_way(x, kind, to).name for kind in EXACT} == {acts}
-        assert {ways.act_way(x, kind, to, backward=True).name for kind in OF_GATE} == {
-            acts if acts != "kernel" else uneven
-        }
-        found = ways.norm_way(x, LAYER, to)
-        assert (found.reason is None) == (found.name == "kernel")
-        assert found.backend == ("reference" if norms == "twin" else "triton")
-        if how and how.held:
-            assert "emulation" in str(found.reason)  # and not that a norm turns no rows, which is no obstacle
-        wide = ways.norm_way(torch.empty(1, norm_kernels.WIDEST + 1), RMS, to)
-        assert wide.name == "twin"
-        assert "rows of 16385 columns" in str(wide.reason)
-        assert ways.norm_way(torch.empty(1, norm_kernels.WIDEST), RMS, to).name == norms
-        if norms == "twin":
-            with fe.backend("triton"), pytest.raises(BackendError, match=r"'triton' cannot produce.*'reference'\)"):
-                ways.act_way(x, "relu", to)
+def assert_codes_of_nothing(y: torch.Tensor, made: list[Operand | None], how: How | None) -> None:
+    q, q_t = made
+    assert (q is None) == (q_t is None) == (how is None)
+    if q is not None and q_t is not None:
+        assert (q.data.shape, q_t.data.shape) == (y.shape, y.shape[::-1])
+        assert all((each.scale == 1).all() for each in (q, q_t))
 
 
 def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: pytest.MonkeyPatch):
@@ -202,7 +176,8 @@ def test_the_dispatcher_is_left_out_where_it_adds_nothing_and_only_there(monkeyp
     with torch.no_grad(), _Watch() as watch:
         everything()
     names = [name.removesuffix("_bare") for name in CALLS]
-    assert watch.names == [*(f"{name}{end}" for name in names for end in ("_slot", ""))]
-    monkeypatch.setattr(norm_act, "_call", lambda *rest: pytest.fail("through the dispatcher"))
+    ends = [("", "") if name == "norm_quantize_backward" else ("_slot", "") for name in names]
+    assert watch.names == [f"{name}{end}" for name, both in zip(names, ends, strict=True) for end in both]
+    monkeypatch.setattr(norm_act, "call", lambda *rest: pytest.fail("through the dispatcher"))
     with torch.no_grad():
         everything()

@@ -6,14 +6,14 @@
 | scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
 | operand.py | - | How, Operand and Slot: the values that kernels take and give |
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
-| cast_transpose.py | kernels/cast_transpose.py | both orientations; how a norm or an activation stores its result |
+| cast_transpose.py | kernels/cast_transpose.py | both orientations; what a norm or an activation stores |
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
 | matmul.py | kernels/matmul_fp16.py, matmul_fp8.py, matmul_block.py | FP32 sums of exact products |
 | grouped.py | kernels/matmul_grouped.py, quantize_experts.py, expert_rows.py | matmuls and casts of experts' rows |
 | split_k.py | kernels/split_k.py | a sum over K in parts, and the order in which they are added |
-| norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, stored in FP8 or 16 bits; backward |
+| norm_quantize.py | kernels/norm_quantize.py | RMSNorm and LayerNorm, with FP8 codes of the result; backward |
 | activations.py | kernels/activations.py | the table of activations, and their formulas |
-| act_quantize.py | kernels/act_quantize.py | activations, stored in FP8 or 16 bits; backward |
+| act_quantize.py | kernels/act_quantize.py | activations, with FP8 codes of the result; backward |
 | attention.py | kernels/attention.py, attention_cast.py | attention in FP8: casts, forward |
 | attention_backward.py | kernels/attention_backward.py | its gradients |
 """

@@ -1,13 +1,13 @@
-"""Activations, plain and gated, stored in the format that the next matmul reads; and their backward.
+"""Activations, plain and gated, with the FP8 codes of the result that the next matmul reads; and their backward.
 
     plain      y[m, n] = f(x[m, n])                    dx = dy * f'(x)
     gated      y[m, n] = f(gate[m, n]) * u(up[m, n])   dgate = dy * u(up) * f'(gate)    dup = dy * f(gate) * u'(up)
                x[m, 2 n] = [gate | up]: the gate is the first half of the last dimension, as in Llama's fused
-               gate_up_proj; `torch.nn.functional.glu` has it second
-    backward   dbias[k] = sum_m dx[m, k], of the matmul that made x, before dx is rounded
+               gate_up_proj; `torch.nn.functional.glu` has it second; or gate and up are two matrices
+    backward   dbias[k] = sum_m dx[m, k], of the matmul that made x, of dx as it was rounded
 
 f and u of each kind, with their sources: activations.py.
-All of it in FP32, whatever x's dtype; the FP32 result is rounded once: to x's dtype, or straight to FP8.
+All of it in FP32, whatever x's dtype, to which y and dx are rounded; codes are those of the rounded result.
 The twin of kernels/act_quantize.py.
 """
 
@@ -19,25 +19,31 @@ import torch
 
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops.reference.activations import ACTIVATIONS, Activation
-from fp8engine.ops.reference.cast_transpose import IN_16_BITS, Store, store
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS, Store, row_major, store
+from fp8engine.ops.reference.matmul import column_sums
 from fp8engine.ops.reference.operand import Operand
 
 
 class ActGradients(NamedTuple):
-    """dx, its transposed copy where asked, and the sum of dx over rows in FP32."""
+    """dx in x's dtype, its codes and those of its transpose where asked, and the sums of its columns in FP32.
 
-    dx_MK: torch.Tensor | Operand
-    dx_KM: Operand | None
-    dbias_K: torch.Tensor
+    dup_MN: where up was a matrix of its own, its gradient; dx is then the gate's, and sums are not taken.
+    """
+
+    dx_MK: torch.Tensor
+    q: Operand | None = None
+    q_t: Operand | None = None
+    dup_MN: torch.Tensor | None = None
+    dbias_K: torch.Tensor | None = None
 
 
 def act_quantize(
-    x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS
-) -> tuple[torch.Tensor | Operand, Operand | None]:
-    """Return (y, y transposed where asked).
+    x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS, up_MN: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Operand | None, Operand | None]:
+    """Return (y in x's dtype, its codes, those of its transpose); codes are None where `to` asks for none.
 
-    x_MK: FP32, BF16 or FP16; gated kinds take K = 2 N as [gate | up] and give y[M, N].
-    kind: a key of ACTIVATIONS.  to: format, counters, transposed copy.
+    x_MK: FP32, BF16 or FP16; gated kinds take K = 2 N as [gate | up] and give y[M, N], or x is the gate [M, N].
+    kind: a key of ACTIVATIONS.  up_MN: of a gated kind, where x is the gate.
     Raises UnknownName for another kind, ShapeError for a gated one with an odd K.
 
     >>> act_quantize(torch.tensor([[-1.0, 2.0]]), "relu")[0].tolist()
@@ -45,27 +51,33 @@ def act_quantize(
     >>> act_quantize(torch.tensor([[30.0, 2.0]]), "swiglu")[0].tolist()  # silu(30) * 2
     [[60.0]]
     """
-    activation = _activation(kind, x_MK)
-    return store(activation(x_MK.float()), x_MK.dtype, to)
+    activation = _activation(kind, x_MK, up_MN)
+    y_MN = activation(x_MK.float()) if up_MN is None else activation.of(x_MK.float(), up_MN.float())
+    return store(y_MN, x_MK.dtype, to)
 
 
-def act_quantize_backward(dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS) -> ActGradients:
-    """Gradients of `act_quantize`: dx [M, K] in x's dtype, or quantised for the layer below as `to` says, and dbias.
+def act_quantize_backward(
+    dy_MN: torch.Tensor, x_MK: torch.Tensor, kind: str, to: Store = IN_16_BITS, up_MN: torch.Tensor | None = None
+) -> ActGradients:
+    """Gradients of `act_quantize`: dx [M, K] with its codes and dbias; or, beside up, dgate and dup.
 
-    dy_MN: any of x's dtypes; N = K, or K / 2 for a gated kind, whose dx is [dgate | dup].
+    dy_MN: any of x's dtypes; N = K, or K / 2 for a gated kind, whose dx is [dgate | dup].  up_MN: asks for no codes.
 
     >>> found = act_quantize_backward(torch.tensor([[5.0, 7.0], [1.0, 1.0]]), torch.tensor([[-1.0, 2.0]] * 2), "relu")
     >>> found.dx_MK.tolist(), found.dbias_K.tolist()
     ([[0.0, 7.0], [0.0, 1.0]], [0.0, 8.0])
     """
-    activation = _activation(kind, x_MK)
-    dx_MK = activation.gradient(dy_MN.float(), x_MK.float())
-    return ActGradients(*store(dx_MK, x_MK.dtype, to), dx_MK.sum(0))
+    activation = _activation(kind, x_MK, up_MN)
+    if up_MN is not None:
+        dgate_MN, dup_MN = activation.gradients(dy_MN.float(), x_MK.float(), up_MN.float())
+        return ActGradients(row_major(dgate_MN, x_MK.dtype), dup_MN=row_major(dup_MN, x_MK.dtype))
+    dx_MK, q, q_t = store(activation.gradient(dy_MN.float(), x_MK.float()), x_MK.dtype, to)
+    return ActGradients(dx_MK, q, q_t, None, column_sums(dx_MK))
 
 
-def _activation(kind: str, x_MK: torch.Tensor) -> Activation:
+def _activation(kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> Activation:
     if kind not in ACTIVATIONS:
         raise UnknownName("activation", kind, ACTIVATIONS)
-    if ACTIVATIONS[kind].gated and x_MK.shape[1] % 2:
+    if ACTIVATIONS[kind].gated and up_MN is None and x_MK.shape[1] % 2:
         raise ShapeError(f"{kind} takes [gate | up], an even number of columns; got {tuple(x_MK.shape)}")
     return ACTIVATIONS[kind]

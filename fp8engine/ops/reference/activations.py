@@ -56,9 +56,11 @@ class Activation(NamedTuple):
         """dx, of x's shape."""
         if not self.gated:
             return self.backward(dy, x)
-        gate, up = x.chunk(2, dim=-1)
-        parts = self.backward(dy * self.up(up), gate), self.up_gradient(dy * self.forward(gate), up)
-        return torch.cat(parts, dim=-1)
+        return torch.cat(self.gradients(dy, *x.chunk(2, dim=-1)), dim=-1)
+
+    def gradients(self, dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dgate, dup) of a gated kind."""
+        return self.backward(dy * self.up(up), gate), self.up_gradient(dy * self.forward(gate), up)
 
 
 def _quick(x: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ from fp8engine.ops.reference.quantize import quantize
 
 
 class Store(NamedTuple):
-    """How a norm or an activation stores its FP32 result: once, in the format that its consumers read.
+    """Which FP8 codes a norm or an activation writes beside its result: exactly those that a cast of the result gives.
 
-    how: quantise so; None: 16 bits.  transposed: keep the transpose too (FP8 only).  slot: predicted scale, counters.
+    how: quantised so; None: no codes.  transposed: the transpose's too.  slot: predicted scale, counters.
     """
 
     how: How | None = None
@@ -66,21 +66,30 @@ def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums:
 def _both(x_MK: torch.Tensor, how: How, slot: Slot | None) -> tuple[Operand, Operand]:
     operand = Operand(*quantize(x_MK, how, slot), how.rows, how.cols, how.power_of_2)
     if how.per_tensor:
-        return operand, operand.t()._replace(data=operand.data.t().contiguous())
+        # A copy also of a single row, whose transpose is contiguous as it is.
+        return operand, operand.t()._replace(data=operand.data.t().clone(memory_format=torch.contiguous_format))
     down = how._replace(rows=how.cols, cols=how.rows)
     other = Operand(*quantize(x_MK, down), down.rows, down.cols, how.power_of_2).t()
     return operand, other._replace(data=other.data.contiguous(), scale=other.scale.contiguous())
 
 
-def store(y_MK: torch.Tensor, dtype: torch.dtype, to: Store) -> tuple[torch.Tensor | Operand, Operand | None]:
-    """Return (y as `to` says, its transpose where asked).  y_MK: FP32.  dtype: of the result that is not quantised.
+def row_major(y_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y rounded to `dtype`, in rows, as a kernel writes it, where x's strides have made it something else."""
+    return y_MK.to(dtype).contiguous()
 
-    >>> y, y_t = store(torch.tensor([[1.0, 2.0]]), torch.bfloat16, Store())
-    >>> y.dtype, y_t
-    (torch.bfloat16, None)
+
+def store(y_MK: torch.Tensor, dtype: torch.dtype, to: Store) -> tuple[torch.Tensor, Operand | None, Operand | None]:
+    """Return (y rounded to `dtype`, its codes, those of its transpose), None for what `to` does not ask for.
+
+    y_MK: FP32.
+
+    >>> y, q, q_t = store(torch.tensor([[1.0, 2.0]]), torch.bfloat16, Store())
+    >>> y.dtype, q, q_t
+    (torch.bfloat16, None, None)
     """
+    y_MK = row_major(y_MK, dtype)
     if to.how is None:
-        return y_MK.to(dtype), None
+        return y_MK, None, None
     if to.transposed:
-        return cast_transpose(y_MK, to.how, to.slot)
-    return Operand(*quantize(y_MK, to.how, to.slot), to.how.rows, to.how.cols, to.how.power_of_2), None
+        return y_MK, *cast_transpose(y_MK, to.how, to.slot)
+    return y_MK, Operand(*quantize(y_MK, to.how, to.slot), to.how.rows, to.how.cols, to.how.power_of_2), None

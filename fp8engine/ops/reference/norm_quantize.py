@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, stored in the format that the next matmul reads; and their backward.
+"""RMSNorm and LayerNorm, with the FP8 codes of the result that the next matmuls read; and their backward.
 
     LayerNorm   mu[m] = mean_k x[m, k]    r[m] = 1 / sqrt(mean_k (x[m, k] - mu[m])^2 + eps)
     RMSNorm     mu[m] = 0                 r[m] = 1 / sqrt(mean_k x[m, k]^2 + eps)
@@ -7,8 +7,8 @@
     backward    g = dy * w    dx = r * (g - n * mean_k(g * n) [- mean_k(g), LayerNorm])
                 dw[k] = sum_m dy[m, k] * n[m, k]      db[k] = sum_m dy[m, k]
 
-A zero-centred gamma stores w - 1, so that weight decay pulls w towards 1.  All of it in FP32, whatever x's dtype;
-the FP32 result is rounded once: to x's dtype, or straight to FP8 without a stop in 16 bits.
+A zero-centred gamma stores w - 1, so that weight decay pulls w towards 1.  All of it in FP32, whatever x's dtype, to
+which y and dx are rounded; codes are those of the rounded y.
 Sources: Ba, Kiros, Hinton 2016 (arXiv 1607.06450), LayerNorm; Zhang, Sennrich 2019 (arXiv 1910.07467), RMSNorm.
 The twin of kernels/norm_quantize.py.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.errors import UnknownName
-from fp8engine.ops.reference.cast_transpose import IN_16_BITS, Store, store
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS, Store, row_major, store
 from fp8engine.ops.reference.operand import Operand
 
 KINDS = ("rms", "layer")
@@ -42,10 +42,9 @@ class RowStatistics(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """dx, its transposed copy where asked, dw and db in the weight's dtype; dw None without weight, db for RMSNorm."""
+    """dx in x's dtype, dw and db in the weight's; dw is None without a weight, db for RMSNorm."""
 
-    dx_MK: torch.Tensor | Operand
-    dx_KM: Operand | None
+    dx_MK: torch.Tensor
     dweight_K: torch.Tensor | None
     dbias_K: torch.Tensor | None
 
@@ -56,14 +55,14 @@ def norm_quantize(
     bias_K: torch.Tensor | None,
     norm: Norm,
     to: Store = IN_16_BITS,
-) -> tuple[torch.Tensor | Operand, Operand | None, RowStatistics]:
-    """Return (y, y transposed where asked, row statistics).
+) -> tuple[torch.Tensor, Operand | None, Operand | None, RowStatistics]:
+    """Return (y in x's dtype, its codes, those of its transpose, row statistics); codes are None where `to` asks none.
 
-    x_MK: FP32, BF16 or FP16.  weight_K None: all ones; bias_K None: zeros.  to: format, counters, transposed copy.
+    x_MK: FP32, BF16 or FP16.  weight_K None: all ones; bias_K None: zeros.
     Raises UnknownName for another kind of norm.
 
     >>> x = torch.tensor([[3.0, 4.0]])
-    >>> y, _, rows = norm_quantize(x, torch.zeros(2), None, Norm("rms", eps=0.0, zero_centered=True))
+    >>> y, _, _, rows = norm_quantize(x, torch.zeros(2), None, Norm("rms", eps=0.0, zero_centered=True))
     >>> y, rows.rstd_M
     (tensor([[0.8485, 1.1314]]), tensor([0.2828]))
     """
@@ -88,14 +87,13 @@ def norm_quantize_backward(
     weight_K: torch.Tensor | None,
     rows: RowStatistics,
     norm: Norm,
-    to: Store = IN_16_BITS,
 ) -> NormGradients:
-    """Gradients of `norm_quantize`: dx in x's dtype, or quantised for the layer below as `to` says.
+    """Gradients of `norm_quantize`.
 
     dy_MK: any of x's dtypes.  rows: what forward returned.
 
     >>> x, norm = torch.tensor([[3.0, 4.0]]), Norm("rms", eps=0.0)
-    >>> rows = norm_quantize(x, None, None, norm)[2]
+    >>> rows = norm_quantize(x, None, None, norm)[3]
     >>> dx = norm_quantize_backward(torch.tensor([[6.0, 8.0]]), x, None, rows, norm).dx_MK
     >>> bool(dx.abs().max() < 1e-6)  # y does not change with the length of x
     True
@@ -110,7 +108,7 @@ def norm_quantize_backward(
     dtype = x_MK.dtype if weight_K is None else weight_K.dtype
     dweight_K = None if weight_K is None else (dy * normed_MK).sum(0).to(dtype)
     dbias_K = None if rows.mean_M is None else dy.sum(0).to(dtype)
-    return NormGradients(*store(dx_MK.mul_(rstd_M1), x_MK.dtype, to), dweight_K, dbias_K)
+    return NormGradients(row_major(dx_MK.mul_(rstd_M1), x_MK.dtype), dweight_K, dbias_K)
 
 
 def _gamma(weight_K: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Activations against float64 autograd, and their FP8 results against quantize of the FP32 result.
+"""Activations against float64 autograd, and their FP8 codes against quantize of the result.
 
 Bounds: u = 2^-24 is FP32's largest relative rounding error.  f and f' are some ten FP32 operations of terms no larger
 than |x| and 1 + |x|, so they err by at most 16 u |x| and 32 u (1 + |x|); the gated forms multiply by `up`.  The sizes
@@ -51,18 +51,24 @@ def test_forward_and_backward_against_float64_autograd(kind, shape):
         (dx_MK,) = torch.autograd.grad(wanted, leaf, dy_MN.double())
         u, (of_y, of_x) = 2.0**-24, terms(x_MK, kind, dy_MN)
 
-        y_MN, y_NM = act_quantize(x_MK, kind)
-        assert y_NM is None
+        y_MN, q, q_t = act_quantize(x_MK, kind)
+        assert (q, q_t) == (None, None)
         assert plain(y_MN).dtype == dtype
         assert_within(plain(y_MN), wanted.detach(), 16 * u * of_y, "y")
 
         found = act_quantize_backward(dy_MN, x_MK, kind)
         assert plain(found.dx_MK).dtype == dtype
         assert_within(plain(found.dx_MK), dx_MK, 32 * u * of_x, "dx")
-        # dbias sums dx as it was before it was rounded to x's dtype.
-        assert found.dbias_K.dtype == torch.float32
-        sums = (shape[0] * dx_MK.abs() + 32 * of_x).sum(0)
-        assert_within(found.dbias_K, dx_MK.sum(0), u * sums, "dbias")
+        # dbias sums dx as it was rounded to x's dtype.
+        assert plain(found.dbias_K).dtype == torch.float32
+        rounded = found.dx_MK.double()
+        assert_within(plain(found.dbias_K), rounded.sum(0), u * shape[0] * rounded.abs().sum(0), "dbias")
+        if kind in OF_GATE:
+            gate, up = x_MK.chunk(2, dim=1)
+            assert_within(act_quantize(gate, kind, up_MN=up)[0], wanted.detach(), 16 * u * of_y, "y of two matrices")
+            dgate_MN, q, q_t, dup_MN, dbias_K = act_quantize_backward(dy_MN, gate, kind, up_MN=up)
+            assert (q, q_t, dbias_K) == (None, None, None)
+            assert_within(torch.cat([dgate_MN, plain(dup_MN)], 1), dx_MK, 32 * u * of_x, "dx of two matrices")
 
 
 @pytest.mark.parametrize("kind", sorted(OF_GATE))
@@ -123,18 +129,21 @@ def test_erf_and_tanh_are_told_apart():
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("kind", EXACT)
-def test_fp8_results_are_quantize_of_the_fp32_result(kind, how):
-    # Straight from FP32: y is not first rounded to x's 16 bits.
+def test_codes_are_quantize_of_the_result(kind, how):
+    # Of what is stored: y rounded to x's 16 bits, of which FP32 has more.
     for dtype, shape in itertools.product(ROUNDING, SHAPES):
         x_MK, dy_MN = sample(*shape, kind, dtype)
-        y_MN = act_quantize(x_MK.float(), kind)[0]
+        wide_MN = act_quantize(x_MK.float(), kind)[0]
         wanted = act_quantize_backward(dy_MN, x_MK.float(), kind)
         for transposed in (False, True):
             to = Store(how, transposed)
-            assert_quantized(y_MN, how, *act_quantize(x_MK, kind, to), transposed)
+            y_MN, q, q_t = act_quantize(x_MK, kind, to)
+            assert torch.equal(y_MN, wide_MN.to(dtype))
+            assert_quantized(y_MN, how, q, q_t, transposed)
             found = act_quantize_backward(dy_MN, x_MK, kind, to)
-            assert_quantized(wanted.dx_MK, how, found.dx_MK, found.dx_KM, transposed)
-            assert_same(found.dbias_K, wanted.dbias_K)
+            assert torch.equal(found.dx_MK, wanted.dx_MK.to(dtype))
+            assert_quantized(found.dx_MK, how, found.q, found.q_t, transposed)
+            assert found.dup_MN is None
 
 
 def assert_quantized(wanted_MK, how: How, found, found_t, transposed: bool) -> None:
@@ -150,8 +159,8 @@ def assert_quantized(wanted_MK, how: How, found, found_t, transposed: bool) -> N
 def test_counters_go_through_the_slot():
     x_MK, how = torch.randn(9, 34).bfloat16(), How(E4M3, -1, -1)
     slots = [Slot(torch.tensor([[-1.0], [0.0]]), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0) for _ in range(2)]
-    act_quantize(x_MK, "swiglu", Store(how, transposed=True, slot=slots[0]))
-    quantize(plain(act_quantize(x_MK.float(), "swiglu")[0]), how, slots[1])
+    y_MN, *_ = act_quantize(x_MK, "swiglu", Store(how, transposed=True, slot=slots[0]))
+    quantize(y_MN, how, slots[1])
     assert_same(slots[0].counts_CS, slots[1].counts_CS)
     assert_same(slots[0].live_2S, slots[1].live_2S)
     assert slots[0].counts_CS[0, 0] == 1
@@ -161,7 +170,7 @@ def test_counters_go_through_the_slot():
 def test_what_is_not_finite_stays_visible(kind):
     x_MK, dy_MN = sample(5, 6, kind, torch.bfloat16)
     x_MK[1, 2], x_MK[2, 3] = float("nan"), float("inf")
-    y = fp8(act_quantize(x_MK, kind, Store(How(E5M2, -1, -1)))[0]).data.float()
+    y = fp8(act_quantize(x_MK, kind, Store(How(E5M2, -1, -1)))[1]).data.float()
     assert y[1, 2].isnan()
     assert y[2, 3].isfinite() == (kind in BOUNDED)  # Inf at a bounded gate is its bound
     assert y[[0, 3, 4]].isfinite().all()
@@ -169,13 +178,13 @@ def test_what_is_not_finite_stays_visible(kind):
     x_MK[1, 2] = dy_MN[3, 4] = float("nan")
     x_MK[3, 4] = 1.0
     found = act_quantize_backward(dy_MN, x_MK, kind, Store(How(E4M3, -1, -1)))
-    assert fp8(found.dx_MK).data.float()[3, 4].isnan()
-    assert found.dbias_K[4].isnan()
+    assert fp8(found.q).data.float()[3, 4].isnan()
+    assert plain(found.dbias_K)[4].isnan()
     if kind in ("relu", "reglu"):  # its slope at NaN is 1, as torch has it
         slope = x_MK[1, 8] if kind == "reglu" else 1.0
         assert plain(act_quantize_backward(dy_MN, x_MK, kind).dx_MK)[1, 2] == dy_MN[1, 2] * slope
     else:
-        assert fp8(found.dx_MK).data.float()[1, 2].isnan()
+        assert fp8(found.q).data.float()[1, 2].isnan()
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (5, 0)])
@@ -184,22 +193,28 @@ def test_empty(kind, shape):
     x_MK = torch.empty(shape)
     n = shape[1] // 2 if kind in OF_GATE else shape[1]
     for to in (Store(), Store(How(E4M3, 1, -1), transposed=True)):
-        y, _ = act_quantize(x_MK, kind, to)
+        y, q, q_t = act_quantize(x_MK, kind, to)
         found = act_quantize_backward(torch.empty(shape[0], n), x_MK, kind, to)
-        assert (plain(y) if to.how is None else fp8(y).data).shape == (shape[0], n)
-        assert (plain(found.dx_MK) if to.how is None else fp8(found.dx_MK).data).shape == shape
-        assert_same(found.dbias_K, torch.zeros(shape[1]))
+        assert (y.shape, found.dx_MK.shape) == ((shape[0], n), shape)
+        assert to.how is None or (fp8(q).data.shape, fp8(q_t).data.shape) == ((shape[0], n), (n, shape[0]))
+        assert to.how is None or fp8(found.q).data.shape == shape
+        assert_same(plain(found.dbias_K), torch.zeros(shape[1]))
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_inputs_are_not_written_and_any_strides_do(kind):
     x_KM, dy_MN = torch.randn(12, 7), torch.randn(1, 1).expand(7, 6 if kind in OF_GATE else 12)
     before = x_KM.clone()
-    y_MN, _ = act_quantize(x_KM.t(), kind)
+    y_MN, *_ = act_quantize(x_KM.t(), kind)
     dx_MK = act_quantize_backward(dy_MN, x_KM.t(), kind).dx_MK
     assert torch.equal(x_KM, before)
     torch.testing.assert_close(y_MN, act_quantize(x_KM.t().contiguous(), kind)[0])
     torch.testing.assert_close(dx_MK, act_quantize_backward(dy_MN.clone(), x_KM.t().contiguous(), kind).dx_MK)
+    if kind in OF_GATE:
+        gate, up = x_KM.chunk(2)
+        torch.testing.assert_close(act_quantize(gate.t(), kind, up_MN=up.t().contiguous())[0], y_MN)
+        dgate, *_, dup, _ = act_quantize_backward(dy_MN, gate.t().contiguous(), kind, up_MN=up.t())
+        torch.testing.assert_close(torch.cat([dgate, plain(dup)], dim=1), dx_MK)
 
 
 def test_errors_name_the_rule():

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from casts import E4M3, E5M2, assert_same, bits, fp8, plain
+from casts import E4M3, E5M2, assert_same, bits, fp8
 
 from fp8engine.ops.reference import How, Slot, Store, cast_transpose, quantize
 from fp8engine.ops.reference.cast_transpose import store
@@ -132,22 +132,29 @@ def test_sums_keep_what_is_not_finite(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_result_that_is_not_quantised_is_rounded_once(dtype):
-    y_MK = torch.randn(5, 7)
-    y, y_t = store(y_MK, dtype, Store())
-    assert y_t is None
-    assert plain(y).dtype == dtype
-    assert_same(plain(y).float(), y_MK.to(dtype).float())
+def test_a_result_is_rounded_once_and_lies_in_rows(dtype):
+    y_MK = torch.randn(7, 5).t()
+    y, q, q_t = store(y_MK, dtype, Store())
+    assert (q, q_t) == (None, None)
+    assert y.dtype == dtype
+    assert y.is_contiguous()
+    assert_same(y.float(), y_MK.to(dtype).float())
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_result_is_quantised_from_fp32(group):
+def test_codes_are_those_of_the_rounded_result(group):
     how = How(E4M3, *GROUPS[group], power_of_2=True)
     y_MK = torch.randn(131, 257)
-    alone, slot = store(y_MK, torch.bfloat16, Store(how, slot=(counted := new_slot())))
-    assert slot is None
-    assert_operand(fp8(alone), *quantize(y_MK, how))
+    y, alone, turned = store(y_MK, torch.bfloat16, Store(how, slot=(counted := new_slot())))
+    assert turned is None
+    assert_operand(fp8(alone), *quantize(y_MK.bfloat16(), how))
     assert counted.counts_CS[0, 0] == 1
     both = store(y_MK, torch.bfloat16, Store(how, transposed=True))
-    for found, wanted in zip(both, cast_transpose(y_MK, how), strict=True):
+    assert_same(both[0].float(), y.float())
+    for found, wanted in zip(both[1:], cast_transpose(y, how), strict=True):
         assert_operand(fp8(found), wanted.data, wanted.scale)
+
+
+def test_a_single_rows_transpose_is_memory_of_its_own():
+    q, q_t = cast_transpose(torch.randn(1, 9), How(E4M3, -1, -1))
+    assert q.data.data_ptr() != q_t.data.data_ptr()

@@ -1,0 +1,190 @@
+"""Norms and activations on the triton backend: codes are a cache, and which launches make them.
+
+What a kernel computes is held against float64 beside the kernel.  Here every operation, straight or through the
+dispatcher, is held against a cast of its own result: codes, scales, and the slot's tables, bit for bit.
+"""
+
+import pytest
+import torch
+from casts import E4M3, E5M2, assert_same, bits
+from interpreted.test_interpreted_act import numbers, slot_of
+from interpreted.test_interpreted_ops import launched  # noqa: F401  a fixture
+
+import fp8engine as fe
+from fp8engine.errors import BackendError
+from fp8engine.ops import casts, norm_act
+from fp8engine.ops.reference import How, Norm, RowStatistics, Store
+
+# NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+U = 2.0**-24
+LAYER, RMS = Norm("layer"), Norm("rms", 1e-6, True)
+TENSOR, PREDICTED = How(E4M3, -1, -1), How(E5M2, -1, -1, True, True)
+ROW, GROUPS, BLOCKS = How(E4M3, 1, -1, True), How(E4M3, 1, 128, True), How(E5M2, 128, 128)
+# how, transposed -> the launchers after their own: of a norm, an activation, a gated backward over 2 x 65 columns
+STORES = {
+    (TENSOR, False): ([], [], []),
+    (TENSOR, True): ([], [], []),
+    (PREDICTED, False): ([], [], []),
+    (PREDICTED, True): (["cast_transpose"], [], []),
+    (ROW, False): ([], [], ["quantize"]),
+    (ROW, True): (["cast_transpose"], ["cast_transpose"], ["cast_transpose"]),
+    (GROUPS, False): ([], [], ["quantize"]),
+    (GROUPS, True): (["cast_transpose"], ["cast_transpose"], ["cast_transpose"]),
+    (BLOCKS, False): (["quantize"], ["quantize"], ["quantize"]),
+    (BLOCKS, True): (["cast_transpose"], ["cast_transpose"], ["cast_transpose"]),
+}
+HELD = How(E4M3, -1, -1, held=torch.bfloat16)
+ASKS = ("unsupported", "casts_groups")
+
+
+def to_of(how: How, transposed: bool, predicted: float = 64.0) -> Store:
+    return Store(how, transposed, slot_of(predicted if how.delayed else 0.0))
+
+
+def assert_cached(found: tuple, to: Store, fresh: Store) -> None:
+    """found: (y, codes, codes of the transpose); `to`'s slot as it was left; `fresh`: its equal before."""
+    y, *codes = found
+    assert fresh.how is not None
+    if fresh.transposed:
+        wanted = casts.cast_transpose(y, fresh.how, fresh.slot)
+    else:
+        wanted = casts.quantize(y, fresh.how, fresh.slot), None
+    for mine, cast in zip(codes, wanted, strict=True):
+        assert (mine is None) == (cast is None)
+        if mine is not None and cast is not None:
+            assert mine[2:] == cast[2:]
+            assert mine.data.dtype == cast.data.dtype
+            assert_same(bits(mine.data), bits(cast.data))
+            assert_same(mine.scale, cast.scale)
+    if to.slot is not None and fresh.slot is not None:
+        assert_same(to.slot.live_2S, fresh.slot.live_2S)
+        assert_same(to.slot.counts_CS, fresh.slot.counts_CS)
+
+
+def names(launched: list[str]) -> list[str]:  # noqa: F811
+    return [name for name in launched if name not in ASKS]
+
+
+@pytest.mark.parametrize("form", STORES, ids=str)
+@pytest.mark.parametrize("norm", [LAYER, RMS], ids=str)
+def test_a_norms_launches(norm, form, launched):  # noqa: F811
+    x, dy = numbers(21, 140, torch.bfloat16, 1), numbers(21, 140, torch.bfloat16, 2)
+    weight = numbers(1, 140, torch.bfloat16, 3)[0] if norm is RMS else None
+    with fe.backend("triton"), torch.set_grad_enabled(norm is RMS):  # straight, and through the dispatcher
+        to = to_of(*form)
+        *found, rows = norm_act.norm_quantize(x, weight, weight, norm, to)
+        assert names(launched) == ["norm_quantize", *STORES[form][0]]
+        assert_cached(tuple(found), to, to_of(*form))
+        launched.clear()
+        norm_act.norm_quantize_backward(dy, x, weight, rows, norm)
+        assert names(launched) == ["norm_quantize_backward"]
+
+
+@pytest.mark.parametrize("form", STORES, ids=str)
+@pytest.mark.parametrize("kind", ["relu", "swiglu"])
+def test_an_activations_launches(kind, form, launched):  # noqa: F811
+    x = numbers(37, 130, torch.bfloat16, 1, strided=True)
+    dy = numbers(37, 65 if kind == "swiglu" else 130, torch.bfloat16, 2)
+    with fe.backend("triton"), torch.set_grad_enabled(kind == "relu"):  # through the dispatcher, and straight
+        to, again = to_of(*form), to_of(*form)
+        found = norm_act.act_quantize(x, kind, to)
+        assert names(launched) == ["act_quantize", *STORES[form][1]]
+        assert_cached(found, to, to_of(*form))
+        launched.clear()
+        back = norm_act.act_quantize_backward(dy, x, kind, again)
+        if kind == "swiglu":
+            assert names(launched) == ["act_quantize_backward", *STORES[form][2]]
+        assert_cached(back[:3], again, to_of(*form))
+    assert back.dbias_K is not None
+    assert ((back.dbias_K - back.dx_MK.double().sum(0)).abs() <= 39 * U * back.dx_MK.double().abs().sum(0)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True), (torch.float32, False)]
+)
+@pytest.mark.parametrize("form", [*list(STORES)[:-1], (HELD, False), (HELD, True)], ids=str)
+def test_codes_are_a_cache(form, dtype, bad):
+    """Whatever the prediction: none, one that holds, one that does not and is cast again."""
+    x, dy = numbers(9, 2 * 129, dtype, 1), numbers(9, 129, dtype, 2)
+    if bad:
+        x[2, 3], x[3, 4], dy[4, 5] = float("nan"), float("inf"), float("-inf")
+    with fe.backend("triton"), torch.no_grad():
+        for predicted in (0.0, 2.0**-6, 1e6) if form[0].delayed else (0.0,):
+            tos = [to_of(*form, predicted) for _ in range(4)]
+            made = (
+                norm_act.norm_quantize(x, None, None, LAYER, tos[0])[:3],
+                norm_act.act_quantize(x, "geglu", tos[1]),
+                norm_act.act_quantize(x[:, ::2], "swiglu", tos[2], x[:, 1::2]),
+                norm_act.act_quantize_backward(dy, x, "swiglu", tos[3])[:3],
+            )
+            for found, to in zip(made, tos, strict=True):
+                assert_cached(found, to, to_of(*form, predicted))
+
+
+def test_16_bits_are_rounded_once_and_relu_is_its_twin():
+    x, dy = numbers(5, 70, torch.float16, 1), numbers(5, 70, torch.float16, 2)
+    with fe.backend("triton"):
+        y, q, q_t, rows = norm_act.norm_quantize(x, None, None, LAYER)
+        assert (q, q_t) == (None, None)
+        assert torch.equal(y, norm_act.norm_quantize(x.float(), None, None, LAYER)[0].half())
+        dx = norm_act.norm_quantize_backward(dy, x, None, rows, LAYER).dx_MK
+        assert torch.equal(dx, norm_act.norm_quantize_backward(dy, x.float(), None, rows, LAYER).dx_MK.half())
+        assert torch.equal(norm_act.act_quantize(x, "relu")[0], torch.relu(x))
+        assert torch.equal(norm_act.act_quantize_backward(dy, x, "relu").dx_MK, dy * (x > 0))
+
+
+def test_a_row_beyond_the_widest_is_the_twins_unless_triton_is_asked_for(monkeypatch):
+    x = torch.ones(1, 16385)
+    rows = RowStatistics(torch.ones(1), None)
+    for call in (
+        lambda: norm_act.norm_quantize(x, None, None, RMS, Store(TENSOR, True)),
+        lambda: norm_act.norm_quantize_backward(x, x, None, rows, RMS),
+    ):
+        words = r"\[1, 16385\]: rows of 16385 columns; a program holds 16384; use fe.backend\('reference'\)"
+        for graded in (False, True):
+            with fe.backend("triton"), torch.set_grad_enabled(graded), pytest.raises(BackendError, match=words):
+                call()
+        assert call()[0] is not None
+        with monkeypatch.context() as card:
+            card.setattr("fp8engine.ops.casts.choose", lambda where: "triton")
+            assert call()[0] is not None
+    with fe.backend("triton"):  # the widest that there is
+        assert norm_act.norm_quantize(x[:, 1:], None, None, RMS)[0].shape == (1, 16384)
+
+
+@pytest.mark.parametrize("form", STORES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 6), (3, 0)], ids=str)
+def test_nothing_gives_nothing_by_every_launch(shape, form):
+    x, to = torch.empty(shape), to_of(*form)
+    with fe.backend("triton"):
+        y, *codes, rows = norm_act.norm_quantize(x, None, None, LAYER, to)
+        found = norm_act.norm_quantize_backward(x, x, x.new_ones(shape[1]), rows, LAYER)
+        z, *of_act = norm_act.act_quantize(x, "swiglu", to)
+        back = norm_act.act_quantize_backward(torch.empty(z.shape), x, "swiglu", to)
+    for one, (q, q_t) in ((y, codes), (z, of_act), (back.dx_MK, back[1:3])):
+        assert one.numel() == q.data.numel() == 0
+        assert (q.scale == 1).all()
+        assert (q_t is None) == (not form[1])
+        assert q_t is None or (q_t.data.shape == one.shape[::-1] and (q_t.scale == 1).all())
+    assert found.dweight_K.tolist() == found.dbias_K.tolist() == back.dbias_K.tolist() == [0.0] * shape[1]
+    assert not to.slot.counts_CS.any()
+
+
+def test_a_compiled_graph_follows_the_backend_of_its_caller(launched):  # noqa: F811
+    x = numbers(9, 32, torch.bfloat16, 1)
+
+    def both(x, slot):
+        y, q, _, rows = norm_act.norm_quantize(x, None, None, RMS, Store(PREDICTED, True, slot))
+        return q.data.float() * q.scale + y, rows.rstd_M
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    slots = [slot_of(0.0) for _ in range(3)]
+    with torch.no_grad():
+        compiled(x, slots[0])
+        assert not launched
+        with fe.backend("triton"):
+            found, wanted = compiled(x, slots[1]), both(x, slots[2])
+    assert names(launched) == 2 * ["norm_quantize", "cast_transpose"]
+    assert torch.equal(found[0], wanted[0])
+    assert all(slot.counts_CS[0].tolist() == [0, 1, 0] for slot in slots)
