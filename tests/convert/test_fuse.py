@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import fp8engine as fe
 from fp8engine.ops import casts as ops
-from fp8engine.ops import norm_act
+from fp8engine.ops import norm_act, twins
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 NAMED = ["llama", "qwen3", "phi3", "gpt2", "opt", "bert", "vit", "mixtral"]
@@ -113,6 +113,7 @@ def casts(model: Any, batch: dict, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
     for where, names in (
         (ops, ("quantize", "cast_transpose")),
+        (twins, ("quantize", "cast_transpose")),
         (norm_act, ("norm_quantize", "act_quantize", "norm_quantize_backward", "act_quantize_backward")),
     ):
         for name in names:
