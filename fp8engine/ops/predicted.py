@@ -29,7 +29,7 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
 
     >>> from fp8engine.kernels.tuning import Config
     >>> kernel_of("matmul_block", Config(128, 128, 128)).ceiling
-    0.69
+    0.65
     >>> kernel_of("matmul_fp8", Config(64, 128, 128, warps=4)).programs
     2
     """

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from divided_experts import CASES, EVERYTHING, E, Experts, H, K, alone, divided, given, step
-from support import EXACT_SCALES, converted, sqnr
+from support import EXACT_SCALES, converted, spy_on, sqnr
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.distributed.traffic import Traffic
-from fp8engine.ops import casts
 
 
 def steps(rank: int, ranks: int, mesh) -> dict:
@@ -56,13 +55,10 @@ def one_layer(rank: int, ranks: int, mesh) -> dict:
 def casts_of_rows(rank: int, ranks: int, mesh) -> list[tuple[int, ...]]:
     """Shapes that a forward without gradients casts, weights left out."""
     model, (x, _, sizes) = divided(mesh, Experts("rowwise")), given(rank, "uneven")
-    seen, real = [], casts.quantize
-    casts.quantize = lambda x_MK, *rest: seen.append(tuple(x_MK.shape)) or real(x_MK, *rest)
-    try:
-        with torch.no_grad():
-            model(x, sizes)
-    finally:
-        casts.quantize = real
+    seen = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        spy_on(patch, "quantize", lambda real, x_MK, *rest: seen.append(tuple(x_MK.shape)) or real(x_MK, *rest))
+        model(x, sizes)
     return [shape for shape in seen if shape not in ((E // ranks * H, K), (E // ranks * K, H))]
 
 

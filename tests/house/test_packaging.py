@@ -139,11 +139,9 @@ def test_the_oldest_torch_is_the_one_that_is_tested_before_a_release():
         for name in ("constraints.txt", "constraints-oldest.txt")
     )
     assert f'"torch>={oldest["torch"].removesuffix(".0")}"' in (ROOT / "pyproject.toml").read_text()
-    assert {name for name in oldest if oldest[name] != newest[name]} == {
-        "torch",
-        "setuptools",
-        "triton",
-    }  # setuptools: torch 2.11's bound
+    # setuptools: torch 2.11's bound; numpy: Triton 3.6's interpreter takes none from 2.4 on
+    differs = {name for name in oldest if oldest[name] != newest[name]}
+    assert differs == {"torch", "setuptools", "triton", "numpy"}
     assert oldest.keys() == newest.keys()
 
 
