@@ -47,9 +47,7 @@ from fp8engine.autograd.ready import suited, take_gradient
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops import norm_act
 from fp8engine.ops.reference.activations import ACTIVATIONS
-from fp8engine.ops.reference.cast_transpose import IN_16_BITS
-
-MIDDLE = 4  # tensors saved of y and of X2: data and scale each
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS, Store
 
 
 def norm_mlp(
@@ -138,12 +136,12 @@ class _NormMLP(torch.autograd.Function):
         *firsts, second = calls
         entry = Entry(spec, firsts)
         halves, saved, weights = entry.forward(x, gamma_K, beta_K, parameters)
-        y_MN = halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
-        [(a, to_save)], _ = produced([second], lambda to: norm_act.act_quantize(y_MN, spec.kind, to))
+        [(a, to_save)], _ = produced([second], lambda to: _activated(halves, spec.kind, to))
         weight_NK, bias_N = parameters[-2:]
         z_MN, transposed = second.forward(a, weight_NK, bias_N, spec.out)
         ctx.recompute = spec.memory.recompute_activation and second.needs_x
-        saved += keep(y_MN, spec.memory) if second.needs_x else (None, None)
+        for y_MN in halves:
+            saved += keep(y_MN, spec.memory) if second.needs_x else (None, None)
         x2 = second.to_save(to_save)
         saved += (None, None) if ctx.recompute else x2
         ctx.save_for_backward(*saved, *weights, weight_NK, *transposed)
@@ -155,27 +153,35 @@ class _NormMLP(torch.autograd.Function):
         saved, entry, second = ctx.saved_tensors, ctx.entry, ctx.second  # read once, as in _Linear
         firsts = entry.calls
         start = OWN + 2 * len(firsts)
-        data, scale, *x2 = saved[start : start + MIDDLE]
-        weights = saved[start + MIDDLE :]
+        of_y, x2 = saved[start : start + 2 * len(firsts)], saved[start + 2 * len(firsts) :][:2]
+        weights = saved[start + 2 * len(firsts) + 2 :]
         with second.as_asked():
-            y_MN: Any = None if data is None else kept(data, scale, ctx.dtype)
+            pairs = zip(of_y[::2], of_y[1::2], strict=True)
+            halves = [kept(data, scale, ctx.dtype) for data, scale in pairs if data is not None]
             if ctx.recompute and second.needs_w:
-                [again] = recomputed([second], lambda to: norm_act.act_quantize(y_MN, ctx.kind, to))
+                [again] = recomputed([second], lambda to: _activated(halves, ctx.kind, to))
                 x2 = tensors_of(again)
             dz_MN = take_gradient(second.use, matrix(dz))
             da_MF, *own = second.backward(dz_MN, tuple(x2), weights[-3:], ctx.dtype)
             if da_MF is None:
                 return (None,) * (4 + 2 * len(firsts)) + tuple(own)
-            gradients = _through_activation(firsts, da_MF, y_MN, ctx.kind)
+            gradients = _through_activation(firsts, da_MF, halves, ctx.kind)
             return None, *entry.backward(gradients, saved, weights), *own
 
 
-def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, y_MN, kind: str) -> list:
+def _activated(halves: Sequence[torch.Tensor], kind: str, to: Store) -> tuple:
+    """The activation of [gate | up] or of a plain layer's result, or of gate and up as two tensors."""
+    y_MN, *up = halves
+    return norm_act.act_quantize(y_MN, kind, to, *up)
+
+
+def _through_activation(firsts: Sequence[Call], da_MF: torch.Tensor, halves: Sequence[torch.Tensor], kind: str) -> list:
     """dy of each first layer: in FP8 as it reads it, or in 16 bits where it cannot or where there are two layers."""
-    to = firsts[0].store_grad() if len(firsts) == 1 else None
+    y_MN, *up = halves
+    to = None if up else firsts[0].store_grad()
     if to is not None:
         sample_made(firsts, "grad_output", lambda to: norm_act.act_quantize_backward(da_MF, y_MN, kind, to))
-    found: Any = norm_act.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS)
+    found: Any = norm_act.act_quantize_backward(da_MF, y_MN, kind, to or IN_16_BITS, *up)
     if to is None:
-        return [found.dx_MK] if len(firsts) == 1 else list(found.dx_MK.chunk(2, dim=1))
+        return [found.dx_MK, found.dup_MN] if up else [found.dx_MK]
     return [firsts[0].stored_grad(found.q, found.q_t, found.dbias_K)]

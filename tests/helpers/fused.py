@@ -17,6 +17,7 @@ from fp8engine.nn.layernorm_linear import layer_of, share_state
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops import reference
 from fp8engine.ops.reference import Norm, RowStatistics
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 
 NORMS = [Norm("rms", 1e-6), Norm("rms", 1e-3, True), Norm("layer", 1e-5), Norm("layer", 1e-3, True)]
 MEMORIES = [Memory(), Memory(True, True), Memory(store="fp8"), Memory(True, True, "fp8")]
@@ -41,18 +42,19 @@ class NormAlone(torch.autograd.Function):
 
 
 class ActAlone(torch.autograd.Function):
-    """The reference's activation."""
+    """The reference's activation; up: of a gated kind, where it is a tensor of its own."""
 
     @staticmethod
-    def forward(ctx, y, kind: str):
-        ctx.save_for_backward(y)
+    def forward(ctx, y, up, kind: str):
+        ctx.save_for_backward(y, up)
         ctx.kind = kind
-        return reference.act_quantize(y, kind)[0]
+        return reference.act_quantize(y, kind, IN_16_BITS, up)[0]
 
     @staticmethod
     def backward(ctx, da):
-        (y,) = ctx.saved_tensors
-        return reference.act_quantize_backward(da, y, ctx.kind).dx_MK, None
+        y, up = ctx.saved_tensors
+        found = reference.act_quantize_backward(da, y, ctx.kind, IN_16_BITS, up)
+        return found.dx_MK, found.dup_MN, None
 
 
 class Model(nn.Module):
@@ -97,8 +99,8 @@ def apart(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not model.kind:
         return tuple(layer(n) for layer in model.layers)
     *firsts, last = model.layers
-    y = torch.cat([layer(n) for layer in firsts], dim=-1)
-    return (last(ActAlone.apply(y, model.kind)),)
+    y, up = [*(layer(n) for layer in firsts), None][:2]
+    return (last(ActAlone.apply(y, up, model.kind)),)
 
 
 def in_float64(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

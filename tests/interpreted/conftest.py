@@ -40,7 +40,7 @@ def unwritten(monkeypatch):
         if y.is_meta or type(y) is not torch.Tensor:  # while a graph is traced
             return y
         fill = 0xFF if y.is_floating_point() else 0x5A  # a NaN in every format
-        buffer = torch.full((y.nbytes + GUARD,), fill, dtype=torch.uint8)
+        buffer = torch.full((y.nbytes + GUARD,), fill, dtype=torch.uint8, device=y.device)
         made.append((buffer[-GUARD:], fill))
         return buffer[:-GUARD].view(y.dtype).view(y.shape)
 
