@@ -11,7 +11,7 @@ dy goes through 16 bits and is cast by each layer, which is slower.
 Saved beside parameters and what norm_linear.py names (x, its statistics, X1), with e bytes an element of y [M, N] and
 act(y) [M, F]; N = 2 F of a gated activation, else F:
 
-    y     e M N                 store="fp8": M N + 4 M
+    y     e M N                 store="fp8": M N + 4 M, of gate and up as two layers + 8 M
     X2    M F and its scales    recompute_activation: none; rowwise_gw_hp: 2 M F
 
 y only where x or a parameter before it takes a gradient; X2 only where w2 does.

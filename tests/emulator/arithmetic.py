@@ -279,8 +279,7 @@ def _sign(program: Program, ins: Instruction) -> Execute:
             return computed(program, ins, lambda x: bits(numbers.flush(x).view(np.uint32)), "f32")
         return computed(program, ins, bits, "b32")
     if kind in ("bf16", "f16") and "ftz" not in ins.opcode:
-        half = np.uint16(0x8000)
-        return computed(program, ins, lambda x: x ^ half if name == "neg" else x & ~half, "b16")
+        return computed(program, ins, lambda x: x ^ 0x8000 if name == "neg" else x & 0x7FFF, "b16")
     if kind in FLOATS:
         raise unknown(ins)
     return computed(program, ins, np.negative if name == "neg" else np.abs, kind)
