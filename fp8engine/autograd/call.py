@@ -1,4 +1,4 @@
-"""Call: the use of one layer by a fused function, whose producer may store what the layer reads, or its dy, in FP8."""
+"""The use of one layer by a fused function, whose producer may write codes of what the layer reads, or of its dy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fp8engine.autograd.operands import (
     INPUT,
     Either,
     Gradient,
-    again,
     along_m,
     input_pair,
+    transpose,
     transposed,
     use_of,
 )
@@ -62,7 +62,10 @@ class Call:
 
     def cast_again(self, x_MK: torch.Tensor, kept: Kept) -> Either:
         """What wgrad reads, of an x made a second time: under the scale it had, and counted no more."""
-        return (again if self.transposes_input else along_m)(self.use, x_MK, kept)
+        use = self.use
+        if not self.transposes_input:
+            return along_m(use, x_MK, kept)
+        return transpose(use, x_MK, self.plan.forward[0], kept, use.slots[use.first + INPUT, False, False])
 
     def store(self, again: bool = False) -> Store | None:
         """How a norm or an activation stores what this layer reads; None: in 16 bits, to be cast.

@@ -1,7 +1,7 @@
 """Fused MLP, z = act(norm(x) @ w1.T + b1) @ w2.T + b2: norm and activation are stored as the matmuls read them.
 
     forward    X1 = FP8(norm(x))    y = X1 @ W1^T + b1 in 16 bits    X2 = FP8(act(y))    z = X2 @ W2^T + b2
-    backward   da = dz @ W2 in 16 bits    dy, dy^T = FP8(da * act'(y)), db1 = its sums before rounding
+    backward   da = dz @ W2 in 16 bits    dy, dy^T = FP8(da * act'(y)), db1 = sums of the rounded dy
                dx as in norm_linear.py
 
 act(y) and dy are computed in FP32, rounded to y's dtype, and then to FP8.  Where a recipe casts dy otherwise for dgrad

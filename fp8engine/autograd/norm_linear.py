@@ -1,12 +1,13 @@
-"""Fused norm and linear layers, y_i = norm(x) @ w_i.T + b_i: the norm is stored once, as its layers read it.
+"""Fused norm and linear layers, y_i = norm(x) @ w_i.T + b_i: the norm writes its codes as its layers read them.
 
-    forward    n, rows = norm(x) in FP32    X = FP8(n), X^T where wgrad reads it    y_i = X @ W_i^T + b_i
+    forward    n, rows = norm(x) in FP32, rounded to x's dtype    X = FP8(n), X^T where wgrad reads it
+               y_i = X @ W_i^T + b_i
     backward   dn = sum_i dy_i @ W_i    dw_i = dy_i^T @ X    dx, dgamma, dbeta = the norm's, from dn, x and rows
 
-The norm is rounded once, from FP32 to FP8, where norm and Linear apart round it to 16 bits in between.  X, its scale
-and its counters are made once for all layers whose recipes cast their input alike, as far as they share a scaling
-state; where casts differ, or one needs 16 bits (wgrad of rowwise_gw_hp), the norm is stored in 16 bits and each layer
-casts it, which is slower.  Layers under a recipe without FP8 read torch's own norm.
+X is the cast of the rounded norm, bit for bit, as layers apart have it.  X, its scale and its counters are made once
+for all layers whose recipes cast their input alike, as far as they share a scaling state; where casts differ, or one
+needs 16 bits (wgrad of rowwise_gw_hp), the norm is made without codes and each layer casts it, which is slower.  Layers
+under a recipe without FP8 read torch's own norm.
 
 Saved beside parameters, for x [M, K] of e bytes an element:
 

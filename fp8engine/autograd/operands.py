@@ -201,16 +201,8 @@ def one(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, 
     return made[0]
 
 
-def again(use: Use, x_MK: torch.Tensor, kept: Kept) -> Either:
-    """What wgrad reads, of an x made a second time: under the scale it had, not counted."""
-    if use.where.on_codes and use.plan.input_serves_both:
-        slot = use.slots[use.first + INPUT, False, False]
-        return transpose(use, x_MK, use.plan.forward[0], kept, slot)
-    return along_m(use, x_MK, kept)
-
-
 def along_m(use: Use, x_MK: torch.Tensor, kept: Kept) -> Either:
-    """x as wgrad reads it, not transposed and not counted."""
+    """x as wgrad reads it, of an x made a second time: under the scale it had, not transposed and not counted."""
     slot, second = use.slots[use.first + INPUT, False, False], use.plan.wgrad[1]
     return one(use, x_MK, second, kept, slot, None) if second.fp8 else second.plain(x_MK)
 

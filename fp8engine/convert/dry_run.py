@@ -1,4 +1,4 @@
-"""What code does with the weights of the layers that it holds, told by dry runs of its twins on the meta device.
+"""Dry runs of modules' twins on the meta device, which show how a module's code uses the weights of its own layers.
 
     multiplies by a weight and never calls the layer    torch's nn.MultiheadAttention, Mamba's mixer
     casts to the dtype of a weight                      T5's MLP: with FP8 codes there, its cast would be to FP8

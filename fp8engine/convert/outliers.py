@@ -19,7 +19,7 @@ from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.nn.layernorm_linear import LayerNormLinear
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
-from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.nn.transformer import MLP
 
 OURS = (LayerNormLinear, LayerNormMLP, MLP, Attention)  # they call no child of theirs
@@ -78,6 +78,8 @@ def gated(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def propose(model: nn.Module) -> None:
     """Tell `auto`, whose alarms name slots, the remedy for the input of each gated MLP's down-projection."""
+    if all(module.numerics.state.controller is None for module in float8_modules(model)):
+        return  # no alarm is given, so nothing has to be recognised
     for name, layer in gated(model):
         numerics = layer.numerics
         if (controller := numerics.state.controller) is None:

@@ -169,7 +169,7 @@ def test_an_attention_that_calls_its_projection_has_it_in_fp8():
 def kernel(x: torch.Tensor) -> torch.Tensor:
     """x, of code that runs where numbers are: a dry run ends here, and the first forward tells."""
     if x.is_meta:
-        raise NotImplementedError("no meta device")
+        raise NotImplementedError("no meta device")  # what torch raises for a kernel that has no meta implementation
     return x
 
 

@@ -368,7 +368,7 @@ class Branch(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_meta:
-            raise NotImplementedError
+            raise NotImplementedError("no meta device")  # as torch raises for a kernel without a meta implementation
         return self.called(x) @ self.read.weight
 
 
