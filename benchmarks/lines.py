@@ -25,22 +25,22 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_946,
-    "auto": 2_616,
-    "autograd": 2_236,
+    "auto": 2_617,
+    "autograd": 1_981,
     "bench": 1_657,
     "cli": 1_037,
-    "convert": 1_702,
+    "convert": 1_545,
     "demo": 1_060,
-    "distributed": 2_318,
+    "distributed": 2_296,
     "export": 1_312,
     "integrations": 199,
     "kernels": 3_454,
-    "nn": 1_717,
+    "nn": 1_304,
     "numerics": 522,
-    "ops": 3_117,
-    "report": 2_154,
-    "scaling": 1_135,
-    "top level": 348,
+    "ops": 3_115,
+    "report": 2_139,
+    "scaling": 1_223,
+    "top level": 362,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

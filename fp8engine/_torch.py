@@ -17,7 +17,7 @@ import torch.overrides
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._higher_order_ops import effects
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 __all__ = [
     "FakeTensor",  # one of them
     "FakeTensorMode",  # tensors with a shape and without memory: a step is planned on them
+    "HigherOrderOperator",  # an operator that takes graphs, such as an autograd Function in one
     "OpOverload",  # one operation of torch, as a TorchDispatchMode is given it
     "TorchDispatchMode",  # every operation of a forward: flow, fe.amp.op_stats, the demo's FP16 matmuls
     "forward_ad",  # its _current_level is the depth of forward-mode AD; read where a call would cost a step
@@ -58,6 +59,7 @@ tracing = torch._C._is_tracing  # torch.jit.trace
 autocast_active = torch._C._is_any_autocast_enabled  # for any device
 
 # Compilation.
+function_in_graph = torch.ops.higher_order.autograd_function_apply  # an autograd Function that Dynamo has traced
 outside_of_graphs = torch._disable_dynamo  # torch.compiler.disable that does not import Dynamo (a second)
 
 # Operations without a public name.
@@ -87,6 +89,30 @@ def ordered_effect(operator: str) -> None:
 def constant_in_graphs(function: Callable) -> None:
     """Let Dynamo call a function while it traces, and put its result into the graph as a constant."""
     vars(function)["_dynamo_marked_constant"] = True
+
+
+def traced_graph() -> Any:
+    """The torch.fx graph that Dynamo is tracing; None where torch.export traces without Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # a second; whoever traces has imported it
+
+    try:
+        return InstructionTranslator.current_tx().output.graph
+    except AttributeError:
+        return None
+
+
+def made_in_graph(name: str) -> None:
+    """Tell Dynamo, which calls this, that its caller's local tensor of that name was made in the graph that it traces.
+
+    In the body of a higher-order operator (a checkpoint) Dynamo lets only such objects be given attributes; it knows
+    that of objects, and of a tensor it takes the opposite for granted.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, is_side_effect_safe
+
+    tensor = InstructionTranslator.current_tx().output.current_tx.symbolic_locals[name].realize()
+    if tensor.mutation_type is not None and not is_side_effect_safe(tensor.mutation_type):
+        tensor.mutation_type = AttributeMutationNew()
 
 
 def cpu_multiplies_bf16() -> bool:

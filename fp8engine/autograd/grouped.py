@@ -23,16 +23,16 @@ from typing import cast
 import torch
 
 from fp8engine import _torch
-from fp8engine.autograd.call import Call
 from fp8engine.autograd.groups import bounds
 from fp8engine.autograd.linear import check, dtype_of_result, enter
 from fp8engine.autograd.numerics import Casting, Numerics
-from fp8engine.autograd.operands import Either, one
-from fp8engine.autograd.ready import suited
+from fp8engine.autograd.operands import Either, one, use_of
+from fp8engine.autograd.ready import suited, take
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
 from fp8engine.ops import casts, grouped
+from fp8engine.ops.backends import running_on
 from fp8engine.ops.reference import How, Operand, Slot, emulation_dtype
 from fp8engine.ops.reference.grouped import BLOCK, bounds_of_equal, parts_of
 from fp8engine.ops.tensor import Float8Tensor
@@ -118,23 +118,46 @@ class _GroupedLinear(torch.autograd.Function):
             return *ctx.call.experts_backward(dy_TN, (data, scale), weight_ENK, ctx.dtype), None, None, None
 
 
-class _Experts(Call):
-    """The three matmuls of `Call` for a weight [E, N, K] and rows that `bounds_2E1` divides."""
+class _Experts:
+    """The three matmuls of a weight [E, N, K] and rows that `bounds_2E1` divides: decided in forward, read in backward.
+
+    Arguments: as of `use_of`.
+    """
 
     bounds_2E1: torch.Tensor
 
     def __init__(self, numerics: Numerics, x: torch.Tensor, weight_ENK: torch.Tensor, bias_EN, needs, record: bool):
-        super().__init__(numerics, x, weight_ENK, bias_EN, needs, record)
+        self.use = use = use_of(numerics, x, weight_ENK, bias_EN, needs, record)
+        self.needs_x, self.needs_w, self.needs_b = needs
+        self.numerics, self.plan, self.record, self.compiling = numerics, use.plan, record, use.where.compiling
+        self.groups: tuple | None = None  # what an Operand has beside data and scale, of the saved input
+        self.copies: Kept = {}
         self.experts = len(weight_ENK)
         of_dy, of_x = self.plan.wgrad
         # Whether wgrad reads transposes in blocks, else rows as they are.
         self.blocks = of_dy.fp8 and of_x.fp8 and grouped.in_blocks(x.device, of_dy.how[None], of_x.how[None])
 
+    def as_asked(self):
+        """The backward's context: it runs where its forward was asked to."""
+        return running_on(self.use.where.asked)
+
+    def take(self, x: Float8Tensor) -> tuple[Either, Either | None]:
+        """`cast_rows` of an input that is in FP8 already: wgrad transposes the codes when it reads them."""
+        return take(self.use, x, self.cast_again)
+
+    def to_save(self, saved: Either | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(data, scale) of what wgrad will read, for save_for_backward."""
+        if isinstance(saved, Operand):
+            data, scale, *groups = saved
+            self.groups = tuple(groups)
+            return data, scale
+        return saved, None
+
     def cast_rows(self, x_TK: torch.Tensor) -> tuple[Either, Either | None]:
-        """(X for forward, what wgrad will read), as `cast_input`."""
+        """(X for forward, what wgrad will read)."""
         plan, numerics = self.plan, self.numerics
         first, to_save = plan.forward[0], plan.wgrad[1]
-        self.observe("input", x_TK)
+        self.use.observe("input", x_TK)
         serves = self.needs_w and to_save is first and (first.per_tensor or not self.blocks)
         hold = None if serves else self._holding(x_TK)
         a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), hold)
@@ -149,7 +172,7 @@ class _Experts(Call):
     def experts_forward(self, a: Either, weight_ENK, bias_EN, out: torch.dtype) -> torch.Tensor:
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
         numerics, second = self.numerics, self.plan.forward[1]
-        self.observe("weight", weight_ENK.flatten(0, 1))
+        self.use.observe("weight", weight_ENK.flatten(0, 1))
         weights = numerics.kept_of_weight(weight_ENK, self.record)
         slot, hold = numerics.slot("weight", self.record), self._holding(weight_ENK)
         copies = weights if isinstance(weights, Copies) else None
@@ -170,7 +193,7 @@ class _Experts(Call):
             numerics.weight.after_backward()
             if torch.is_grad_enabled():
                 raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
-        self.observe("grad_output", dy_TN)
+        self.use.observe("grad_output", dy_TN)
         hold, made, slot = self._holding(dy_TN), {}, numerics.slot("grad_output", record=True)
         dx_TK = dw_ENK = db_EN = None
         if self.needs_x:

@@ -15,7 +15,7 @@ import torch
 from fp8engine import _torch
 from fp8engine.autograd import matmuls
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import along_m, input_pair, transposed, use_of
+from fp8engine.autograd.operands import along_m, input_again, input_pair, transposed, use_of
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
 from fp8engine.autograd.smooth import linear_smoothed, scales, smoothed
@@ -25,8 +25,17 @@ from fp8engine.ops import device, matmul
 from fp8engine.ops.backends import inherited
 from fp8engine.ops.reference import Operand
 from fp8engine.ops.tensor import Float8Tensor
+from fp8engine.scaling.operands import Again, Operands, operands_of_gradient
 
 NOTHING = (None, None)
+
+
+class Layer(NamedTuple):
+    """A linear layer: weight [N, K], bias [N] or None, and the numerics of the module that holds them."""
+
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+    numerics: Numerics
 
 
 def linear(
@@ -60,12 +69,19 @@ def linear(
         y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, use, out)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
     with torch.no_grad():
+        again = None
         if isinstance(x, Float8Tensor):
             (a, kept), is_transposed = take(use, x, lambda values, made: along_m(use, values, made)), False
         else:
-            alone = compiling or numerics.state.parents[numerics.layer] is None
-            found = {} if alone else numerics.kept_of_input(x)
-            a, kept, is_transposed = input_pair(use, matrix(x), found)
+            alone = not compiling and numerics.state.parents[numerics.layer] is None and "fp8" not in vars(x)
+            found = Operands() if alone else numerics.kept_of_input(x)
+            again = found.again if use.needs_w else None
+            if not (compiling or part):
+                numerics.source = ""
+            if found.producer is not None and not compiling:
+                numerics.source = found.producer.name
+                found.producer.read_by(numerics, use.needs_w and use.where.on_codes)
+            a, kept, is_transposed = input_pair(use if again is None else use._replace(needs_w=False), matrix(x), found)
     # One tensor twice among a Function's arguments is refused by Dynamo.
     one = kept is a and a is not None
     data, scale, *groups = a or NOTHING
@@ -73,8 +89,11 @@ def linear(
         kept if isinstance(kept, Operand) and not one else (None if one else kept, None)
     )
     kept_scale = None if kept_scale is scale else kept_scale
-    forms = Forms(groups, kept_groups, one, is_transposed, out)
-    return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms)
+    if again is not None and not compiling:
+        again.waiting += 1
+    forms = Forms(groups, kept_groups, one, is_transposed, out, again)
+    remade = () if again is None else again.tensors
+    return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms, *remade)
 
 
 def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torch.dtype:
@@ -138,6 +157,7 @@ class Forms(NamedTuple):
     groups, kept_groups: what an Operand has beside data and scale, of X and of what wgrad reads; empty for no Operand.
     Without a scale of its own the second has the first's.
     one: wgrad reads X itself.  is_transposed: it reads X^T.  out: the result's dtype.
+    again: how x is made again for wgrad, from the tensors that are saved instead of its operand.
     """
 
     groups: list
@@ -145,6 +165,7 @@ class Forms(NamedTuple):
     one: bool
     is_transposed: bool
     out: torch.dtype
+    again: Again | None
 
 
 class _Linear(torch.autograd.Function):
@@ -152,17 +173,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *given):
-        x, weight_NK, bias_N, data, scale, kept, kept_scale, use, forms = given  # unpacked here: see _NormLinear
+        # One parameter beside ctx: torch 2.13's Dynamo, tracing without gradients, drops ctx where a Function is called
+        # with as many arguments as its forward has parameters.
+        x, weight_NK, bias_N, data, scale, kept, kept_scale, use, forms, *remade = given
         plan = use.plan
         a = plan.forward[0].plain(matrix(x)) if data is None else Operand(data, scale, *forms.groups)
         y_MN, weight_KN, copies = matmuls.forward(use, a, weight_NK, bias_N, forms.out, fp8=True)
-        if forms.one:
+        if forms.again is not None:
+            kept = kept_scale = None
+        elif forms.one:
             kept, kept_scale = data, scale
         elif forms.kept_groups and kept_scale is None:
             kept_scale = scale
         elif use.needs_w and kept is None:
             kept = a if data is None and plan.wgrad[1] is plan.forward[0] else plan.wgrad[1].plain(matrix(x))
-        ctx.save_for_backward(kept, kept_scale, weight_NK, *weight_KN)
+        ctx.save_for_backward(kept, kept_scale, weight_NK, *weight_KN, *remade)
         ctx.use, ctx.forms, ctx.copies, ctx.x_like = use, forms, copies, (x.shape, x.dtype)
         return in_shape_of(x, y_MN)
 
@@ -170,20 +195,24 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         # Read once: checkpoints unpack nothing a second time.
         kept, scale, weight_NK, *weight_KN = ctx.saved_tensors
+        weight_KN, remade = weight_KN[:2], weight_KN[2:]
         use, forms, copies, (shape, dtype) = ctx.use, ctx.forms, {}, ctx.x_like
         if not torch.compiler.is_compiling():
             # Taken out: a loss that the user keeps alive keeps this node alive, and with it these operands.
             copies, ctx.copies = ctx.copies, {}
         groups, dy_MN = forms.groups if forms.one else forms.kept_groups, matrix(dy)
-        if groups:
+        if forms.again is not None:
+            kept = input_again(use, *forms.again.result(remade))
+        elif groups:
             kept = Operand(kept, scale, *groups)
-        if kept is not None and not forms.is_transposed:
+        if kept is not None and not forms.is_transposed and forms.again is None:
             kept = transposed(kept)
         with inherited(use.where.asked) if use.where.asked else contextlib.nullcontext():
             if isinstance(dy_MN, Float8Tensor):
                 dy_MN = take_gradient(use, dy_MN)
-            dx_MK, dw_NK, db_N = matmuls.backward(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtype)
-        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * 6
+            found = None if torch.compiler.is_compiling() or "fp8" not in vars(dy) else operands_of_gradient(dy)
+            dx_MK, dw_NK, db_N = matmuls.backward(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtype, found)
+        return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * (6 + len(remade))
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from fp8engine.ops import matmul
 from fp8engine.ops.backends import asked
 from fp8engine.ops.reference import Operand
 from fp8engine.scaling.columns import GraphSlots
-from fp8engine.scaling.operands import Kept
+from fp8engine.scaling.operands import Kept, Operands
 
 NOTHING = (None, None)
 
@@ -84,10 +84,18 @@ def forward(use: Use, a: Either, weight_NK: torch.Tensor, bias_N, out: torch.dty
     return Product(y_MN, weight_KN, kept if holds and not use.where.compiling else {})
 
 
-def backward(use: Use, dy: torch.Tensor | Gradient, kept: Either | None, weight: tuple, dtype: torch.dtype) -> tuple:
+def backward(
+    use: Use,
+    dy: torch.Tensor | Gradient,
+    kept: Either | None,
+    weight: tuple,
+    dtype: torch.dtype,
+    found: Operands | None = None,
+) -> tuple:
     """(dx [M, K] in `dtype`, dw, db), None for what is not needed.
 
-    dy: [M, N], or its operands.  kept: X^T for wgrad.  weight: the parameter, then what `forward` gave beside y.
+    dy: [M, N], or its operands.  found: what an activation's backward has made of it.  kept: X^T for wgrad.
+    weight: the parameter, then what `forward` gave beside y.
     """
     numerics, compiling = use.numerics, torch.compiler.is_compiling()
     if not compiling:
@@ -102,7 +110,9 @@ def backward(use: Use, dy: torch.Tensor | Gradient, kept: Either | None, weight:
     elif not use.where.compiling:  # compiled autograd: of a forward that ran in eager code
         where = GRAPH_ON_CARD if use.where.on_codes else GRAPH
         use = use._replace(where=where, slots=GraphSlots(numerics.columns), first=0)
-    d, d_t, db_N = gradient_pair(use, dy) if isinstance(dy, torch.Tensor) else dy
+    if found is not None and found.producer is not None:
+        found.producer.read_by(numerics, use.where.on_codes and use.needs_x and use.needs_w)
+    d, d_t, db_N = gradient_pair(use, dy, found or {}) if isinstance(dy, torch.Tensor) else dy
     weight_NK, weight_KN, copies = weight
     dx_MK = dw_NK = None
     if use.needs_x:

@@ -21,7 +21,7 @@ from fp8engine.ops.card_trials import kind_of
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference import How, Slot
 from fp8engine.scaling.columns import Column
-from fp8engine.scaling.operands import Kept
+from fp8engine.scaling.operands import Kept, Operands, carries, in_graph
 from fp8engine.scaling.sample import observe
 from fp8engine.scaling.table import ROLES, SLOTS, ScalingState
 
@@ -80,8 +80,9 @@ class Numerics:
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     sizes: M, N, K of the latest eager forward's matmul.
-    shard: how the layer is divided over ranks; an object with `linear`, `norm_linear` and `norm_mlp`, which stand in
-    for the functions of those names (distributed/shard.py).
+    shard: how the layer is divided over ranks; an object with a `linear` that stands in for the function of that name
+    (distributed/shard.py).
+    source: the norm or activation that has made its latest input, "" if none is known to have.
     smooth: the outliers of its input's channels are shared with the weight's columns (smooth.py).
     columns: in the order of SLOTS.
     """
@@ -98,6 +99,7 @@ class Numerics:
     bypassed: bool = False
     shard: Any = None
     sizes: tuple[int, int, int] | None = None
+    source: str = ""
     smooth: bool = False
     columns: tuple[Column, ...] = ()
 
@@ -159,10 +161,14 @@ class Numerics:
         """Whether this step samples the layer's output (only if every consumer accepts FP8)."""
         return self.candidate and self.state.samples is not None
 
-    def kept_of_input(self, x: torch.Tensor) -> Kept:
-        """Operands that siblings of the layer have made of this very tensor."""
-        if (parent := self.state.parents[self.layer]) is None or not keepable(x):
-            return {}
+    def kept_of_input(self, x: torch.Tensor) -> Operands:
+        """Operands that other layers, or what made x, have made of this very tensor."""
+        if torch.compiler.is_compiling():
+            return in_graph(x)
+        parent = self.state.parents[self.layer]
+        made = type(vars(x).get("fp8")) is Operands
+        if not (made or parent is not None) or not (carries(x) if made else keepable(x)):
+            return Operands()
         return self.state.forward.operands(x, self.layer, parent)
 
 

@@ -19,10 +19,10 @@ import torch
 from fp8engine._torch import dispatch_modes, graph_task
 from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
 from fp8engine.numerics.recipe import ROLES
-from fp8engine.ops import casts, matmul, twins
+from fp8engine.ops import casts, library, matmul, twins
 from fp8engine.ops.backends import asked
 from fp8engine.ops.device import cpu_multiplies
-from fp8engine.ops.library import PLAIN
+from fp8engine.ops.library import PLAIN, in_backward
 from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype
 from fp8engine.scaling.columns import GraphSlots, Slots
 from fp8engine.scaling.operands import Kept
@@ -163,9 +163,9 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Kept) -> tuple[Operand | None
     return a, one(use, x_MK, second, kept, use.slots[use.first + INPUT, False, False], None), False
 
 
-def gradient_pair(use: Use, dy_MN: torch.Tensor) -> Gradient:
-    """dy as the matmuls read it."""
-    plan, made = use.plan, {}
+def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> Gradient:
+    """dy as the matmuls read it.  made: what an activation's backward has made of it."""
+    plan = use.plan
     first, second = plan.dgrad[0], plan.wgrad[0]
     slot = use.slots[use.first + GRAD_OUTPUT, True, True]
     if use.numerics.state.samples is not None:
@@ -173,9 +173,11 @@ def gradient_pair(use: Use, dy_MN: torch.Tensor) -> Gradient:
     d = d_t = db_N = None
     hold = use.where.emulation(dy_MN.device, dy_MN.numel())
     if use.where.on_codes and use.needs_x and use.needs_w and plan.grad_serves_both:
+        if (how := first.how[None]) in made:
+            return Gradient(made[how][0], made[how, "transposed"][0], made["sums"])
         if use.needs_b:
-            return Gradient(*use.where.casts.cast_transpose(dy_MN, first.how[None], slot, sums=True))
-        return Gradient(*use.where.casts.cast_transpose(dy_MN, first.how[None], slot))
+            return Gradient(*use.where.casts.cast_transpose(dy_MN, how, slot, sums=True))
+        return Gradient(*use.where.casts.cast_transpose(dy_MN, how, slot))
     if use.needs_x:
         d = one(use, dy_MN, first, made, slot, hold) if first.fp8 else first.plain(dy_MN)
         slot = use.slots[use.first + GRAD_OUTPUT, False, False]
@@ -193,10 +195,12 @@ def one(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, 
     """
     how = casting.how[hold]
     made = kept.get(how)
+    if made is None and hold is not None:
+        made = kept.get(casting.how[None])  # a producer's codes
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
     if made is None or (slot.record and not made[1].record):
         made = kept[how] = use.where.casts.quantize(x_MK, how, slot), slot
-    elif (slot.count or slot.record) and slot.index != made[1].index:
+    elif (slot.count or slot.record) and not same(slot, made[1]):
         take_over(made[1], slot, x_MK.numel())
     return made[0]
 
@@ -207,6 +211,13 @@ def along_m(use: Use, x_MK: torch.Tensor, kept: Kept) -> Either:
     return one(use, x_MK, second, kept, slot, None) if second.fp8 else second.plain(x_MK)
 
 
+def input_again(use: Use, x_MK: torch.Tensor, kept: Kept) -> Either:
+    """X^T for wgrad, of an x that is made a second time."""
+    if use.where.on_codes and use.plan.input_serves_both:
+        return transpose(use, x_MK, use.plan.forward[0], kept, use.slots[use.first + INPUT, False, False])
+    return transposed(along_m(use, x_MK, kept))
+
+
 def both(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[Operand, Operand]:
     """x under a cast, and its transpose under the same for the matmul that reduces x's rows: one pass, made once.
 
@@ -214,11 +225,14 @@ def both(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot)
     """
     how = casting.how[None]
     made, made_t = kept.get(how), kept.get((how, "transposed"))
+    if made is not None and made_t is None and made[1].record >= slot.record:  # a producer's codes, counted with them
+        uncounted = Slot(*slot[:3], False, False, *slot[5:])
+        made_t = kept[how, "transposed"] = use.where.casts.cast_transpose(x_MK, how, uncounted)[1], made[1]
     if made is None or made_t is None or (slot.record and not made[1].record):
         first, second = use.where.casts.cast_transpose(x_MK, how, slot)
         kept[how], kept[how, "transposed"] = (first, slot), (second, slot)
         return first, second
-    if (slot.count or slot.record) and slot.index != made[1].index:
+    if (slot.count or slot.record) and not same(slot, made[1]):
         take_over(made[1], slot, x_MK.numel())
     return made[0], made_t[0]
 
@@ -231,8 +245,20 @@ def transpose(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: 
     return kept[key][0]
 
 
+def same(slot: Slot, other: Slot) -> bool:
+    """Whether both are one column of one table."""
+    return slot.index == other.index and slot.live_2S is other.live_2S
+
+
 def take_over(source: Slot, slot: Slot, size: int) -> None:
     """Another layer's slot already holds this tensor's amax: take it over instead of reading the tensor again."""
+    if torch.compiler.is_compiling():
+        torch.ops.fp8engine.count_again.default(source[0], *slot[:2], slot.record, size)
+    else:
+        _take_over(source, slot, size)
+
+
+def _take_over(source: Slot, slot: Slot, size: int) -> None:
     live, counts, before = slot.live_2S, slot.counts_CS, source.live_2S
     if slot.record:
         live[0, slot.index] = torch.maximum(live[0, slot.index], before[0, source.index])
@@ -240,6 +266,19 @@ def take_over(source: Slot, slot: Slot, size: int) -> None:
     if slot.count:
         counts[0, slot.index] += 1
         counts[1, slot.index] += size
+
+
+def _count_again(source, live, counts, record: bool, size: int) -> None:
+    """Of columns, as graphs have them."""
+    _take_over(Slot(source, counts, 0), Slot(live, counts, 0, record, not in_backward()), size)
+
+
+library.define(
+    "count_again(Tensor source, Tensor live, Tensor counts, bool record, SymInt size) -> ()",
+    _count_again,
+    lambda *arguments: None,
+    effect=True,
+)
 
 
 def transposed(x: Either) -> Either:

@@ -3,7 +3,7 @@
     a weight of another tensor class   torchao's quantize_ after fe.convert, DTensor
     an input that is a DTensor         parallelize_module
     forward-mode AD                    torch.autograd.forward_ad, torch.func.jvp, jacfwd, hessian
-    torch.func's other transforms      vmap, jacrev; grad and vjp where a layer is fused (transforms.py has fe.Linear's)
+    torch.func's other transforms      grad, vjp, vmap, jacrev
     torch.jit.trace                    and torch.onnx.export(dynamo=False), which calls it
 
 Layers in 16 bits take all of them.

@@ -22,7 +22,7 @@ from fp8engine.nn.layernorm_mlp import LayerNormMLP
 from fp8engine.nn.linear import Float8Module, float8_modules
 from fp8engine.nn.transformer import MLP
 
-OURS = (LayerNormLinear, LayerNormMLP, MLP, Attention)  # they call no child of theirs
+OURS = (LayerNormLinear, LayerNormMLP, MLP, Attention)  # of their layers, only the down-projection of a gated MLP
 
 
 def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bool = True) -> nn.Module:
@@ -35,11 +35,10 @@ def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bo
     one over the weight, in forward and again in backward.
 
     model: one that fe.convert has converted, or that holds modules of ours.
-    names: globs over names of gated MLPs, of their down-projections, or of an fe.Linear that nothing fuses; None: all
-    gated MLPs.  on: False takes it away again, as fe.revert does.  A setting, in no state_dict; copies and pickles of
-    the model have it.  fe.convert takes no converted model: after fe.revert and fe.convert, call it again.
-    Without effect while a layer is in 16 bits.  A fused MLP keeps its norm and first layers fused, and multiplies the
-    product by itself.
+    names: globs over names of gated MLPs, of their down-projections, or of any other fe.Linear; None: all gated MLPs.
+    on: False takes it away again, as fe.revert does.  A setting, in no state_dict; copies and pickles of the model have
+    it.  fe.convert takes no converted model: after fe.revert and fe.convert, call it again.
+    Without effect while a layer is in 16 bits.  No codes are written beside the product of a smoothed layer.
 
     Raises ConversionError where there is nothing to smooth, for a layer that is no down-projection, and for
     experts; ParallelError for a layer that ranks divide; UnknownName for a glob that
@@ -138,12 +137,11 @@ def _matching(model: nn.Module, downs: dict[str, Any], pattern: str) -> list[tup
     for name, module in model.named_modules():
         if not isinstance(module, Float8Module | GroupedLinear) or not matches(name):
             continue
-        group = getattr(module, "fused", None)
-        if not _takes(module) or id(module) in owned or (group is not None and group.second is not module):
+        if not _takes(module) or id(module) in owned:
             known = ", ".join(downs) or "none"
             raise ConversionError(
                 f"{name}: smooth takes the down-projections of gated MLPs, and it is a {type(module).__name__} that is "
-                f"none, or runs fused with others; those of {type(model).__name__}: {known}"
+                f"none; those of {type(model).__name__}: {known}"
             )
         found.append((name, module))
     if not found:

@@ -2,8 +2,9 @@
 
 A twin of the module (twin.py) runs on a small float64 input, in training and in evaluation, and its result is compared
 with the formulas of ops/reference.  What differs anywhere is not recognised: dropout with p > 0, a clamp, another
-scale or order, an eps that depends on the mode or the dtype.  The model itself never runs, and nothing of it or of
-torch's global state changes.  Hooks on the module are not seen: whoever replaces a forward asks for them.
+scale or order, an eps that depends on the mode or the dtype; nor is a module that counts its calls or keeps what it
+saw.  The model itself never runs, and nothing of it or of torch's global state changes.  Hooks on the module are not
+seen: whoever replaces a forward asks for them.
 """
 
 from __future__ import annotations

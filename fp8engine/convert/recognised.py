@@ -50,8 +50,7 @@ class Description:
 def describe(model: nn.Module) -> Description:
     """The blocks of a model, and what the probe sees in them; the model is left as it is.
 
-    What it sees, it knows by numbers (probe.py): no name matters.  (Which of it fe.convert fuses, the table of families
-    in nn/families.py says.)  Raises ConversionError for what is no nn.Module.
+    What it sees, it knows by numbers (probe.py): no name matters.  Raises ConversionError for what is no nn.Module.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -1,7 +1,7 @@
 """fe.revert, which gives the modules of a converted model their plain classes back, in place.
 
 Parameters, buffers, ties and hooks stay the objects that they are.  What fe.convert attached goes: scaling states,
-controllers of `auto`, fused groups, its hooks.  FP8 modules that fe.convert did not make stay as they are.
+controllers of `auto`, producers, its hooks.  FP8 modules that fe.convert did not make stay as they are.
 Weights that are stored as FP8 codes (a loaded checkpoint, fe.convert(frozen="fp8")) become new parameters, one layer
 after another: the values that the codes stand for, in 16 or 32 bits.
 """
@@ -19,9 +19,8 @@ from fp8engine.nn.attention import Attention
 from fp8engine.nn.class_swap import Mixin, change_class
 from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.fp8_attention import Float8Sdpa, Softmax
-from fp8engine.nn.group import FusedBlock
-from fp8engine.nn.lazy import FusedActivation, FusedNorm
 from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.produce import ProducingActivation, ProducingMlp, ProducingNorm
 from fp8engine.nn.serving import Served, restore
 from fp8engine.scaling.table import ScalingState
 
@@ -102,13 +101,11 @@ def _plain_class(kind: type[nn.Module], swapped: bool) -> type[nn.Module]:
 
 def _attached(kind: type[nn.Module], swapped: bool) -> tuple[str, ...]:
     """Attributes that a conversion has set on a module of this class; others are the user's."""
-    if issubclass(kind, FusedNorm | FusedActivation):
-        return ("group",)
-    if issubclass(kind, FusedBlock):
-        return ("forwards",)
+    if issubclass(kind, ProducingNorm | ProducingActivation | ProducingMlp):
+        return ("recognised",)
     if issubclass(kind, Float8Sdpa):
         return ("softmax",)
     if not issubclass(kind, Float8Module):
         return ()
     own = ("parts" if issubclass(kind, Float8Experts) else "numerics",) if swapped else ()
-    return (READ, "fused", "not_fused_because", *own)
+    return (READ, *own)

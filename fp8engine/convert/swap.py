@@ -24,7 +24,6 @@ from fp8engine.convert import attention as attending
 from fp8engine.convert import freeze
 from fp8engine.convert import fuse as fusing
 from fp8engine.convert.bypassed import FirstForward, call_layers
-from fp8engine.convert.describe import describe
 from fp8engine.convert.outliers import propose
 from fp8engine.convert.placement import device_of, warn_emulated, why_emulated
 from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
@@ -64,9 +63,9 @@ def convert(
     learns from it the consumers of each layer's result: what only FP8 matmuls read is stored in FP8; and it decides on
     what the inputs show (auto/calibration.py), gradients included where the model returns a loss.
     strict: raise instead of emulating FP8, leaving alone a layer that cannot be converted, or fusing nothing.
-    fuse: run norms with the linear layers that read them, and MLPs, as one call, which saves less for backward.  None
-    does so where the table of Hugging Face's families (families.py) recognises them; True too, and gives a
-    FusionWarning (with strict, an error) where it recognises nothing; False: every layer runs by itself.
+    fuse: norms, activations and gated MLPs write the FP8 codes that layers read beside their result, and save less for
+    backward (fuse.py).  None does so where they are recognised by what they compute; True too, and gives a
+    FusionWarning (with strict, an error) where none is; False: they run by their own forwards, and every layer casts.
     attention: "fp8", "fp8 unrotated" or "auto": how modules that call torch's scaled_dot_product_attention compute it
     (nn/fp8_attention.py); None leaves it in 16 bits.  What FP8 does not take runs in 16 bits, with an AttentionWarning.
     frozen: "fp8": weights that take no gradient (a base under adapters) become FP8 codes, a byte each, and their 16-bit
@@ -96,7 +95,7 @@ def convert(
         wheres = [(d.name, device_of(d.module, d.parameter), used) for d, used in chosen]
         emulated = {name: why for name, where, used in wheres if (why := why_emulated(where, used))}
         if strict:
-            _refuse(model if fuse else None, decisions, emulated)
+            _refuse(decisions, emulated)
         stored, trained = freeze.divide(model, chosen, frozen, strict)
         repeat = _plan_of(trained)
         consumers = None
@@ -109,7 +108,9 @@ def convert(
         chosen_names = {d.name for d, _ in stored}
         record.states += freeze.put(model, stored, [d.name for d in decisions if d.name not in chosen_names])
         propose(model)
-        fusion = None if fuse is False else fusing.fuse(model)
+        fused = 0 if fuse is False else fusing.fuse(model)
+        if strict and fuse and not fused:
+            raise StrictError(f"strict=True: fuse=True: {fusing.NOTHING}: convert without fuse=True")
         attending.put(attentions, attention or "", strict)
         call_layers(model)
         FirstForward(model, strict)
@@ -119,7 +120,7 @@ def convert(
         setattr(model, RECORD, record)
         if example_inputs is not None:
             calibrate(model, record.controllers, example_inputs)
-    _warn(emulated, fusion if fuse else None)
+    _warn(emulated, bool(fuse) and not fused)
     return model
 
 
@@ -178,19 +179,8 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
     ]
 
 
-def _refuse(fused: nn.Module | None, decisions: list[Decision], emulated: dict[str, str]) -> None:
-    """strict=True: raise StrictError for whatever would not run as asked.
-
-    fused: the model where fuse=True was asked, whose structure the table has to know.  emulated: layer -> why.
-    """
-    if fused is not None:
-        try:
-            unknown = describe(fused).why
-        except ConversionError as error:
-            unknown = (str(error),)
-        if unknown:
-            why = "; ".join(unknown)
-            raise StrictError(f"strict=True: fuse=True knows no structure: {why}; convert without fuse=True")
+def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
+    """strict=True: raise StrictError for layers that would not run as asked.  emulated: layer -> why."""
     blocked = [f"{d.name} ({d.reason})" for d in decisions if d.blocked]
     if blocked:
         raise StrictError(f"strict=True: {len(blocked)} layers cannot be converted: {'; '.join(blocked[:8])}")
@@ -252,12 +242,11 @@ def _control(
     return controllers
 
 
-def _warn(emulated: dict[str, str], fusion: fusing.Fusion | None) -> None:
+def _warn(emulated: dict[str, str], unfused: bool) -> None:
     """Warn `convert`'s caller of emulated layers, layer -> why, and where fuse=True has fused nothing."""
     warn_emulated([*emulated.values()], stacklevel=3)
-    if fusion is not None and not fusion.groups:
-        why = "; ".join(fusion.unknown) or "none of its norms and MLPs can (fe.inspect says why)"
-        warnings.warn(f"fuse=True: {why}: every layer runs by itself", FusionWarning, stacklevel=3)
+    if unfused:
+        warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=3)
 
 
 def _float8_class(module: nn.Module) -> type[Float8Module]:

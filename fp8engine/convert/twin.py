@@ -72,11 +72,25 @@ def quiet(device: str = "cpu") -> Iterator[None]:
 
 
 def run(twin: nn.Module, training: bool, *inputs: torch.Tensor) -> Any:
-    """The twin's result, within `quiet`.  Raises whatever the module's code raises."""
+    """The twin's result, within `quiet`.  Raises what the module's code raises, and where it changes attributes."""
     for part in twin.modules():  # `train` may be the module's own
         part.training = training
+    before = _held(twin)
     with _NoDraws():
-        return twin(*inputs)
+        y = twin(*inputs)
+    if [*map(id, before)] != [*map(id, _held(twin))]:
+        raise ConversionError("its forward keeps what others may read")
+    return y
+
+
+def _held(twin: nn.Module) -> list[Any]:
+    """What the parts of a twin have for attributes, and what is in those that are lists, dicts or sets."""
+    found: list[Any] = []
+    for part in twin.modules():
+        for value in () if isinstance(part, StandIn) else vars(part).values():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set) else ()
+            found += [value, *inside]
+    return found
 
 
 def is_linear(module: nn.Module) -> bool:

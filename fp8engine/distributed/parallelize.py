@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.shard import COLUMNS
 from fp8engine.distributed.styles import _Style
 from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
+from fp8engine.nn.layernorm_mlp import LayerNormMLP
 from fp8engine.nn.linear import Float8Module, float8_modules
+from fp8engine.nn.produce import ProducingMlp, ProducingNorm
+from fp8engine.nn.transformer import MLP
 
 # Names of the layers of q and k in transformers' attentions, and of how many features a head has.
 Q_AND_K = (("q_proj", "k_proj"), ("query", "key"), ("query_proj", "key_proj"), ("q", "k"), ("q_lin", "k_lin"))
@@ -44,7 +49,24 @@ def tensor_parallel(
     problems = list(_problems(model, plan, mesh.size()))[:8]
     problem = "; ".join([*problems, "nothing was divided"]) if problems else None
     agree("tensor_parallel", _described(model, plan), mesh.get_group(), problem)
-    return parallelize_module(model, mesh, dict(plan))
+    divided = parallelize_module(model, mesh, dict(plan))
+    for block in repeated_blocks(divided) or [divided]:
+        _sum_over_ranks(block)
+    return divided
+
+
+def _sum_over_ranks(block: nn.Module) -> None:
+    """Let the norms of a block whose layers gather tokens sum the gradients of their parameters over ranks.
+
+    Norms that fe.convert has recognised, as wide as what such a layer reads; not those that the plan has made DTensors.
+    """
+    shards = {}
+    for layer in float8_modules(block):
+        if (shard := layer.numerics.shard) is not None and shard.by == COLUMNS and isinstance(shard.inputs, Shard):
+            shards[getattr(layer, "in_features", 0)] = shard
+    for norm in block.modules():
+        if isinstance(norm, ProducingNorm) and (weight := norm._parameters.get("weight")) is not None:
+            norm.recognised.shard = None if isinstance(weight, DTensor) else shards.get(len(weight))
 
 
 def _one_dimension(mesh: DeviceMesh, dim: str | None) -> DeviceMesh:
@@ -97,6 +119,27 @@ def _problems(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -
                 ours = TORCHS[type(style)]
                 yield f"{name}: torch's {type(style).__name__} divides no FP8 layer: use fe.distributed.{ours}"
     yield from _heads(model, plan, ranks)
+    yield from _halves(model, divided)
+
+
+def _halves(model: nn.Module, divided: Collection[str]) -> Iterator[str]:
+    """Layers of one attention or MLP of which the plan divides some and not others: their parts would not fit."""
+    for name, module in model.named_modules():
+        together: tuple[str, ...] = ()
+        if isinstance(module, Attention):
+            together = ("q_proj", "k_proj", "v_proj", "o_proj")
+        elif isinstance(module, MLP | LayerNormMLP):
+            together = tuple(key for key, child in module.named_children() if isinstance(child, Float8Module))
+        elif isinstance(module, ProducingMlp):
+            together = tuple(".".join(path) for path in module.recognised.layers)
+        names = [f"{name}.{key}".strip(".") for key in together]
+        left = [key for key in names if key not in divided]
+        if left and len(left) < len(names):
+            style = "Rowwise" if left == names[-1:] else "Colwise"
+            yield (
+                f"{left[0]}: it works on the same parts as {', '.join(names)}, and is not divided: name all of them in "
+                f"the plan, {left[0]} as fe.distributed.{style}"
+            )
 
 
 def _heads(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> Iterator[str]:

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from fp8engine.autograd.attention import Cache, Rotary, Scores, angles, rotated
-from fp8engine.autograd.norm import norm as norm_of_input
-from fp8engine.autograd.norm_linear import norm_linear
 from fp8engine.autograd.packed import Packed
-from fp8engine.autograd.parts import Memory, NormOf
+from fp8engine.autograd.produce import norm_in_16_bits
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.nn.fp8_attention import Softmax
-from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, norm_of, share_state
+from fp8engine.nn.layernorm_linear import UNTIL_SHARED, norm_of, share_state
 from fp8engine.nn.linear import Linear
+from fp8engine.nn.produce import sharing
 from fp8engine.numerics.recipe import Recipe, resolve
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -124,18 +123,10 @@ class Attention(nn.Module):
         after the first call, and a later call's context is not read.
         Raises ShapeError for heads with an order (causal, window, theta) or for another batch beside a context.
         """
-        if context is None:
-            return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
-        return self.o_proj(self._mix((self.q_proj(x), *self._of_context(x, context, mask, cache)), mask))
-
-    def of_norm(self, x: torch.Tensor, norm: NormOf, memory: Memory, *seen) -> torch.Tensor:
-        """`forward` of norm(x), which is written once, in FP8.  seen: mask, positions, cache, context."""
-        if len(seen) == 4 and seen[3] is not None:
-            mask, _, cache, context = seen
-            k, v = self._of_context(x, context, mask, cache)
-            return self.o_proj(self._mix((*norm_linear(x, norm, [layer_of(self.q_proj)], memory), k, v), mask))
-        layers = [layer_of(p) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        return self.o_proj(self._mix(norm_linear(x, norm, layers, memory), *seen[:3]))
+        with sharing(self.q_proj):
+            if context is None:
+                return self.o_proj(self._mix((self.q_proj(x), self.k_proj(x), self.v_proj(x)), mask, positions, cache))
+            return self.o_proj(self._mix((self.q_proj(x), *self._of_context(x, context, mask, cache)), mask))
 
     def _of_context(self, x: torch.Tensor, context: torch.Tensor, mask, cache: Cache | None) -> tuple:
         """k and v of the context, before they are divided into heads; those that the cache holds, if it does."""
@@ -155,7 +146,7 @@ class Attention(nn.Module):
             raise ShapeError(f"Attention: context is {list(context.shape)}; want [{x.shape[0]}, S, context_size]")
         if cache is not None and (kept := cache.of_context) is not None:
             return kept
-        k, v = norm_linear(context, None, [layer_of(self.k_proj), layer_of(self.v_proj)])
+        k, v = self.k_proj(context), self.v_proj(context)
         if cache is not None:
             cache.keep_context(k, v, self.width)
         return k, v
@@ -193,4 +184,4 @@ class Attention(nn.Module):
     def _of_heads(self, x: torch.Tensor, norm: nn.RMSNorm) -> torch.Tensor:
         """The norm of each head; where ranks divide the heads, its weight's gradient is summed over them."""
         shard = self.q_proj.numerics.shard
-        return norm(x) if shard is None else norm_of_input(x, shard.own(norm_of(norm)))
+        return norm(x) if shard is None else norm_in_16_bits(x, shard.own(norm_of(norm)))

@@ -17,9 +17,13 @@ from torch import nn
 
 
 class Mixin(nn.Module):
-    """First base of a mixed class, with a forward of its own.  plain: the class that the module had."""
+    """First base of a mixed class, with a forward of its own.
+
+    plain: the class that the module had.  plain_forward: its forward, when the mixed class was made.
+    """
 
     plain: type[nn.Module]
+    plain_forward: Any
     mixin: type[Mixin]
     prefix = ""  # of the mixed class's name
 
@@ -46,7 +50,12 @@ def mix(module: nn.Module, mixin: type[Mixin]) -> None:
     change_class(module, mixed(mixin, type(module)))
 
 
-@functools.cache
+def replaced(module: Mixin) -> bool:
+    """Whether the forward of the plain class is another than when the module's class was made."""
+    kind = type(module)
+    return kind.plain.forward is not kind.plain_forward
+
+
 def mixed(mixin: type[Mixin], plain: type[nn.Module]) -> Any:
     """The subclass of both, made once.
 
@@ -56,11 +65,14 @@ def mixed(mixin: type[Mixin], plain: type[nn.Module]) -> Any:
     >>> mixed(Loud, nn.Identity)()(1), mixed(Loud, nn.Identity) is mixed(Loud, nn.Identity)
     (2, True)
     """
-    return type(
-        f"{mixin.prefix}{plain.__name__}",
-        (mixin, plain),
-        {"__module__": mixin.__module__, "plain": plain, "mixin": mixin},
-    )
+    return _mixed(mixin, plain, plain.forward)
+
+
+@functools.cache
+def _mixed(mixin: type[Mixin], plain: type[nn.Module], forward: Any) -> Any:
+    attributes = {"__module__": mixin.__module__, "plain": plain, "mixin": mixin}
+    attributes["plain_forward"] = staticmethod(forward)
+    return type(f"{mixin.prefix}{plain.__name__}", (mixin, plain), attributes)
 
 
 def _remade(mixin: type[Mixin], plain: type[nn.Module]) -> nn.Module:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 from transformers.pytorch_utils import Conv1D
 
 from fp8engine.autograd import Layer, linear
-from fp8engine.nn.lazy import PLACEHOLDERS, apply
-from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.linear import Float8Module, leaf
 from fp8engine.nn.serving import Served, scale_name, serving
 from fp8engine.numerics.recipe import Recipe
 
@@ -25,12 +25,12 @@ class Float8Conv1D(Float8Module, Conv1D):
         return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"
 
     def as_layer(self) -> Layer:
-        """The layer as the fused functions take it."""
+        """Weight [N, K], bias and numerics."""
         return Layer(self.weight.t(), self.bias, self.numerics)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(x, PLACEHOLDERS):
-            return apply(self, x)
+        if isinstance(x, Proxy):
+            return leaf(self, x)  # pyright: ignore[reportReturnType]
         return linear(x, self.weight.t(), self.bias, self.numerics)
 
 

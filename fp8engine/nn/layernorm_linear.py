@@ -1,26 +1,27 @@
-"""fe.LayerNormLinear, a norm and a Linear computed as one call; what all fused modules here share.
+"""fe.LayerNormLinear, a norm that writes the FP8 codes which its Linear reads; what all such modules here share.
 
 The children are ordinary modules, `norm` and an fe.Linear, so that names in a state_dict, reports and scaling states
-are those of the unfused code; forward calls the fused function with their parameters and not the children: their hooks
-do not run.
+are those of the code without it.  The layer is called as a module; the norm is computed with its child's parameters,
+whose hooks do not run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from fp8engine.auto import attach
-from fp8engine.autograd import Layer, Memory, NormOf, Numerics, norm_linear
-from fp8engine.autograd.parts import check_memory
-from fp8engine.errors import ConversionError, UnknownName
-from fp8engine.nn.linear import Float8Module, Linear
+from fp8engine.autograd import Memory, NormOf, Numerics
+from fp8engine.autograd.produce import check_memory
+from fp8engine.errors import UnknownName
+from fp8engine.nn.linear import Linear
+from fp8engine.nn.produce import begin_in_graph, normed
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.norm_quantize import KINDS
+from fp8engine.scaling.operands import Producer
 from fp8engine.scaling.table import ScalingState
 
 
@@ -62,7 +63,7 @@ def make_norm(width: int, norm: Norm, device=None, dtype=None) -> nn.LayerNorm |
 
 
 def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
-    """A norm's module as the fused functions take it.
+    """A norm's module as its formula and its parameters.
 
     >>> norm_of(make_norm(4, Norm("rms", 1e-6, zero_centered=True))).norm
     Norm(kind='rms', eps=1e-06, zero_centered=True)
@@ -75,25 +76,17 @@ def norm_of(module: nn.LayerNorm | nn.RMSNorm) -> NormOf:
     return NormOf(Norm(kind, eps, zero_centered), module.weight, getattr(module, "bias", None))
 
 
-def layer_of(module: Any) -> Layer:
-    """An fe.Linear as the fused functions take it.  Raises ConversionError for what an adapter put in its place."""
-    as_layer = getattr(module, "as_layer", None)
-    if as_layer is None or not isinstance(module, Float8Module):
-        raise ConversionError(
-            f"a fused layer reads the parameters of an fe.Linear and does not call it; {type(module).__name__} stands "
-            "in its place: put adapters on plain layers that fe.convert has converted"
-        )
-    return as_layer()
-
-
 UNTIL_SHARED = "bf16"  # the recipe of a layer that `share_state` is about to give its own
 
 
-def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe) -> None:
-    """Put layers made by hand in one scaling state; a compiled forward updates it once, at the first of them."""
+def share_state(layers: Sequence[tuple[str, Linear]], recipe: Recipe, begins: bool = False) -> None:
+    """Put layers made by hand in one scaling state; a compiled forward updates it once, at the first of them.
+
+    begins: the module that holds them does so before, with `begin_in_graph`.
+    """
     state = ScalingState([(name, recipe) for name, _ in layers], layers[0][1].weight.device)
     for index, (name, layer) in enumerate(layers):
-        layer.numerics = Numerics(name, recipe, state, index, standalone=index == 0)
+        layer.numerics = Numerics(name, recipe, state, index, standalone=index == 0 and not begins)
     attach([layer.numerics for _, layer in layers], [tuple(layer.weight.shape) for _, layer in layers])
 
 
@@ -133,7 +126,9 @@ class LayerNormLinear(nn.Module):
         check_memory(self.memory)
         self.norm = make_norm(in_features, Norm(norm, eps, zero_centered), device, dtype)
         self.linear = Linear(in_features, out_features, bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
-        share_state([("linear", self.linear)], recipe)
+        self.producer = Producer("norm")
+        share_state([("linear", self.linear)], recipe, begins=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return norm_linear(x, norm_of(self.norm), (layer_of(self.linear),), self.memory)[0]
+        begin_in_graph(self.linear)
+        return self.linear(normed(x, norm_of(self.norm), self.linear, self.producer, self.memory))

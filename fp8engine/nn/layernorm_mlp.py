@@ -1,18 +1,20 @@
-"""fe.LayerNormMLP, a norm, two linear layers and the activation between them computed as one call."""
+"""fe.LayerNormMLP, a norm, two linear layers and the activation between them, which write codes for one another."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from fp8engine.autograd import Memory, norm_mlp
-from fp8engine.autograd.parts import check_memory
+from fp8engine.autograd import Memory
+from fp8engine.autograd.produce import check_memory
 from fp8engine.errors import UnknownName
-from fp8engine.nn.layernorm_linear import UNTIL_SHARED, layer_of, make_norm, norm_of, share_state
+from fp8engine.nn.layernorm_linear import UNTIL_SHARED, make_norm, norm_of, share_state
 from fp8engine.nn.linear import Linear
+from fp8engine.nn.produce import activated, begin_in_graph, normed
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
+from fp8engine.scaling.operands import Producer
 
 RECOMPUTE = {False: (False, False), True: (True, True), "norm": (True, False), "activation": (False, True)}
 
@@ -65,11 +67,14 @@ class LayerNormMLP(nn.Module):
         first = Linear(hidden, intermediate * (1 + gated), bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
         self.add_module(self.first, first)
         self.down = Linear(intermediate, hidden, bias, recipe=UNTIL_SHARED, device=device, dtype=dtype)
-        share_state([(self.first, first), ("down", self.down)], recipe)
+        self.producers = Producer("norm"), Producer(activation)
+        share_state([(self.first, first), ("down", self.down)], recipe, begins=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = layer_of(getattr(self, self.first))
-        return norm_mlp(x, norm_of(self.norm), first, layer_of(self.down), self.activation, self.memory)
+        begin_in_graph(self.down)
+        first, (of_norm, of_activation) = getattr(self, self.first), self.producers
+        y = first(normed(x, norm_of(self.norm), first, of_norm, self.memory))
+        return self.down(activated(y, self.activation, self.down, of_activation, self.memory))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

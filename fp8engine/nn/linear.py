@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from fp8engine.auto import attach
 from fp8engine.autograd import Layer, Numerics, linear
 from fp8engine.autograd.refusals import no_script
-from fp8engine.errors import ConversionError, ParallelError
-from fp8engine.nn.group import Group
-from fp8engine.nn.lazy import PLACEHOLDERS, apply
+from fp8engine.errors import ConversionError, ParallelError, ScriptError
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
 
@@ -18,14 +19,11 @@ from fp8engine.scaling.table import ScalingState
 class Float8Module(nn.Module):
     """Base of every module with a recipe: its `numerics`, and how they follow torch's moves, loads and copies.
 
-    fused: after fe.convert(fuse=True), the group that it runs in; not_fused_because: why it is in none.
     transposed: whether the layer multiplies by its weight's transpose, the weight being [K, N].
     """
 
     numerics: Numerics
     transposed = False
-    fused: Group | None = None
-    not_fused_because: str = ""
 
     def numerics_of(self, parameter: str) -> Numerics | None:
         """The numerics of the matmuls by one of its parameters; None: that one is no matrix with a recipe."""
@@ -93,13 +91,25 @@ class Linear(Float8Module, nn.Linear):
         attach([self.numerics], [(out_features, in_features)])
 
     def as_layer(self) -> Layer:
-        """The layer as the fused functions take it."""
+        """Weight [N, K], bias and numerics."""
         return Layer(self.weight, self.bias, self.numerics)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.fused is not None or isinstance(input, PLACEHOLDERS):
-            return apply(self, input)
+        if isinstance(input, Proxy):
+            return leaf(self, input)  # pyright: ignore[reportReturnType]
         return linear(input, self.weight, self.bias, self.numerics)
+
+
+def leaf(layer: Any, x: Proxy) -> Proxy:
+    """The layer, or a module that makes what one reads, as one node of the graph that torch.fx traces.
+
+    Raises ScriptError for a layer that is traced by itself.
+    """
+    tracer: Any = x.tracer
+    place = tracer.path_of_module(layer)
+    if not place:
+        raise ScriptError(f"{layer.numerics.name}: a leaf of torch.fx; symbolic_trace takes the module that holds it")
+    return tracer.create_proxy("call_module", place, (x,), {})
 
 
 def float8_modules(model: nn.Module) -> list[Float8Module]:

@@ -1,4 +1,4 @@
-"""fe.TransformerLayer, attention and MLP between norms and residuals, with norms and activation stored in FP8.
+"""fe.TransformerLayer, attention and MLP between norms and residuals; norms and activation write FP8 codes.
 
     pre               y = x + D(A(n1(x)))            z = y + D(M(n2(y)))
     post              y = n1(x + D(A(x)))            z = n2(y + D(M(y)))
@@ -6,8 +6,7 @@
 
 A: attention, M: MLP, D: dropout.  A decoder's layer has cross attention C between the two: y + D(C(nc(y), context)), or
 post, nc(y + D(C(y, context))).  The children are ordinary modules, named as a Llama block's, whose state_dict loads;
-forward calls the fused functions with their parameters: hooks of q_proj, k_proj, v_proj, of the
-MLP's layers and of the norms do not run.
+forward calls them, but for the norms, which are computed with their parameters: hooks of the norms do not run.
 """
 
 from __future__ import annotations
@@ -20,25 +19,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine.autograd import Memory, norm_mlp
+from fp8engine.autograd import Memory
 from fp8engine.autograd.attention import Cache
-from fp8engine.autograd.norm import norm as norm_of_input
 from fp8engine.autograd.packed import Packed
-from fp8engine.autograd.parts import KEEP, NormOf, check_memory
+from fp8engine.autograd.produce import KEEP, check_memory
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.nn.attention import PROJECTIONS, Attention, Heads, with_bias
-from fp8engine.nn.layernorm_linear import layer_of, make_norm, norm_of, share_state
+from fp8engine.nn.layernorm_linear import make_norm, norm_of, share_state
 from fp8engine.nn.layernorm_mlp import RECOMPUTE
 from fp8engine.nn.linear import Linear
+from fp8engine.nn.produce import activated, begin_in_graph, normed, sharing
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
+from fp8engine.scaling.operands import Producer
 
 PLACEMENTS = ("pre", "post", "parallel", "parallel shared")
 
 
 class MLP(nn.Module):
-    """The MLP's layers: gate_proj (of a gated activation), up_proj, down_proj.  Calling it computes what they are."""
+    """The MLP's layers: gate_proj (of a gated activation), up_proj, down_proj."""
 
     def __init__(self, hidden: int, intermediate: int, activation: str, biased: Collection[str], **common: Any):
         super().__init__()
@@ -48,16 +48,17 @@ class MLP(nn.Module):
             self.gate_proj = Linear(hidden, intermediate, "gate_proj" in biased, **common)
         self.up_proj = Linear(hidden, intermediate, "up_proj" in biased, **common)
         self.down_proj = Linear(intermediate, hidden, "down_proj" in biased, **common)
+        self.memory, self.producer = KEEP, Producer(f"mlp's {activation}")
+
+    @property
+    def reader(self) -> nn.Module:
+        """The layer that reads the input first."""
+        return self.gate_proj if self.gated else self.up_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden], not normed."""
-        return self.of_norm(x, None, KEEP)
-
-    def of_norm(self, x: torch.Tensor, norm: NormOf | None, memory: Memory) -> torch.Tensor:
-        """`forward` of norm(x), or of x, with the activation written once, in FP8."""
-        up, down = layer_of(self.up_proj), layer_of(self.down_proj)
-        first = (layer_of(self.gate_proj), up) if self.gated else up
-        return norm_mlp(x, norm, first, down, self.activation, memory)
+        """x [..., hidden], normed already."""
+        first, up = (self.gate_proj(x), self.up_proj(x)) if self.gated else (self.up_proj(x), None)
+        return self.down_proj(activated(first, self.activation, self.down_proj, self.producer, self.memory, up))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
@@ -143,7 +144,9 @@ class TransformerLayer(nn.Module):
             self.cross_attn = Attention(hidden, across, projecting, **common)
             self.cross_attn_layernorm = make_norm(hidden, Norm(norm, eps, zero_centered), device, dtype)
             layers += [(f"cross_attn.{name}", getattr(self.cross_attn, name)) for name in PROJECTIONS]
-        share_state([*layers, *((f"mlp.{name}", getattr(self.mlp, name)) for name in feeding)], recipe)
+        self.mlp.memory = self.memory
+        self.producers = {name: Producer(name) for name in (*self.norms(), "cross_attn_layernorm")}
+        share_state([*layers, *((f"mlp.{name}", getattr(self.mlp, name)) for name in feeding)], recipe, begins=True)
 
     def norms(self) -> tuple[str, ...]:
         """Names of the norms, attention's first."""
@@ -172,32 +175,42 @@ class TransformerLayer(nn.Module):
                 "no cross attention: make it with context_size" if cross is None else "cross attention, which reads one"
             )
             raise ShapeError(f"TransformerLayer: context is {'missing' if cross else 'given'}, and the layer has {has}")
-        seen = (mask, positions, cache)
-        first, second = (norm_of(getattr(self, self.norms()[i])) for i in (0, -1))
-        if self.placement == "post":
-            y = self._norm(x + self._drop(self.self_attn(x, *seen), 0), first)
-            if cross is not None:
-                crossed = cross(y, context_mask, None, cache, context)
-                y = self._norm(y + self._drop(crossed, 0), norm_of(self.cross_attn_layernorm))
-            return self._norm(y + self._drop(self.mlp.of_norm(y, None, self.memory), 1), second)
-        attended = self._drop(self.self_attn.of_norm(x, first, self.memory, *seen), 0)
-        if self.placement == "pre":
-            x = x + attended
-            if cross is not None:
-                norm = norm_of(self.cross_attn_layernorm)
-                crossed = cross.of_norm(x, norm, self.memory, context_mask, None, cache, context)
-                x = x + self._drop(crossed, 0)
-            return x + self._drop(self.mlp.of_norm(x, second, self.memory), 1)
-        return x + attended + self._drop(self.mlp.of_norm(x, second, self.memory), 1)
+        begin_in_graph(self.mlp.down_proj)
+        with sharing(self.mlp.down_proj):
+            run = self._post_norm if self.placement == "post" else self._pre_norm
+            return run(x, (mask, positions, cache), (context_mask, None, cache, context))
+
+    def _post_norm(self, x: torch.Tensor, seen: tuple, crossed: tuple) -> torch.Tensor:
+        """seen, crossed: what attention and cross attention take beside x."""
+        cross, (first, second) = getattr(self, "cross_attn", None), self.norms()
+        after = self.mlp.reader
+        y = self._norm(x + self._drop(self.self_attn(x, *seen), 0), first, after if cross is None else cross.q_proj)
+        if cross is not None:
+            y = self._norm(y + self._drop(cross(y, *crossed), 0), "cross_attn_layernorm", after)
+        return self._norm(y + self._drop(self.mlp(y), 1), second, None)
+
+    def _pre_norm(self, x: torch.Tensor, seen: tuple, crossed: tuple) -> torch.Tensor:
+        """As `_post_norm`; also of parallel attention and MLP."""
+        cross, (first, *second) = getattr(self, "cross_attn", None), self.norms()
+        before = self.mlp.reader
+        n = self._norm(x, first, self.self_attn.q_proj)
+        attended = self._drop(self.self_attn(n, *seen), 0)
+        if self.placement == "parallel shared":
+            return x + attended + self._drop(self.mlp(n), 1)
+        if self.placement == "parallel":
+            return x + attended + self._drop(self.mlp(self._norm(x, second[0], before)), 1)
+        x = x + attended
+        if cross is not None:
+            x = x + self._drop(cross(self._norm(x, "cross_attn_layernorm", cross.q_proj), *crossed), 0)
+        return x + self._drop(self.mlp(self._norm(x, second[0], before)), 1)
 
     def _drop(self, x: torch.Tensor, where: int) -> torch.Tensor:
         return F.dropout(x, self.dropout[where], self.training)
 
-    def _norm(self, x: torch.Tensor, norm: NormOf) -> torch.Tensor:
-        """A norm after a residual, which the next residual reads too: in 16 bits."""
-        if (shard := self.mlp.up_proj.numerics.shard) is not None:
-            norm = shard.of_part(norm)
-        return norm_of_input(x, norm, self.memory if self.mlp.up_proj.numerics.plan.fp8 else KEEP)
+    def _norm(self, x: torch.Tensor, name: str, reader: nn.Module | None) -> torch.Tensor:
+        """One of the norms.  reader: the layer that reads it first; None: another module's."""
+        like = reader or self.mlp.reader
+        return normed(x, norm_of(getattr(self, name)), like, self.producers[name], self.memory, reader is not None)
 
     def extra_repr(self) -> str:
         return f"placement={self.placement}, dropout={self.dropout}"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -33,15 +34,17 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 TABLES, FLAGS = "Tensor live, Tensor counts", "bool record, bool count"  # the fields of a Slot, less its index
 
 
-def direct(x: torch.Tensor) -> bool:
-    """Whether the dispatcher has nothing to add: eager code, real data, no mode active.  Saves 8 us a call."""
-    return (
-        type(x) in PLAIN
-        and not torch.compiler.is_compiling()
-        and _torch.dispatch_modes() == 0
-        and not x.is_meta
-        and not torch.is_grad_enabled()
-    )
+def direct(*arguments: Any) -> bool:
+    """Whether the dispatcher has nothing to add for any tensor: eager code, real data, no mode active.
+
+    Saves 8 us a call.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _torch.dispatch_modes():
+        return False
+    for x in arguments:  # noqa: SIM110 - a generator costs a Python call for each
+        if isinstance(x, torch.Tensor) and (type(x) not in PLAIN or x.is_meta):
+            return False
+    return True
 
 
 def keepable(x: torch.Tensor) -> bool:

@@ -89,7 +89,7 @@ def norm_quantize_backward(
             "pass the row statistics that this norm's forward returned"
         )
     arguments = dy_MK, x_MK, weight_K, *rows, *norm
-    if _direct(arguments):
+    if direct(*arguments):
         dx_MK, dweight_K, dbias_K = _norm_quantize_backward(*arguments)
     else:
         dx_MK, dweight_K, dbias_K = call(name, None, *arguments)
@@ -142,17 +142,12 @@ def act_quantize_backward(
     return ActGradients(dx_MK, q, q_t, *((None, dbias_K) if up_MN is None else (dup_MN, None)))
 
 
-def _direct(arguments: tuple) -> bool:
-    """Whether the dispatcher has nothing to add for any of the tensors."""
-    return all(direct(x) for x in arguments if isinstance(x, torch.Tensor))
-
-
 def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
     """(y, its codes, those of its transpose, whatever else there is) by a function below, or by its operator."""
     own = to
     if to.how is None or (to.slot is not None and to.slot.group and to.how.per_tensor):
         own = IN_16_BITS  # no codes; or under one scale for all ranks, which a cast of its own finds
-    if _direct(arguments):
+    if direct(*arguments):
         found = run(*arguments, own.how, own.transposed, slot=own.slot)
     else:
         text = "" if own.how is None else str(own.how)

@@ -34,7 +34,6 @@ from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 NOT_SAMPLED = "auto has seen no training step (inference, or a model compiled whole): formats are those it begins with"
 NEVER_RAN = "never ran: its forward was not called (its weight may be read directly)"
 DECIDED = "16 bits, as auto has decided: its decisions say why"
-APART = "the product by itself: fe.smooth changes it"
 BYPASSED = "never ran: its weight is read directly, its forward was not called"
 
 
@@ -165,7 +164,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
         "backend": backend,
         "emulated": ran and recipe.is_fp8 and matmul.emulated(device, backend),
         "reason": "; ".join(filter(None, (_not_sampled(numerics, ran), _why(numerics, ran, backend), *told))),
-        "fused": _fused(module),
+        "fused": f"fused: reads what {numerics.source} wrote" if numerics.source else "",
         "outliers": "smoothed" if numerics.smooth else "",
         "ran": ran or not recipe.is_fp8,
         "fp8_share": recipe.fp8_share if ran else 0.0,
@@ -222,14 +221,6 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
     if numerics.sizes is None or plan.kind is None:
         return ""
     return matmul.why_chosen(numerics.state.device, numerics.sizes, plan.precision["forward"], plan.kind)
-
-
-def _fused(module: nn.Module) -> str:
-    """The group that the layer runs fused in, or why it is in none; "" where fuse=True was not asked."""
-    group, why = getattr(module, "fused", None), getattr(module, "not_fused_because", "")
-    if group is not None and group.second is module and module.numerics.smooth:  # pyright: ignore
-        return f"{group}, {APART}"
-    return str(group) if group is not None else f"not fused: {why}" if why else ""
 
 
 class _Slots:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
 from fp8engine.auto.flow import repeats
-from fp8engine.nn.group import NOT_RUN
 from fp8engine.scaling.table import OUTPUT, ROLES
 
 # A layer's share stands out above so many times the middle one of the layers that otherwise ran alike, if it is above
@@ -97,9 +96,7 @@ def _note(layer: dict) -> str:
     reason = layer["reason"]
     if (layer["emulated"] and reason.startswith("emulated")) or reason == f"asked for {layer['recipe']}":
         reason = ""  # other columns say so
-    apart = layer["fused"] if ", but run apart: " in layer["fused"] else ""  # what runs as planned is counted above
-    apart = "" if apart.endswith(NOT_RUN) else apart
-    return "; ".join(filter(None, [reason, apart, layer.get("outliers")]))
+    return "; ".join(filter(None, [reason, layer.get("outliers")]))
 
 
 def shape_of(layer: dict) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from fp8engine.report.page.write import Drawn
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
-ALONE = "not fused: "  # how collect.py begins the reason
 SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts")
 
 
@@ -141,12 +139,8 @@ class Report:
         ]
         if 0 < totals["sampled"] < 1:
             lines.append(f"flushed shares are from a sample of {totals['sampled']:.1%} of the elements")
-        fused = sum(layer["fused"].startswith("fused: ") for layer in self.layers)
-        alone = Counter(why for layer in self.layers if (why := layer["fused"].removeprefix(ALONE)) != layer["fused"])
-        if fused or alone:
-            whys = "; ".join(f"{count} do not: {why}" for why, count in alone.most_common())
-            told = f"{fused} layers run fused with their norms or activations"
-            lines.append("; ".join(filter(None, [told, whys])))
+        if fused := sum(bool(layer["fused"]) for layer in self.layers):
+            lines.append(f"{fused} layers read what a norm, an activation or a gated product wrote for them")
         words = {"saturated": "saturated", "underflowed": "was flushed to zero"}
         if nothing := [word for key, word in words.items() if folded.measured(totals, key) == 0]:
             lines.append(f"nothing {' or '.join(nothing)}")

@@ -63,6 +63,7 @@ class ScalingState:
         self.backward_seen = False  # a backward pass has recorded amaxes that no update has entered yet
         self.recomputed = False  # forwards run again inside backward: the first ones may run without gradients
         self.begun = False  # a training step has begun
+        self.watched = False  # a root's forward begins its steps
         self.predictions = 0  # how often scales were predicted
         # Called when a training step begins, scales predicted; with whether a backward pass came since the last.
         self.on_step: Callable[[bool], None] | None = None
@@ -227,6 +228,7 @@ class ScalingState:
 
     def watch(self, root: nn.Module) -> None:
         """Follow the forwards of the model that the layers are part of."""
+        self.watched = True
         root.register_forward_pre_hook(self.begin_forward)
         root.register_forward_hook(self.end_forward, always_call=True)
 

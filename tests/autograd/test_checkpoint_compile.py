@@ -48,8 +48,8 @@ def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
     assert train(recomputed, whole(recomputed)) == losses
     assert counters["stats"]["unique_graphs"] <= before + 1, "the update's graph is there already"
     assert same(list(eager.parameters()), list(recomputed.parameters()))
-    assert same(tables(eager)[:2], tables(recomputed)[:2])
-    assert same(tables(plain), tables(recomputed)), "counters too: of a graph, which casts for each layer by itself"
+    assert same(tables(eager), tables(recomputed))
+    assert same(tables(plain), tables(recomputed))
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_no_code_is_kept_for_backward_and_only_what_writes_nothing_runs_again():
     activations = [value for value in kept if value.dim() and len(value) == 24]
     assert [list(value.shape) for value in activations] == [[24, WIDTH]] * 3, "the result, and each block's input"
     again = [node.name for node in backward.graph.nodes if "_column" in node.name and "quantize" in node.name]
-    assert len(again) == 3 * 2 + 2 * 3 - 2, again
+    assert len(again) == 2 * (2 + 3 - 1), f"of a block what its norm and its product make, two weights: {again}"
     assert "take_column" not in backward.code, backward.code
     assert "put_column" not in backward.code, backward.code
 

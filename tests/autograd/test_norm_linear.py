@@ -1,4 +1,4 @@
-"""norm_linear: a norm and the layers that read it, against the same in pieces, bit for bit, and against float64.
+"""A norm as a producer and the layers that read it, against the same in pieces, bit for bit, and against float64.
 
 In FP32 nothing is rounded between the pieces, so that fused and apart are one computation: results, gradients, scales
 and counters agree in every bit.  In BF16 too: both round the norm to 16 bits first.
@@ -28,7 +28,7 @@ from support import FP8_RECIPES, spy_on, sqnr, tables
 
 import fp8engine as fe
 from fp8engine.autograd import Memory, linear
-from fp8engine.autograd.parts import keep, kept
+from fp8engine.autograd.produce import keep, kept
 from fp8engine.numerics.recipe import resolve
 
 LAYER = NORMS[2]
@@ -127,7 +127,7 @@ def test_one_norm_for_all_layers(monkeypatch: pytest.MonkeyPatch):
     spy_on(monkeypatch, "quantize", lambda real, x, *rest: ran.append(tuple(x.shape)) or real(x, *rest))
     model = Model("current", LAYER, [(48, 16), (48, 16), (48, 8)])
     model(torch.randn(6, 48))
-    assert ran == [(16, 48), (16, 48), (8, 48)], "weights alone are cast"
+    assert ran == [(6, 48), (16, 48), (16, 48), (8, 48)], "the norm once, by the first layer that reads it"
 
 
 def test_layers_whose_casts_differ_read_16_bits():
@@ -253,6 +253,7 @@ def test_what_is_kept_in_fp8_is_its_codes_times_its_scale(dtype):
     """A row of 1e4 has codes up to 448 under 2^5; one of 1e-6 scales that FP16 does not have."""
     x = (torch.randn(3, 48) * torch.tensor([[1e4], [1.0], [1e-6]])).to(dtype)
     data, scale = keep(x, Memory(store="fp8"))
+    assert data is not None
     assert scale is not None
     wanted = (data.double() * scale.double()).to(dtype)
     assert torch.equal(kept(data, scale, dtype), wanted)

@@ -212,13 +212,11 @@ def test_layers_are_where_accelerate_will_move_their_weights():
 
 @pytest.mark.parametrize("make", [tiny.gpt2, tiny.mixtral, tiny.llama], ids=lambda f: f.__name__)
 def test_families_offloaded_and_fused(make):
-    """Conv1D and experts change their classes too; what could be fused runs apart, and the report says why."""
+    """Conv1D and experts change their classes too; norms and activations read what accelerate has moved to them."""
     plain = make().eval()
     model, ids = converted(accelerate.cpu_offload(copy.deepcopy(plain), CPU)), tiny.tokens()
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, converted(plain, fuse=False)(ids).logits)
+        assert torch.equal(model(ids).logits, converted(plain)(ids).logits)
     report = fe.inspect(model)
     assert report.totals["never_ran"] == 0
-    fused = [row["fused"] for row in report.layers if row["fused"].startswith("fused")]
-    assert fused
-    assert all(text.endswith("has a forward of its own") for text in fused)
+    assert any("norm" in row["fused"] or "ln_1" in row["fused"] for row in report.layers)

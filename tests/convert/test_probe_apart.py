@@ -30,25 +30,33 @@ def llama(layers: int = 2, **options: Any) -> Any:
 
 
 class Counts(nn.Module):
-    """Counts its calls, in an attribute and in a dict, and keeps what it saw."""
+    """Counts its calls, in an attribute or in a dict, or keeps what it saw, as `count` does."""
 
-    def __init__(self):
+    def __init__(self, count: Any = lambda *given: None):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down, self.count = nn.Linear(8, 16), nn.Linear(16, 8), count
         self.calls, self.log, self.seen = 0, Counter(), []
 
     def forward(self, x):
-        self.calls += 1
-        self.log["calls"] += 1
-        self.seen.append(x)
+        self.count(self, x)
         return self.down(F.relu(self.up(x)))
 
 
-def test_what_a_module_counts_and_keeps_stays():
+def _calls(module: Any, x: torch.Tensor) -> None:
+    module.calls += 1
+
+
+@pytest.mark.parametrize(
+    "count",
+    [_calls, lambda m, x: m.log.update(["calls"]), lambda m, x: m.seen.append(x), lambda m, x: setattr(m, "read", x)],
+)
+def test_what_a_module_counts_and_keeps_stays_and_no_other_forward_may_stand_in_for_its_own(count: Any):
     module: Any = Counts()
     module.itself = [module]  # a cycle, which no copy follows
     assert probe.mlp_of(module) == Mlp("relu", "down", "up")
-    assert (module.calls, module.log, module.seen) == (0, Counter(), [])
+    module.count = count
+    assert probe.mlp_of(module) is None
+    assert (module.calls, module.log, module.seen, hasattr(module, "read")) == (0, Counter(), [], False)
 
 
 def test_no_hook_runs():

@@ -131,14 +131,14 @@ class Named(nn.TransformerEncoderLayer):
 
     def __init__(self):
         super().__init__(32, 2, 64, dropout=0.0, batch_first=True)
-        self.parts, self.group, self.fused = ["mine"], "mine", "mine"
+        self.parts, self.recognised = ["mine"], "mine"
 
 
 def test_attributes_of_the_user_stay():
     model: Any = fe.revert(converted(nn.TransformerEncoder(Named(), 1, enable_nested_tensor=False)))
     layer = model.layers[0]
     assert type(layer) is Named
-    assert (layer.parts, layer.group, layer.fused) == (["mine"], "mine", "mine")
+    assert (layer.parts, layer.recognised) == (["mine"], "mine")
 
 
 def test_after_a_first_forward_that_was_interrupted():

@@ -107,7 +107,7 @@ class Head(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def head_loss(mesh=None, parallel: bool = False, rank: int = 0) -> dict:
+def head_loss(mesh=None, parallel: bool = False, rank: int = 0, plan_names_norm: bool = True) -> dict:
     torch.manual_seed(0)
     model = converted(Head(), exact("current"), skip=lambda name, module: False)
     x, labels = torch.randn(BATCH, T, WIDTH), torch.randint(0, 40, (BATCH * T,))
@@ -116,7 +116,8 @@ def head_loss(mesh=None, parallel: bool = False, rank: int = 0) -> dict:
         loss.backward()
         return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
     output = {"output_layouts": Shard(-1) if parallel else Replicate(), "use_local_output": not parallel}
-    plan = {"norm": SequenceParallel(), "lm_head": Colwise(input_layouts=Shard(1), **output)}
+    of_norm = {"norm": SequenceParallel()} if plan_names_norm else {}  # else a norm that is recognised sums its own
+    plan = {**of_norm, "lm_head": Colwise(input_layouts=Shard(1), **output)}
     fe.distributed.tensor_parallel(model, mesh, plan)
     logits = model(x.chunk(RANKS, 1)[rank].contiguous()).flatten(0, 1)
     if parallel:
@@ -226,6 +227,7 @@ def work(rank: int, ranks: int) -> dict:
                 found[name, recipe, str(layout)] = one_step(name, recipe, mesh, layout, rank)
     found["checkpoint"] = one_step("block pre", "current", mesh, Shard(1), rank, "checkpoint")
     found["loss"] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
+    found["loss"]["norm not named"] = head_loss(mesh, False, rank, plan_names_norm=False)
     found["siblings"] = siblings(mesh, rank)
     found["delayed"] = predicted(mesh, rank)
     found["decided"] = decided(mesh, rank)
@@ -259,8 +261,8 @@ def test_a_block_recomputed_by_a_checkpoint_is_the_same(found: list[dict]):
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_loss_of_a_divided_head(parallel: bool, found: list[dict]):
+@pytest.mark.parametrize("parallel", [False, True, "norm not named"])
+def test_loss_of_a_divided_head(parallel: bool | str, found: list[dict]):
     reference = head_loss()
     for rank in found:
         for key, value in rank["loss"][parallel].items():

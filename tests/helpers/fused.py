@@ -12,12 +12,14 @@ from support import state_of, tables
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.autograd import Memory, NormOf, norm_linear, norm_mlp
-from fp8engine.nn.layernorm_linear import layer_of, share_state
+from fp8engine.autograd import Memory, NormOf
+from fp8engine.nn.layernorm_linear import share_state
+from fp8engine.nn.produce import activated, normed
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops import reference
 from fp8engine.ops.reference import Norm, RowStatistics
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
+from fp8engine.scaling.operands import Producer
 
 NORMS = [Norm("rms", 1e-6), Norm("rms", 1e-3, True), Norm("layer", 1e-5), Norm("layer", 1e-3, True)]
 MEMORIES = [Memory(), Memory(True, True), Memory(store="fp8"), Memory(True, True, "fp8")]
@@ -65,6 +67,7 @@ class Model(nn.Module):
         k = shapes[0][0]
         self.which: Any = norm
         self.kind, self.memory = kind, Memory()
+        self.of_norm, self.of_act = Producer("norm"), Producer(kind)
         self.gamma: Any = None
         self.beta: Any = None
         if norm is not None:
@@ -83,14 +86,14 @@ def norm_of(model: Model) -> NormOf | None:
 
 
 def fused(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The fused function."""
-    *firsts, last = map(layer_of, model.layers)
+    """Through producers, which know the first layer that reads each result, as in modules of ours."""
+    of, memory, layers = norm_of(model), model.memory, list(model.layers)
+    n = x if of is None else normed(x, of, layers[0], model.of_norm, memory)
     if not model.kind:
-        norm = norm_of(model)
-        assert norm is not None
-        return norm_linear(x, norm, [*firsts, last], model.memory)
-    first = firsts[0] if len(firsts) == 1 else (firsts[0], firsts[1])
-    return (norm_mlp(x, norm_of(model), first, last, model.kind, model.memory),)
+        return tuple(layer(n) for layer in layers)
+    *firsts, last = layers
+    y, up = [*(layer(n) for layer in firsts), None][:2]
+    return (last(activated(y, model.kind, last, model.of_act, memory, up)),)
 
 
 def apart(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""torch.compile of Hugging Face families under fe.convert(fuse=True), one of each way through the fused modules.
+"""torch.compile of Hugging Face families under fe.convert(fuse=True), one of each way through their producers.
 
 The two modes take different ways through Dynamo: with gradients an autograd Function becomes a subgraph, without them
 its forward is inlined.
@@ -10,8 +10,8 @@ its forward is inlined.
     t5-v1.1    q, k, v and gate, up as layers of their own; cross-attention, which reads another model's states
     qwen2_moe  experts, and an expert that all tokens pass
 
-The others differ in names alone.  That their fused blocks compute what they did is tested in eager code, of every
-family (tests/convert/test_fuse.py); training in one graph under other recipes and for several batches, there for two.
+The others differ in names alone.  That their blocks compute what they did is tested in eager code, of every family
+(tests/convert/test_fuse.py); training in one graph under other recipes and for several batches in test_compile.py.
 """
 
 import copy

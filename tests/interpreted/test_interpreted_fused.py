@@ -37,11 +37,12 @@ ASKS = ("unsupported", "casts_groups", "scale_update")
 
 def compare(model: Model, dtype: torch.dtype, widths, launched: list[str], kernels: list[str]) -> None:  # noqa: F811
     other = like(model, model.call, model.memory)
-    for x, dys in batches((37, 37), K, widths, dtype):
+    for i, (x, dys) in enumerate(batches((37, 37, 37), K, widths, dtype)):
         launched.clear()
         with fe.backend("triton"):
             found = step(model, x, dys)
-        assert [name for name in launched if name not in ASKS] == kernels
+        if i:  # the first backward tells the activation who reads the gradient that it gives back
+            assert [name for name in launched if name not in ASKS] == kernels
         with fe.backend("reference"):
             wanted = step(other, x, dys)
         assert found.keys() == wanted.keys()

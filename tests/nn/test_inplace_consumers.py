@@ -13,9 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 from fp8engine.autograd import Memory, NormOf
-from fp8engine.autograd.norm import norm
+from fp8engine.autograd.produce import norm
 from fp8engine.nn.serving import ServedLinear
 from fp8engine.ops.reference import Norm
+from fp8engine.scaling.operands import Producer
 
 WIDTH = 32
 
@@ -28,7 +29,7 @@ class StoredNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
-        return norm(x, NormOf(Norm("rms", 1e-5), self.weight), Memory(store="fp8"))
+        return norm(x, NormOf(Norm("rms", 1e-5), self.weight), Producer(), Memory(store="fp8"))
 
 
 class Experts(nn.Module):

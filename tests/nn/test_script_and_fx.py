@@ -60,9 +60,9 @@ def test_a_model_converted_with_fuse_can_be_traced_too():
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
     model = converted(transformers.LlamaForCausalLM(config), "current", fuse=True)
-    mlp, x = model.model.layers[0].mlp, torch.randn(2, 3, 32)
+    mlp, x = nn.Sequential(model.model.layers[0].mlp), torch.randn(2, 3, 32)
     traced = fx.symbolic_trace(mlp)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_module"][-1] == "down_proj"
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"][-1] == "0.down_proj"
     assert torch.equal(traced(x), mlp(x))
 
 

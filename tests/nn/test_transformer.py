@@ -10,7 +10,7 @@ from layer64 import exact_step, lively, step
 from support import FP8_RECIPES, sqnr
 
 import fp8engine as fe
-from fp8engine.errors import ConversionError, ShapeError, UnknownName
+from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.ops.reference.activations import ACTIVATIONS
 
 H, F = 32, 48
@@ -169,6 +169,17 @@ def test_errors_name_what_is_wrong():
         layer(torch.randn(3, H))
     with pytest.raises(ShapeError, match=r"mask is \[2, 4\]; want \[batch, 3\]"):
         layer(torch.randn(2, 3, H), torch.ones(2, 4, dtype=torch.bool))
-    layer.self_attn.q_proj = torch.nn.Linear(H, H)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ConversionError, match="put adapters on plain layers"):
-        layer(torch.randn(2, 3, H))
+
+
+def test_layers_are_called_as_modules_whatever_stands_in_their_place():
+    layer, x, called = make("llama", "rowwise"), torch.randn(2, 3, H), []
+    layers = {name: module for name, module in layer.named_modules() if isinstance(module, fe.Linear)}
+    for name, module in layers.items():
+        module.register_forward_hook(lambda *_, name=name: called.append(name))
+    wanted = layer(x)
+    assert called == list(layers)
+    for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"):  # readers that norms and activation know
+        plain = torch.nn.Linear(*reversed(layers[name].weight.shape), bias=layers[name].bias is not None)
+        plain.load_state_dict(layers[name].state_dict())
+        layer.set_submodule(name, plain)
+        assert sqnr(wanted, layer(x)) > 25

@@ -130,7 +130,8 @@ def kind_of(module: nn.Module) -> str | None:
     """
     if is_layer(module):
         return "layer"
-    here, name = type(module).__module__, type(module).__name__
+    of = vars(type(module)).get("plain", type(module))  # under a class that fe.convert has mixed
+    here, name = of.__module__, of.__name__
     if here.startswith("fp8engine.nn") and name in ("LayerNormLinear", "LayerNormMLP"):
         return "fused"
     if next(module.children(), None) is not None:

@@ -153,7 +153,7 @@ def _loss(output: Any, batch: Batch) -> torch.Tensor:
 def _converted(model: nn.Module, recipe: Recipe, decisions: list[Decision]) -> nn.Module:
     """A copy under the recipe; the copy as it is, where every layer computes in a 16- or 32-bit recipe already.
 
-    Layer by layer: what each layer returns is compared, and a hook on a fused layer keeps it apart anyway.
+    Without producers: norms and activations are the model's own in both, so that only layers differ.
     """
     twin = _copy(model)
     if not recipe.is_fp8 and all(decision.recipe is None for decision in decisions):

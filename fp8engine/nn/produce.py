@@ -1,0 +1,222 @@
+"""Norms, activations and MLPs that write the FP8 codes which the layers behind them read (autograd/produce.py).
+
+    normed, activated         of our own modules, which know the layer that reads the result
+    ProducingNorm             fe.convert's, for a norm, an activation and an MLP of any model that the probe has
+    ProducingActivation       recognised by what they compute: the same object under another forward, hooks and all
+    ProducingMlp
+
+An MLP calls its layers as modules, so that their hooks and adapters run.  Where what was recognised is not what is
+there any more, the module's own forward runs: another eps is followed; a tensor of another class or dtype, another
+module in the activation's place, or a hook on it, are the own forward's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Proxy
+
+from fp8engine import _torch
+from fp8engine.autograd.linear import check
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.produce import KEEP, Memory, NormOf, activation, norm, norm_in_16_bits
+from fp8engine.nn.class_swap import Mixin, replaced
+from fp8engine.nn.linear import leaf
+from fp8engine.numerics.formats import FLOATS
+from fp8engine.ops.library import PLAIN
+from fp8engine.ops.reference.activations import ACTIVATIONS
+from fp8engine.scaling.operands import Producer
+
+KNOWN = (*PLAIN, _torch.FakeTensor)  # classes of tensors that a producer takes; fake ones where a step is planned
+
+SMALL = {"relu": Memory(recompute_activation=True)}  # torch keeps one tensor of a ReLU; its input and codes are more
+
+
+def numerics_of(layer: Any) -> Numerics | None:
+    """The numerics of a layer, or of the one inside an adapter; None: it has none."""
+    return getattr(getattr(layer, "base_layer", layer), "numerics", None)
+
+
+def normed(
+    x: torch.Tensor,
+    of: NormOf,
+    layer: nn.Module,
+    producer: Producer,
+    memory: Memory = KEEP,
+    reads: bool = True,
+) -> torch.Tensor:
+    """norm(x) for a layer that reads it; as torch computes it where the layer's recipe has no FP8.
+
+    reads: False where another layer will, with a recipe like this one's.
+    Raises as the layer does for x, naming it.
+    """
+    reader = numerics_of(layer)
+    if reader is not None and reader.shard is None:
+        own: Any = getattr(layer, "base_layer", layer)
+        check(x, own.weight, own.bias, reader.name)
+    if reader is None or not reader.plan.fp8 or _transformed():
+        return norm_in_16_bits(x, of)
+    if reader.shard is not None:
+        return reader.shard.normed(x, of, lambda part, own: norm(part, own, producer, memory, reader))
+    return norm(x, of, producer, memory, reader if reads else None)
+
+
+def activated(
+    x: torch.Tensor,
+    kind: str,
+    layer: nn.Module,
+    producer: Producer,
+    memory: Memory = KEEP,
+    up: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """act(x), or act(x) * up, for a layer that reads it; as torch computes it where the layer's recipe has no FP8."""
+    reader = numerics_of(layer)
+    if reader is None or not reader.plan.fp8 or _transformed():
+        return ACTIVATIONS[kind](x) if up is None else ACTIVATIONS[kind].of(x, up)
+    return activation(x, kind, producer, memory, up, reader)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is active: no Function of ours runs, and the layer in FP8 refuses by name."""
+    return not torch.compiler.is_compiling() and _torch.transforms_active()
+
+
+def begin_in_graph(layer: nn.Module) -> None:
+    """A step begins with the forward of a module of ours, in a compiled graph; in eager code its layers begin it.
+
+    layer: any of those that share its scaling state.
+    """
+    if torch.compiler.is_compiling() and (numerics := numerics_of(layer)) is not None:
+        numerics.state.begin_step()
+
+
+@contextlib.contextmanager
+def sharing(layer: nn.Module) -> Iterator[None]:
+    """Layers of a module of ours share the casts of what they read within its forward, as in one of a converted root.
+
+    layer: any of those that share its scaling state.
+    """
+    numerics = None if torch.compiler.is_compiling() else numerics_of(layer)
+    if numerics is None or numerics.state.forward.number is not None:  # in a graph what the module makes is shared
+        yield
+        return
+    numerics.state.forward.begin()
+    try:
+        yield
+    finally:
+        numerics.state.forward.end()
+
+
+@dataclass(eq=False)
+class Recognised:
+    """What a module computes.  what: a norm, or an activation's kind.  eps: the name of the norm's own eps, or "".
+
+    layers: of an MLP, the paths of its gate and up, or of one layer for both, and of its down.
+    others: its other parts and their paths: the activation, dropout with p = 0; their forwards do not run.
+    shard: of a norm of this rank's tokens, how the layers near it are divided; it sums its parameters' gradients.
+    """
+
+    what: Any
+    eps: str = ""
+    layers: tuple[tuple[str, ...], ...] = ()
+    others: tuple[tuple[tuple[str, ...], nn.Module], ...] = ()
+    gate_last: bool = False
+    producer: Producer = field(default_factory=Producer)
+    shard: Any = None
+
+
+def _plain(x: Any) -> bool:
+    dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested
+    return dense and not _transformed()
+
+
+class ProducingNorm(Mixin):
+    """A norm whose result takes codes along."""
+
+    prefix = "Producing"
+    recognised: Recognised
+
+    def forward(self, *args, **kwargs):
+        known, which = self.recognised, self.recognised.what
+        x: Any = args[0] if args else None
+        if isinstance(x, Proxy):
+            return leaf(self, x)
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)  # a parametrization's too
+        as_found = not (len(args) > 1 or kwargs or replaced(self)) and _plain(x) and _fits(weight, x) and _fits(bias, x)
+        if not as_found or (which.kind == "layer" and _widened(x)):
+            return super().forward(*args, **kwargs)
+        if known.eps:  # it may be set by now
+            which = which._replace(eps=getattr(self, known.eps))
+        of = NormOf(which, weight, bias)
+        if known.shard is not None:
+            return known.shard.normed(x, of, lambda part, own: norm(part, own, known.producer))
+        return norm(x, of, known.producer)
+
+
+def _fits(parameter: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether a norm with this parameter gives a result in x's dtype."""
+    return parameter is None or (type(parameter) in KNOWN and parameter.dtype == x.dtype)
+
+
+def _widened(x: torch.Tensor) -> bool:
+    """Whether autocast gives a LayerNorm's result another dtype than x's."""
+    return x.dtype.itemsize == 2 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+class ProducingActivation(Mixin):
+    """An activation whose result takes codes along."""
+
+    prefix = "Producing"
+    recognised: Recognised
+
+    def forward(self, *args, **kwargs):
+        if args and isinstance(args[0], Proxy):
+            return leaf(self, args[0])
+        if len(args) != 1 or kwargs or replaced(self) or not _plain(args[0]):
+            return super().forward(*args, **kwargs)
+        known = self.recognised
+        return activation(args[0], known.what, known.producer, SMALL.get(known.what, KEEP))
+
+
+class ProducingMlp(Mixin):
+    """An MLP, down(act(gate(x)) * up(x)) or down(act(up(x))), whose product takes codes along."""
+
+    prefix = "Producing"
+    recognised: Recognised
+
+    def forward(self, *args, **kwargs):
+        known, x = self.recognised, args[0] if args else None
+        *firsts, down = layers = [_part(self, path) for path in known.layers]
+        dtypes = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
+        as_found = len(dtypes - {None}) == len(dtypes) == 1  # T5 keeps one weight in FP32, and casts what it reads
+        as_found = as_found and all(_passive(_part(self, path), part) for path, part in known.others)
+        if len(args) != 1 or kwargs or replaced(self) or not (as_found and _plain(x)):
+            return super().forward(*args, **kwargs)
+        made = [layer(x) for layer in firsts]
+        if known.gate_last:
+            made = [*reversed(made[0].chunk(2, -1))]
+        if not all(map(_plain, made)) or len({y.dtype for y in made}) > 1:  # as a layer of another library gives
+            kind = ACTIVATIONS[known.what]
+            return down(kind(*made) if len(made) == 1 else kind.of(*made))
+        y, *up = made
+        return down(activated(y, known.what, down, known.producer, SMALL.get(known.what, KEEP), *up))
+
+
+def _part(module: Any, path: tuple[str, ...]) -> Any:
+    """The module at a path within another; None where there is none any more."""
+    for key in path:
+        module = module and module._modules.get(key)
+    return module
+
+
+def _passive(part: Any, found: nn.Module) -> bool:
+    """Whether a part is the one that was found, drops nothing, and nobody looks on."""
+    if part is not found:
+        return False
+    hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+    return not hooks and "forward" not in vars(part) and not getattr(part, "p", 0.0)

@@ -1,0 +1,358 @@
+"""Producers: norms and activations whose results take along what layers have cast them to (autograd/produce.py).
+
+Eager code and graphs agree in every bit, a write between a norm and its reader is seen, q, k and v share one cast, and
+the tensor alone holds its operands.  Where kernels write the codes: tests/interpreted/test_interpreted_producers.py.
+"""
+
+import copy
+import gc
+import io
+import operator
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import FP8_RECIPES, converted, same, saved, tables
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+import fp8engine as fe
+from fp8engine.autograd import NormOf
+from fp8engine.autograd.produce import activation, norm
+from fp8engine.ops.reference import Norm
+from fp8engine.scaling.operands import Operands, Producer
+
+K, F = 32, 48
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+class Gated(nn.Module):
+    """An MLP with a gate, as the probe knows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(K, F), nn.Linear(K, F), nn.Linear(F, K)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A norm that three layers read, one before a gated MLP, one before a plain one; every kind of producer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(K), nn.RMSNorm(K, eps=1e-6), nn.LayerNorm(K)
+        self.q, self.k, self.v, self.o = (nn.Linear(K, K) for _ in range(4))
+        self.gated, self.plain = Gated(), nn.Sequential(nn.Linear(K, F), nn.GELU(), nn.Linear(F, K))
+
+    def forward(self, x):
+        h = self.norm1(x)
+        x = x + self.o(self.q(h) * self.k(h).sigmoid() + self.v(h))
+        x = x + self.gated(self.norm2(x))
+        return x + self.plain(self.norm3(x))
+
+
+PRODUCERS = ["norm1", "norm2", "norm3", "gated", "plain.1"]
+
+
+def block(recipe: str = "current", dtype: torch.dtype = torch.float32) -> Any:
+    """The same weights every time, converted."""
+    torch.manual_seed(0)
+    model = converted(Block().to(dtype), recipe)
+    assert [name for name, m in model.named_modules() if type(m).__name__.startswith("Producing")] == PRODUCERS
+    return model
+
+
+def steps(model: Any, calls: list[Any], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Results and gradients of a step through each of the calls, weights and inputs growing; at the end the tables."""
+    found = []
+    for i, call in enumerate(calls):
+        model.zero_grad()
+        x = torch.randn(2, 9, K, generator=torch.Generator().manual_seed(i)).mul(2.0**i).to(dtype).requires_grad_()
+        y = call(x)
+        y.float().square().mean().backward()
+        found += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.05)
+    return found + tables(model)
+
+
+QUICK = [("delayed", 0), ("rowwise", 2)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first"),
+    [
+        pytest.param(recipe, first, marks=() if (recipe, first) in QUICK else pytest.mark.slow)
+        for recipe in FP8_RECIPES
+        for first in (0, 2)
+    ],
+)
+def test_a_graph_equals_eager_code_from_the_first_step_and_after_eager_steps(recipe, first):
+    """Eager steps tell producers who reads them, so that the graph is another one."""
+    eager, compiled = block(recipe), block(recipe)
+    in_graph = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    wanted = steps(eager, [eager] * (first + 3))
+    assert same(steps(compiled, [compiled] * first + [in_graph] * 3), wanted)
+
+
+# What is written, and the same without a write in place.
+WRITES: dict[str, tuple[Callable, Callable]] = {
+    "add_": (lambda h: h.add_(1), lambda h: h + 1),
+    "+=": (lambda h: operator.iadd(h, 1), lambda h: h + 1),
+    "iadd": (lambda h: h.__iadd__(1), lambda h: h + 1),
+    "setitem": (lambda h: h.__setitem__(0, 0), lambda h: torch.cat([h[:1] * 0, h[1:]])),
+    "view": (lambda h: h.view(-1).mul_(2), lambda h: h * 2),
+    "inplace": (nn.ReLU(inplace=True), nn.functional.relu),
+    "inplace by place": (lambda h: nn.functional.relu(h, True), nn.functional.relu),
+    "foreach": (lambda h: torch._foreach_add_([h], 1), lambda h: h + 1),
+    "out": (lambda h: torch.add(h.detach(), 1, out=h.detach()), lambda h: h + 1),
+}
+# What moves no version counter: eager code alone, on a CPU.
+UNCOUNTED: dict[str, tuple[Callable, Callable]] = {
+    "data": (lambda h: h.data.mul_(2), lambda h: h * 2),
+    "numpy": (lambda h: h.detach().numpy().__imul__(2), lambda h: h * 2),
+}
+
+
+class Between(nn.Module):
+    """A norm and two layers; h is written before the first, or between the two."""
+
+    def __init__(self, write: Callable, in_place: bool, early: bool):
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(K), nn.Linear(K, 16), nn.Linear(K, 16)
+        self.write, self.in_place, self.early = write, in_place, early
+
+    def written(self, h):
+        made = self.write(h)
+        return h if self.in_place else made
+
+    def forward(self, x):
+        h = self.norm(x)
+        if self.early:
+            h = self.written(h)
+        y = self.first(h)
+        return y, self.second(h if self.early else self.written(h))
+
+
+def between(write: str, early: bool, recipe: str = "delayed") -> list[Any]:
+    """[with the write in place, with the same out of place], converted, of equal weights."""
+    made = []
+    for in_place, how in zip((True, False), (WRITES | UNCOUNTED)[write], strict=True):
+        torch.manual_seed(0)
+        made.append(converted(Between(how, in_place, early), recipe))
+    return made
+
+
+def assert_written(model: Any, call: Any, wanted: Any, gradients: bool) -> None:
+    """Two steps of both agree: results, gradients of weights, and where autograd sees the write, of the input."""
+    for i in range(2):
+        x = torch.randn(4, K).mul(2.0**i)
+        found = []
+        for each, run in ((model, call), (wanted, wanted)):
+            each.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y, z = run(leaf)
+            (y.square().sum() + 2 * z.square().sum()).backward()
+            heads = [each.first.weight.grad, each.second.weight.grad]
+            found.append([y, z, *heads, *([leaf.grad, each.norm.weight.grad] if gradients else [])])
+        assert same(*found)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the first reader", "between two"])
+@pytest.mark.parametrize("write", [*WRITES, *UNCOUNTED])
+def test_a_write_between_a_norm_and_its_reader_is_read(write, early):
+    model, wanted = between(write, early)
+    assert_written(model, model, wanted, gradients=write not in (*UNCOUNTED, "out"))
+    assert same(tables(model)[:2], tables(wanted)[:2])
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the first reader", "between two"])
+@pytest.mark.parametrize("write", WRITES)
+def test_in_a_graph_too(write, early):
+    model, wanted = between(write, early)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_written(model, call, wanted, gradients=write != "out")
+    assert same(tables(model)[:2], tables(wanted)[:2])
+
+
+def casts_of(model: Any) -> list[torch.Size]:
+    """Shapes of what a forward graph, from the first step on, casts; weights too."""
+    graphs: list[Any] = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(torch.randn(6, K))
+    nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    found = []
+    for node in nodes:  # with_effects is given the operator behind its token
+        called, x = node.args[1:3] if "with_effects" in str(node.target) else (node.target, node.args[0])
+        if str(called).startswith(("fp8engine.quantize", "fp8engine.cast_transpose")):
+            found.append(x.meta["val"].shape)
+    return found
+
+
+class Three(nn.Module):
+    """A norm and three layers, with a write behind the first."""
+
+    def __init__(self, write: Callable):
+        super().__init__()
+        self.norm, self.write = nn.LayerNorm(K), write
+        self.q, self.k, self.v = (nn.Linear(K, 16) for _ in range(3))
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = self.q(h)
+        self.write(h)
+        return y, self.k(h), self.v(h)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
+def test_q_k_and_v_of_one_norm_cast_it_once_in_a_graph(recipe):
+    shapes = casts_of(converted(Three(lambda h: None), recipe))
+    once = shapes.count(torch.Size([6, K]))
+    assert once == (2 if recipe == "rowwise" else 1), "rows for forward, columns for wgrad; or one scale for both"
+    assert shapes.count(torch.Size([16, K])) >= 3, "weights"
+
+
+def test_after_a_write_each_casts_for_itself_in_a_graph():
+    assert casts_of(converted(Three(lambda h: h.mul_(2)), "current")).count(torch.Size([6, K])) == 3
+
+
+class Looks(Block):
+    """Keeps a look at what its first norm has given, when its three readers have run."""
+
+    look: Callable
+
+    def forward(self, x):
+        h = self.norm1(x)
+        y = self.q(h) + self.k(h) + self.v(h)
+        self.look(h)
+        return y
+
+
+def looks(look: Callable) -> Any:
+    torch.manual_seed(0)
+    model = converted(Looks())
+    model.look = look
+    return model
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_tensor_alone_holds_its_operands(grad):
+    """Freed with it by reference counts: no cycle waits for the collector."""
+    alive = []
+
+    def look(h):
+        assert h.fp8, "three layers have read it"
+        alive.extend(weakref.ref(value.data) for value, _ in h.fp8.values())
+
+    model = looks(look)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(grad):
+            y = model(torch.randn(4, K))
+        assert alive
+        assert grad == any(reference() is not None for reference in alive), "wgrad reads them"
+        if grad:
+            y.sum().backward()
+            assert y.grad_fn is not None
+            assert all(reference() is None for reference in alive)
+    finally:
+        gc.enable()
+
+
+def test_when_the_roots_forward_ends_a_tensor_that_is_kept_holds_none():
+    kept = []
+    looks(kept.append)(torch.randn(4, K))
+    assert kept[0].fp8 == {}
+
+
+def by_saving(x: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "save": by_saving}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_tensor_takes_none_along(how):
+    def look(h):
+        other = COPIES[how](h)
+        assert torch.equal(other, h)
+        assert h.fp8
+        assert not vars(other).get("fp8")
+        assert not isinstance(vars(other).get("fp8"), Operands)
+        seen.append(other)
+
+    seen: list[torch.Tensor] = []
+    model = looks(look)
+    with torch.no_grad():
+        model(torch.randn(4, K))
+        assert seen
+        model.q(seen[0])  # and is read like any other
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_model_trains_as_the_model_does(how):
+    model = block("delayed")
+    steps(model, [model] * 2)
+    other = COPIES[how](model)
+    assert [type(m).__name__ for m in other.modules()] == [type(m).__name__ for m in model.modules()]
+    assert other.norm1.recognised.producer is not model.norm1.recognised.producer
+    assert other.norm1.recognised.producer.reader is None, "its readers are others"
+    assert same(steps(other, [other] * 3), steps(model, [model] * 3))
+    assert other.norm1.recognised.producer.reader is other.q.numerics
+    assert by_saving(model.state_dict()).keys() == Block().state_dict().keys()
+
+
+PARTS = {
+    "LayerNormLinear": lambda recipe, on: fe.LayerNormLinear(K, F, recipe=recipe, recompute=on),
+    "LayerNormMLP": lambda recipe, on: fe.LayerNormMLP(K, F, "swiglu", recipe=recipe, recompute=on),
+    "TransformerLayer": lambda recipe, on: fe.TransformerLayer(K, F, 4, "swiglu", recipe=recipe, recompute=on),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_what_is_recomputed_changes_no_bit_and_keeps_no_codes(recipe, part):
+    torch.manual_seed(0)
+    plain = PARTS[part](recipe, False)
+    again = PARTS[part](recipe, True)
+    again.load_state_dict(plain.state_dict())
+    assert same(steps(again, [again] * 3), steps(plain, [plain] * 3))
+    x = torch.randn(2, 9, K, requires_grad=True)
+    sizes = [sum(t.dtype == torch.float8_e4m3fn and len(t) != F for t in saved(m, x)) for m in (plain, again)]
+    assert sizes[1] < sizes[0] or recipe == "rowwise_gw_hp", "wgrad reads 16 bits there"
+
+
+def test_what_is_recomputed_is_made_once_for_all_that_read_it(monkeypatch):
+    from fp8engine.ops import norm_act
+
+    ran = []
+    real = norm_act.norm_quantize
+    monkeypatch.setattr(norm_act, "norm_quantize", lambda *given: ran.append(given) or real(*given))
+    layer = fe.TransformerLayer(K, F, 4, "swiglu", recipe="current", recompute="norm")
+    layer(torch.randn(2, 9, K, requires_grad=True)).sum().backward()
+    assert len(ran) == 2 * 2, "each norm again, once for q, k and v, once for gate and up"
+
+
+def test_a_result_that_nobody_casts_is_a_plain_tensor():
+    x, gamma = torch.randn(4, K, requires_grad=True), torch.ones(K)
+    for y in (norm(x, NormOf(Norm("rms"), gamma), Producer()), activation(x, "gelu", Producer())):
+        assert type(y) is torch.Tensor
+        assert not y._is_view()
+        assert (y + 1).__dict__.get("fp8") is y.view(-1).__dict__.get("fp8") is None
+        assert y.detach().__dict__.get("fp8") is None

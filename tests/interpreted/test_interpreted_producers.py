@@ -1,0 +1,123 @@
+"""Producers on the triton backend, which writes codes beside results: they are a cache, and change no number."""
+
+import copy
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from autograd.test_produce import UNCOUNTED, WRITES, K, assert_written, between, block, steps
+from interpreted.test_interpreted_norm_act import assert_cached
+from support import DTYPES, FP8_RECIPES, same, tables
+
+import fp8engine as fe
+from fp8engine.autograd import NormOf, produce
+from fp8engine.autograd.linear import matrix
+from fp8engine.ops.reference import Norm, Store
+from fp8engine.ops.reference.cast_transpose import IN_16_BITS
+from fp8engine.scaling.operands import Producer
+
+# NumPy remarks on exp(-x) that is Inf, and the like, which a GPU computes in silence.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with fe.backend("triton"):
+        yield
+
+
+def layer_norm(x, producer: Producer, reader) -> torch.Tensor:
+    width = x.shape[-1]
+    gamma, beta = torch.linspace(0.5, 2, width).to(x.dtype), torch.linspace(-1, 1, width).to(x.dtype)
+    return produce.norm(x, NormOf(Norm("layer", 1e-5), gamma, beta), producer, reader=reader)
+
+
+# What is made of x [..., 2 width], in `width` columns.
+MADE: dict[str, Any] = {
+    "norm": lambda x, *of: layer_norm(x[..., ::2], *of),
+    "plain": lambda x, *of: produce.activation(x[..., ::2].contiguous(), "gelu", of[0], reader=of[1]),
+    "gated": lambda x, *of: produce.activation(x, "swiglu", of[0], reader=of[1]),
+    "gate and up": lambda x, *of: produce.activation(x[..., ::2], "geglu", of[0], up=x[..., 1::2], reader=of[1]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_what_is_written_beside_a_result_is_its_cast(recipe, kind, dtype):
+    """In a step that has a prediction, which does not hold; codes, scales, and the layer's tables."""
+    for shape in ((3, 5, 33), (7, 130)):
+        reader = fe.Linear(shape[-1], 16, recipe=recipe, dtype=dtype)
+        reader(torch.randn(8, shape[-1], dtype=dtype)).sum().backward()
+        other = copy.deepcopy(reader)
+        y = MADE[kind](4 * torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype), Producer(), reader.numerics)
+        plan = other.numerics.plan
+        how = plan.forward[0].how[None]
+        assert set(y.fp8) == {how, *[(how, "transposed")] * plan.input_serves_both}
+        other.numerics.state.enter()  # as the producer has begun the step
+        fresh = Store(how, plan.input_serves_both, other.numerics.slot("input", True))
+        codes = (y.fp8.get(key, (None,))[0] for key in (how, (how, "transposed")))
+        with torch.no_grad():
+            assert_cached((matrix(y), *codes), Store(how, fresh.transposed, y.fp8[how][1]), fresh)
+        assert same(tables(reader), tables(other))
+
+
+def trained(monkeypatch, model: Any, granted: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], Counter]:
+    """What `steps` of the model give, and how often codes were granted."""
+    count = Counter()
+
+    def asked(name: str, real: Any, *given: Any) -> Store:
+        to = real(*given) if granted else IN_16_BITS
+        count[name] += to.how is not None
+        return to
+
+    with monkeypatch.context() as patch:
+        for name in ("codes_for", "codes_of_gradient"):
+            patch.setattr(produce, name, partial(asked, name, getattr(produce, name)))
+        return steps(model, [model] * 3, dtype), count
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [*((recipe, torch.bfloat16) for recipe in FP8_RECIPES), ("delayed", torch.float32), ("current", torch.float16)],
+    ids=str,
+)
+def test_training_is_the_same_whether_codes_are_written_or_not(recipe, dtype, monkeypatch):
+    found, granted = trained(monkeypatch, block(recipe, dtype), True, dtype)
+    wanted, none = trained(monkeypatch, block(recipe, dtype), False, dtype)
+    assert same(found, wanted), "results, gradients, history, live values and counters"
+    assert not none.total()
+    # Three norms and two activations in the two steps after the first, which tells them who reads; the gated MLP knows
+    # its reader from the start.  The plain activation's backward writes, where one cast serves dgrad and wgrad.
+    assert granted["codes_for"] == 2 * 5 + 1
+    assert granted["codes_of_gradient"] == (2 if recipe != "rowwise_gw_hp" else 0)
+
+
+def test_codes_that_nobody_reads_are_written_a_few_times():
+    x, producer, reader = torch.randn(4, K), Producer(), fe.Linear(K, 16, recipe="current")
+    reader(layer_norm(x, producer, None))
+    made = [layer_norm(x, producer, None) for _ in range(Producer.MOST_UNREAD + 5)]
+    assert [len(y.fp8) > 0 for y in made] == [True] * Producer.MOST_UNREAD + [False] * 5
+    reader(made[-1])
+    assert layer_norm(x, producer, None).fp8, "a layer has read one"
+
+
+@pytest.mark.parametrize("write", [*WRITES, *UNCOUNTED])
+def test_codes_written_before_a_write_are_not_read(write):
+    """Under delayed scaling their amax stays in the history: then a write of less is cast for more than there is."""
+    model, wanted = between(write, early=True, recipe="current")
+    for each in (model, wanted):
+        each(torch.randn(4, K, generator=torch.Generator().manual_seed(1)))[0].sum().backward()  # tells who reads
+    assert model.norm.recognised.producer.reader is not None
+    assert_written(model, model, wanted, gradients=write not in (*UNCOUNTED, "out"))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_what_is_recomputed_changes_no_bit(recipe):
+    torch.manual_seed(0)
+    plain = fe.TransformerLayer(K, 48, 4, "swiglu", recipe=recipe)
+    again = fe.TransformerLayer(K, 48, 4, "swiglu", recipe=recipe, recompute=True)
+    again.load_state_dict(plain.state_dict())
+    assert same(steps(again, [again] * 2), steps(plain, [plain] * 2))
