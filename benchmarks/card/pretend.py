@@ -135,7 +135,7 @@ def _replace_names() -> None:
         (scaled_mm.matmul, _scaled),
         (scaled_grouped.has_scaled_grouped, lambda where: True),
         (scaled_grouped.scaled_grouped, _scaled_grouped),
-        (library.direct, lambda x: type(x) in plain and not torch.is_grad_enabled()),
+        (library.direct, _on_plain),
         (library.keepable, lambda x: type(x) in plain and not x.is_inference()),
         (harness.compare, _once),
         (harness.limits, lambda where, clock, *rest: harness.Limits(1.0, 1.0)),
@@ -147,6 +147,12 @@ def _replace_names() -> None:
     torch.autocast = lambda kind, *rest, **more: (  # type: ignore[misc,assignment]
         contextlib.nullcontext() if kind == "meta" else autocast(kind, *rest, **more)
     )
+
+
+def _on_plain(*arguments: Any) -> bool:
+    """library.direct, for which a meta tensor is real."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors) and not torch.is_grad_enabled()
 
 
 def _replace(old: Any, new: Any) -> None:

@@ -226,8 +226,8 @@ def work(rank: int, ranks: int) -> dict:
             for layout in (Shard(1), Replicate()):
                 found[name, recipe, str(layout)] = one_step(name, recipe, mesh, layout, rank)
     found["checkpoint"] = one_step("block pre", "current", mesh, Shard(1), rank, "checkpoint")
-    found["loss"] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
-    found["loss"]["norm not named"] = head_loss(mesh, False, rank, plan_names_norm=False)
+    losses: dict[bool | str, dict] = {parallel: head_loss(mesh, parallel, rank) for parallel in (False, True)}
+    found["loss"] = losses | {"norm not named": head_loss(mesh, False, rank, plan_names_norm=False)}
     found["siblings"] = siblings(mesh, rank)
     found["delayed"] = predicted(mesh, rank)
     found["decided"] = decided(mesh, rank)
