@@ -31,7 +31,7 @@ BUDGET = {
     "cli": 1_037,
     "convert": 1_545,
     "demo": 1_060,
-    "distributed": 2_296,
+    "distributed": 2_300,
     "export": 1_312,
     "integrations": 199,
     "kernels": 3_454,

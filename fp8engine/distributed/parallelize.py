@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,11 +120,16 @@ def _problems(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -
                 ours = TORCHS[type(style)]
                 yield f"{name}: torch's {type(style).__name__} divides no FP8 layer: use fe.distributed.{ours}"
     yield from _heads(model, plan, ranks)
-    yield from _halves(model, divided)
+    yield from _halves(model, {name: plan[pattern] for name, pattern in divided.items()})
 
 
-def _halves(model: nn.Module, divided: Collection[str]) -> Iterator[str]:
-    """Layers of one attention or MLP of which the plan divides some and not others: their parts would not fit."""
+def _halves(model: nn.Module, styles: Mapping[str, Any]) -> Iterator[str]:
+    """Layers of one attention or MLP that are left whole where others pass on, or take, this rank's part of a result.
+
+    styles: Colwise or Rowwise of the layers in the plan; those that are divided already have a Sharding, alike.
+    """
+    numerics = {name: module.numerics for name, module in model.named_modules() if isinstance(module, Float8Module)}
+    found = {name: each.shard for name, each in numerics.items() if each.shard is not None} | dict(styles)
     for name, module in model.named_modules():
         together: tuple[str, ...] = ()
         if isinstance(module, Attention):
@@ -133,8 +139,9 @@ def _halves(model: nn.Module, divided: Collection[str]) -> Iterator[str]:
         elif isinstance(module, ProducingMlp):
             together = tuple(".".join(path) for path in module.recognised.layers)
         names = [f"{name}.{key}".strip(".") for key in together]
-        left = [key for key in names if key not in divided]
-        if left and len(left) < len(names):
+        left = [key for key in names if key not in found]
+        layouts = (each.outputs if each.by == COLUMNS else each.inputs for key in names if (each := found.get(key)))
+        if left and Shard(-1) in layouts:
             style = "Rowwise" if left == names[-1:] else "Colwise"
             yield (
                 f"{left[0]}: it works on the same parts as {', '.join(names)}, and is not divided: name all of them in "

@@ -1,4 +1,4 @@
-"""Whether a graph that is being traced has written in place since a tensor was made.
+"""Places in a graph that is being traced, and the search for writes in place since one of them.
 
 Under torch.compile a tensor has no version that Python can branch on.  But Dynamo runs a function marked as constant
 while it traces, and that function can read the nodes traced so far.  Any write in place between the two places counts,

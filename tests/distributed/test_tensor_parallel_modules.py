@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
+from fp8engine.distributed.parallelize import _halves
 from fp8engine.distributed.traffic import Traffic
 from fp8engine.numerics.recipe import resolve
 
@@ -294,3 +295,12 @@ def test_ranks_decide_alike(found: list[dict]):
     first, *others = (rank["decided"] for rank in found)
     assert first, "the case is one where auto decides something"
     assert all(other == first for other in others)
+
+
+def test_results_that_are_gathered_fit_a_layer_that_is_whole():
+    attention = fe.Attention(32, 4, recipe="current")
+    names = [f"{name}_proj" for name in "qkv"]
+    assert list(_halves(attention, {name: Colwise(output_layouts=Replicate()) for name in names})) == []
+    assert list(_halves(attention, {"o_proj": Rowwise(input_layouts=Replicate())})) == []
+    (told,) = _halves(attention, {name: Colwise() for name in names})
+    assert told.startswith("o_proj: it works on the same parts as q_proj, k_proj, v_proj, o_proj, and is not divided")
