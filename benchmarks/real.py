@@ -167,7 +167,7 @@ def costs(real: Real, window: object) -> dict[str, Cost]:
     model = copy.deepcopy(real.model)
     layers = fe.inspect(converted(real, "current", 1)).layers
     converts = {layer["name"] for layer in layers if layer["recipe"] != "none"}
-    cast, found = casts.how(fe.Cast(fe.E4M3)), {name: [0.0] * 4 for name in converts}
+    cast, found = fe.Cast(fe.E4M3), {name: [0.0] * 4 for name in converts}
 
     def watch(sums: list[float]):
         def forward(layer: nn.Linear, inputs: tuple, y: torch.Tensor) -> None:

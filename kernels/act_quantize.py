@@ -123,7 +123,7 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to, up_MN: torch.Tensor | None =
     """
     x_MN, up_MN = _halves(x_MK, kind, up_MN)
     m, n = x_MN.shape
-    by_row = to.how is not None and (to.how.rows, to.how.cols) == (1, -1) and not to.transposed and n <= WIDEST_ROW
+    by_row = to.cast is not None and (to.cast.rows, to.cast.cols) == (1, -1) and not to.transposed and n <= WIDEST_ROW
     tile = _row_tile(n) if by_row else _tile(to, n)
     target = Target((m, n), x_MN, to, tile.n if by_row else 0, turns=True)
     if x_MN.numel() == 0:
@@ -145,7 +145,7 @@ def act_quantize_backward(
     """(dx, (q, scale), (q^T, scale), dup, dbias), as the twin's ActGradients; None for codes that the caller makes."""
     (m, n), k, apart = dy_MN.shape, x_MK.shape[1], up_MN is not None
     if k != n and n % GROUP_COLUMNS and _by_128(to):
-        to = to._replace(how=None)  # a group would lie across dgate and dup
+        to = to._replace(cast=None)  # a group would lie across dgate and dup
     tile = _tile(to, n)
     target = Target((m, k), x_MK, to, turns=True)
     dup_MN = torch.empty_like(target.data) if apart else None
@@ -176,7 +176,7 @@ def _strides(up_MN: torch.Tensor | None) -> tuple[int, int]:
 
 
 def _by_128(to) -> bool:
-    return to.how is not None and to.how.cols == GROUP_COLUMNS
+    return to.cast is not None and to.cast.cols == GROUP_COLUMNS
 
 
 def _tile(to, n: int) -> Tile:

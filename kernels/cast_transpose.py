@@ -20,17 +20,17 @@ from fp8engine.kernels.quantize import quantize_tensor
 from fp8engine.kernels.quantize_groups import quantize_groups
 
 
-def cast_transpose(x_MK: torch.Tensor, how, slot=None, sums: bool = False) -> tuple:
+def cast_transpose(x_MK: torch.Tensor, cast, slot=None, sums: bool = False) -> tuple:
     """Return (q_MK, scale) of x quantised along K and (q_KM, scale_t) of its transpose quantised along M, contiguous.
 
-    The twin's Operands are made of these with `how.rows, how.cols, how.power_of_2`, the same for both: per tensor, row
+    The twin's Operands are made of these with `cast.rows, cast.cols, cast.power_of_2`, the same for both: per tensor, row
     or block of the one means per tensor, row or block of the other.  slot: of the first; the second is not counted.
     sums: a third result, the sums of x's columns as they were before they were rounded, FP32 [K].
     """
-    if how.per_tensor:
-        q_MK, q_KM, scale, sums_K = quantize_tensor(x_MK, how, slot, True, sums)
+    if cast.per_tensor:
+        q_MK, q_KM, scale, sums_K = quantize_tensor(x_MK, cast, slot, True, sums)
         scale_t = scale
     else:
-        q_MK, scale, q_KM, scale_t, sums_K = quantize_groups(x_MK, how, slot, True, sums)
+        q_MK, scale, q_KM, scale_t, sums_K = quantize_groups(x_MK, cast, slot, True, sums)
     both = (q_MK, scale), (q_KM, scale_t)
     return (*both, sums_K) if sums else both

@@ -130,18 +130,18 @@ class Target:
     """
 
     def __init__(self, shape: tuple[int, int], like: torch.Tensor, to, tile_n: int = 0, turns: bool = False):
-        how, self.slot = to.how, to.slot
+        cast, self.slot = to.cast, to.slot
         self.data = torch.empty(shape, dtype=like.dtype, device=like.device)
         self.mode = mode_of(to, shape, tile_n, turns)
-        self.how, codes = how, (None, None, None)
-        predicted = how is not None and how.delayed and self.slot is not None
+        self.cast, codes = cast, (None, None, None)
+        predicted = cast is not None and cast.delayed and self.slot is not None
         count, record = (False, False) if self.slot is None else (self.slot.count, self.slot.record)
         self.work = None
         if self.mode == "tensor":
-            codes, self.work = tensor_results(self.data, how, to.transposed), workspace(like.device)
+            codes, self.work = tensor_results(self.data, cast, to.transposed), workspace(like.device)
         elif self.mode == "group":
-            q_MK = torch.empty(shape, dtype=how.dtype, device=like.device)
-            codes = q_MK, None, torch.empty(how.scale_shape(*shape), dtype=torch.float32, device=like.device)
+            q_MK = torch.empty(shape, dtype=cast.dtype, device=like.device)
+            codes = q_MK, None, torch.empty(cast.scale_shape(*shape), dtype=torch.float32, device=like.device)
             self.work = torch.zeros(WORK, dtype=torch.int32, device=like.device) if record else None
         self.codes = codes
         live, counts = (None, None) if self.slot is None else (self.slot.live_2S, self.slot.counts_CS)
@@ -151,9 +151,9 @@ class Target:
         self.place = (0, 0, 0) if self.slot is None else (self.slot.index, live.stride(0), counts.stride(0))
         self.constants = {
             "HOW": self.mode,
-            "GROUP": GROUP_COLUMNS if how is not None and how.cols == GROUP_COLUMNS else max(tile_n, 1),
-            "OUT": triton_dtype(like.dtype if self.mode == "plain" else how.dtype),
-            "POWER_OF_2": self.mode == "group" and how.power_of_2,
+            "GROUP": GROUP_COLUMNS if cast is not None and cast.cols == GROUP_COLUMNS else max(tile_n, 1),
+            "OUT": triton_dtype(like.dtype if self.mode == "plain" else cast.dtype),
+            "POWER_OF_2": self.mode == "group" and cast.power_of_2,
             "COUNT": self.mode == "tensor" or (self.mode == "group" and count),
             "RECORD": self.mode == "group" and record,
         }
@@ -161,20 +161,20 @@ class Target:
     def result(self, programs: int) -> tuple:
         """(y, (q, scale), (q^T, scale)), None for codes that the caller makes; after a launch of as many programs."""
         if self.mode == "tensor":
-            cast_measured(self.data, (self.work, programs), self.how, self.slot, self.codes)
+            cast_measured(self.data, (self.work, programs), self.cast, self.slot, self.codes)
         q_MK, q_KM, scale = self.codes
         return self.data, None if q_MK is None else (q_MK, scale), None if q_KM is None else (q_KM, scale)
 
 
 def mode_of(to, shape: tuple[int, int], tile_n: int, turns: bool) -> str:
     """Which of the ways above `to` asks for where tiles are tile_n wide, and hold rows enough to turn or not."""
-    how, empty = to.how, 0 in shape
-    if how is None or how.held is not None or empty:
+    cast, empty = to.cast, 0 in shape
+    if cast is None or empty:
         return "plain"
-    if how.per_tensor:  # a prediction is cast at once, and what is cast at once is turned at once or not at all
-        return "plain" if to.transposed and how.delayed and not turns else "tensor"
-    whole = how.cols == GROUP_COLUMNS or (how.cols == -1 and shape[1] <= tile_n)
-    return "group" if how.rows == 1 and whole and not (to.transposed or how.delayed) else "plain"
+    if cast.per_tensor:  # a prediction is cast at once, and what is cast at once is turned at once or not at all
+        return "plain" if to.transposed and cast.delayed and not turns else "tensor"
+    whole = cast.cols == GROUP_COLUMNS or (cast.cols == -1 and shape[1] <= tile_n)
+    return "group" if cast.rows == 1 and whole and not (to.transposed or cast.delayed) else "plain"
 
 
 def programs(tasks: int, warps: int, where: torch.device) -> int:

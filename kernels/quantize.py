@@ -170,26 +170,26 @@ def _given_kernel(
     store_tile(q, codes_MK, row, column, M, K, False)
 
 
-def quantize(x_MK: torch.Tensor, how, slot=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q_MK, scale) with x_MK ≈ q_MK * scale: FP8 codes, row-major, and FP32 of shape `how.scale_shape(M, K)`.
+def quantize(x_MK: torch.Tensor, cast, slot=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (q_MK, scale) with x_MK ≈ q_MK * scale: FP8 codes, row-major, and FP32 of shape `cast.scale_shape(M, K)`.
 
-    x_MK: FP32, BF16 or FP16, any strides (`launch.addressable`).  how, slot: the twin's; `how.held` is ignored.
+    x_MK: FP32, BF16 or FP16, any strides (`launch.addressable`).  cast, slot: the twin's.
     """
-    if how.per_tensor:
-        q_MK, _, scale, _ = quantize_tensor(x_MK, how, slot, False)
+    if cast.per_tensor:
+        q_MK, _, scale, _ = quantize_tensor(x_MK, cast, slot, False)
         return q_MK, scale
-    q_MK, scale, *_ = quantize_groups(x_MK, how, slot, False)
+    q_MK, scale, *_ = quantize_groups(x_MK, cast, slot, False)
     return q_MK, scale
 
 
 def quantize_tensor(
-    x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool = False
+    x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """Return (q_MK, q_KM or None, scale, sums_K or None) under one scale.
 
     sums, with `transposed` only: the sums of x's columns, FP32.
     """
-    results = q_MK, q_KM, scale = tensor_results(x_MK, how, transposed)
+    results = q_MK, q_KM, scale = tensor_results(x_MK, cast, transposed)
     if x_MK.numel() == 0:
         sums_K = torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
         return q_MK, q_KM, scale, sums_K
@@ -198,23 +198,23 @@ def quantize_tensor(
     programs = min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value)
     parts_PK = partial_sums(x_MK, block_m) if sums else None
     found = workspace(x_MK.device)
-    predicted = slot is not None and how.delayed
+    predicted = slot is not None and cast.delayed
     _measure_kernel[(programs,)](
         x_MK, slot.live_2S if predicted else None,  # inputs
         q_MK, q_KM, found, parts_PK,  # outputs
         *sizes, *((slot.index, slot.live_2S.stride(0)) if predicted else (0, 0)),  # sizes
-        DTYPE=triton_dtype(how.dtype), PREDICTED=predicted,  # constants
+        DTYPE=triton_dtype(cast.dtype), PREDICTED=predicted,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    cast_measured(x_MK, (found, programs), how, slot, results)
+    cast_measured(x_MK, (found, programs), cast, slot, results)
     return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
-def tensor_results(x_MK: torch.Tensor, how, transposed: bool) -> tuple:
+def tensor_results(x_MK: torch.Tensor, cast, transposed: bool) -> tuple:
     """(q_MK, q_KM or None, scale), to be written, of a tensor under one scale; of an empty one as they stay."""
     (m, k), where = x_MK.shape, x_MK.device
-    q_MK = torch.empty(m, k, dtype=how.dtype, device=where)
-    q_KM = torch.empty(k, m, dtype=how.dtype, device=where) if transposed else None
+    q_MK = torch.empty(m, k, dtype=cast.dtype, device=where)
+    q_KM = torch.empty(k, m, dtype=cast.dtype, device=where) if transposed else None
     one = torch.empty if x_MK.numel() else torch.ones
     return q_MK, q_KM, one((), dtype=torch.float32, device=where)
 
@@ -224,7 +224,7 @@ def workspace(where: torch.device) -> torch.Tensor:
     return torch.empty(4, MOST_PROGRAMS.value, dtype=torch.int32, device=where)
 
 
-def cast_measured(x_MK: torch.Tensor, measured: tuple[torch.Tensor, int], how, slot, results) -> None:
+def cast_measured(x_MK: torch.Tensor, measured: tuple[torch.Tensor, int], cast, slot, results) -> None:
     """The second launch, which writes `results`.  measured: the workspace, and how many programs have written it."""
     found, programs = measured
     sizes, (block_m, block_k, warps) = _tiles(x_MK, results[1] is not None)
@@ -235,25 +235,25 @@ def cast_measured(x_MK: torch.Tensor, measured: tuple[torch.Tensor, int], how, s
         x_MK, found,  # inputs
         *results, live, counts,  # outputs
         *sizes, index, stride_live, stride_counts,  # sizes
-        DTYPE=triton_dtype(how.dtype), POWER_OF_2=how.power_of_2,  # constants
-        PREDICTED=slot is not None and how.delayed, COUNT=count, RECORD=record,
+        DTYPE=triton_dtype(cast.dtype), POWER_OF_2=cast.power_of_2,  # constants
+        PREDICTED=slot is not None and cast.delayed, COUNT=count, RECORD=record,
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
 
 
-def quantize_given(x_MK: torch.Tensor, how, s: torch.Tensor) -> torch.Tensor:
-    """FP8 codes of x under given factors (q ≈ x * s, s of shape `how.scale_shape`); beyond its range q saturates."""
+def quantize_given(x_MK: torch.Tensor, cast, s: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x under given factors (q ≈ x * s, s of shape `cast.scale_shape`); beyond its range q saturates."""
     m, k = x_MK.shape
-    q_MK = torch.empty(m, k, dtype=how.dtype, device=x_MK.device)
+    q_MK = torch.empty(m, k, dtype=cast.dtype, device=x_MK.device)
     if x_MK.numel() == 0:
         return q_MK
-    s = s.expand(how.scale_shape(m, k))
-    sizes, (block_m, block_k, warps) = _tiles(x_MK, not how.per_tensor)
+    s = s.expand(cast.scale_shape(m, k))
+    sizes, (block_m, block_k, warps) = _tiles(x_MK, not cast.per_tensor)
     _given_kernel[(math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k),)](
         x_MK, s,  # inputs
         q_MK,  # output
         *sizes, *(s.stride() or (0, 0)),  # sizes
-        DTYPE=triton_dtype(how.dtype), ROWS=how.rows, COLS=how.cols,  # constants
+        DTYPE=triton_dtype(cast.dtype), ROWS=cast.rows, COLS=cast.cols,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
     return q_MK

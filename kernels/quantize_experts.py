@@ -190,24 +190,24 @@ def _expert_sums_kernel(
     tl.store(sums + tl.cast(expert, tl.int64) * N + columns, tl.sum(sums_MN, 0), mask=columns < N)
 
 
-def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed: bool = False):
+def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed: bool = False):
     """Return (q, scale): q [T, K], or [K, 128 * blocks] where `transposed`.
 
-    how: groups of rows x cols of x, -1 x 1, or powers of two up to 128.  A row behind the last expert's is not written.
+    cast: groups of rows x cols of x, -1 x 1, or powers of two up to 128.  A row behind the last expert's is not written.
     """
     (t, k), experts, where = x_TK.shape, experts_of(bounds_2E1), x_TK.device
     wide = most_blocks(t, experts) * BLOCK
-    q = torch.empty((k, wide) if transposed else (t, k), dtype=how.dtype, device=where)
-    by_column = how.rows == -1
-    across = k if by_column else math.ceil(k / how.cols)
-    shape = (experts, k) if by_column else (wide // how.rows, across)
+    q = torch.empty((k, wide) if transposed else (t, k), dtype=cast.dtype, device=where)
+    by_column = cast.rows == -1
+    across = k if by_column else math.ceil(k / cast.cols)
+    shape = (experts, k) if by_column else (wide // cast.rows, across)
     scale = torch.empty(shape if by_column or not transposed else shape[::-1], dtype=torch.float32, device=where)
     if x_TK.numel() == 0:
         return q, scale.fill_(1.0)
     wide_access = describable(x_TK) and k % MULTIPLE == 0
-    piece = COLUMNS if wide_access and how.cols <= COLUMNS else NARROW
+    piece = COLUMNS if wide_access and cast.cols <= COLUMNS else NARROW
     warps = WARPS // 2 if wide_access and piece == NARROW else WARPS  # 16 elements a thread: stores of 16 bytes
-    block_k = piece if by_column else max(piece, how.cols)
+    block_k = piece if by_column else max(piece, cast.cols)
     programs = _programs(wide, k, block_k, where)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
     lengths = [WORK * record, experts * k * by_column]
@@ -227,8 +227,8 @@ def quantize_experts(x_TK: torch.Tensor, how, bounds_2E1, slot=None, transposed:
         x_TK, bounds_2E1, amax,  # inputs
         q, scale, work, live, counts,  # outputs
         *sizes, wide, slot.index if slot is not None else 0, stride_live, stride_counts,  # sizes
-        WIDTH=width(experts), DTYPE=triton_dtype(how.dtype), POWER_OF_2=how.power_of_2,  # constants
-        ROWS=how.rows, COLS=how.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
+        WIDTH=width(experts), DTYPE=triton_dtype(cast.dtype), POWER_OF_2=cast.power_of_2,  # constants
+        ROWS=cast.rows, COLS=cast.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
         BLOCK_K=block_k, PIECE=piece, num_warps=warps,
     )  # fmt: skip
     return q, scale

@@ -290,23 +290,23 @@ def _line_cast_kernel(
         )  # fmt: skip
 
 
-def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool = False):
+def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool = False):
     """Return (q_MK, scale, q_KM, scale_t, sums_K); None where not `transposed`, not `sums`.
 
-    q_KM [K, M] has groups as `how` says of its own rows and columns, taken from x and not from q_MK.
-    how: groups of rows x cols, each a power of two up to 128, or per row, or per column.
+    q_KM [K, M] has groups as `cast` says of its own rows and columns, taken from x and not from q_MK.
+    cast: groups of rows x cols, each a power of two up to 128, or per row, or per column.
     sums, with `transposed` only: the sums of x's columns, FP32.
     """
     (m, k), where = x_MK.shape, x_MK.device
-    q_MK, scale = _results(m, k, how, where)
-    q_KM, scale_t = _results(k, m, how, where) if transposed else (None, None)
+    q_MK, scale = _results(m, k, cast, where)
+    q_KM, scale_t = _results(k, m, cast, where) if transposed else (None, None)
     if x_MK.numel() == 0:
         ones = scale_t.fill_(1.0) if scale_t is not None else None
         return q_MK, scale.fill_(1.0), q_KM, ones, torch.zeros(k, dtype=torch.float32, device=where) if sums else None
-    by_row = how.cols == -1 or (transposed and how.rows == -1)
-    by_column = how.rows == -1 or (transposed and how.cols == -1)
+    by_row = cast.cols == -1 or (transposed and cast.rows == -1)
+    by_column = cast.rows == -1 or (transposed and cast.cols == -1)
     long = by_column or (by_row and k > WIDEST)
-    tile = LINES if long else _short_tile(how, k, transposed)
+    tile = LINES if long else _short_tile(cast, k, transposed)
     tiles = math.ceil(m / tile.block_m) * math.ceil(k / tile.block_k)
     programs = min(tiles, processors(where) * WARPS_PER_PROCESSOR // tile.warps)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
@@ -319,7 +319,7 @@ def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool 
     results, tables = (q_MK, scale, q_KM, scale_t), (work, live, counts)
     sizes = m, k, *x_MK.stride(), slot.index if slot is not None else 0, stride_live, stride_counts
     constants = {
-        "DTYPE": triton_dtype(how.dtype), "POWER_OF_2": how.power_of_2, "COUNT": count, "RECORD": record,
+        "DTYPE": triton_dtype(cast.dtype), "POWER_OF_2": cast.power_of_2, "COUNT": count, "RECORD": record,
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.warps,
     }  # fmt: skip
     if long:
@@ -331,25 +331,25 @@ def quantize_groups(x_MK: torch.Tensor, how, slot, transposed: bool, sums: bool 
             BLOCK_M=top.block_m, BLOCK_K=top.block_k, num_warps=top.warps,  # constants
         )  # fmt: skip
         by_amax = x_MK, amax_M, amax_K, *results, *tables, *sizes
-        _line_cast_kernel[(programs,)](*by_amax, BY_ROW=how.cols == -1, **constants)
+        _line_cast_kernel[(programs,)](*by_amax, BY_ROW=cast.cols == -1, **constants)
     else:
-        cols = tile.block_k if how.cols == -1 else how.cols
-        piece = max(how.rows, SMALL) if transposed else tile.block_m
-        if how.rows > SMALL and not _wide(x_MK, transposed):
+        cols = tile.block_k if cast.cols == -1 else cast.cols
+        piece = max(cast.rows, SMALL) if transposed else tile.block_m
+        if cast.rows > SMALL and not _wide(x_MK, transposed):
             piece = SMALLEST
         given = x_MK, *results, parts_PK, *tables, *sizes
-        _short_kernel[(programs,)](*given, ROWS=how.rows, COLS=cols, PIECE=piece, **constants)
+        _short_kernel[(programs,)](*given, ROWS=cast.rows, COLS=cols, PIECE=piece, **constants)
     return *results, None if parts_PK is None else column_sums(parts_PK, torch.float32)
 
 
-def _short_tile(how, k: int, transposed: bool) -> Tile:
+def _short_tile(cast, k: int, transposed: bool) -> Tile:
     """A tile that holds whole groups, in both orientations where asked."""
-    if how.cols == -1:
+    if cast.cols == -1:
         block_k = max(triton.next_power_of_2(k), NARROWEST)
         return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8))
     if transposed:
-        return Tile(128, 128, 8 if how.rows <= 32 else 16)
-    return Tile(32, max(how.cols, 128), 8) if how.rows <= 32 else Tile(128, max(how.cols, 64), 16)
+        return Tile(128, 128, 8 if cast.rows <= 32 else 16)
+    return Tile(32, max(cast.cols, 128), 8) if cast.rows <= 32 else Tile(128, max(cast.cols, 64), 16)
 
 
 def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:
@@ -358,6 +358,6 @@ def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:
     return describable(x_MK) and k % MULTIPLE == 0 and (not transposed or m % MULTIPLE == 0)
 
 
-def _results(rows: int, columns: int, how, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = torch.empty(how.scale_shape(rows, columns), dtype=torch.float32, device=where)
-    return torch.empty(rows, columns, dtype=how.dtype, device=where), scale
+def _results(rows: int, columns: int, cast, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.empty(cast.scale_shape(rows, columns), dtype=torch.float32, device=where)
+    return torch.empty(rows, columns, dtype=cast.dtype, device=where), scale

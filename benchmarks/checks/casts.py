@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.checks.operands import differs
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import norm_act, reference
 from fp8engine.ops import scale_update as update
 from fp8engine.ops.backends import backend
 from fp8engine.ops.casts import cast_transpose, quantize
-from fp8engine.ops.reference import How, Norm, Operand, Slot, Store
+from fp8engine.ops.reference import Norm, Operand, Slot, Store
 from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
@@ -29,10 +30,10 @@ SHAPES, MORE_SHAPES = ((3, 7), (5, 256)), ((1, 1), (4099, 2053), (8192, 4096), (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STORES = {
     "16 bits": (None, False),
-    "per tensor, transposed": (How(E4M3, -1, -1), True),
-    "predicted": (How(E5M2, -1, -1, delayed=True), False),
-    "per row": (How(E4M3, 1, -1, power_of_2=True), False),
-    "1x128": (How(E4M3, 1, 128, power_of_2=True), False),
+    "per tensor, transposed": (Cast.parse("e4m3"), True),
+    "predicted": (Cast.parse("e5m2 delayed"), False),
+    "per row": (Cast.parse("e4m3 1x-1 p2"), False),
+    "1x128": (Cast.parse("e4m3 1x128 p2"), False),
 }
 APART = {E5M2: 2.0**-6, E4M3: 2.0**-7, torch.bfloat16: 2.0**-11, torch.float32: 2.0**-18}
 
@@ -51,20 +52,20 @@ def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Calla
 
 def casts(where: torch.device, shape: tuple[int, int]) -> str | None:
     """Codes, scales and tables of every granularity, dtype and way of scaling, with and without what is not finite."""
-    groups = ((-1, -1, False), (-1, -1, True), (1, -1, False), (-1, 1, False), (1, 128, False), (128, 128, False))
+    groups = ("", " delayed", " 1x-1", " -1x1", " 1x128", " 128x128")
     for dtype, bad in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         x = (torch.randn(shape, device=where) * torch.exp2(torch.randint(-9, 10, shape, device=where))).to(dtype)
         if bad and x.numel():
             x.view(-1)[:: max(x.numel() // 3, 1)] = float("inf")
-        for (rows, cols, delayed), format in itertools.product(groups, (E4M3, E5M2)):
-            how = How(format, rows, cols, format == E4M3, delayed)
-            for predicted in (0.0, 2.0**-6, 2.0**6) if delayed else (0.0,):
+        for group, format in itertools.product(groups, ("e4m3", "e5m2")):
+            how = Cast.parse(f"{format}{group}" + " p2" * (format == "e4m3"))
+            for predicted in (0.0, 2.0**-6, 2.0**6) if how.delayed else (0.0,):
                 if wrong := compare_casts(where, x, how, predicted):
                     return f"{how} of {dtype}, predicted {predicted}, not finite {bad}, {wrong}"
     return None
 
 
-def compare_casts(where: torch.device, x: torch.Tensor, how: How, predicted: float = 0.0) -> str | None:
+def compare_casts(where: torch.device, x: torch.Tensor, how: Cast, predicted: float = 0.0) -> str | None:
     """One cast, alone and with its transpose.  predicted: the scale that delayed scaling knows, 0 for none."""
     both = (cast_results(where, name, x, how, predicted) for name in ("triton", "reference"))
     for name, ours, twins in zip(CAST, *both, strict=True):
@@ -76,7 +77,7 @@ def compare_casts(where: torch.device, x: torch.Tensor, how: How, predicted: flo
 CAST = ("codes", "scales", "codes of the transpose", "scale of the transpose", "live", "counts")
 
 
-def cast_results(where: torch.device, name: str, x: torch.Tensor, how: How, predicted: float) -> list[torch.Tensor]:
+def cast_results(where: torch.device, name: str, x: torch.Tensor, how: Cast, predicted: float) -> list[torch.Tensor]:
     """What a backend makes of x, in the order of CAST.  predicted: the scale's prediction, where `how` is delayed."""
     live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
     slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
@@ -97,7 +98,7 @@ def cast_results(where: torch.device, name: str, x: torch.Tensor, how: How, pred
     ]
 
 
-def _one_nan(codes: torch.Tensor, how: How) -> torch.Tensor:
+def _one_nan(codes: torch.Tensor, how: Cast) -> torch.Tensor:
     """The codes with every NaN, which has several codes, as one of them."""
     return torch.where(codes.view(how.dtype).float().isnan(), 0x7F, codes)
 
@@ -163,14 +164,14 @@ def column_sums(where: torch.device, shape: tuple[int, int]) -> str | None:
     for (rows, cols), dtype in itertools.product(((-1, -1), (1, -1), (1, 128)), (torch.bfloat16, torch.float32)):
         x = torch.randn(shape, device=where).to(dtype)
         with backend("triton"), torch.no_grad():
-            *_, sums_K = cast_transpose(x, How(E4M3, rows, cols), sums=True)
+            *_, sums_K = cast_transpose(x, Cast.parse(f"e4m3 {rows}x{cols}"), sums=True)
         error, bound = (sums_K.double() - x.double().sum(0)).abs(), shape[0] * 2.0**-24 * x.double().abs().sum(0)
         if (error > bound).any():
             return f"{rows}x{cols}, {dtype}: {(error / bound).max():.1f} times the bound"
     return None
 
 
-def compared(where: torch.device, run, how: How | None, transposed: bool) -> str | None:
+def compared(where: torch.device, run, how: Cast | None, transposed: bool) -> str | None:
     """How the results of run(functions, store) on our kernels differ from the reference's, or None.
 
     Its codes, scales and tables differ from those of a cast of its own result in no bit.
@@ -184,7 +185,7 @@ def compared(where: torch.device, run, how: How | None, transposed: bool) -> str
     return None
 
 
-def _not_cached(where: torch.device, run, how: How, transposed: bool) -> str | None:
+def _not_cached(where: torch.device, run, how: Cast, transposed: bool) -> str | None:
     """How the codes that our kernels make beside a result differ from a cast's of that result, or None."""
     made, cast = _slot(where, how), _slot(where, how)
     with backend("triton"), torch.no_grad():
@@ -201,12 +202,12 @@ def _not_cached(where: torch.device, run, how: How, transposed: bool) -> str | N
     return None
 
 
-def _slot(where: torch.device, how: How) -> Slot:
+def _slot(where: torch.device, how: Cast) -> Slot:
     live = torch.tensor([[0.0, -1.0], [0.0, 2.0**6 if how.delayed else 0.0]], device=where)
     return Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
 
 
-def _results(where, run, how: How | None, transposed: bool, name: str) -> list[tuple[torch.Tensor, float]]:
+def _results(where, run, how: Cast | None, transposed: bool, name: str) -> list[tuple[torch.Tensor, float]]:
     """A backend's results, each with how far apart two of them may be."""
     slot = None if how is None else _slot(where, how)
     with backend(name), torch.no_grad():

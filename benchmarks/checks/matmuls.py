@@ -13,9 +13,10 @@ from functools import partial
 import torch
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers, uneven
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3, E5M2, FP16, FP32, Format
 from fp8engine.ops import device, reference, triton_backend
-from fp8engine.ops.reference import Epilogue, How, Operand
+from fp8engine.ops.reference import Epilogue, Operand
 
 GLUON = ("fast", "promoted", "128x128", "1x128")  # what is multiplied by the warp-specialised kernels
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
@@ -169,7 +170,7 @@ def accuracy(where: torch.device, k: int) -> str | None:
     """Random normal data against float64: within twice the measured error of each accumulation."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(256, k, generator=generator).to(where) for _ in range(2))
-    a, b = (Operand(*reference.quantize(each, How(E4M3.dtype, -1, -1))) for each in (x, w))
+    a, b = (Operand(*reference.quantize(each, Cast.parse("e4m3"))) for each in (x, w))
     wanted = (a.data.double() * a.scale) @ (b.data.double() * b.scale).t()
     for fast, limit in ((True, FAST_ERROR), (False, PROMOTED_ERROR)):
         for out, rounding_error in OUTPUT_ERROR.items():
@@ -182,7 +183,7 @@ def accuracy(where: torch.device, k: int) -> str | None:
 
 def determinism(where: torch.device) -> str | None:
     """The same operands twice."""
-    a, b = (Operand(*reference.quantize(torch.randn(300, 500, device=where), How(E4M3.dtype, -1, -1))) for _ in "ab")
+    a, b = (Operand(*reference.quantize(torch.randn(300, 500, device=where), Cast.parse("e4m3"))) for _ in "ab")
     once, twice = (triton_backend.matmul(a, b, Epilogue(), fast=True) for _ in range(2))
     return None if torch.equal(once, twice) else "two runs differ"
 

@@ -15,19 +15,20 @@ from benchmarks.checks import layers
 from benchmarks.checks.casts import STORES, compare_casts, compared, scale_update
 from benchmarks.checks.matmuls import determinism
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers
-from fp8engine.numerics.formats import E4M3, E5M2
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.formats import E4M3
 from fp8engine.ops import reference, triton_backend
 from fp8engine.ops.backends import backend
 from fp8engine.ops.casts import cast_transpose
-from fp8engine.ops.reference import Epilogue, How, Norm
+from fp8engine.ops.reference import Epilogue, Norm
 
 M, N, K = 384, 512, 768  # several tiles in each direction and several steps of the pipeline
 HOWS = {
-    "per tensor": How(E4M3.dtype, -1, -1),
-    "per tensor, predicted": How(E5M2.dtype, -1, -1, False, True),
-    "per row": How(E4M3.dtype, 1, -1, True),
-    "1x128": How(E4M3.dtype, 1, 128, True),
-    "128x128": How(E4M3.dtype, 128, 128, True),
+    "per tensor": Cast.parse("e4m3"),
+    "per tensor, predicted": Cast.parse("e5m2 delayed"),
+    "per row": Cast.parse("e4m3 1x-1 p2"),
+    "1x128": Cast.parse("e4m3 1x128 p2"),
+    "128x128": Cast.parse("e4m3 128x128 p2"),
 }
 Check = Callable[[], str | None]
 

@@ -29,7 +29,8 @@ from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, tr
 from fp8engine.kernels.scale_update import scale_update
 from fp8engine.kernels.split_k import add_parts
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.numerics.cast import Cast
+from fp8engine.ops.reference import Epilogue, Norm, Operand, RowStatistics, Slot, Store
 from fp8engine.ops.reference.grouped import BLOCK, most_blocks
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -40,11 +41,11 @@ EXPERTS = 8
 GLUON = Config(128, 256, 128, parts=2, kernel="gluon")  # of the fast matmul, where the table has Triton's kernel
 ACT_KINDS = ("gelu", "swiglu", "clamped_swiglu", "srelu", "qgelu", "sreglu", "qgeglu", "glu", "geglu_tanh")
 CASTS = {
-    "tensor": How(E4M3, -1, -1),
-    "tensor predicted": How(E5M2, -1, -1, False, True),
-    "row": How(E4M3, 1, -1, True),
-    "1x128": How(E4M3, 1, 128, True),
-    "128x128": How(E4M3, 128, 128, True),
+    "tensor": Cast.parse("e4m3"),
+    "tensor predicted": Cast.parse("e5m2 delayed"),
+    "row": Cast.parse("e4m3 1x-1 p2"),
+    "1x128": Cast.parse("e4m3 1x128 p2"),
+    "128x128": Cast.parse("e4m3 128x128 p2"),
 }
 
 
@@ -182,11 +183,11 @@ def _experts(in_blocks: bool, n: int, k: int) -> tuple[Operand, Operand, Operand
 def _of_experts() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[], Any]]]:
     """Casts whose groups begin anew at each expert, the transpose of codes, sums of rows."""
     hopper, fp8, bounds, wide = (90,), (90, 89), _bounds(), ("_expert_cast_kernel", "_expert_transpose_kernel")
-    for name, group in {"column": (-1, 1), "128x1": (128, 1), "32x32": (32, 32), "128x128": (128, 128)}.items():
-        how = How(E4M3, *group, True)
+    for name, group in {"column": "-1x1", "128x1": "128x1", "32x32": "32x32", "128x128": "128x128"}.items():
+        how = Cast.parse(f"e4m3 {group} p2")
         for dtype in (BF16, torch.float32):
             word = str(dtype).removeprefix("torch.")
-            x, transposed = _meta(M, K, dtype=dtype), group[0] != 128 or group[1] == 1
+            x, transposed = _meta(M, K, dtype=dtype), how.rows != 128 or how.cols == 1
             form = f"quantize_experts {name} {word}"
             yield _form(form, fp8, wide, quantize_experts, x, how, bounds, _slot(), transposed)
         x = _meta(M - 1, K + 1, dtype=BF16)
@@ -213,7 +214,7 @@ def _memory() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[
         yield _form(f"cast_transpose {name}", hopper, both, cast_transpose, _meta(M, K, dtype=BF16), how, _slot())
         x = _meta(M, K, dtype=BF16)
         yield _form(f"cast_transpose {name} sums", fp8, both, cast_transpose, x, how, _slot(), True)
-    yield _form("quantize column", hopper, (), quantize, _meta(M, K, dtype=BF16), How(E4M3, -1, 1, True), None)
+    yield _form("quantize column", hopper, (), quantize, _meta(M, K, dtype=BF16), Cast.parse("e4m3 -1x1 p2"), None)
     yield _form(
         "quantize_given", hopper, ("_given_kernel",), quantize_given, _meta(M, K, dtype=BF16), CASTS["tensor"], _meta()
     )
@@ -259,7 +260,7 @@ def _odd() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], Callable[[],
     """Memory-bound kernels where nothing divides a size, so that each element has a load, an address and a mask."""
     hopper, m, k = (90,), M - 1, K + 1
     x = _meta(m, k, dtype=BF16)
-    groups = CASTS | {"128x1": How(E4M3, 128, 1, True)}
+    groups = CASTS | {"128x1": Cast.parse("e4m3 128x1 p2")}
     for name, cards in {"tensor predicted": hopper, "128x128": hopper, "128x1": (89,)}.items():
         yield _form(f"quantize {name} odd", cards, (), quantize, x, groups[name], _slot())
     for name in ("tensor predicted", "row", "1x128", "128x1", "128x128"):

@@ -17,12 +17,12 @@ import torch
 
 from fp8engine.autograd.attention import Cache
 from fp8engine.errors import GradientError, ShapeError, StateError, UnsupportedDtype
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How
 
 BLOCK = 32  # measured: docs/kv-cache.md
-PER_BLOCK = How(E4M3.dtype, 1, -1, power_of_2=True)
+PER_BLOCK = Cast.parse("e4m3 1x-1 p2")
 
 
 class Blocks:

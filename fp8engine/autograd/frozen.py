@@ -33,7 +33,7 @@ def frozen_linear(
         out = torch.get_autocast_dtype(x.device.type)
     if not torch.compiler.is_compiling():
         rows = math.prod(x.shape[:-1])
-        numerics.ran = matmul.choose(x.device, numerics.plan.by_block, (rows, len(weight.data)))
+        numerics.ran = matmul.choose(x.device, numerics.recipe.by_block, (rows, len(weight.data)))
     wants = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if torch.is_grad_enabled() and wants:
         return _Frozen.apply(x, bias_N, *weight, given, numerics, out)
@@ -41,12 +41,12 @@ def frozen_linear(
 
 
 def _forward(x_MK, weight: Operand, bias_N, given, numerics: Numerics, out: torch.dtype) -> torch.Tensor:
-    slot, how = numerics.slot("input", record=True), numerics.plan.forward[0].how[None]
+    slot, cast = numerics.slot("input", record=True), numerics.recipe.forward[0]
     with torch.no_grad():
         if given is None:
-            a = casts.quantize(x_MK, how, slot)
+            a = casts.quantize(x_MK, cast, slot)
         else:
-            a = casts.quantize_given(x_MK, how, given)
+            a = casts.quantize_given(x_MK, cast, given)
             slot.counts_CS[:2, slot.index] += torch.tensor([1, x_MK.numel()], device=slot.counts_CS.device)
         bias_N = None if bias_N is None else bias_N.detach()
         return matmul.matmul(a, weight, bias_N, out, _precision(numerics, "forward"))
@@ -77,14 +77,14 @@ class _Frozen(torch.autograd.Function):
 
 
 def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dtype: torch.dtype) -> torch.Tensor:
-    how, slot = numerics.plan.dgrad[0].how[None], numerics.slot("grad_output", record=True)
+    cast, slot = numerics.recipe.dgrad[0], numerics.slot("grad_output", record=True)
     if weight.rows == 1 and weight.cols == -1:
         dy_MN = dy_MN.float() * weight.scale.t()
         b = Operand(weight.data.t(), torch.ones((), device=weight.data.device), power_of_2=True)
     else:
         b = weight.t()
-    return matmul.matmul(casts.quantize(dy_MN, how, slot), b, None, dtype, _precision(numerics, "dgrad"))
+    return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, _precision(numerics, "dgrad"))
 
 
 def _precision(numerics: Numerics, which: str) -> str:
-    return "exact" if numerics.plan.exact else numerics.plan.precision[which]
+    return numerics.recipe.precision[which]

@@ -10,15 +10,16 @@ is a power of two times 4 bits of significand stays representable.  So no other 
 
 from __future__ import annotations
 
-from typing import cast
+import typing
 
 import torch
 
-from fp8engine.autograd.numerics import Casting, CastPlan
 from fp8engine.errors import ParallelError
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops import casts
 from fp8engine.ops.library import FLAGS, OPERATORS, TABLES, in_backward, operation
-from fp8engine.ops.reference import Operand, Slot
+from fp8engine.ops.reference import Operand, Slot, operand
 from fp8engine.ops.tensor import Float8Tensor
 
 
@@ -34,7 +35,7 @@ class GatheredWeight(Float8Tensor):
     layer: str = ""  # in graphs
 
     def _viewed(self, data, scale, granularity) -> GatheredWeight:
-        found = cast(GatheredWeight, super()._viewed(data, scale, granularity))
+        found = typing.cast(GatheredWeight, super()._viewed(data, scale, granularity))
         found.amax, found.s, found.layer = self.amax, self.s, self.layer
         return found
 
@@ -63,35 +64,33 @@ class GatheredWeight(Float8Tensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def for_forward(weight_NK: GatheredWeight, casting: Casting, slot: Slot) -> Operand:
+def for_forward(weight_NK: GatheredWeight, cast: Cast, slot: Slot) -> Operand:
     """The weight under its layer's cast for forward; amax, scale and counts are written to the slot.
 
     Raises ParallelError where the recipe has changed since the weight was gathered.
     """
-    how = casting.how[None]
     codes, scale, amax, s = _parts(weight_NK)
     if slot.count or slot.record:
         note = OPERATORS.note_weight.default if torch.compiler.is_compiling() else _note_weight
         note(amax, s, codes.numel(), *slot[:5])
     if not torch.compiler.is_compiling():
         q = weight_NK.operand()
-        if (q.rows, q.cols, q.data.dtype) != (how.rows, how.cols, how.dtype):
+        if (q.rows, q.cols, q.data.dtype) != (cast.rows, cast.cols, cast.dtype):
             raise ParallelError(
                 f"{weight_NK.layer}: its weight was gathered as {weight_NK.format} codes {weight_NK.granularity}, and "
-                f"its recipe now casts {casting.cast}: change recipes between steps, before the forward of the model"
+                f"its recipe now casts {cast}: change recipes between steps, before the forward of the model"
             )
-    return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
+    return operand(codes, scale, cast)
 
 
-def for_dgrad(weight_NK: GatheredWeight, forward: Casting, casting: Casting, slot: Slot) -> Operand:
+def for_dgrad(weight_NK: GatheredWeight, forward: Cast, cast: Cast, slot: Slot) -> Operand:
     """The weight under its layer's cast for dgrad.  forward: the cast that it was gathered under."""
-    first, how = forward.how[None], casting.how[None]
     codes, scale, *_ = _parts(weight_NK)
-    if (first.rows, first.cols) == (how.rows, how.cols):
-        return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
+    if (forward.rows, forward.cols) == (cast.rows, cast.cols):
+        return operand(codes, scale, cast)
     # In BF16, where 4 bits of significand times a power of two fit exactly.
     values = casts.decode(codes, torch.float32) * scale
-    return casts.quantize(values.bfloat16(), how, slot)
+    return casts.quantize(values.bfloat16(), cast, slot)
 
 
 def _parts(weight_NK: GatheredWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,18 +100,17 @@ def _parts(weight_NK: GatheredWeight) -> tuple[torch.Tensor, torch.Tensor, torch
     return weight_NK._data, weight_NK._scale, weight_NK.amax, weight_NK.s
 
 
-def why_not(plan: CastPlan) -> str:
+def why_not(recipe: Recipe) -> str:
     """Why a weight under that plan is gathered in high precision; "" where it is gathered as codes."""
-    forward, dgrad = plan.forward[1], plan.dgrad[1]
-    if not forward.fp8:
-        return f"its forward reads the weight in {forward.cast}"
-    if not dgrad.fp8:
-        return f"its dgrad reads the weight in {dgrad.cast}"
-    first, second = forward.how[None], dgrad.how[None]
-    one_scale = (first.rows, first.cols) == (second.rows, second.cols) and first.power_of_2 == second.power_of_2
-    if first.dtype == second.dtype and (one_scale or (first.power_of_2 and second.power_of_2)):
+    forward, dgrad = recipe.forward[1], recipe.dgrad[1]
+    if not forward.is_fp8:
+        return f"its forward reads the weight in {forward}"
+    if not dgrad.is_fp8:
+        return f"its dgrad reads the weight in {dgrad}"
+    one_scale = (forward.rows, forward.cols) == (dgrad.rows, dgrad.cols) and forward.power_of_2 == dgrad.power_of_2
+    if forward.dtype == dgrad.dtype and (one_scale or (forward.power_of_2 and dgrad.power_of_2)):
         return ""
-    return f"its dgrad casts the weight {dgrad.cast}, which its codes {forward.cast} do not give exactly"
+    return f"its dgrad casts the weight {dgrad}, which its codes {forward} do not give exactly"
 
 
 def _plain(weight: torch.Tensor):

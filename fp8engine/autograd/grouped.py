@@ -17,26 +17,26 @@ is no such launch (ops/grouped.py) the operation itself goes from expert to expe
 from __future__ import annotations
 
 import contextlib
+import typing
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from fp8engine import _torch
 from fp8engine.autograd.groups import bounds
 from fp8engine.autograd.linear import check, dtype_of_result, enter
-from fp8engine.autograd.numerics import Casting, Numerics
-from fp8engine.autograd.operands import Either, one, use_of
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import Either, one, plain, use_of
 from fp8engine.autograd.ready import suited, take
 from fp8engine.autograd.refusals import no_transform
-from fp8engine.autograd.weight import Copies
 from fp8engine.errors import ShapeError
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, grouped
 from fp8engine.ops.backends import running_on
-from fp8engine.ops.reference import How, Operand, Slot, emulation_dtype
+from fp8engine.ops.reference import Operand, Slot, emulation_dtype
 from fp8engine.ops.reference.grouped import BLOCK, bounds_of_equal, parts_of
 from fp8engine.ops.tensor import Float8Tensor
-from fp8engine.scaling.operands import Kept
+from fp8engine.scaling.operands import Made
 
 RAN = {"torch": "cublas", "triton": "triton"}  # reports name the backend; torch's grouped matmul is CUTLASS
 
@@ -74,9 +74,9 @@ def grouped_linear(
     bounds_2E1 = bounds(sizes, x_TK, experts, name)
     # The result's dtype is decided; autocast would now promote codes where they are concatenated.
     with _without_autocast(x_TK):
-        if not numerics.plan.fp8:
+        if not numerics.recipe.is_fp8:
             return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics.recipe.input.format.dtype).to(out)
-        record = enter(x_TK, weight_ENK[0], numerics)
+        _, record = enter(x_TK, weight_ENK[0], bias_EN, numerics)
         return _GroupedLinear.apply(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics, (out, record))
 
 
@@ -129,13 +129,13 @@ class _Experts:
     def __init__(self, numerics: Numerics, x: torch.Tensor, weight_ENK: torch.Tensor, bias_EN, needs, record: bool):
         self.use = use = use_of(numerics, x, weight_ENK, bias_EN, needs, record)
         self.needs_x, self.needs_w, self.needs_b = needs
-        self.numerics, self.plan, self.record, self.compiling = numerics, use.plan, record, use.where.compiling
+        self.numerics, self.recipe, self.record, self.compiling = numerics, use.recipe, record, use.where.compiling
         self.groups: tuple | None = None  # what an Operand has beside data and scale, of the saved input
-        self.copies: Kept = {}
+        self.copies: Made = {}
         self.experts = len(weight_ENK)
-        of_dy, of_x = self.plan.wgrad
+        of_dy, of_x = self.recipe.wgrad
         # Whether wgrad reads transposes in blocks, else rows as they are.
-        self.blocks = of_dy.fp8 and of_x.fp8 and grouped.in_blocks(x.device, of_dy.how[None], of_x.how[None])
+        self.blocks = of_dy.is_fp8 and of_x.is_fp8 and grouped.in_blocks(x.device, of_dy, of_x)
 
     def as_asked(self):
         """The backward's context: it runs where its forward was asked to."""
@@ -155,54 +155,52 @@ class _Experts:
 
     def cast_rows(self, x_TK: torch.Tensor) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read)."""
-        plan, numerics = self.plan, self.numerics
-        first, to_save = plan.forward[0], plan.wgrad[1]
+        recipe, numerics = self.recipe, self.numerics
+        first, to_save = recipe.forward[0], recipe.wgrad[1]
         self.use.observe("input", x_TK)
         serves = self.needs_w and to_save is first and (first.per_tensor or not self.blocks)
-        hold = None if serves else self._holding(x_TK)
-        a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), hold)
+        held = None if serves else self._holding(x_TK)
+        a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), held)
         if serves or not self.needs_w:
             return a, a if serves else None
         return a, self.cast_again(x_TK, {})
 
-    def cast_again(self, x_MK: torch.Tensor, kept: Kept) -> Either:
+    def cast_again(self, x_MK: torch.Tensor, kept: Made) -> Either:
         """What wgrad reads, of rows that forward read as codes."""
-        return self._for_wgrad(x_MK, self.plan.wgrad[1], kept, self.numerics.slot("input", False, count=False), None)
+        return self._for_wgrad(x_MK, self.recipe.wgrad[1], kept, self.numerics.slot("input", False, count=False), None)
 
     def experts_forward(self, a: Either, weight_ENK, bias_EN, out: torch.dtype) -> torch.Tensor:
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
-        numerics, second = self.numerics, self.plan.forward[1]
+        numerics, second = self.numerics, self.recipe.forward[1]
         self.use.observe("weight", weight_ENK.flatten(0, 1))
-        weights = numerics.kept_of_weight(weight_ENK, self.record)
-        slot, hold = numerics.slot("weight", self.record), self._holding(weight_ENK)
-        copies = weights if isinstance(weights, Copies) else None
-        holds = self.needs_x and copies is not None and copies.held
-        b = _of_weight(weight_ENK, second, weights, slot, hold)
+        weights, wait, outlive = numerics.kept_of_weight(weight_ENK, self.record)
+        slot, held = numerics.slot("weight", self.record), self._holding(weight_ENK)
+        b = _of_weight(weight_ENK, second, weights, slot, held)
         y_TN = self._each_row(a, b, False, bias_EN, out, "forward")
-        if copies is not None and not copies.kept and second is not self.plan.dgrad[1]:
-            copies.used_up(b)
+        if not outlive and second is not self.recipe.dgrad[1]:
+            weights.pop(second.text, None)  # forward has read it, and backward will not
         if not self.compiling:
-            self.copies = weights if holds else {}
+            self.copies = weights if self.needs_x and wait else {}
         return y_TN
 
     def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
         """(dx [T, K], dw [E, N, K], db [E, N]), None for what is not needed."""
-        numerics, plan = self.numerics, self.plan
+        numerics, recipe = self.numerics, self.recipe
         if not torch.compiler.is_compiling():
             numerics.state.backward_seen = True
             numerics.weight.after_backward()
             if torch.is_grad_enabled():
                 raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
         self.use.observe("grad_output", dy_TN)
-        hold, made, slot = self._holding(dy_TN), {}, numerics.slot("grad_output", record=True)
+        held, made, slot = self._holding(dy_TN), {}, numerics.slot("grad_output", record=True)
         dx_TK = dw_ENK = db_EN = None
         if self.needs_x:
-            a = self._rows(dy_TN, plan.dgrad[0], made, slot, hold)
+            a = self._rows(dy_TN, recipe.dgrad[0], made, slot, held)
             b, transposed = self._weight_for_rows_of_dy(weight_ENK)
             dx_TK = self._each_row(a, b, transposed, None, dtype, "dgrad")
             slot = numerics.slot("grad_output", False, count=False)
         if self.needs_w:
-            a = self._for_wgrad(dy_TN, plan.wgrad[0], made, slot, hold)
+            a = self._for_wgrad(dy_TN, recipe.wgrad[0], made, slot, held)
             data, scale = saved
             b = data if self.groups is None else Operand(data, scale, *self.groups)
             dw_ENK = self._each_expert(a, b, weight_ENK.dtype)
@@ -216,40 +214,40 @@ class _Experts:
             return None
         return emulation_dtype(x.device, x.numel() // self.experts)
 
-    def _rows(self, x_TK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold) -> Either:
+    def _rows(self, x_TK: torch.Tensor, cast: Cast, kept: Made, slot: Slot, held) -> Either:
         """Rows under a cast, groups that share a scale within one expert."""
-        if not casting.fp8:
-            return casting.plain(x_TK)
-        if not grouped.spans_rows(casting.how[hold]):
-            return one(self.use, x_TK, casting, kept, slot, hold)
+        if not cast.is_fp8:
+            return plain(x_TK, cast)
+        if not grouped.spans_rows(cast):
+            return one(self.use, x_TK, cast, kept, slot, held)
         # Not kept for another consumer of x: its groups may be others.
-        return grouped.quantize(x_TK, casting.how[hold], self.bounds_2E1, slot)
+        return grouped.quantize(x_TK, cast, self.bounds_2E1, slot, held=held)
 
-    def _for_wgrad(self, x_TK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold) -> Either:
+    def _for_wgrad(self, x_TK: torch.Tensor, cast: Cast, kept: Made, slot: Slot, held) -> Either:
         """Rows under a cast along them: in blocks where wgrad reads those, but for codes that are transposed later."""
-        if not self.blocks or casting.per_tensor:
-            return self._rows(x_TK, casting, kept, slot, hold)
-        return grouped.quantize(x_TK, casting.how[None], self.bounds_2E1, slot, transposed=True)
+        if not self.blocks or cast.per_tensor:
+            return self._rows(x_TK, cast, kept, slot, held)
+        return grouped.quantize(x_TK, cast, self.bounds_2E1, slot, transposed=True)
 
     def _weight_for_rows_of_dy(self, weight_ENK: torch.Tensor) -> tuple[Either, bool]:
         """(the weight's operand for dgrad, whether it is laid out as for forward), from forward or cast now."""
-        numerics, casting = self.numerics, self.plan.dgrad[1]
-        weights: Kept = {}
+        numerics, cast = self.numerics, self.recipe.dgrad[1]
+        weights: Made = {}
         if not torch.compiler.is_compiling():
             # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
             weights, self.copies = self.copies, weights
-        slot, hold = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
-        if casting is self.plan.forward[1] or not casting.fp8:
-            return _of_weight(weight_ENK, casting, weights, slot, hold), True
-        return _of_weight(weight_ENK, casting, weights, slot, hold, transposed=True), False
+        slot, held = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
+        if cast is self.recipe.forward[1] or not cast.is_fp8:
+            return _of_weight(weight_ENK, cast, weights, slot, held), True
+        return _of_weight(weight_ENK, cast, weights, slot, held, transposed=True), False
 
     def _each_row(self, a: Either, b: Either, transposed: bool, bias_EN, out: torch.dtype, matmul: str) -> torch.Tensor:
         """Each row of a times its expert's part of b; transposed: times that part's transpose."""
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             b_ENK = b.unflatten(0, (self.experts, -1))
             return _in_16_bits(a, b_ENK.mT if transposed else b_ENK, bias_EN, self.bounds_2E1, a.dtype).to(out)
-        a, b = cast("Operand", a), cast("Operand", b)  # one recipe's casts: both are FP8, or neither
-        precision = self._precision(matmul)
+        a, b = typing.cast("Operand", a), typing.cast("Operand", b)  # one recipe's casts: both are FP8, or neither
+        precision = self.recipe.precision[matmul]
         if not self.compiling and matmul == "forward":
             self.numerics.ran = RAN.get(grouped.runs_on(a, b, self.experts, precision), self.numerics.ran)
         return grouped.rows(a, b, self.bounds_2E1, bias_EN, out, (precision, transposed))
@@ -258,13 +256,10 @@ class _Experts:
         """dw: for each expert, the transpose of its rows of a times its rows of b."""
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return grouped.sums_16(a, b.to(a.dtype), self.bounds_2E1, dtype)
-        a, b = cast("Operand", a), cast("Operand", b)
+        a, b = typing.cast("Operand", a), typing.cast("Operand", b)
         if self.blocks:
             a, b = (grouped.transpose(x, self.bounds_2E1) if x.scale.dim() == 0 else x for x in (a, b))
-        return grouped.sums(a, b, self.bounds_2E1, dtype, (self._precision("wgrad"), self.blocks))
-
-    def _precision(self, matmul: str) -> str:
-        return "exact" if self.plan.exact else self.plan.precision[matmul]
+        return grouped.sums(a, b, self.bounds_2E1, dtype, (self.recipe.precision["wgrad"], self.blocks))
 
 
 def _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -293,29 +288,28 @@ def _one_by_one(x_TK, weight_ENK, bias_EN, bounds_2E1: torch.Tensor) -> torch.Te
     return torch.cat(found)
 
 
-def _of_weight(weight_ENK, casting: Casting, kept: Kept, slot: Slot, hold, transposed=False) -> Either:
+def _of_weight(weight_ENK, cast: Cast, kept: Made, slot: Slot, held, transposed=False) -> Either:
     """The experts' weights under a cast as one stack [E * N, K]; transposed: that of their transposes, [E * K, N]."""
     stack = weight_ENK.mT if transposed else weight_ENK
     experts, rows, cols = stack.shape
     x_RC = stack.reshape(experts * rows, cols)
-    if not casting.fp8:
-        return casting.plain(x_RC)
-    how = casting.how[hold]
+    if not cast.is_fp8:
+        return plain(x_RC, cast)
+    key = cast.text
     if transposed:
-        how = how._replace(rows=how.cols, cols=how.rows)
-    key = (how, "of transposes") if transposed else how
+        cast, key = cast.t(), cast.text_of_transpose
     made = kept.get(key)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
     if made is None or (slot.record and not made[1].record):
-        made = kept[key] = _stacked(x_RC, how, experts, slot), slot
+        made = kept[key] = _stacked(x_RC, cast, experts, slot, held), slot
     return made[0]
 
 
-def _stacked(x_RC: torch.Tensor, how: How, experts: int, slot: Slot) -> Operand:
+def _stacked(x_RC: torch.Tensor, cast: Cast, experts: int, slot: Slot, held: torch.dtype | None) -> Operand:
     """Weights under a cast; where rows share a scale, each expert's are cast for themselves."""
     rows = x_RC.shape[0] // experts
-    if not grouped.spans_rows(how) or (how.rows != -1 and rows % BLOCK == 0):
-        return casts.quantize(x_RC, how, slot)
-    made = grouped.quantize(x_RC, how, bounds_of_equal(rows, experts, x_RC.device), slot)
-    down = experts if how.rows == -1 else experts * -(-rows // BLOCK) * (BLOCK // how.rows)
+    if not grouped.spans_rows(cast) or (cast.rows != -1 and rows % BLOCK == 0):
+        return casts.quantize(x_RC, cast, slot, held)
+    made = grouped.quantize(x_RC, cast, bounds_of_equal(rows, experts, x_RC.device), slot, held=held)
+    down = experts if cast.rows == -1 else experts * -(-rows // BLOCK) * (BLOCK // cast.rows)
     return made._replace(scale=made.scale[:down])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,9 @@ import torch
 from fp8engine import _torch
 from fp8engine.autograd import matmuls
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import along_m, input_again, input_pair, transposed, use_of
+from fp8engine.autograd.operands import along_m, input_again, input_pair, plain, transposed, use_of
 from fp8engine.autograd.ready import suited, take, take_gradient
 from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
-from fp8engine.autograd.smooth import linear_smoothed, scales, smoothed
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, matmul
@@ -38,36 +38,19 @@ class Layer(NamedTuple):
     numerics: Numerics
 
 
-def linear(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics, part: bool = False
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.Tensor:
     """x [..., K] times a weight [N, K] plus a bias [N]; [..., N] in x's dtype, or autocast's where that is on.
 
-    part: of a layer that ranks divide, weight and bias are this rank's part, and x is what it reads.
+    Without the layer's feature, which its module calls in place of this function, and which may call it.
     Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
     refusals.py lists; all name the layer.
     """
-    if numerics.shard is not None and not part:
-        return numerics.shard.linear(x, weight_NK, bias_N, numerics)
-    check(x, weight_NK, bias_N, numerics.name)
-    out = dtype_of_result(x, weight_NK, numerics.name)
-    compiling = torch.compiler.is_compiling()
-    if numerics.state.on_step is not None and not compiling:
-        numerics.state.enter()  # a step that begins here may change this layer's recipe
+    compiling, out = torch.compiler.is_compiling(), begin(x, weight_NK, bias_N, numerics)
     if isinstance(x, Float8Tensor):
-        x = suited(x, numerics, why="it is smoothed before its cast" if numerics.smooth else "")
-    if not numerics.plan.fp8:
-        y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.format.dtype, out)
-        if numerics.state.samples is None or _torch.transforms_active():
-            return y
-        return _observed(y, x, weight_NK, numerics)
-    record, grad = enter(x, weight_NK, numerics), torch.is_grad_enabled()
-    of_bias = bias_N is not None and bias_N.requires_grad
-    needs = (x.requires_grad, weight_NK.requires_grad, of_bias) if grad else (False, False, False)
-    use = use_of(numerics, x, weight_NK, bias_N, needs, record)
-    if numerics.smooth:
-        y_MN = linear_smoothed(matrix(x), weight_NK, bias_N, use, out)
-        return y_MN.view(*x.shape[:-1], len(weight_NK))
+        x = suited(x, numerics)
+    if not numerics.recipe.is_fp8:
+        return in_16_bits(x, weight_NK, bias_N, numerics, out)
+    use = use_of(numerics, x, weight_NK, bias_N, *enter(x, weight_NK, bias_N, numerics))
     with torch.no_grad():
         again = None
         if isinstance(x, Float8Tensor):
@@ -76,7 +59,7 @@ def linear(
             alone = not compiling and numerics.state.parents[numerics.layer] is None and "fp8" not in vars(x)
             found = Operands() if alone else numerics.kept_of_input(x)
             again = found.again if use.needs_w else None
-            if not (compiling or part):
+            if not compiling:
                 numerics.source = ""
             if found.producer is not None and not compiling:
                 numerics.source = found.producer.name
@@ -96,6 +79,25 @@ def linear(
     return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms, *remade)
 
 
+def begin(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.dtype:
+    """Check what a layer is given, and let a step begin with it that may change its recipe.  The result's dtype."""
+    check(x, weight_NK, bias_N, numerics.name)
+    out = dtype_of_result(x, weight_NK, numerics.name)
+    if numerics.state.on_step is not None and not torch.compiler.is_compiling():
+        numerics.state.enter()
+    return out
+
+
+def in_16_bits(
+    x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, read: Callable | None = None
+) -> torch.Tensor:
+    """A layer whose recipe has no FP8.  read: of (x, weight), what FP8 would read, where that is something else."""
+    y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.dtype, out)
+    if numerics.state.samples is None or _torch.transforms_active():
+        return y
+    return _observed(y, x, weight_NK, numerics, read)
+
+
 def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torch.dtype:
     """x's dtype, or autocast's where that is on; without it x and weight must agree."""
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
@@ -107,10 +109,12 @@ def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torc
     return x.dtype
 
 
-def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> bool:
-    """Begin a layer's FP8 forward: a step may begin with it.  Returns whether amaxes enter the history.
+def enter(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics
+) -> tuple[tuple[bool, bool, bool], bool]:
+    """Begin a layer's FP8 forward: a step may begin with it.  Raises for what refusals.py lists, naming the layer.
 
-    Raises for what refusals.py lists, naming the layer.
+    Returns whether input, weight and bias want gradients, and whether amaxes enter the history.
     """
     compiling = torch.compiler.is_compiling()
     if type(x) not in PLAIN or type(weight_NK) not in PLAIN:
@@ -123,7 +127,9 @@ def enter(x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> bool:
         numerics.state.enter()
     elif numerics.standalone:
         numerics.state.begin_step()
-    return torch.is_grad_enabled() or (not compiling and _torch.graph_task() != -1)
+    if not torch.is_grad_enabled():
+        return (False, False, False), not compiling and _torch.graph_task() != -1
+    return (x.requires_grad, weight_NK.requires_grad, bias_N is not None and bias_N.requires_grad), True
 
 
 def check(
@@ -176,8 +182,8 @@ class _Linear(torch.autograd.Function):
         # One parameter beside ctx: torch 2.13's Dynamo, tracing without gradients, drops ctx where a Function is called
         # with as many arguments as its forward has parameters.
         x, weight_NK, bias_N, data, scale, kept, kept_scale, use, forms, *remade = given
-        plan = use.plan
-        a = plan.forward[0].plain(matrix(x)) if data is None else Operand(data, scale, *forms.groups)
+        recipe = use.recipe
+        a = plain(matrix(x), recipe.forward[0]) if data is None else Operand(data, scale, *forms.groups)
         y_MN, weight_KN, copies = matmuls.forward(use, a, weight_NK, bias_N, forms.out, fp8=True)
         if forms.again is not None:
             kept = kept_scale = None
@@ -186,7 +192,7 @@ class _Linear(torch.autograd.Function):
         elif forms.kept_groups and kept_scale is None:
             kept_scale = scale
         elif use.needs_w and kept is None:
-            kept = a if data is None and plan.wgrad[1] is plan.forward[0] else plan.wgrad[1].plain(matrix(x))
+            kept = a if data is None and recipe.wgrad[1] is recipe.forward[0] else plain(matrix(x), recipe.wgrad[1])
         ctx.save_for_backward(kept, kept_scale, weight_NK, *weight_KN, *remade)
         ctx.use, ctx.forms, ctx.copies, ctx.x_like = use, forms, copies, (x.shape, x.dtype)
         return in_shape_of(x, y_MN)
@@ -229,12 +235,12 @@ def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
     return y_MN if x.dim() == 2 else _torch.unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[1]])
 
 
-def _observed(y: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor, numerics: Numerics) -> torch.Tensor:
+def _observed(y: torch.Tensor, x, weight_NK: torch.Tensor, numerics: Numerics, read: Callable | None) -> torch.Tensor:
     """y; its layer's tensors are described in this step, which is sampled: numbers may allow FP8 again."""
     if (y.requires_grad or numerics.state.decides_next) and not torch.compiler.is_compiling():
         x_MK = matrix(x.detach())
-        if numerics.smooth:  # what FP8 would read
-            x_MK, weight_NK = smoothed(x_MK, weight_NK.detach(), scales(x_MK))
+        if read is not None:
+            x_MK, weight_NK = read(x_MK, weight_NK.detach())
         numerics.observe("input", x_MK)
         numerics.observe("weight", weight_NK)
     if y.requires_grad and not torch.compiler.is_compiling():

@@ -21,22 +21,21 @@ from fp8engine.autograd.operands import (
     GRAPH_ON_CARD,
     WEIGHT,
     Either,
-    Gradient,
     Use,
     both,
     chosen,
     gradient_pair,
     one,
+    plain,
     transpose,
     transposed,
 )
 from fp8engine.autograd.refusals import no_transform
-from fp8engine.autograd.weight import Copies
 from fp8engine.ops import matmul
 from fp8engine.ops.backends import asked
-from fp8engine.ops.reference import Operand
+from fp8engine.ops.reference import Operand, operand
 from fp8engine.scaling.columns import GraphSlots
-from fp8engine.scaling.operands import Kept, Operands
+from fp8engine.scaling.operands import Made, Operands
 
 NOTHING = (None, None)
 
@@ -46,47 +45,48 @@ class Product(NamedTuple):
 
     y_MN: torch.Tensor
     weight_KN: tuple
-    copies: Kept
+    copies: Made
 
 
 def forward(use: Use, a: Either, weight_NK: torch.Tensor, bias_N, out: torch.dtype, fp8: bool = False) -> Product:
     """X @ W^T + b.  fp8: y may be a Float8Tensor, where the recipe stores it so."""
-    numerics, plan = use.numerics, use.plan
-    second, sampled = plan.forward[1], numerics.state.samples is not None and use.samples
+    numerics, recipe = use.numerics, use.recipe
+    second, sampled = recipe.forward[1], numerics.state.samples is not None and use.samples
     slot = use.slots[use.first + WEIGHT, use.record, use.count]
-    weight_KN, kept, holds, transposes = NOTHING, {}, False, use.where.on_codes and plan.weight_serves_both
+    weight_KN, holds, transposes = NOTHING, False, use.where.on_codes and recipe.weight_serves_both
+    made: Made = {}
+    wait, outlive = use.where.compiling, True
     if type(weight_NK) is gathered.GatheredWeight:
         b: Either = gathered.for_forward(weight_NK, second, slot)
     else:
         if sampled:  # of a gathered weight: distributed/weight_samples.py
             use.observe("weight", weight_NK)
         if use.real:
-            kept = numerics.weight.operands(
-                weight_NK, use.record, numerics.state.predictions if plan.predicts_weight else 0
+            made, wait, outlive = numerics.weight.operands(
+                weight_NK, use.record, numerics.state.predictions if recipe.predicts_weight else 0
             )
-        copies = kept if isinstance(kept, Copies) else None  # None: nothing outlives the call
-        holds = use.needs_x and (use.where.compiling or (copies is not None and copies.held))
-        if not second.fp8:
-            b = second.plain(weight_NK)
+        holds = use.needs_x and wait
+        if not second.is_fp8:
+            b = plain(weight_NK, second)
         elif holds and transposes:
-            b, b_t = both(use, weight_NK, second, kept, slot)
+            b, b_t = both(use, weight_NK, second, made, slot)
             weight_KN = b_t[:2] if use.where.compiling else NOTHING
         else:
-            b = one(use, weight_NK, second, kept, slot, use.where.emulation(weight_NK.device, weight_NK.numel()))
-        if copies is not None and not copies.kept and (transposes or second is not plan.dgrad[1]):
-            copies.used_up(b)
-    if fp8 and plan.stored is not None and not use.where.compiling:
-        y_MN = stored.multiply(numerics, plan, (a, b, bias_N), out, use.record)
+            b = one(use, weight_NK, second, made, slot, use.where.emulation(weight_NK.device, weight_NK.numel()))
+        if not outlive and (transposes or second is not recipe.dgrad[1]):
+            made.pop(second.text, None)  # forward has read it, and backward will not
+    if fp8 and recipe.stored is not None and not use.where.compiling:
+        y_MN = stored.multiply(numerics, recipe, (a, b, bias_N), out, use.record)
     else:
         y_MN = product(use, a, b, bias_N, out, "forward")
         if fp8 and sampled and numerics.samples_output:
             use.observe("output", y_MN)
-    return Product(y_MN, weight_KN, kept if holds and not use.where.compiling else {})
+    return Product(y_MN, weight_KN, made if holds and not use.where.compiling else {})
 
 
 def backward(
     use: Use,
-    dy: torch.Tensor | Gradient,
+    dy: torch.Tensor | tuple,
     kept: Either | None,
     weight: tuple,
     dtype: torch.dtype,
@@ -124,28 +124,28 @@ def backward(
     return dx_MK, dw_NK, db_N if db_N.dtype == use.bias_dtype else db_N.to(use.bias_dtype)
 
 
-def _weight_for_dgrad(use: Use, weight_NK: torch.Tensor, weight_KN: tuple, copies: Kept) -> Either:
+def _weight_for_dgrad(use: Use, weight_NK: torch.Tensor, weight_KN: tuple, copies: Made) -> Either:
     """The weight's transpose [K, N]: from forward where it waits, else cast now."""
-    first, second = use.plan.forward[1], use.plan.dgrad[1]
+    first, second = use.recipe.forward[1], use.recipe.dgrad[1]
     codes, scale = weight_KN
     if codes is not None:
-        how = first.how[None]
-        return Operand(codes, scale, how.rows, how.cols, how.power_of_2)
+        cast = first
+        return operand(codes, scale, cast)
     slot = use.slots[use.first + WEIGHT, False, False]
     if type(weight_NK) is gathered.GatheredWeight:
         return transposed(gathered.for_dgrad(weight_NK, first, second, slot))
-    if use.where.on_codes and use.plan.weight_serves_both:
+    if use.where.on_codes and use.recipe.weight_serves_both:
         return transpose(use, weight_NK, first, copies, slot)
-    if not second.fp8:
-        return second.plain(weight_NK).t()
-    hold = use.where.emulation(weight_NK.device, weight_NK.numel())
-    return transposed(one(use, weight_NK, second, copies, slot, hold))
+    if not second.is_fp8:
+        return plain(weight_NK, second).t()
+    held = use.where.emulation(weight_NK.device, weight_NK.numel())
+    return transposed(one(use, weight_NK, second, copies, slot, held))
 
 
 def product(use: Use, a: Any, b: Any, bias_N, out: torch.dtype, which: str) -> torch.Tensor:
     """One of the three matmuls, in FP8 where its operands are."""
     if isinstance(a, Operand):
-        plan = use.plan
-        return use.where.products.matmul(a, b, bias_N, out, "exact" if plan.exact else plan.precision[which])
+        recipe = use.recipe
+        return use.where.products.matmul(a, b, bias_N, out, recipe.precision[which])
     y_MN = matmul.matmul_fp16(a, b.to(a.dtype)).to(out)
     return y_MN if bias_N is None else y_MN + bias_N

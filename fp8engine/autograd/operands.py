@@ -17,26 +17,19 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8engine._torch import dispatch_modes, graph_task
-from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
-from fp8engine.numerics.recipe import ROLES
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.recipe import ROLES, Recipe
 from fp8engine.ops import casts, library, matmul, twins
 from fp8engine.ops.backends import asked
 from fp8engine.ops.device import cpu_multiplies
 from fp8engine.ops.library import PLAIN, in_backward
-from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype
+from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype, operand
 from fp8engine.scaling.columns import GraphSlots, Slots
-from fp8engine.scaling.operands import Kept
+from fp8engine.scaling.operands import Made
 
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of a layer's columns in the scaling table
-
-
-class Gradient(NamedTuple):
-    """dy as the matmuls read it: for dgrad, transposed for wgrad, and the sums of its columns before it was rounded."""
-
-    d: Either | None = None
-    d_t: Either | None = None
-    db_N: torch.Tensor | None = None
 
 
 class Where(NamedTuple):
@@ -77,7 +70,7 @@ def chosen(backend: str, asked: str | None) -> Where:
 class Use(NamedTuple):
     """What one call of a layer has decided, in forward, and reads in backward.
 
-    plan: the recipe's casts as they are now; another step may begin, under another, before this backward.
+    recipe: as it is now; another step may begin, under another, before this backward.
     slots: of the scaling table, by (column, record, count).  first: the column of the layer's input.
     needs_x, needs_w, needs_b: whether input, weight and bias want gradients.
     record, count: whether amaxes enter the history, and casts the counters.
@@ -85,7 +78,7 @@ class Use(NamedTuple):
     """
 
     numerics: Numerics
-    plan: CastPlan
+    recipe: Recipe
     where: Where
     slots: Slots | GraphSlots
     first: int
@@ -117,23 +110,23 @@ def use_of(
     x, weight: its input and its weight [..., N, K], for their device and sizes.  needs: whether input, weight and bias
     want gradients.
     """
-    plan, state = numerics.plan, numerics.state
+    recipe, state = numerics.recipe, numerics.state
     bias_dtype = None if bias_N is None else bias_N.dtype
     if torch.compiler.is_compiling():
         where = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH
-        return Use(numerics, plan, where, GraphSlots(numerics.columns), 0, *needs, record, True, False, bias_dtype)
+        return Use(numerics, recipe, where, GraphSlots(numerics.columns), 0, *needs, record, True, False, bias_dtype)
     name, plain = asked(), dispatch_modes() == 0 and type(weight) in PLAIN
     numerics.sizes = sizes = (x.numel() // max(x.shape[-1], 1), weight.shape[-2], weight.shape[-1])
     on_host = x.device.type == "cpu" and (name == "reference" or (name is None and not cpu_multiplies("fp8")))
     if on_host and plain and type(x) in PLAIN and not state.groups:  # nothing else could be chosen
         where = TWINS[name]
     else:
-        fast = plan.precision["forward"]
-        where = chosen(matmul.choose(x.device, plan.by_block, sizes, fast, plan.kind), name)
+        fast = recipe.precision["forward"]
+        where = chosen(matmul.choose(x.device, recipe.by_block, sizes, fast, numerics.kind), name)
     numerics.ran, first = where.backend, len(ROLES) * numerics.layer
     count = graph_task() == -1  # a forward that runs inside a backward is counted no second time
     real = plain and not weight.is_meta and not weight.is_inference()
-    return Use(numerics, plan, where, state.slots, first, *needs, record, count, real, bias_dtype)
+    return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, bias_dtype)
 
 
 def graphs_run_on(where: torch.device) -> str | None:
@@ -141,107 +134,114 @@ def graphs_run_on(where: torch.device) -> str | None:
     return "cublas" if where.type == "cuda" else None
 
 
-def input_pair(use: Use, x_MK: torch.Tensor, kept: Kept) -> tuple[Operand | None, Operand | None, bool]:
+def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None, Operand | None, bool]:
     """(X for forward, what wgrad will read, whether that is X^T already); None: x itself, in 16 bits, or nothing.
 
     kept: operands that another layer has made of this x.
     """
-    plan = use.plan
-    first, second = plan.forward[0], plan.wgrad[1]
+    recipe = use.recipe
+    first, second = recipe.forward[0], recipe.wgrad[1]
     slot = use.slots[use.first + INPUT, use.record, use.count]
     if use.numerics.state.samples is not None:
         use.observe("input", x_MK)
-    if use.needs_w and use.where.on_codes and plan.input_serves_both:
+    if use.needs_w and use.where.on_codes and recipe.input_serves_both:
         return *both(use, x_MK, first, kept, slot), True
     serves = use.needs_w and second is first
     a = None
-    if first.fp8:
-        hold = None if serves else use.where.emulation(x_MK.device, x_MK.numel())
-        a = one(use, x_MK, first, kept, slot, hold)
-    if serves or not use.needs_w or not second.fp8:
+    if first.is_fp8:
+        held = None if serves else use.where.emulation(x_MK.device, x_MK.numel())
+        a = one(use, x_MK, first, kept, slot, held)
+    if serves or not use.needs_w or not second.is_fp8:
         return a, a if serves else None, False
     return a, one(use, x_MK, second, kept, use.slots[use.first + INPUT, False, False], None), False
 
 
-def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> Gradient:
-    """dy as the matmuls read it.  made: what an activation's backward has made of it."""
-    plan = use.plan
-    first, second = plan.dgrad[0], plan.wgrad[0]
+def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | None, Either | None, Any]:
+    """(DY for dgrad, DY^T for wgrad, FP32 sums of dy's columns before it is rounded), None for what is not needed.
+
+    made: what an activation's backward has made of it.
+    """
+    recipe = use.recipe
+    first, second = recipe.dgrad[0], recipe.wgrad[0]
     slot = use.slots[use.first + GRAD_OUTPUT, True, True]
     if use.numerics.state.samples is not None:
         use.observe("grad_output", dy_MN)
     d = d_t = db_N = None
-    hold = use.where.emulation(dy_MN.device, dy_MN.numel())
-    if use.where.on_codes and use.needs_x and use.needs_w and plan.grad_serves_both:
-        if (how := first.how[None]) in made:
-            return Gradient(made[how][0], made[how, "transposed"][0], made["sums"])
+    held = use.where.emulation(dy_MN.device, dy_MN.numel())
+    if use.where.on_codes and use.needs_x and use.needs_w and recipe.grad_serves_both:
+        if first.text in made:
+            return made[first.text][0], made[first.text_of_transpose][0], made["sums"]
         if use.needs_b:
-            return Gradient(*use.where.casts.cast_transpose(dy_MN, how, slot, sums=True))
-        return Gradient(*use.where.casts.cast_transpose(dy_MN, how, slot))
+            return use.where.casts.cast_transpose(dy_MN, first, slot, sums=True)
+        return *use.where.casts.cast_transpose(dy_MN, first, slot), None
     if use.needs_x:
-        d = one(use, dy_MN, first, made, slot, hold) if first.fp8 else first.plain(dy_MN)
+        d = one(use, dy_MN, first, made, slot, held) if first.is_fp8 else plain(dy_MN, first)
         slot = use.slots[use.first + GRAD_OUTPUT, False, False]
     if use.needs_w:
-        d_t = transposed(one(use, dy_MN, second, made, slot, hold) if second.fp8 else second.plain(dy_MN))
+        d_t = transposed(one(use, dy_MN, second, made, slot, held) if second.is_fp8 else plain(dy_MN, second))
     if use.needs_b:
         db_N = dy_MN.sum(0, dtype=torch.float32) if use.where.compiling else column_sums(dy_MN)
-    return Gradient(d, d_t, db_N)
+    return d, d_t, db_N
 
 
-def one(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot, hold: torch.dtype | None) -> Operand:
+def plain(x: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """x as a matmul in 16 bits reads it: itself, or an FP32 one in the cast's format."""
+    return x if x.dtype.itemsize == 2 else x.to(cast.dtype)
+
+
+def one(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot, held: torch.dtype | None) -> Operand:
     """x under a cast to FP8, made once.  slot: where the scale is read and this use of x is counted.
 
-    hold: None for FP8 codes; else x waits as values in that dtype, because nothing but an emulated matmul reads it.
+    held: None for FP8 codes; else x may wait as values in that dtype, because only an emulated matmul reads it.
     """
-    how = casting.how[hold]
-    made = kept.get(how)
-    if made is None and hold is not None:
-        made = kept.get(casting.how[None])  # a producer's codes
+    made = kept.get(cast.text)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
     if made is None or (slot.record and not made[1].record):
-        made = kept[how] = use.where.casts.quantize(x_MK, how, slot), slot
+        made = kept[cast.text] = use.where.casts.quantize(x_MK, cast, slot, held), slot
     elif (slot.count or slot.record) and not same(slot, made[1]):
         take_over(made[1], slot, x_MK.numel())
+    if held is None and made[0].data.dtype != cast.dtype:  # another layer has them as values; codes are what is kept
+        made = kept[cast.text] = operand(made[0].data.to(cast.dtype), made[0].scale, cast), made[1]
     return made[0]
 
 
-def along_m(use: Use, x_MK: torch.Tensor, kept: Kept) -> Either:
+def along_m(use: Use, x_MK: torch.Tensor, kept: Made) -> Either:
     """x as wgrad reads it, of an x made a second time: under the scale it had, not transposed and not counted."""
-    slot, second = use.slots[use.first + INPUT, False, False], use.plan.wgrad[1]
-    return one(use, x_MK, second, kept, slot, None) if second.fp8 else second.plain(x_MK)
+    slot, second = use.slots[use.first + INPUT, False, False], use.recipe.wgrad[1]
+    return one(use, x_MK, second, kept, slot, None) if second.is_fp8 else plain(x_MK, second)
 
 
-def input_again(use: Use, x_MK: torch.Tensor, kept: Kept) -> Either:
+def input_again(use: Use, x_MK: torch.Tensor, kept: Made) -> Either:
     """X^T for wgrad, of an x that is made a second time."""
-    if use.where.on_codes and use.plan.input_serves_both:
-        return transpose(use, x_MK, use.plan.forward[0], kept, use.slots[use.first + INPUT, False, False])
+    if use.where.on_codes and use.recipe.input_serves_both:
+        return transpose(use, x_MK, use.recipe.forward[0], kept, use.slots[use.first + INPUT, False, False])
     return transposed(along_m(use, x_MK, kept))
 
 
-def both(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> tuple[Operand, Operand]:
+def both(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot) -> tuple[Operand, Operand]:
     """x under a cast, and its transpose under the same for the matmul that reduces x's rows: one pass, made once.
 
     For a cast that `serves_both` says does; as FP8 codes.
     """
-    how = casting.how[None]
-    made, made_t = kept.get(how), kept.get((how, "transposed"))
+    made, made_t = kept.get(cast.text), kept.get(cast.text_of_transpose)
     if made is not None and made_t is None and made[1].record >= slot.record:  # a producer's codes, counted with them
         uncounted = Slot(*slot[:3], False, False, *slot[5:])
-        made_t = kept[how, "transposed"] = use.where.casts.cast_transpose(x_MK, how, uncounted)[1], made[1]
+        made_t = use.where.casts.cast_transpose(x_MK, cast, uncounted)[1], made[1]
+        kept[cast.text_of_transpose] = made_t
     if made is None or made_t is None or (slot.record and not made[1].record):
-        first, second = use.where.casts.cast_transpose(x_MK, how, slot)
-        kept[how], kept[how, "transposed"] = (first, slot), (second, slot)
+        first, second = use.where.casts.cast_transpose(x_MK, cast, slot)
+        kept[cast.text], kept[cast.text_of_transpose] = (first, slot), (second, slot)
         return first, second
     if (slot.count or slot.record) and not same(slot, made[1]):
         take_over(made[1], slot, x_MK.numel())
     return made[0], made_t[0]
 
 
-def transpose(use: Use, x_MK: torch.Tensor, casting: Casting, kept: Kept, slot: Slot) -> Operand:
+def transpose(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot) -> Operand:
     """The second of `both` alone, for a backward whose forward has used up the first."""
-    key = (casting.how[None], "transposed")
+    key = cast.text_of_transpose
     if key not in kept:
-        kept[key] = use.where.casts.cast_transpose(x_MK, casting.how[None], slot)[1], slot
+        kept[key] = use.where.casts.cast_transpose(x_MK, cast, slot)[1], slot
     return kept[key][0]
 
 

@@ -29,9 +29,10 @@ from fp8engine.autograd.linear import in_shape_of, matrix
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import graphs_run_on
 from fp8engine.errors import UnknownName
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, norm_act
 from fp8engine.ops.library import in_backward, keepable
-from fp8engine.ops.reference import How, Norm, RowStatistics, Store, column_sums
+from fp8engine.ops.reference import Norm, RowStatistics, Store, column_sums
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.ops.reference.norm_quantize import KINDS
 from fp8engine.ops.tensor import Float8Tensor
@@ -40,7 +41,7 @@ from fp8engine.scaling.written import here
 
 STORES = ("16 bits", "fp8")
 # For values that are read again elementwise: E4M3's 3 bits of mantissa, and a row's scale for a token's outliers.
-ROWS = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
+ROWS = Cast.parse("e4m3 1x-1 p2")
 
 
 class NormOf(NamedTuple):
@@ -174,12 +175,12 @@ def codes_for(producer: Producer, x: torch.Tensor, reader: Numerics | None = Non
         if not keepable(x) or casts.choose(x.device) == "reference":  # then the layer casts: nothing is saved here
             return IN_16_BITS
         reader.state.enter()  # a step that begins here may change the reader's recipe
-    plan, first = reader.plan, reader.plan.forward[0]
-    if not first.fp8 or reader.smooth or reader.shard is not None:
+    recipe, first = reader.recipe, reader.recipe.forward[0]
+    if not first.is_fp8 or reader.feature is not None:
         return IN_16_BITS
     record = torch.is_grad_enabled() or (not compiling and in_backward())
     transposes = producer.transposed if not compiling else graphs_run_on(x.device) is not None
-    return Store(first.how[None], transposes and record and plan.input_serves_both, reader.slot("input", record))
+    return Store(first, transposes and record and recipe.input_serves_both, reader.slot("input", record))
 
 
 def codes_of_gradient(producer: Producer | None, dy: torch.Tensor) -> Store:
@@ -188,10 +189,10 @@ def codes_of_gradient(producer: Producer | None, dy: torch.Tensor) -> Store:
         return IN_16_BITS
     if torch.compiler.is_compiling() or not keepable(dy) or casts.choose(dy.device) == "reference":
         return IN_16_BITS
-    plan = reader.plan
-    if not (producer.transposed and plan.dgrad[0].fp8 and plan.grad_serves_both):
+    recipe = reader.recipe
+    if not (producer.transposed and recipe.dgrad[0].is_fp8 and recipe.grad_serves_both):
         return IN_16_BITS
-    return Store(plan.dgrad[0].how[None], True, reader.slot("grad_output", True))
+    return Store(recipe.dgrad[0], True, reader.slot("grad_output", True))
 
 
 def attach(y: torch.Tensor, producer: Producer, to: Store, codes: tuple, again: Again | None = None) -> torch.Tensor:
@@ -202,8 +203,8 @@ def attach(y: torch.Tensor, producer: Producer, to: Store, codes: tuple, again: 
         return y
     found = Operands()
     found.producer, found.place, found.again = producer, place, again
-    if to.how is not None and to.slot is not None:
-        for key, q in zip((to.how, (to.how, "transposed")), codes, strict=True):
+    if to.cast is not None and to.slot is not None:
+        for key, q in zip((to.cast.text, to.cast.text_of_transpose), codes, strict=True):
             if q is not None:
                 found[key] = (q, to.slot)
         if not compiling:
@@ -290,7 +291,7 @@ class _Activation(torch.autograd.Function):
         dx, dup = found.dx_MK.view(ctx.shape), None if found.dup_MN is None else found.dup_MN.view(ctx.shape)
         if ctx.back is not None and not torch.compiler.is_compiling() and casts.choose(dx.device) != "reference":
             attach(dx, ctx.back, to, (found.q, found.q_t))
-            if to.how is not None:
+            if to.cast is not None:
                 vars(dx)["fp8"]["sums"] = found.dbias_K
         return dx, dup, *[None] * 6
 

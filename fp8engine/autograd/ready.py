@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import torch
 
-from fp8engine.autograd.numerics import Casting, CastPlan, Numerics
-from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Gradient, Use, one
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Use, one, plain
 from fp8engine.autograd.stored_tensor import StoredTensor
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
-from fp8engine.scaling.operands import Kept
+from fp8engine.scaling.operands import Made
 from fp8engine.scaling.table import ScalingState
 
 TAKEN = ""  # in place of a reason
@@ -35,7 +37,7 @@ class GatheredTensor(Float8Tensor):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.made: Kept = {}
+        self.made: Made = {}
 
 
 def suited(x: torch.Tensor, *consumers: Numerics, why: str = TAKEN) -> torch.Tensor:
@@ -48,34 +50,32 @@ def suited(x: torch.Tensor, *consumers: Numerics, why: str = TAKEN) -> torch.Ten
     if torch.compiler.is_compiling():
         return x.dequantize()  # a compiled graph takes plain tensors; nothing in it can be counted on the host
     for numerics in consumers:
-        why = why or why_not(x, numerics.plan)
+        why = why or why_not(x, numerics.recipe)
     for numerics in consumers:
         numerics.ready[why] = numerics.ready.get(why, 0) + 1
     return x if why == TAKEN else x.dequantize()
 
 
-def why_not(x: Float8Tensor, plan: CastPlan) -> str:
+def why_not(x: Float8Tensor, recipe: Recipe) -> str:
     """Why a layer under that plan does not read these codes; TAKEN where it does."""
-    (first, weight), (grad, saved) = plan.forward, plan.wgrad
-    if not first.fp8:
+    (first, weight), (grad, saved) = recipe.forward, recipe.wgrad
+    if not first.is_fp8:
         return "its forward is in 16 bits"
     if isinstance(x, StoredTensor) and x.written:
         return WRITTEN
     q = x.operand()
     if not (q.rows == 1 or q.rows == q.cols == -1) or _extent(first) != (q.rows, q.cols):
-        return f"it casts {first.cast.granularity}, not {x.granularity}"
+        return f"it casts {first.granularity}, not {x.granularity}"
     if q.scaled_along_k and not q.power_of_2:
         return "its scales within a row are not known to be powers of two"
     dtype = q.data.dtype
-    if (dtype, weight.cast.format.dtype) == (E5M2, E5M2) or (
-        _reads_codes(saved, q) and (dtype, grad.cast.format.dtype) == (E5M2, E5M2)
-    ):
+    if (dtype, weight.dtype) == (E5M2, E5M2) or (_reads_codes(saved, q) and (dtype, grad.dtype) == (E5M2, E5M2)):
         return "Tensor Cores do not multiply E5M2 by E5M2"
     return TAKEN
 
 
 def take(
-    use: Use, x: Float8Tensor, cast_again: Callable[[torch.Tensor, Kept], Either]
+    use: Use, x: Float8Tensor, cast_again: Callable[[torch.Tensor, Made], Either]
 ) -> tuple[Operand, Either | None]:
     """(X for forward, what wgrad will read, not transposed) of an input that `suited` let pass.
 
@@ -91,30 +91,30 @@ def take(
         use.observe("input", values)
     if not use.needs_w:
         return q, None
-    saved: Casting = use.plan.wgrad[1]
+    saved: Cast = use.recipe.wgrad[1]
     if _reads_codes(saved, q):
         return q, q
     made = x.made if isinstance(x, GatheredTensor) else {}
-    if (found := made.get(saved.how.get(None))) is not None:
+    if (found := made.get(saved.text)) is not None:
         return q, found[0]
     values = x.values().view(q.data.shape) if values is None else values
     return q, cast_again(values, made)
 
 
-def take_gradient(use: Use, dy_MN: torch.Tensor) -> torch.Tensor | Gradient:
+def take_gradient(use: Use, dy_MN: torch.Tensor) -> torch.Tensor | tuple:
     """dy as `matmuls.backward` takes it: as it is, or the gathered codes, cast as the layer's plan casts dy for dgrad.
 
     A bias's gradient is not among what they give: a layer whose dy is gathered adds its bias elsewhere.
     """
     if not isinstance(dy_MN, Float8Tensor):
         return dy_MN
-    q, second = dy_MN.operand(), use.plan.wgrad[0]
+    q, second = dy_MN.operand(), use.recipe.wgrad[0]
     if not use.needs_w or _reads_codes(second, q):
-        return Gradient(q, q.t())
+        return q, q.t(), None
     values = dy_MN.values()
-    if not second.fp8:
-        return Gradient(q, second.plain(values).t())
-    return Gradient(q, one(use, values, second, {}, use.slots[use.first + GRAD_OUTPUT, False, False], None).t())
+    if not second.is_fp8:
+        return q, plain(values, second).t(), None
+    return q, one(use, values, second, {}, use.slots[use.first + GRAD_OUTPUT, False, False], None).t(), None
 
 
 def _counted_by(source: Slot | None, slot: Slot) -> bool:
@@ -122,14 +122,13 @@ def _counted_by(source: Slot | None, slot: Slot) -> bool:
     return source is not None and source.live_2S is slot.live_2S and source.index == slot.index
 
 
-def _reads_codes(saved: Casting, q: Operand) -> bool:
+def _reads_codes(saved: Cast, q: Operand) -> bool:
     """Whether wgrad reads the very codes of forward: one scale serves both directions."""
-    return saved.fp8 and (q.rows, q.cols) == (-1, -1) == _extent(saved)
+    return saved.is_fp8 and (q.rows, q.cols) == (-1, -1) == _extent(saved)
 
 
-def _extent(casting: Casting) -> tuple[int, int]:
-    how = casting.how[None]
-    return how.rows, how.cols
+def _extent(cast: Cast) -> tuple[int, int]:
+    return cast.rows, cast.cols
 
 
 def _count(state: ScalingState, source: Slot | None, slot: Slot, size: int) -> None:

@@ -21,11 +21,33 @@ from __future__ import annotations
 import torch
 
 from fp8engine.autograd import matmuls
-from fp8engine.autograd.operands import Use, input_pair, transposed
+from fp8engine.autograd.features import SMOOTH
+from fp8engine.autograd.linear import begin, enter, in_16_bits, matrix
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import Use, input_pair, plain, transposed, use_of
+from fp8engine.autograd.ready import suited
 from fp8engine.ops.backends import running_on
 from fp8engine.ops.reference import Operand
+from fp8engine.ops.tensor import Float8Tensor
 
 MANTISSA, BIAS = 23, 127  # of FP32: bits of the mantissa, and what the exponent's field has added
+
+
+class Smooth:
+    """The feature.  All are equal: it has no state."""
+
+    name, ranks, product = SMOOTH, False, True
+
+    def run(self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N, numerics: Numerics) -> torch.Tensor:
+        """`linear` of a layer that is smoothed."""
+        out = begin(x, weight_NK, bias_N, numerics)
+        if isinstance(x, Float8Tensor):
+            x = suited(x, numerics, why="it is smoothed before its cast")
+        if not numerics.recipe.is_fp8:
+            read = lambda x_MK, weight_NK: smoothed(x_MK, weight_NK, scales(x_MK))  # noqa: E731 - what FP8 would read
+            return in_16_bits(x, weight_NK, bias_N, numerics, out, read)
+        use = use_of(numerics, x, weight_NK, bias_N, *enter(x, weight_NK, bias_N, numerics))
+        return linear_smoothed(matrix(x), weight_NK, bias_N, use, out).view(*x.shape[:-1], len(weight_NK))
 
 
 def linear_smoothed(x_MK, weight_NK, bias_N, use: Use, out: torch.dtype) -> torch.Tensor:
@@ -66,11 +88,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class _Smoothed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, weight_NK, bias_N, use: Use, out: torch.dtype):
-        s_K, (first, second) = scales(x_MK), (use.plan.forward[0], use.plan.wgrad[1])
+        s_K, (first, second) = scales(x_MK), (use.recipe.forward[0], use.recipe.wgrad[1])
         divided_MK, weight_s_NK = smoothed(x_MK, weight_NK, s_K)
         a, kept, ctx.is_transposed = input_pair(use, divided_MK, {})
-        y_MN, codes, ctx.copies = matmuls.forward(use, a or first.plain(divided_MK), weight_s_NK, bias_N, out)
-        kept = kept or (second.plain(divided_MK) if use.needs_w else None)
+        y_MN, codes, ctx.copies = matmuls.forward(use, a or plain(divided_MK, first), weight_s_NK, bias_N, out)
+        kept = kept or (plain(divided_MK, second) if use.needs_w else None)
         data, scale, ctx.groups = (kept.data, kept.scale, kept[2:]) if isinstance(kept, Operand) else (kept, None, None)
         ctx.save_for_backward(data, scale, weight_NK, s_K, *codes)
         ctx.use, ctx.dtype = use, x_MK.dtype

@@ -31,26 +31,7 @@ import torch
 
 from fp8engine.ops.fingerprint import capturing, fingerprint
 from fp8engine.ops.library import in_backward
-from fp8engine.scaling.operands import Kept
-
-
-class Copies(Kept):
-    """Operands of one version of a weight, by cast.
-
-    held: whether they wait for the backward of the call that reads them.  kept: whether they outlive it.
-    """
-
-    __slots__ = ("__weakref__", "held", "kept")
-
-    def __init__(self, held: bool = True, kept: bool = False):
-        super().__init__()
-        self.held, self.kept = held, kept
-
-    def used_up(self, made: object) -> None:
-        """Forward has read an operand that backward will not: it is given up."""
-        for key, (each, _) in list(self.items()):
-            if each is made:
-                self.pop(key, None)  # another thread may have been here
+from fp8engine.scaling.operands import Made, Operands
 
 
 class Mark:
@@ -79,21 +60,20 @@ class Version:
 
     def __init__(self, mark: Mark | None = None, key: tuple = (), why: str = ""):
         self.mark, self.key, self.why = mark, key, why
-        self.kept: Copies | None = None
-        self.latest: Callable[[], Copies | None] = _nothing
+        self.kept: Operands | None = None
+        self.latest: Callable[[], Operands | None] = _nothing
 
     @property
     def read_again(self) -> bool:
         """Whether the next training forward is another microbatch's: the first one's copies are gone, or kept."""
         return self.why == "read again" or (self.why == "" and self.latest() is None)
 
-    def copies(self) -> Copies:
-        """Copies that a call or this version still references; this version keeps them where there is a reason."""
+    def operands(self) -> Operands:
+        """What a call or this version still references; this version keeps it where there is a reason."""
         found = self.latest()
         if found is None:
-            found = Copies()
+            found = Operands()
             self.latest = weakref.ref(found)
-        found.kept = bool(self.why)
         self.kept = found if self.why else None
         return found
 
@@ -117,35 +97,36 @@ class KeptWeight:
         self.captured = False  # a CUDA graph was captured that reads the weight
 
     @property
-    def kept(self) -> Copies:
+    def kept(self) -> Operands:
         """The copies that outlive their consumers."""
-        return self.version.kept or Copies()
+        return self.version.kept or Operands()
 
     @property
     def why(self) -> str:
         """Why they do."""
         return self.version.why
 
-    def operands(self, weight: torch.Tensor, training: bool, predictions: int = 0) -> Copies:
-        """The FP8 copies of the current version of the weight; callers insert into it, and hold what backward reads.
+    def operands(self, weight: torch.Tensor, training: bool, predictions: int = 0) -> tuple[Made, bool, bool]:
+        """(operands, wait, outlive): the FP8 copies of the weight's current version, where calls insert what they make;
+        whether these wait for the backward of the call that reads them; and whether they outlive it.
 
         predictions: of the weight's scale so far.  A copy under an older one is not read again: what a layer computes
         does not depend on which copies there are.  (A frozen weight has one amax, and so one scale.)
         weight: real data, of eager code.
         """
         if self.cache is False:
-            return Copies(held=False)
+            return Operands(), False, False
         if self.product:
-            return Copies()
+            return Operands(), True, False
         if self.joined:
-            return Copies(held=weight._version > 0)  # of a counter at 0: below
+            return Operands(), weight._version > 0, False  # of a counter at 0: below
         if self.captured or capturing(weight.device):
             self.captured, self.version = True, Version()
-            return Copies()
+            return Operands(), True, False
         seen = fingerprint(weight, whole=self.cache is not True)
         if weight._version == 0 and not seen and self.cache is not True:
             self.give_up()
-            return Copies(held=False)  # held until backward, it would undo fully_shard's sharding
+            return Operands(), False, False  # held until backward, it would undo fully_shard's sharding
         mark = Mark.of(weight if weight._base is None else weight._base)  # a Conv1D's is a new view at every call
         if self.cache is True or not weight.requires_grad:
             predictions = 0
@@ -158,7 +139,7 @@ class KeptWeight:
             self.again, version.why = True, "read again"
         if not (version.why or training):
             version.why = "inference"
-        return version.copies()
+        return version.operands(), True, bool(version.why)
 
     def _why_kept(self, weight: torch.Tensor, training: bool) -> str:
         """Why copies of a version that is read for the first time outlive their consumers."""

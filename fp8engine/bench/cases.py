@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.errors import ShapeError, UnknownName
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How, Operand, as_groups, decode, from_groups
+from fp8engine.ops.reference import Operand, as_groups, decode, from_groups
 
 ROWS = 64  # checked element by element
 STRIPE = 32  # rows of the probe judged together
@@ -109,14 +110,14 @@ def sizes(word: str, names: str, count: str) -> list[int]:
 
 # Kind of operands -> how (a, b) are quantised, or the dtype that they are rounded to.
 E4M3 = torch.float8_e4m3fn
-KINDS: dict[str, tuple[How, How] | torch.dtype] = {
+KINDS: dict[str, tuple[Cast, Cast] | torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    "tensor": (How(E4M3, -1, -1), How(E4M3, -1, -1)),
-    "row": (How(E4M3, 1, -1), How(E4M3, 1, -1)),
-    "block": (How(E4M3, 1, 128), How(E4M3, 128, 128)),
-    "block by block": (How(E4M3, 1, 128), How(E4M3, 1, 128)),  # the weight's gradient
+    "tensor": (Cast.parse("e4m3"), Cast.parse("e4m3")),
+    "row": (Cast.parse("e4m3 1x-1"), Cast.parse("e4m3 1x-1")),
+    "block": (Cast.parse("e4m3 1x128"), Cast.parse("e4m3 128x128")),
+    "block by block": (Cast.parse("e4m3 1x128"), Cast.parse("e4m3 1x128")),  # the weight's gradient
 }
 
 
@@ -145,7 +146,7 @@ class Operands:
         return self._made[kind]
 
 
-def _pair(a_MK: torch.Tensor, b_NK: torch.Tensor, kind: tuple[How, How] | torch.dtype) -> Pair:
+def _pair(a_MK: torch.Tensor, b_NK: torch.Tensor, kind: tuple[Cast, Cast] | torch.dtype) -> Pair:
     if isinstance(kind, torch.dtype):
         one = torch.ones((), device=a_MK.device)
         return Pair(Operand(a_MK.to(kind), one), Operand(b_NK.to(kind), one))

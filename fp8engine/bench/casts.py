@@ -10,7 +10,7 @@ A result is right if it is the reference's bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ from fp8engine.bench import cases, harness
 from fp8engine.bench.harness import Limits, Row, Timer
 from fp8engine.bench.timing import Clock
 from fp8engine.errors import ShapeError
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3
 from fp8engine.ops import device
 from fp8engine.ops.backends import backend
 from fp8engine.ops.casts import cast_transpose, quantize
-from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.reference.operand import COUNTERS
 
 SETS = 2
 SHAPES = {"cuda": ((8192, 4096), (8192, 14336), (16384, 1024)), "cpu": ((1024, 1024), (2048, 4096))}
-PER_TENSOR, PER_ROW = How(E4M3.dtype, -1, -1), How(E4M3.dtype, 1, -1, True)
-BLOCKS, SQUARES = How(E4M3.dtype, 1, 128, True), How(E4M3.dtype, 128, 128, True)
+PER_TENSOR, PER_ROW = Cast.parse("e4m3"), Cast.parse("e4m3 1x-1 p2")
+BLOCKS, SQUARES = Cast.parse("e4m3 1x128 p2"), Cast.parse("e4m3 128x128 p2")
 # Target of DESIGN section 9 on a Hopper card, share of copy bandwidth.
 TARGETS = {"row": 0.95, "tensor, transposed too": 0.92}
 
@@ -38,7 +39,7 @@ TARGETS = {"row": 0.95, "tensor, transposed too": 0.92}
 class Way:
     """One cast.  both: with the transpose.  predicted: under a scale known beforehand (delayed scaling)."""
 
-    how: How
+    cast: Cast
     reads: int
     writes: int
     both: bool = False
@@ -50,8 +51,8 @@ class Way:
 
     def run(self, x: torch.Tensor, slot: Slot | None) -> list[Operand]:
         """The operands made of x."""
-        how = self.how._replace(delayed=self.predicted)
-        return list(cast_transpose(x, how, slot)) if self.both else [quantize(x, how, slot)]
+        cast = replace(self.cast, scaling="delayed") if self.predicted else self.cast
+        return list(cast_transpose(x, cast, slot)) if self.both else [quantize(x, cast, slot)]
 
 
 WAYS = {

@@ -14,17 +14,17 @@ import torch
 from fp8engine.bench import harness
 from fp8engine.bench.cases import sqnr
 from fp8engine.bench.harness import Row, Timer
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, grouped
 from fp8engine.ops.backends import backend
-from fp8engine.ops.reference import How
 from fp8engine.ops.reference.grouped import bounds_of, bounds_of_equal
 
 E4M3 = torch.float8_e4m3fn
 LEAST_DB = 22.0
 BASE = "bf16, torch's grouped matmul"
 HOWS = {
-    "rowwise": (How(E4M3, 1, -1, True), How(E4M3, 1, -1, True), How(E4M3, -1, 1, True)),
-    "blockwise": (How(E4M3, 1, 128, True), How(E4M3, 128, 128, True), How(E4M3, 128, 1, True)),
+    "rowwise": (Cast.parse("e4m3 1x-1 p2"), Cast.parse("e4m3 1x-1 p2"), Cast.parse("e4m3 -1x1 p2")),
+    "blockwise": (Cast.parse("e4m3 1x128 p2"), Cast.parse("e4m3 128x128 p2"), Cast.parse("e4m3 128x1 p2")),
 }
 
 
@@ -80,8 +80,8 @@ def compare(case: Case, where: torch.device, timer: Timer) -> list[Row]:
         return _right(row, lambda: _on(name, lambda: grouped.rows(a, b, bounds, None, torch.bfloat16, way)), y)
 
     def wgrad(row: Row, recipe: str) -> harness.Call:
-        how = HOWS[recipe][2]
-        a, b = (grouped.quantize(each, how, bounds, None, transposed=True) for each in (dy, x))
+        cast = HOWS[recipe][2]
+        a, b = (grouped.quantize(each, cast, bounds, None, transposed=True) for each in (dy, x))
         way = "promoted", True
         return _right(row, lambda: _on("triton", lambda: grouped.sums(a, b, bounds, torch.bfloat16, way)), dw)
 
@@ -114,10 +114,10 @@ def line(row: Row) -> str:
     )
 
 
-def _weights(w: torch.Tensor, how: How, experts: int):
-    if not grouped.spans_rows(how):
-        return casts.quantize(w, how)
-    return grouped.quantize(w, how, bounds_of_equal(len(w) // experts, experts, w.device))
+def _weights(w: torch.Tensor, cast: Cast, experts: int):
+    if not grouped.spans_rows(cast):
+        return casts.quantize(w, cast)
+    return grouped.quantize(w, cast, bounds_of_equal(len(w) // experts, experts, w.device))
 
 
 def _on(name: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:

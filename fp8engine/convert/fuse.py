@@ -70,7 +70,7 @@ class _Near:
         self.columns = {
             name: module.as_layer().weight_NK.shape[1]  # pyright: ignore[reportCallIssue]
             for name, module in model.named_modules()
-            if isinstance(module, Float8Module) and hasattr(module, "as_layer") and module.numerics.plan.fp8
+            if isinstance(module, Float8Module) and hasattr(module, "as_layer") and module.numerics.recipe.is_fp8
         }
 
     def block_of(self, name: str) -> str:

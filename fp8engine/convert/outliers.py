@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from fp8engine.autograd.features import SMOOTH, why_excluded
+from fp8engine.autograd.smooth import Smooth
 from fp8engine.convert.probe import gated_products
 from fp8engine.errors import ConversionError, ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
@@ -50,7 +52,7 @@ def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bo
     True
     """
     for layer in _chosen(model, names).values():
-        layer.numerics.set_smooth(on)
+        layer.numerics.switch(Smooth() if on else None)
     propose(model)
     return model
 
@@ -110,11 +112,8 @@ def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, An
         patterns = [names] if isinstance(names, str) else list(names)
         chosen = {name: layer for pattern in patterns for name, layer in _matching(model, downs, pattern)}
     for name, layer in chosen.items():
-        if layer.numerics.shard is not None:
-            raise ParallelError(
-                f"{name}: smooth takes no layer that ranks divide, whose scales each rank would choose alone: leave "
-                "it out of the plan of tensor_parallel, or out of this call"
-            )
+        if (has := layer.numerics.feature) is not None and (why := why_excluded(name, has.name, SMOOTH)):
+            raise ParallelError(why)
     return chosen
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.autograd.numerics import plan
 from fp8engine.errors import EmulationWarning, ParallelError
 from fp8engine.nn.linear import float8_modules
 from fp8engine.numerics.recipe import Recipe
@@ -30,7 +29,7 @@ def device_of(module: nn.Module, parameter: str = "weight") -> torch.device:
 
 def why_emulated(where: torch.device, recipe: Recipe) -> str | None:
     """Why a layer's matmuls would run without FP8 Tensor Cores there; None where they have them, or run in 16 bits."""
-    return matmul.why_emulated(where, matmul.choose(where, plan(recipe).by_block)) if recipe.is_fp8 else None
+    return matmul.why_emulated(where, matmul.choose(where, recipe.by_block)) if recipe.is_fp8 else None
 
 
 def warn_emulated(whys: Sequence[str], stacklevel: int) -> None:

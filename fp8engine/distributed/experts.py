@@ -28,17 +28,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8engine import _torch
-from fp8engine.autograd.numerics import CastPlan, Numerics
+from fp8engine.autograd.numerics import Numerics
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.routes import Route, ToExperts, ToTokens
 from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.experts import Float8Experts, matrices
 from fp8engine.nn.grouped import GroupedLinear
-from fp8engine.numerics.recipe import MATMULS
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.recipe import MATMULS, Recipe
 from fp8engine.ops.library import in_backward
-from fp8engine.ops.reference import How
 
-BY_ROW = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
+BY_ROW = Cast.parse("e4m3 1x-1 p2")
 TRANSFERS = ("input", "output", "grad_output", "grad_input")  # x, y, dy and dx of the experts
 
 
@@ -128,30 +128,30 @@ class _Exchange:
     def __call__(self, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
         return _exchanged(self, local, x_TK, sizes)
 
-    def casts(self) -> dict[str, How | None]:
+    def casts(self) -> dict[str, Cast | None]:
         """How each transfer is cast now, None for its own dtype; recipes may change from step to step."""
         found = {}
         for name in TRANSFERS:
             layer = self.layers[0 if name in ("input", "grad_input") else -1]
             numerics = layer.numerics
-            how = None if numerics is None else _own_cast(name, numerics.plan, layer.has_bias)
-            chosen = how is not None if self.fp8 is None else name in self.fp8
-            found[name] = (how or BY_ROW) if chosen and numerics is not None and numerics.plan.fp8 else None
+            cast = None if numerics is None else _own_cast(name, numerics.recipe, layer.has_bias)
+            chosen = cast is not None if self.fp8 is None else name in self.fp8
+            found[name] = (cast or BY_ROW) if chosen and numerics is not None and numerics.recipe.is_fp8 else None
         return found
 
 
-def _own_cast(name: str, plan: CastPlan, has_bias: bool) -> How | None:
+def _own_cast(name: str, recipe: Recipe, has_bias: bool) -> Cast | None:
     """The layer's own cast of what is sent, where it can be made before and nothing is rounded a second time."""
     if name not in ("input", "grad_output") or (name == "grad_output" and has_bias):
         return None  # a bias's gradient sums dy as it was before any cast
-    read, again = (plan.forward[0], plan.wgrad[1]) if name == "input" else (plan.dgrad[0], plan.wgrad[0])
-    if not (read.fp8 and again.fp8):
+    read, again = (recipe.forward[0], recipe.wgrad[1]) if name == "input" else (recipe.dgrad[0], recipe.wgrad[0])
+    if not (read.is_fp8 and again.is_fp8):
         return None  # a recipe that keeps x or dy in 16 bits for wgrad
-    how = read.how[None]
-    if how.rows == 1 and how.power_of_2:
-        return how
+    cast = read
+    if cast.rows == 1 and cast.power_of_2:
+        return cast
     # One scale for all ranks' rows: x is read as codes, by wgrad too; dy arrives as values, which meet another scale.
-    return how if name == "input" and how.per_tensor and not how.delayed else None
+    return cast if name == "input" and cast.per_tensor and not cast.delayed else None
 
 
 def _run(exchange: _Exchange, local: Callable, x_TK: torch.Tensor, sizes: Any) -> torch.Tensor:
@@ -162,9 +162,9 @@ def _run(exchange: _Exchange, local: Callable, x_TK: torch.Tensor, sizes: Any) -
         name = numerics.name
     casts = exchange.casts()
     # Under its own cast the layer reads codes, which say no amax; under another it casts, and enters its own scale.
-    if numerics is not None and casts["input"] == numerics.plan.forward[0].how.get(None):
+    if numerics is not None and casts["input"] == numerics.recipe.forward[0]:
         slot = numerics.slot("input", record=torch.is_grad_enabled() or in_backward(), count=False)
-    kind = f"rows of {x_TK.dtype}, sent as " + ", ".join(f"{key} {how or 'it is'}" for key, how in casts.items())
+    kind = f"rows of {x_TK.dtype}, sent as " + ", ".join(f"{key} {cast or 'it is'}" for key, cast in casts.items())
     route = Route(x_TK, sizes, (first.shape[0], first.shape[2]), exchange.mesh.get_group(), kind, name)
     rows = ToExperts.apply(x_TK, route, casts["input"], casts["grad_input"], slot)
     y_RN = local(rows, route.sizes)

@@ -158,7 +158,7 @@ class Gather:
 
     def rows(self) -> Rows:
         """What gives this rank's rows, of every weight that is gathered as codes now."""
-        return {weight.shard: weight.rows for weight in self.weights if weight.shard.casting is not None}
+        return {weight.shard: weight.rows for weight in self.weights if weight.shard.chosen is not None}
 
     def watch(self, model: nn.Module) -> None:
         """Join the amaxes when a forward of the model begins, before fully_shard gathers the root's own weights."""
@@ -271,7 +271,7 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
     again = options.get("reshard_after_forward")
     if isinstance(again, int) and not isinstance(again, bool):
         _refuse_partial_reshard(here, again)
-    if options.get("shard_placement_fn") is not None and any(why_not(layer.numerics.plan) == "" for layer in layers):
+    if options.get("shard_placement_fn") is not None and any(why_not(layer.numerics.recipe) == "" for layer in layers):
         warnings.warn(
             f"{here}: weights that shard_placement_fn shards along another dimension than 0 are "
             "gathered in high precision",

@@ -49,7 +49,7 @@ def gathers(model: nn.Module) -> dict[tuple[int, str], Gathered]:
                 numerics = layer.numerics_of(name) if isinstance(layer, Float8Module) else None
                 if numerics is not None:
                     fixed = bool(owner.shared_modules) or len(parameter._orig_size) != 2
-                    possible = not (fixed or why_not(numerics.plan))
+                    possible = not (fixed or why_not(numerics.recipe))
                     found[id(layer), name] = _bytes(parameter, reasons.get(id(parameter), ASKED), possible)
     return found
 

@@ -31,10 +31,10 @@ from fp8engine import _torch, environment
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError
-from fp8engine.ops.reference import How
+from fp8engine.numerics.cast import Cast
 
 GROUP = 128  # numbers that share a scale
-HOW = How(torch.float8_e4m3fn, 1, GROUP, power_of_2=True)
+ON_THE_WIRE = Cast.parse(f"e4m3 1x{GROUP} p2")
 ONE_NODE = (
     "between nodes an all-to-all sends more than a ring in BF16 does: reduce in BF16 "
     "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16); bf16_compress_hook for DDP), or shard within a node and "
@@ -152,7 +152,7 @@ def _exchange(x_RN: torch.Tensor, group: dist.ProcessGroup, wait: bool) -> tuple
 
     wait: the result may be read at once on the current stream; else after the work.
     """
-    sent_RB = pack(x_RN, HOW)
+    sent_RB = pack(x_RN, ON_THE_WIRE)
     received_RB = torch.empty_like(sent_RB)
     work = dist.all_to_all_single(received_RB.view(-1), sent_RB.view(-1), group=group, async_op=not wait)
     return work, received_RB
@@ -163,5 +163,5 @@ def _sum(received_RB: torch.Tensor, own_N: torch.Tensor, rank: int) -> torch.Ten
     n = len(own_N)
     total_N = torch.zeros(n, dtype=torch.float32, device=own_N.device)
     for other, bytes_B in enumerate(received_RB):
-        total_N += own_N if other == rank else unpack(bytes_B[None], n, HOW, torch.float32).values()[0]
+        total_N += own_N if other == rank else unpack(bytes_B[None], n, ON_THE_WIRE, torch.float32).values()[0]
     return total_N

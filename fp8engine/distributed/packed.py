@@ -11,42 +11,42 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.numerics.cast import PerBlock, PerRow
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How, Slot
+from fp8engine.ops.reference import Slot
 from fp8engine.ops.tensor import Float8Tensor
 
 E8M0 = torch.float8_e8m0fnu
 
 
-def pack(x_RK: torch.Tensor, how: How, slot: Slot | None = None) -> torch.Tensor:
-    """Rows as bytes, uint8 [R, K + G].  how: groups of 1 x n or whole rows, scales powers of two.  slot: of the cast.
+def pack(x_RK: torch.Tensor, cast: Cast, slot: Slot | None = None) -> torch.Tensor:
+    """Rows as bytes, uint8 [R, K + G].  cast: groups of 1 x n or whole rows, scales powers of two.  slot: of the cast.
 
-    >>> pack(torch.tensor([[1.0, -448.0]]), How(torch.float8_e4m3fn, 1, -1, power_of_2=True)).tolist()
+    >>> pack(torch.tensor([[1.0, -448.0]]), Cast.parse("e4m3 1x-1 p2")).tolist()
     [[56, 254, 127]]
     """
     rows, k = x_RK.shape
     # Long rows as many short ones: a kernel's tile has 32 rows, and there are as few long ones as ranks.
-    short = how.cols > 0 and k % how.cols == 0
-    q = casts.quantize(x_RK.detach().reshape(-1, how.cols) if short and k else x_RK.detach(), how, slot)
+    short = cast.cols > 0 and k % cast.cols == 0
+    q = casts.quantize(x_RK.detach().reshape(-1, cast.cols) if short and k else x_RK.detach(), cast, slot)
     codes, scales = q.data.view(torch.uint8), q.scale.to(E8M0).view(torch.uint8)
     return torch.cat([codes.view(rows, k), scales.view(rows, -1) if rows else scales], 1)
 
 
 def unpack(
-    bytes_RB: torch.Tensor, k: int, how: How, dtype: torch.dtype, order_R: torch.Tensor | None = None
+    bytes_RB: torch.Tensor, k: int, cast: Cast, dtype: torch.dtype, order_R: torch.Tensor | None = None
 ) -> Float8Tensor:
     """The rows of k numbers that `pack` made, in another order if one is given; they dequantise to `dtype`.
 
-    >>> how = How(torch.float8_e4m3fn, 1, -1, power_of_2=True)
-    >>> unpack(pack(torch.tensor([[1.0], [3.0]]), how), 1, how, torch.float32, torch.tensor([1, 0])).values().tolist()
+    >>> cast = Cast.parse("e4m3 1x-1 p2")
+    >>> unpack(pack(torch.tensor([[1.0], [3.0]]), cast), 1, cast, torch.float32, torch.tensor([1, 0])).values().tolist()
     [[3.0], [1.0]]
     """
     codes, scales = bytes_RB[:, :k], bytes_RB[:, k:]
     if order_R is not None:
         codes, scales = codes[order_R], scales[order_R]
     scale = scales.contiguous().view(E8M0).float()
-    granularity = PerRow(-1) if how.cols == -1 else PerBlock(1, how.cols)
-    found = Float8Tensor(codes.contiguous().view(how.dtype), scale, granularity, dtype)
+    granularity = PerRow(-1) if cast.cols == -1 else PerBlock(1, cast.cols)
+    found = Float8Tensor(codes.contiguous().view(cast.dtype), scale, granularity, dtype)
     found.power_of_2 = True
     return found

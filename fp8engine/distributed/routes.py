@@ -21,10 +21,10 @@ import torch.distributed as dist
 from fp8engine.autograd.groups import counted
 from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError, ShapeError, UnsupportedDtype
-from fp8engine.numerics.cast import PerTensor
+from fp8engine.numerics.cast import Cast, PerTensor
 from fp8engine.numerics.formats import FLOATS, Format
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How, Slot
+from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.scale import scale_factor
 from fp8engine.ops.tensor import Float8Tensor
 
@@ -69,36 +69,36 @@ class Route:
         self.order_R = experts_R.argsort(stable=True)
         self.back_R = self.order_R.argsort()
 
-    def to_experts(self, x_TK: torch.Tensor, how: How | None, slot: Slot | None = None) -> torch.Tensor:
-        """The rows that this rank's experts have [R, K], sorted by expert; a Float8Tensor where `how` is a cast.
+    def to_experts(self, x_TK: torch.Tensor, cast: Cast | None, slot: Slot | None = None) -> torch.Tensor:
+        """The rows that this rank's experts have [R, K], sorted by expert; a Float8Tensor where a cast is given.
 
         slot: where the amax of this rank's rows x is entered.
         """
-        if how is None:
+        if cast is None:
             return self._move(x_TK, self.sent, self.received)[self.order_R]
-        if how.per_tensor:
-            return self._under_one_scale(x_TK, how, slot)
-        arrived = self._move(pack(x_TK, how, slot), self.sent, self.received)
-        return unpack(arrived, x_TK.shape[1], how, x_TK.dtype, self.order_R)
+        if cast.per_tensor:
+            return self._under_one_scale(x_TK, cast, slot)
+        arrived = self._move(pack(x_TK, cast, slot), self.sent, self.received)
+        return unpack(arrived, x_TK.shape[1], cast, x_TK.dtype, self.order_R)
 
-    def to_tokens(self, y_RN: torch.Tensor, how: How | None) -> torch.Tensor:
+    def to_tokens(self, y_RN: torch.Tensor, cast: Cast | None) -> torch.Tensor:
         """The results of this rank's rows [T, N], in the order in which `to_experts` was given them."""
-        if how is None:
+        if cast is None:
             return self._move(y_RN[self.back_R], self.received, self.sent)
-        arrived = self._move(pack(y_RN, how)[self.back_R], self.received, self.sent)
-        return unpack(arrived, y_RN.shape[1], how, y_RN.dtype).values()
+        arrived = self._move(pack(y_RN, cast)[self.back_R], self.received, self.sent)
+        return unpack(arrived, y_RN.shape[1], cast, y_RN.dtype).values()
 
-    def _under_one_scale(self, x_TK: torch.Tensor, how: How, slot: Slot | None) -> Float8Tensor:
+    def _under_one_scale(self, x_TK: torch.Tensor, cast: Cast, slot: Slot | None) -> Float8Tensor:
         """The same under the scale of all ranks' rows together, whose amax is entered."""
         finite = torch.where(torch.isfinite(x_TK), x_TK, 0)
         amax = finite.abs().amax().float() if finite.numel() else finite.new_zeros((), dtype=torch.float32)
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        s = scale_factor(amax.view(1, 1), Format.of(how.dtype).max, how.power_of_2).view(())
+        s = scale_factor(amax.view(1, 1), Format.of(cast.dtype).max, cast.power_of_2).view(())
         if slot is not None and slot.record:
             live_2 = slot.live_2S[:, slot.index]
             live_2.copy_(torch.stack([torch.maximum(live_2[0], amax), s]))
-        codes = casts.encode(x_TK.detach(), how, s).view(torch.uint8)
-        codes = self._move(codes, self.sent, self.received)[self.order_R].view(how.dtype)
+        codes = casts.encode(x_TK.detach(), cast, s).view(torch.uint8)
+        codes = self._move(codes, self.sent, self.received)[self.order_R].view(cast.dtype)
         return Float8Tensor(codes, torch.ones_like(s) / s, PerTensor(), x_TK.dtype)
 
     def _move(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -111,9 +111,9 @@ class ToExperts(torch.autograd.Function):
     """`Route.to_experts`; the gradient goes back as `to_tokens`."""
 
     @staticmethod
-    def forward(ctx, x_TK, route: Route, how: How | None, how_back: How | None, slot: Slot | None):
+    def forward(ctx, x_TK, route: Route, cast: Cast | None, how_back: Cast | None, slot: Slot | None):
         ctx.route, ctx.how_back = route, how_back
-        return route.to_experts(x_TK, how, slot)
+        return route.to_experts(x_TK, cast, slot)
 
     @staticmethod
     def backward(ctx, dx_RK):
@@ -124,9 +124,9 @@ class ToTokens(torch.autograd.Function):
     """`Route.to_tokens`; the gradient goes to the experts as `to_experts`."""
 
     @staticmethod
-    def forward(ctx, y_RN, route: Route, how: How | None, how_back: How | None):
+    def forward(ctx, y_RN, route: Route, cast: Cast | None, how_back: Cast | None):
         ctx.route, ctx.how_back = route, how_back
-        return route.to_tokens(y_RN, how)
+        return route.to_tokens(y_RN, cast)
 
     @staticmethod
     def backward(ctx, dy_TN):

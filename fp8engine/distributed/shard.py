@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8engine import _torch
+from fp8engine.autograd.features import RANKS
 from fp8engine.autograd.linear import check, linear
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.produce import NormOf
-from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, granularity_of, wire_cast
+from fp8engine.distributed.tokens import AddBias, Copy, Gather, Scatter, Tokens, Total, wire_cast
 from fp8engine.errors import ParallelError
 from fp8engine.ops.library import PLAIN, in_backward
 from fp8engine.ops.tensor import Float8Tensor
@@ -45,11 +46,13 @@ class Sharding:
     outputs: Placement
     local: bool = True
 
+    name, ranks, product = RANKS, True, False  # as features.py has them
+
     def __str__(self) -> str:
         return f"{self.by} over {self.mesh.size()} ranks"
 
     @_torch.outside_of_graphs
-    def linear(self, x: Any, weight_NK: Any, bias_N: Any, numerics: Numerics) -> torch.Tensor:
+    def run(self, x: Any, weight_NK: Any, bias_N: Any, numerics: Numerics) -> torch.Tensor:
         """`autograd.linear` of a layer whose parameters are DTensors."""
         needs_w = weight_NK.requires_grad
         if self.by == COLUMNS:
@@ -57,10 +60,13 @@ class Sharding:
             check(x, *own, numerics.name)  # before anything is sent
             numerics.state.enter()  # a step that begins here may change the recipe: before anything is cast for it
             whole = self.enters(x, numerics, needs_w)
-            return self.leaves(linear(whole, *own, numerics, True), None, numerics, needs_w)
+            source = numerics.source
+            y = linear(whole, *own, numerics)
+            numerics.source = source  # of what was gathered
+            return self.leaves(y, None, numerics, needs_w)
         numerics.state.enter()
         _, part = self.arriving(x, numerics.name)
-        return self.leaves(linear(part, local(weight_NK), None, numerics, True), bias_N, numerics, needs_w)
+        return self.leaves(linear(part, local(weight_NK), None, numerics), bias_N, numerics, needs_w)
 
     @_torch.outside_of_graphs
     def normed(self, x: Any, norm: NormOf, run: Callable[[torch.Tensor, NormOf], torch.Tensor]) -> Any:
@@ -76,12 +82,14 @@ class Sharding:
 
     def told(self, numerics: Numerics) -> str:
         """How the layer is divided and in what its tokens cross, for a report."""
-        plan, columns = numerics.plan, self.by == COLUMNS
+        recipe, columns = numerics.recipe, self.by == COLUMNS
         layout = self.inputs if columns else self.outputs
         if not isinstance(layout, Shard):
             return f"{self}; no tokens are gathered"
-        how = wire_cast(*((plan.forward[0], plan.wgrad[1]) if columns else (plan.dgrad[0], plan.wgrad[0])), True)
-        crosses = "in 16 bits, which its wgrad reads" if how is None else f"as FP8 codes, {granularity_of(how)}"
+        cast = wire_cast(
+            *((recipe.forward[0], recipe.wgrad[1]) if columns else (recipe.dgrad[0], recipe.wgrad[0])), True
+        )
+        crosses = "in 16 bits, which its wgrad reads" if cast is None else f"as FP8 codes, {cast.granularity}"
         return f"{self}; its {'input' if columns else 'gradient'} is gathered {crosses}"
 
     def own(self, norm: NormOf) -> NormOf:
@@ -111,19 +119,19 @@ class Sharding:
         if isinstance(plain, Float8Tensor):
             plain = plain.dequantize()  # under a scale of this rank's alone
         tokens = self.tokens(placement, plain, layer.name)
-        how, record = None, torch.is_grad_enabled() or in_backward()
+        cast, record = None, torch.is_grad_enabled() or in_backward()
         if tokens is not None:
-            how = wire_cast(layer.plan.forward[0], layer.plan.wgrad[1], needs_w and torch.is_grad_enabled())
+            cast = wire_cast(layer.recipe.forward[0], layer.recipe.wgrad[1], needs_w and torch.is_grad_enabled())
         kept: Any = self._kept(x, layer)
         layer.source = "" if kept.producer is None else kept.producer.name
-        key: Any = (placement, how, torch.is_grad_enabled())
+        key: Any = (placement, cast, torch.is_grad_enabled())
         if (found := kept.get(key)) is None:
             if tokens is None:
                 found = Copy.apply(plain, self.mesh.get_group()) if torch.is_grad_enabled() else plain
             else:
-                found = Gather.apply(plain, tokens, layer, how, record)
+                found = Gather.apply(plain, tokens, layer, cast, record)
             kept[key] = found
-        elif how is not None and record:
+        elif cast is not None and record:
             layer.observe("input", plain.detach().flatten(0, -2))
         return found
 

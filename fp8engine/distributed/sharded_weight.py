@@ -11,9 +11,10 @@ Source of the protocol: torch.distributed.fsdp, `fsdp_pre_all_gather` and `fsdp_
 
 from __future__ import annotations
 
+import typing
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +22,6 @@ from torch import nn
 from fp8engine import _torch
 from fp8engine.autograd.gathered import GatheredWeight, why_not
 from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
-from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
-from fp8engine.ops.reference import How
 
 HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 BYPASSED = "other code reads the weight and does not call the layer"
@@ -56,13 +55,13 @@ class ShardedWeight:
             return BYPASSED
         if numerics.smooth:
             return SMOOTHED
-        return why_not(numerics.plan)
+        return why_not(numerics.recipe)
 
     def follow(self) -> None:
         """A step begins: gather under the recipe of now, until the next one begins."""
-        casting = None if self.reason() else self.shard.numerics.plan.forward[1]
-        if casting is not self.shard.casting:
-            self.shard.casting = casting
+        chosen = None if self.reason() else self.shard.numerics.recipe.forward[1]
+        if chosen is not self.shard.chosen:
+            self.shard.chosen = chosen
             _torch.forget_gathered(self.module, self.parameter)
 
     def version(self) -> tuple[int, int, int]:
@@ -95,11 +94,11 @@ class ShardedWeight:
     def before_gather(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor], tuple | None]:
         """((what this rank sends,), what `after_gather` is told)."""
         mine = self._in_dtype(rows)
-        if self.shard.casting is None:
+        if self.shard.chosen is None:
             return (self._padded(mine),), None
         found = self.scales.of(self.shard, self.everything)
         codes = self.shard.encode(mine, found.s).view(torch.uint8)
-        return (self._padded(codes),), (self.shard.how, found)
+        return (self._padded(codes),), (self.shard.cast, found)
 
     def after_gather(self, outputs, metadata, param_dtype, *, out=None):
         """(the whole weight, ()), or the scales of `out` made those of the codes that it holds now."""
@@ -107,13 +106,13 @@ class ShardedWeight:
         whole = gathered[: self.shard.shape[0]]
         if metadata is None:
             return None if out is not None else (whole, ())
-        how, scales = metadata
+        cast, scales = metadata
         if out is None:
-            weight = GatheredWeight(whole.view(how.dtype), scales.scale, granularity(how), param_dtype)
-            weight.power_of_2, weight.layer = how.power_of_2, self.shard.numerics.name
+            weight = GatheredWeight(whole.view(cast.dtype), scales.scale, cast.granularity, param_dtype)
+            weight.power_of_2, weight.layer = cast.power_of_2, self.shard.numerics.name
         else:
             weight = out._local_tensor if hasattr(out, "_local_tensor") else out
-            weight._scale, weight.granularity = scales.scale, granularity(how)
+            weight._scale, weight.granularity = scales.scale, cast.granularity
         weight.amax, weight.s = scales.amax, scales.smallest
         return (weight, ()) if out is None else None
 
@@ -136,7 +135,7 @@ class _Hook:
     @property
     def rows(self) -> torch.Tensor:
         """The tensor whose attribute it is."""
-        return cast(torch.Tensor, self.reference())
+        return typing.cast(torch.Tensor, self.reference())
 
     def __deepcopy__(self, memo) -> None:
         return None
@@ -158,12 +157,3 @@ class _AfterGather(_Hook):
 class _Moved(_Hook):
     def __call__(self, *where, **options):
         return self.weight.moved(self.rows, *where, **options)
-
-
-def granularity(how: How) -> PerTensor | PerRow | PerBlock:
-    """What one scale covers, as a Float8Tensor says it."""
-    if how.per_tensor:
-        return PerTensor()
-    if -1 in (how.rows, how.cols):
-        return PerRow(-1 if how.cols == -1 else 0)
-    return PerBlock(how.rows, how.cols)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fp8engine.autograd.features import RANKS, STORED, SUMS, why_excluded
 from fp8engine.distributed.shard import COLUMNS, ROWS, Sharding
 from fp8engine.errors import ParallelError
 from fp8engine.nn.linear import Float8Module, Linear
@@ -61,8 +62,8 @@ class _Style(ParallelStyle):
                 f"{name}: {style} divides fe.Linear, and it is a {type(module).__name__}, whose weight is stored "
                 "otherwise: leave it out of the plan"
             )
-        if module.numerics.smooth:
-            return f"{name}: fe.smooth takes no divided layer, and it is smoothed: switch it off first"
+        if (has := module.numerics.feature) is not None and (why := why_excluded(name, has.name, RANKS)):
+            return why
         if self.by == COLUMNS and name.rpartition(".")[2] in STACKED:
             return (
                 f"{name}: its rows are several matrices stacked, [gate | up] or [q | k | v], and equal parts of them "
@@ -78,10 +79,7 @@ class _Style(ParallelStyle):
                 "every rank an equal part; use fewer ranks, or leave the layer out of the plan"
             )
         if self.by == ROWS and module.numerics.recipe.stored is not None:
-            return (
-                f"{name}: its recipe stores the result in FP8, and {style} sums results over ranks: give it "
-                "Recipe(stored=None), in fe.convert's overrides"
-            )
+            return why_excluded(name, STORED, SUMS)
         return None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from fp8engine import _torch
 from fp8engine.autograd.linear import matrix
-from fp8engine.autograd.numerics import Casting, Numerics
+from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import GatheredTensor
 from fp8engine.errors import ParallelError
-from fp8engine.numerics.cast import Granularity, PerBlock, PerRow, PerTensor
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts
-from fp8engine.ops.reference import How, column_sums
+from fp8engine.ops.reference import column_sums
 
 
 class Tokens(NamedTuple):
@@ -78,68 +78,55 @@ class Tokens(NamedTuple):
         _torch.reduce_scatter(mine.view(-1), parts.view(-1), self.group)
         return mine
 
-    def gather_codes(self, x: torch.Tensor, how: How, numerics: Numerics, role: str, record: bool) -> GatheredTensor:
+    def gather_codes(self, x: torch.Tensor, cast: Cast, numerics: Numerics, role: str, record: bool) -> GatheredTensor:
         """All ranks' parts of a tensor as FP8 codes, counted in the layer's slot of `role` by what this rank casts."""
         slot = numerics.slot(role, record)._replace(group=self.group.group_name)
         if record:
             numerics.observe(role, matrix(x))
-        q = casts.quantize(matrix(x), how, slot)
+        q = casts.quantize(matrix(x), cast, slot)
         message, width = q.data.view(torch.uint8).view(x.shape), x.shape[-1]
-        if not how.per_tensor:
-            scale = q.scale.to(torch.float8_e8m0fnu) if how.power_of_2 else q.scale.contiguous()
+        if not cast.per_tensor:
+            scale = q.scale.to(torch.float8_e8m0fnu) if cast.power_of_2 else q.scale.contiguous()
             message = torch.cat([message, scale.view(torch.uint8).view(*x.shape[:-1], -1)], -1)
         message = self.gather(message)
-        codes, scale = message[..., :width].contiguous().view(how.dtype), q.scale
-        if not how.per_tensor:
+        codes, scale = message[..., :width].contiguous().view(cast.dtype), q.scale
+        if not cast.per_tensor:
             scale = message[..., width:].contiguous()
-            scale = scale.view(torch.float8_e8m0fnu).float() if how.power_of_2 else scale.view(torch.float32)
-        found = GatheredTensor(codes, scale, granularity_of(how), x.dtype)
-        found.source, found.power_of_2 = slot, how.power_of_2
+            scale = scale.view(torch.float8_e8m0fnu).float() if cast.power_of_2 else scale.view(torch.float32)
+        found = GatheredTensor(codes, scale, cast.granularity, x.dtype)
+        found.source, found.power_of_2 = slot, cast.power_of_2
         return found
 
 
-def wire_cast(first: Casting, second: Casting, second_reads: bool) -> How | None:
+def wire_cast(first: Cast, second: Cast, second_reads: bool) -> Cast | None:
     """The cast under which a tensor crosses, which `first` and, transposed, `second` read; None: in 16 bits.
 
     Codes serve `second` where it reads the same ones, or where both scale by powers of two: then casting them again
     the other way rounds a number a second time only where its scale there is too large for it.
     second_reads: whether it reads the tensor at all (a frozen weight has no wgrad).
     """
-    if not first.fp8:
+    if not first.is_fp8:
         return None
-    how = first.how[None]
     if not second_reads:
         # A layer reads no codes whose scales change along a row and are not powers of two (autograd/ready.py).
-        return how if how.per_tensor or (how.rows == 1 and (how.cols == -1 or how.power_of_2)) else None
-    other = second.how.get(None)
-    if how.per_tensor:
-        return how if other == how else None
-    if other is None or other.per_tensor or how.rows != 1 or how.dtype != other.dtype:
+        return first if first.per_tensor or (first.rows == 1 and (first.cols == -1 or first.power_of_2)) else None
+    if first.per_tensor:
+        return first if second == first else None
+    if not second.is_fp8 or second.per_tensor or first.rows != 1 or first.dtype != second.dtype:
         return None
-    return how if how.power_of_2 and other.power_of_2 else None
-
-
-def granularity_of(how: How) -> Granularity:
-    """What one scale covers, of a whole tensor, of rows, or of pieces of rows.
-
-    >>> print(granularity_of(How(torch.float8_e4m3fn, 1, 128)))
-    per 1x128 block
-    """
-    if how.per_tensor:
-        return PerTensor()
-    return PerRow() if how.cols == -1 else PerBlock(how.rows, how.cols)
+    return first if first.power_of_2 and second.power_of_2 else None
 
 
 class Gather(torch.autograd.Function):
-    """apply(x, tokens, numerics, how, record): how of `wire_cast`."""
+    """apply(x, tokens, numerics, cast, record): cast of `wire_cast`."""
 
     @staticmethod
-    def forward(ctx, x, tokens: Tokens, numerics: Numerics, how: How | None, record: bool):
+    def forward(ctx, x, tokens: Tokens, numerics: Numerics, cast: Cast | None, record: bool):
         ctx.tokens = tokens
         tokens.check_gather(x)
-        if how is None:
+        if cast is None:
             return tokens.gather(x)
-        return tokens.gather_codes(x, how, numerics, "input", record)
+        return tokens.gather_codes(x, cast, numerics, "input", record)
 
     @staticmethod
     def backward(ctx, dx) -> Any:
@@ -153,15 +140,16 @@ class Scatter(torch.autograd.Function):
     def forward(ctx, y, tokens: Tokens, numerics: Numerics, needs_w: bool):
         tokens.check_scatter(y)
         ctx.tokens, ctx.numerics = tokens, numerics
-        ctx.how = wire_cast(numerics.plan.dgrad[0], numerics.plan.wgrad[0], needs_w)  # as it is now: Call keeps its own
+        # As it is now: Call keeps its own.
+        ctx.cast = wire_cast(numerics.recipe.dgrad[0], numerics.recipe.wgrad[0], needs_w)
         return tokens.scatter(y)
 
     @staticmethod
     def backward(ctx, dy) -> Any:
         tokens: Tokens = ctx.tokens
-        if ctx.how is None:
+        if ctx.cast is None:
             return tokens.gather(dy), None, None, None
-        return tokens.gather_codes(dy, ctx.how, ctx.numerics, "grad_output", True), None, None, None
+        return tokens.gather_codes(dy, ctx.cast, ctx.numerics, "grad_output", True), None, None, None
 
 
 class Copy(torch.autograd.Function):

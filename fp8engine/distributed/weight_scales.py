@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from fp8engine.autograd.numerics import Casting, Numerics
+from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import ParallelError
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import Format
 from fp8engine.ops import casts, ranks
 from fp8engine.ops.library import in_backward
-from fp8engine.ops.reference import How
 from fp8engine.ops.reference.quantize import SATURATES, largest
 from fp8engine.ops.reference.scale import FP32_MAX, floor_power_of_2
 from fp8engine.scaling.table import ROLES
@@ -34,53 +34,53 @@ class Shard:
     """This rank's rows of one weight.
 
     shape: of the whole parameter.  first: index of this rank's first row.  transposed: the layer multiplies by the
-    parameter's transpose (Conv1D).  casting: under which it is gathered in this step; None in high precision.
+    parameter's transpose (Conv1D).  chosen: the cast under which it is gathered in this step; None in high precision.
     """
 
     numerics: Numerics
     shape: tuple[int, int]
     first: int
     transposed: bool = False
-    casting: Casting | None = None
+    chosen: Cast | None = None
 
     @property
-    def how(self) -> How:
+    def cast(self) -> Cast:
         """The cast in the parameter's own coordinates."""
-        how = cast(Casting, self.casting).how[None]
-        return how._replace(rows=how.cols, cols=how.rows) if self.transposed else how
+        cast = typing.cast(Cast, self.chosen)
+        return cast.t() if self.transposed else cast
 
     @property
     def groups(self) -> tuple[int, int]:
         """(down, across): the groups of the whole weight that have a scale each."""
-        down, across = self.how.scale_shape(*self.shape) or (1, 1)
+        down, across = self.cast.scale_shape(*self.shape) or (1, 1)
         return down, across
 
     @property
     def first_group(self) -> int:
         """Index of the group, counted down the weight, that this rank's first row is in."""
-        return 0 if self.how.rows == -1 else self.first // self.how.rows
+        return 0 if self.cast.rows == -1 else self.first // self.cast.rows
 
     def amax(self, rows: torch.Tensor) -> torch.Tensor:
         """max |w| of every group that these rows [R, K] have a part of, FP32 [groups down, groups across]."""
         padded = self._from_whole_group(rows)
         if type(rows) is torch.Tensor and rows.device.type == "cpu":  # elsewhere the host would wait for the answer
-            found = largest(padded, self.how)
+            found = largest(padded, self.cast)
             if bool(torch.isfinite(found).all()):
                 return found
-        return largest(torch.nan_to_num(padded, 0.0, 0.0, 0.0), self.how)
+        return largest(torch.nan_to_num(padded, 0.0, 0.0, 0.0), self.cast)
 
     def encode(self, rows: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """FP8 codes of these rows; s: of all groups of the weight, in `how.scale_shape`."""
-        how = self.how
-        if how.rows == -1:
-            return casts.encode(rows, how, s)
+        """FP8 codes of these rows; s: of all groups of the weight, in `cast.scale_shape`."""
+        cast = self.cast
+        if cast.rows == -1:
+            return casts.encode(rows, cast, s)
         padded = self._from_whole_group(rows)
-        mine = s[self.first_group : self.first_group + math.ceil(len(padded) / how.rows)]
-        return casts.encode(padded, how, mine)[len(padded) - len(rows) :]
+        mine = s[self.first_group : self.first_group + math.ceil(len(padded) / cast.rows)]
+        return casts.encode(padded, cast, mine)[len(padded) - len(rows) :]
 
     def _from_whole_group(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows with zeros above them up to the first row of their group."""
-        above = self.first % self.how.rows if self.how.rows != -1 else 0
+        above = self.first % self.cast.rows if self.cast.rows != -1 else 0
         return torch.nn.functional.pad(rows, (0, 0, above, 0)) if above else rows
 
 
@@ -154,12 +154,12 @@ class WeightScales:
         scale = torch.ones_like(s) / s
         parts = (each.split(rules.sizes) for each in (self.amaxes, s, scale))
         for shard, amax, factor, inverse, smallest in zip(rules.shards, *parts, least, strict=True):
-            shape = shard.how.scale_shape(*shard.shape)
+            shape = shard.cast.scale_shape(*shard.shape)
             self.found[shard] = Scales(_one(amax, torch.max), smallest, factor.view(shape), inverse.view(shape))
 
     def _rules_of(self, shards: list[Shard]) -> _Rules:
         """Made once for the recipes of now: nothing is copied to a card in later steps."""
-        key = (*shards, *(shard.casting for shard in shards))
+        key = (*shards, *(shard.chosen for shard in shards))
         if self._rules is None or self._rules[0] != key:
             self._rules = key, _Rules(shards, self.device)
         return self._rules[1]
@@ -188,18 +188,20 @@ class _Rules:
 
     def __init__(self, shards: list[Shard], device: torch.device):
         self.shards, self.sizes = shards, [math.prod(shard.groups) for shard in shards]
-        numbers = [(Format.of(shard.how.dtype).max, float(shard.how.power_of_2)) for shard in shards]
+        numbers = [(Format.of(shard.cast.dtype).max, float(shard.cast.power_of_2)) for shard in shards]
         wide = [pair for pair, size in zip(numbers, self.sizes, strict=True) for _ in range(size)]
         self.most, power_of_2 = torch.tensor(wide, device=device).unbind(1)
         self.power_of_2 = power_of_2 > 0
         starts = list(itertools.accumulate(self.sizes, initial=0))
         self.delayed = [
-            (i, start, shard) for i, (start, shard) in enumerate(zip(starts, shards, strict=False)) if shard.how.delayed
+            (i, start, shard)
+            for i, (start, shard) in enumerate(zip(starts, shards, strict=False))
+            if shard.cast.delayed
         ]
         # Weights with one scale that tensor parallelism divides over a group of its own: their places in the table.
         places: dict[str, list[int]] = {}
         for start, shard in zip(starts, shards, strict=False):
-            if shard.numerics.shard is not None and shard.how.per_tensor:
+            if shard.numerics.shard is not None and shard.cast.per_tensor:
                 places.setdefault(shard.numerics.state.divided, []).append(start)
         self.divided = {group: torch.tensor(at, device=device) for group, at in places.items()}
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -29,7 +30,7 @@ from fp8engine.convert.swap import RECORD
 from fp8engine.errors import ConversionError
 from fp8engine.export import onnx_operators
 from fp8engine.export.layers import never_ran
-from fp8engine.ops.reference import How
+from fp8engine.numerics.cast import Cast
 
 if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
@@ -140,8 +141,8 @@ def _translate(graph: fx.GraphModule) -> None:
         if full.endswith(RECORDED):
             *given, live, _, index, _, _ = node.args
             node.args = tuple(given)
-            how = How.parse(given[1]) if name == "quantize" else None
-            s = float(_constant(graph, live)[1, index]) if how is not None and how.delayed else 0.0
+            cast = Cast.parse(given[1]) if name == "quantize" else None
+            s = float(_constant(graph, live)[1, index]) if cast is not None and cast.delayed else 0.0
             if s > 0:
                 name, node.args = "predicted", (*node.args, s)
         node.target = getattr(onnx_operators, name)
@@ -178,7 +179,7 @@ def _constant(graph: fx.GraphModule, node: Any) -> Any:
     if node.op == "get_attr":
         return attrgetter(str(node.target))(graph).detach().clone()
     args, kwargs = map_arg((node.args, node.kwargs), lambda each: _constant(graph, each))
-    return cast(Callable, node.target)(*args, **kwargs)
+    return typing.cast(Callable, node.target)(*args, **kwargs)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -194,7 +195,7 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 def _fold(graph: fx.GraphModule, node: fx.Node) -> None:
     """Cast a weight now, or a transpose of one; codes and scale become buffers beside it."""
-    sources = _sources(cast(fx.Node, node.args[0]))
+    sources = _sources(typing.cast(fx.Node, node.args[0]))
     if any(source.op == "placeholder" for source in sources):
         raise ConversionError(
             f"onnx.export: {_layer(node)} multiplies by a weight that its input changes (fe.smooth), so the graph "

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import Format
-from fp8engine.ops.reference import How, Norm, as_groups, from_groups
+from fp8engine.ops.reference import Norm, as_groups, from_groups
 from fp8engine.ops.reference import act_quantize as act_of
 from fp8engine.ops.reference import norm_quantize as norm_of
 from fp8engine.ops.reference.scale import FP32_MAX
@@ -32,30 +33,30 @@ TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}
 
 def quantize(x_MK: torch.Tensor, text: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, scale) of x under its own amax."""
-    how = How.parse(text)
+    cast = Cast.parse(text)
     x_MK = x_MK.float()
-    groups = as_groups(x_MK, how.rows, how.cols)
+    groups = as_groups(x_MK, cast.rows, cast.cols)
     magnitude = groups.abs()
     amax = torch.where(magnitude <= FP32_MAX, magnitude, 0.0).amax(dim=(1, 3))
-    s = (_number(Format.of(how.dtype).max) / amax).clamp(max=FP32_MAX)
+    s = (_number(Format.of(cast.dtype).max) / amax).clamp(max=FP32_MAX)
     s = torch.where(amax > 0, s, 1.0)
-    if how.power_of_2:
+    if cast.power_of_2:
         s = floor_power_of_2(s)
-    scale = (_number(1.0) / s).reshape(how.scale_shape(*x_MK.shape))
-    if how.power_of_2:
-        return _quantize_linear(x_MK, scale, how), scale
+    scale = (_number(1.0) / s).reshape(cast.scale_shape(*x_MK.shape))
+    if cast.power_of_2:
+        return _quantize_linear(x_MK, scale, cast), scale
     y_MK = from_groups(groups * s[:, None, :, None], *x_MK.shape)
-    return _quantize_linear(y_MK, _number(1.0), how), scale
+    return _quantize_linear(y_MK, _number(1.0), cast), scale
 
 
 def quantize_given(x_MK: torch.Tensor, text: str, s: torch.Tensor) -> torch.Tensor:
     """Codes of x * s, clamped; s: one number, or one for each group."""
-    how = How.parse(text)
-    x_MK, maximum = x_MK.float(), Format.of(how.dtype).max
-    s = s.expand(how.scale_shape(*x_MK.shape)) if s.dim() else s.reshape(1, 1)
-    y_MK = from_groups(as_groups(x_MK, how.rows, how.cols) * s[:, None, :, None], *x_MK.shape)
+    cast = Cast.parse(text)
+    x_MK, maximum = x_MK.float(), Format.of(cast.dtype).max
+    s = s.expand(cast.scale_shape(*x_MK.shape)) if s.dim() else s.reshape(1, 1)
+    y_MK = from_groups(as_groups(x_MK, cast.rows, cast.cols) * s[:, None, :, None], *x_MK.shape)
     y_MK = torch.where(x_MK.abs() <= FP32_MAX, y_MK.clamp(-maximum, maximum), x_MK)
-    return _quantize_linear(y_MK, _number(1.0), how)
+    return _quantize_linear(y_MK, _number(1.0), cast)
 
 
 def predicted(x_MK: torch.Tensor, text: str, s: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,10 +110,10 @@ def _stored(y_MK: Any, text: str) -> tuple:
     return y_MK, *(quantize(y_MK, text) if text else (None, None)), None, None
 
 
-def _quantize_linear(x_MK: torch.Tensor, scale: torch.Tensor, how: How) -> torch.Tensor:
-    scale, where = _along_an_axis(scale, how.rows, how.cols, x_MK.shape[0])
-    attributes = {"output_dtype": TYPES[how.dtype], "saturate": 0, **where}
-    return torch.onnx.ops.symbolic("QuantizeLinear", (x_MK, scale), attributes, dtype=how.dtype, shape=x_MK.shape)
+def _quantize_linear(x_MK: torch.Tensor, scale: torch.Tensor, cast: Cast) -> torch.Tensor:
+    scale, where = _along_an_axis(scale, cast.rows, cast.cols, x_MK.shape[0])
+    attributes = {"output_dtype": TYPES[cast.dtype], "saturate": 0, **where}
+    return torch.onnx.ops.symbolic("QuantizeLinear", (x_MK, scale), attributes, dtype=cast.dtype, shape=x_MK.shape)
 
 
 def _dequantize_linear(codes_MK: torch.Tensor, scale: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

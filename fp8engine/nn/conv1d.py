@@ -31,7 +31,8 @@ class Float8Conv1D(Float8Module, Conv1D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Proxy):
             return leaf(self, x)  # pyright: ignore[reportReturnType]
-        return linear(x, self.weight.t(), self.bias, self.numerics)
+        run = linear if self.numerics.feature is None else self.numerics.feature.run
+        return run(x, self.weight.t(), self.bias, self.numerics)
 
 
 class ServedConv1D(Served, Conv1D):

@@ -97,7 +97,8 @@ class Linear(Float8Module, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if isinstance(input, Proxy):
             return leaf(self, input)  # pyright: ignore[reportReturnType]
-        return linear(input, self.weight, self.bias, self.numerics)
+        run = linear if self.numerics.feature is None else self.numerics.feature.run
+        return run(input, self.weight, self.bias, self.numerics)
 
 
 def leaf(layer: Any, x: Proxy) -> Proxy:

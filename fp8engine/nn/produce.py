@@ -59,7 +59,7 @@ def normed(
     if reader is not None and reader.shard is None:
         own: Any = getattr(layer, "base_layer", layer)
         check(x, own.weight, own.bias, reader.name)
-    if reader is None or not reader.plan.fp8 or _transformed():
+    if reader is None or not reader.recipe.is_fp8 or _transformed():
         return norm_in_16_bits(x, of)
     if reader.shard is not None:
         return reader.shard.normed(x, of, lambda part, own: norm(part, own, producer, memory, reader))
@@ -76,7 +76,7 @@ def activated(
 ) -> torch.Tensor:
     """act(x), or act(x) * up, for a layer that reads it; as torch computes it where the layer's recipe has no FP8."""
     reader = numerics_of(layer)
-    if reader is None or not reader.plan.fp8 or _transformed():
+    if reader is None or not reader.recipe.is_fp8 or _transformed():
         return ACTIVATIONS[kind](x) if up is None else ACTIVATIONS[kind].of(x, up)
     return activation(x, kind, producer, memory, up, reader)
 

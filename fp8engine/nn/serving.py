@@ -12,10 +12,11 @@ The scale is called `weight_scale`, or `weight_scale_inv` where it covers blocks
 from __future__ import annotations
 
 import json
+import typing
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
 from fp8engine.ops import casts, device
-from fp8engine.ops.reference import Operand
+from fp8engine.ops.reference import operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.table import ROLES, ScalingState
 
@@ -63,7 +64,7 @@ def scale_shape(weight: Cast, n: int, k: int) -> tuple[int, ...]:
     >>> scale_shape(Cast(E4M3, PerBlock(128, 128)), 300, 128)
     (3, 1)
     """
-    return casts.how(weight).scale_shape(n, k) or (1,)
+    return weight.scale_shape(n, k) or (1,)
 
 
 class Served(Float8Module):
@@ -119,7 +120,7 @@ class Served(Float8Module):
     @property
     def scale(self) -> torch.Tensor:
         """FP32, as stored; weight ≈ codes * scale."""
-        return cast(torch.Tensor, getattr(self, self.scale_name))
+        return typing.cast(torch.Tensor, getattr(self, self.scale_name))
 
     def quantize_(self, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(codes, scale) of a 16- or 32-bit weight [N, K], in the shapes of this layer's parameters."""
@@ -128,7 +129,7 @@ class Served(Float8Module):
     def dequantize(self) -> torch.Tensor:
         """codes * scale in the shape and dtype of the plain layer's weight (`compute_dtype`), rounded once."""
         weight = self.numerics.recipe.weight
-        scale = self.scale.reshape(()) if self.numerics.plan.forward[1].per_tensor else self.scale
+        scale = self.scale.reshape(()) if self.numerics.recipe.forward[1].per_tensor else self.scale
         return Float8Tensor(self.weight_NK.detach(), scale.detach(), weight.granularity, self.compute_dtype).values()
 
     @property
@@ -140,9 +141,9 @@ class Served(Float8Module):
         self._check(x)
         if torch.is_grad_enabled() and (self.weight.requires_grad or self.scale.requires_grad):
             raise GradientError(f"{self.numerics.name}: {_NO_TRAINING}")
-        group = self.numerics.plan.forward[1].how[None]
+        group = self.numerics.recipe.forward[1]
         scale = self.scale.reshape(()) if group.per_tensor else self.scale
-        weight = Operand(self.weight_NK.detach(), scale.detach(), group.rows, group.cols, group.power_of_2)
+        weight = operand(self.weight_NK.detach(), scale.detach(), group)
         given = None if self.input_scale is None else self.input_scale.detach().reshape(())
         return frozen_linear(x, weight, self.bias, self.numerics, given)
 
@@ -235,17 +236,16 @@ def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor
     >>> codes.float().tolist(), scale.tolist()
     ([[448.0, -112.0]], [0.015625])
     """
-    how = casts.how(weight)._replace(delayed=False)
     with torch.no_grad():
-        made = casts.quantize(weight_NK.detach(), how)
+        made = casts.quantize(weight_NK.detach(), replace(weight, scaling="current"))
     return made.data, made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
 
 
 def store(layer: nn.Module, kind: type[Served], recipe: Recipe) -> None:
     """Make a plain linear layer a served one, in place: its 16- or 32-bit weight gives way to codes and scale."""
-    weight = cast(torch.Tensor, layer.weight).detach()
+    weight = typing.cast(torch.Tensor, layer.weight).detach()
     change_class(layer, kind)
-    served = cast(Served, layer)
+    served = typing.cast(Served, layer)
     served.compute_dtype = weight.dtype
     served._store(serving(recipe), scale_name(recipe.weight), False, weight.device)
     codes, scale = served.quantize_(weight if isinstance(layer, nn.Linear) else weight.t())

@@ -19,13 +19,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fp8engine.errors import InvalidRecipe, UnknownName
-from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
-from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor, serves_both
+from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
 ROLES, OUTPUT = ("input", "weight", "grad_output"), "output"  # operands of a layer with a scale; its result
@@ -53,6 +54,11 @@ class Recipe:
         True: until the weight changes; False: never.  A compiled graph keeps nothing across calls.
     stored: FP8 cast under which the layer's result goes to memory, for FP8 matmuls that read it: per tensor, delayed
         (the scale is predicted over `history`); None: 16 or 32 bits.  stored_margin: its headroom in powers of two.
+
+    What follows from them, for the path of a step: forward, dgrad, wgrad: the casts of a matmul's two operands, equal
+    ones being one object.  is_fp8: whether any is FP8.  input_serves_both, weight_serves_both, grad_serves_both: the
+    operand is cast once, transpose included, for the two matmuls that read it.  by_block: a scale covers a block.
+    precision: "fast", "promoted" or "exact", by matmul.  predicts_weight: the weight's scale is predicted.
     """
 
     input: Cast
@@ -70,6 +76,17 @@ class Recipe:
     stored: Cast | None = None
     stored_margin: int = 0
     name: str = "custom"
+
+    forward: tuple[Cast, Cast] = field(init=False, repr=False, compare=False)
+    dgrad: tuple[Cast, Cast] = field(init=False, repr=False, compare=False)
+    wgrad: tuple[Cast, Cast] = field(init=False, repr=False, compare=False)
+    is_fp8: bool = field(init=False, repr=False, compare=False)
+    input_serves_both: bool = field(init=False, repr=False, compare=False)
+    weight_serves_both: bool = field(init=False, repr=False, compare=False)
+    grad_serves_both: bool = field(init=False, repr=False, compare=False)
+    by_block: bool = field(init=False, repr=False, compare=False)
+    precision: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    predicts_weight: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for key in (*ROLES, *OTHER_CASTS):
@@ -90,6 +107,7 @@ class Recipe:
             raise InvalidRecipe(f"output={self.output!r}: FP8 needs a consumer that reads it; want BF16, FP16 or FP32")
         if self.cache_weights not in ("auto", True, False):
             raise UnknownName("cache_weights", self.cache_weights, ["auto", "True", "False"])
+        self._derive()
         for matmul in MATMULS:
             a, b = self.operands(matmul)
             if a.is_fp8 != b.is_fp8:
@@ -107,31 +125,43 @@ class Recipe:
                 "stored_margin 0 to 32, and an FP8 forward"
             )
 
+    def _derive(self) -> None:
+        dy, w, x = self.grad_output, self.weight, self.input
+        other_w, other_x, other_dy = self.weight_for_dgrad, self.input_for_wgrad, self.grad_output_for_wgrad
+        one: dict[Cast, Cast] = {}
+        x, w, dy, w_t, dy_t, x_t = (
+            one.setdefault(cast, cast)
+            for cast in (x, w, dy, other_w or w.along(0), other_dy or dy.along(0), other_x or x.along(0))
+        )
+        vars(self).update(
+            forward=(x, w),
+            dgrad=(dy, w_t),
+            wgrad=(dy_t, x_t),
+            is_fp8=any(cast.is_fp8 for cast in one),
+            input_serves_both=serves_both(x, x_t),
+            weight_serves_both=serves_both(w, w_t),
+            grad_serves_both=serves_both(dy, dy_t),
+            by_block=any(isinstance(cast.granularity, PerBlock) for cast in one),
+            precision={
+                name: "exact" if self.output is FP32 else "fast" if name in self.fast_accumulation else "promoted"
+                for name in MATMULS
+            },
+            predicts_weight=w.delayed or w_t.delayed,
+        )  # past the frozen attributes
+
     def operands(self, matmul: str) -> tuple[Cast, Cast]:
         """The casts of the two operands of "forward" (x, w), "dgrad" (dy, w) or "wgrad" (dy, x)."""
-        if matmul == "forward":
-            return self.input, self.weight
-        if matmul == "dgrad":
-            return self.grad_output, self.weight_for_dgrad or self.weight.along(0)
-        return (
-            self.grad_output_for_wgrad or self.grad_output.along(0),
-            self.input_for_wgrad or self.input.along(0),
-        )
+        return getattr(self, matmul)
 
     @functools.cached_property
     def casts(self) -> tuple[Cast, ...]:
         """All six casts, forward's two, dgrad's two, wgrad's two."""
-        return tuple(cast for matmul in MATMULS for cast in self.operands(matmul))
+        return self.forward + self.dgrad + self.wgrad
 
     @functools.cached_property
     def fp8_share(self) -> float:
         """Share of the three matmuls' FLOPs done in FP8: 0, 1/3, 2/3 or 1."""
         return sum(self.operands(matmul)[0].is_fp8 for matmul in MATMULS) / len(MATMULS)
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether any matmul is in FP8."""
-        return self.fp8_share > 0
 
     @functools.cached_property
     def delayed(self) -> bool:
@@ -160,7 +190,7 @@ class Recipe:
 
     def to_json(self) -> str:
         """One JSON object; `Recipe.from_json` gives back an equal recipe."""
-        return json.dumps({f.name: _encode(getattr(self, f.name)) for f in fields(self)})
+        return json.dumps({f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.init})
 
     @staticmethod
     def from_json(text: str) -> Recipe:
@@ -235,15 +265,42 @@ def _decode(value):
     return Cast(Format.named(value["cast"]), granularity, value["scaling"], power_of_2=value["power_of_2"])
 
 
+# A row is a recipe: the casts of input, weight and grad_output; then those of weight_for_dgrad, input_for_wgrad and
+# grad_output_for_wgrad, "=" for the same along the other dimension; then the matmuls of fast accumulation.
+TABLE = """
+current        e4m3           e4m3             e5m2           =        =     =     forward dgrad
+delayed        e4m3 delayed   e4m3 delayed     e5m2 delayed   =        =     =     forward dgrad
+rowwise        e4m3 1x-1 p2   e4m3 1x-1 p2     e4m3 1x-1 p2   =        =     =     forward dgrad
+rowwise_gw_hp  e4m3 1x-1 p2   e4m3 1x-1 p2     e4m3 1x-1 p2   e4m3 p2  bf16  bf16  forward dgrad
+blockwise      e4m3 1x128 p2  e4m3 128x128 p2  e4m3 1x128 p2  =        =     =     -
+bf16           bf16           bf16             bf16           =        =     =     -
+fp16           fp16           fp16             fp16           =        =     =     -
+fp32           fp32           fp32             fp32           =        =     =     -
+"""
+
+
+def _row(line: str) -> Recipe:
+    name, *casts, fast = re.split("  +", line)
+    made: dict[str, Any] = dict(
+        zip((*ROLES, *OTHER_CASTS), (None if text == "=" else Cast.parse(text) for text in casts), strict=True)
+    )
+    matmuls = () if fast == "-" else tuple(fast.split())
+    return Recipe(
+        name=name, fast_accumulation=matmuls, output=BF16 if made["input"].is_fp8 else made["input"].format, **made
+    )
+
+
+ROWS = {recipe.name: recipe for recipe in map(_row, TABLE.strip().splitlines())}
+
+
 def current() -> Recipe:
     """Scale of every tensor from its own amax: hybrid formats, no history. The default; = torchao "tensorwise"."""
-    return Recipe(name="current", input=Cast(E4M3), weight=Cast(E4M3), grad_output=Cast(E5M2))
+    return ROWS["current"]
 
 
 def delayed(history: int = 16, margin: int = 0, algo: str = "max") -> Recipe:
     """Scale predicted from a window of amaxes, so the cast needs no pass of its own (NVIDIA's FP8 training recipe)."""
-    cast, grad = Cast(E4M3, PerTensor(), "delayed"), Cast(E5M2, PerTensor(), "delayed")
-    return Recipe(name="delayed", input=cast, weight=cast, grad_output=grad, history=history, margin=margin, algo=algo)
+    return replace(ROWS["delayed"], history=history, margin=margin, algo=algo)
 
 
 def rowwise(*, power_of_2: bool = True) -> Recipe:
@@ -254,22 +311,12 @@ def rowwise(*, power_of_2: bool = True) -> Recipe:
     >>> print(rowwise(power_of_2=False).name, rowwise(power_of_2=False).input)
     rowwise_exact E4M3 per row
     """
-    cast = Cast(E4M3, PerRow(), power_of_2=power_of_2)
-    return Recipe(name=_named("rowwise", power_of_2), input=cast, weight=cast, grad_output=cast)
+    return ROWS["rowwise"] if power_of_2 else _exact(ROWS["rowwise"])
 
 
 def rowwise_gw_hp() -> Recipe:
     """As rowwise, the weight per tensor in dgrad and the weight gradient in 16 bits; = torchao "rowwise_with_gw_hp"."""
-    cast = Cast(E4M3, PerRow(), power_of_2=True)
-    return Recipe(
-        name="rowwise_gw_hp",
-        input=cast,
-        weight=cast,
-        grad_output=cast,
-        weight_for_dgrad=Cast(E4M3, power_of_2=True),
-        input_for_wgrad=Cast(BF16),
-        grad_output_for_wgrad=Cast(BF16),
-    )
+    return ROWS["rowwise_gw_hp"]
 
 
 def blockwise(size: int = 128, *, power_of_2: bool = True) -> Recipe:
@@ -277,27 +324,24 @@ def blockwise(size: int = 128, *, power_of_2: bool = True) -> Recipe:
 
     power_of_2: False for exact FP32 scales, under the name "blockwise_exact".
 
-    >>> print(blockwise(power_of_2=False).name, blockwise(power_of_2=False).weight)
-    blockwise_exact E4M3 per 128x128 block
+    >>> print(blockwise(power_of_2=False).name, blockwise(64).weight)
+    blockwise_exact E4M3 per 64x64 block (power of 2)
     """
-    line = Cast(E4M3, PerBlock(1, size), power_of_2=power_of_2)
-    square = Cast(E4M3, PerBlock(size, size), power_of_2=power_of_2)
-    name = _named("blockwise", power_of_2)
-    return Recipe(name=name, input=line, weight=square, grad_output=line, fast_accumulation=())
+    line, square = Cast(E4M3, PerBlock(1, size), power_of_2=True), Cast(E4M3, PerBlock(size, size), power_of_2=True)
+    recipe = replace(ROWS["blockwise"], input=line, weight=square, grad_output=line)
+    return recipe if power_of_2 else _exact(recipe)
 
 
-def _named(name: str, power_of_2: bool) -> str:
-    return name if power_of_2 else f"{name}_exact"
+def _exact(recipe: Recipe) -> Recipe:
+    casts = {role: replace(getattr(recipe, role), power_of_2=False) for role in ROLES}
+    return replace(recipe, name=f"{recipe.name}_exact", **casts)
 
 
 def high_precision(format: Format = BF16) -> Recipe:
     """No FP8 in this layer: its matmuls take operands in BF16, FP16 or FP32."""
-    cast = Cast(format)
-    if cast.is_fp8:
+    if Cast(format).is_fp8:
         raise InvalidRecipe(f"high_precision({format}): want BF16, FP16 or FP32")
-    return Recipe(
-        name=format.name.lower(), input=cast, weight=cast, grad_output=cast, fast_accumulation=(), output=format
-    )
+    return ROWS[format.name.lower()]
 
 
 def auto(
@@ -324,12 +368,12 @@ def auto(
     delayed 16 True
     """
     needs = {**NEEDS, **(min_sqnr_db if isinstance(min_sqnr_db, Mapping) else {"matmul": min_sqnr_db})}
-    scaling = "delayed" if objective == "speed" else "current"
+    start = ROWS["delayed" if objective == "speed" else "current"]
     return Auto(
         name="auto",
-        input=Cast(E4M3, PerTensor(), scaling),
-        weight=Cast(E4M3, PerTensor(), scaling),
-        grad_output=Cast(E5M2, PerTensor(), scaling),
+        input=start.input,
+        weight=start.weight,
+        grad_output=start.grad_output,
         min_sqnr_db=tuple(sorted(needs.items())),
         budget=budget,
         interval=interval,
@@ -339,17 +383,7 @@ def auto(
     )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {
-    "auto": auto,
-    "current": current,
-    "delayed": delayed,
-    "rowwise": rowwise,
-    "rowwise_gw_hp": rowwise_gw_hp,
-    "blockwise": blockwise,
-    "bf16": lambda: high_precision(BF16),
-    "fp16": lambda: high_precision(FP16),
-    "fp32": lambda: high_precision(FP32),
-}
+RECIPES = ("auto", *ROWS)
 
 
 def resolve(recipe: str | Recipe) -> Recipe:
@@ -362,4 +396,4 @@ def resolve(recipe: str | Recipe) -> Recipe:
         return recipe
     if not isinstance(recipe, str) or recipe not in RECIPES:
         raise UnknownName("recipe", recipe, RECIPES)
-    return RECIPES[recipe]()
+    return auto() if recipe == "auto" else ROWS[recipe]

@@ -264,8 +264,8 @@ def kind_of(a: Any, b: Any) -> str | None:
 
     None for blocks other than 1x128 and 128x128, which are not measured.
 
-    >>> from fp8engine.ops.reference import How
-    >>> row, line, square = (How(torch.float8_e4m3fn, *each) for each in ((1, -1), (1, 128), (128, 128)))
+    >>> from fp8engine.numerics.cast import Cast
+    >>> row, line, square = (Cast.parse(f"e4m3 {groups}") for groups in ("1x-1", "1x128", "128x128"))
     >>> kind_of(row, row), kind_of(line, square), kind_of(line, line)
     ('row', 'block', 'block by block')
     """

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import torch
 
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, device, matmul, scaled_grouped, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.library import OPERATORS, call, direct, operation
-from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops.reference import Operand, Slot, operand
 from fp8engine.ops.reference import grouped as twin
 
 CAPABILITY_16_BITS = (8, 0)  # cards on which torch's grouped matmul of BF16 is one launch
@@ -35,50 +36,55 @@ def kernels_run(where: torch.device) -> bool:
     return where.type == "cuda" and device.has_fp8(where) and triton_backend.usable()
 
 
-def in_blocks(where: torch.device, how_a: How, how_b: How) -> bool:
+def in_blocks(where: torch.device, cast_a: Cast, cast_b: Cast) -> bool:
     """Whether wgrad reads both operands in blocks (reference/grouped.py), as our kernels do; else they stay rows.
 
     In a graph, which chooses when it runs, a card's do; there both layouts can be multiplied.
     """
-    if not (castable(how_a) and castable(how_b)) or how_a.rows != how_b.rows:
+    if not (castable(cast_a) and castable(cast_b)) or cast_a.rows != cast_b.rows:
         return False
     return where.type == "cuda" if torch.compiler.is_compiling() else kernels_run(where)
 
 
-def castable(how: How) -> bool:
+def castable(cast: Cast) -> bool:
     """Whether our kernels cast the rows of experts along the rows so, and multiply what comes of it.
 
-    >>> [castable(How(torch.float8_e4m3fn, *group)) for group in ((-1, -1), (-1, 1), (128, 1), (1, -1), (16, 16))]
+    >>> [castable(Cast.parse(f"e4m3 {group}")) for group in ("-1x-1", "-1x1", "128x1", "1x-1", "16x16")]
     [True, True, True, False, False]
     """
-    if how.held is not None:
-        return False
-    if how.rows == -1:
-        return how.cols in (-1, 1)
-    return how.rows in triton_backend.BLOCKS and how.cols in triton_backend.POWERS
+    if cast.rows == -1:
+        return cast.cols in (-1, 1)
+    return cast.rows in triton_backend.BLOCKS and cast.cols in triton_backend.POWERS
 
 
-def spans_rows(how: How) -> bool:
+def spans_rows(cast: Cast) -> bool:
     """Whether a scale covers several rows but not all, so that it matters where an expert's rows end."""
-    return how.rows != 1 and not how.per_tensor
+    return cast.rows != 1 and not cast.per_tensor
 
 
-def quantize(x_TK: torch.Tensor, how: How, bounds_2E1, slot: Slot | None = None, transposed: bool = False) -> Operand:
+def quantize(
+    x_TK: torch.Tensor,
+    cast: Cast,
+    bounds_2E1,
+    slot: Slot | None = None,
+    transposed: bool = False,
+    held: torch.dtype | None = None,
+) -> Operand:
     """Rows of experts under a cast, its amax and counters written to the slot; groups stay within an expert.
 
-    transposed: the transpose, in blocks, for wgrad; of a cast that is not per tensor.
+    transposed: the transpose, in blocks, for wgrad; of a cast that is not per tensor.  held: as of `casts.quantize`.
 
     >>> bounds = twin.bounds_of(torch.tensor([1, 1]))
-    >>> quantize(torch.ones(2, 3), How(torch.float8_e4m3fn, -1, 1), bounds).scale.shape
+    >>> quantize(torch.ones(2, 3), Cast.parse("e4m3 -1x1"), bounds).scale.shape
     torch.Size([2, 3])
     """
     if direct(x_TK):
-        data, scale = _quantize(x_TK, how, bounds_2E1, transposed, slot)
+        data, scale = _quantize(x_TK, cast, bounds_2E1, transposed, slot, held)
     else:
-        data, scale = call("quantize_experts", slot, x_TK, str(how), bounds_2E1, transposed)
+        data, scale = call("quantize_experts", slot, x_TK, cast.text, bounds_2E1, transposed)
     if not transposed:
-        return Operand(data, scale, how.rows, how.cols, how.power_of_2)
-    return Operand(data, scale, how.cols, how.rows, how.power_of_2)
+        return operand(data, scale, cast)
+    return Operand(data, scale, cast.cols, cast.rows, cast.power_of_2)
 
 
 def transpose(q: Operand, bounds_2E1: torch.Tensor) -> Operand:
@@ -250,19 +256,21 @@ def _each(precision: str, transposed: bool = False):
 
 
 def _shapes(x, text, bounds, transposed, *slot):
-    how, (t, k), experts = How.parse(text), x.shape, bounds.shape[1] - 1
+    cast, (t, k), experts = Cast.parse(text), x.shape, bounds.shape[1] - 1
     wide = twin.most_blocks(t, experts) * twin.BLOCK
-    down, across = (experts, k) if how.rows == -1 else (wide // how.rows, -(-k // how.cols))
-    turned = transposed and how.rows != -1
-    q = x.new_empty((k, wide) if transposed else (t, k), dtype=how.held or how.dtype)
+    down, across = (experts, k) if cast.rows == -1 else (wide // cast.rows, -(-k // cast.cols))
+    turned = transposed and cast.rows != -1
+    q = x.new_empty((k, wide) if transposed else (t, k), dtype=cast.dtype)
     return q, x.new_empty((across, down) if turned else (down, across), dtype=torch.float32)
 
 
 @operation(
-    "quantize_experts(Tensor x, str how, Tensor bounds, bool transposed) -> (Tensor, Tensor)", _shapes, slot=True
+    "quantize_experts(Tensor x, str cast, Tensor bounds, bool transposed) -> (Tensor, Tensor)", _shapes, slot=True
 )
-def _quantize(x_TK, how, bounds_2E1, transposed, slot=None):
-    return _backend(x_TK.device, how).quantize_experts(x_TK, how, bounds_2E1, slot, transposed)
+def _quantize(x_TK, cast, bounds_2E1, transposed, slot=None, held=None):
+    if held:
+        return twin.quantize_experts(x_TK, cast, bounds_2E1, slot, transposed, held)
+    return _backend(x_TK.device, cast).quantize_experts(x_TK, cast, bounds_2E1, slot, transposed)
 
 
 @operation(
@@ -281,7 +289,7 @@ def _expert_sums(x_TN, bounds_2E1):
     return _backend(x_TN.device).expert_sums(x_TN, bounds_2E1)
 
 
-def _backend(where: torch.device, how: How | None = None):
+def _backend(where: torch.device, cast: Cast | None = None):
     """The module whose functions cast here: the twin or triton_backend, which share names and signatures."""
-    suits = how is None or (how.held is None and triton_backend.casts_groups(how))
+    suits = cast is None or triton_backend.casts_groups(cast)
     return triton_backend if suits and casts.choose(where) == "triton" else twin

@@ -1,11 +1,11 @@
 """Registration of operations with torch: an operator for graphs and modes, a direct call for eager code.
 
-    @operation("quantize(Tensor x, str how) -> (Tensor, Tensor)", shapes, slot=True)
-    def _quantize(x_MK, how, slot=None): ...
+    @operation("quantize(Tensor x, str cast) -> (Tensor, Tensor)", shapes, slot=True)
+    def _quantize(x_MK, cast, slot=None): ...
 
 Eager code on plain tensors (`direct`) calls the decorated function itself.  torch.compile, dispatch modes and tensor
-subclasses call the operator: a How travels as its text, a Slot as five fields.  `Library.define` and `impl` cost 1-2 us
-a call where `custom_op` costs 6-9; the price is that aliasing must be right by construction (`owned`).
+subclasses call the operator: a cast travels as its text, a Slot as five fields.  `Library.define` and `impl` cost 1-2
+us a call where `custom_op` costs 6-9; the price is that aliasing must be right by construction (`owned`).
 
 An operator that writes a slot, or another table of a model, does not declare it in its schema.  A declared write is
 functionalised: a graph works on its own copy of the table and copies all of it back, over what other graphs (the next
@@ -26,7 +26,8 @@ from torch.utils import checkpoint
 
 from fp8engine import _torch
 from fp8engine.errors import GradientError
-from fp8engine.ops.reference import How, Slot
+from fp8engine.numerics.cast import Cast
+from fp8engine.ops.reference import Slot
 
 LIBRARY = torch.library.Library("fp8engine", "DEF")
 OPERATORS = torch.ops.fp8engine
@@ -66,19 +67,19 @@ def in_backward() -> bool:
 def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False):
     """Register the decorated function as an operator, and return it as it is.
 
-    schema: with its name first; an argument `str how` reaches the function as a How ("": None).
+    schema: with its name first; an argument `str cast` reaches the function as a Cast ("": None).
     fake: takes what the operator takes, and returns what it gives for fake tensors.
     slot: the function takes a Slot as its keyword `slot` too, and writes it: `name_recorded` is registered as well.
     effect: the function writes a table.
     """
     arguments = schema[schema.index("(") + 1 : schema.index(")")].split(", ")
-    place = arguments.index("str how") if "str how" in arguments else None
+    place = arguments.index("str cast") if "str cast" in arguments else None
 
     def decorate(function: Callable) -> Callable:
         def run(*flat):
             given = list(flat[: len(arguments)])
             if place is not None:
-                given[place] = How.parse(given[place]) if given[place] else None
+                given[place] = Cast.parse(given[place]) if given[place] else None
             fields = flat[len(arguments) :] if slot else ()
             found = function(*given, slot=Slot(*fields)) if fields else function(*given)
             return owned(found) if isinstance(found, tuple) else found

@@ -1,7 +1,7 @@
 """Norms and activations as operations, forward and backward: results in 16 bits and, beside them, their FP8 codes.
 
     y = norm(x) or act(x), dx of y: computed in FP32, rounded to x's dtype
-    codes = casts.quantize(y, how, slot), or casts.cast_transpose(y, how, slot): bit for bit, the slot's tables too
+    codes = casts.quantize(y, cast, slot), or casts.cast_transpose(y, cast, slot): bit for bit, the slot's tables too
 
 So codes are a cache: whoever finds none casts y and has the same.  Signatures and results are those of the twins in
 reference/.  Where casts run on Triton a kernel writes y, and in the same launches the codes that it can (produce.py);
@@ -19,11 +19,12 @@ from collections.abc import Callable
 import torch
 
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import casts, device, reference, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.library import call, direct, operation, refuse_gradient
-from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Store
+from fp8engine.ops.reference import Norm, Operand, RowStatistics, Store, operand
 from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
@@ -48,7 +49,7 @@ def norm_quantize(
     BackendError for tensors on several devices or a backend asked for that cannot.
     Sources: arXiv 1607.06450 (LayerNorm), arXiv 1910.07467 (RMSNorm).
 
-    >>> to = Store(How(torch.float8_e4m3fn, -1, -1, power_of_2=True), transposed=True)
+    >>> to = Store(Cast.parse("e4m3 p2"), transposed=True)
     >>> y, q, q_t, _ = norm_quantize(torch.tensor([[1.0, -1.0, 1.0]]), None, None, Norm("rms", eps=0.0), to)
     >>> (q.data.float() * q.scale).tolist() == y.tolist(), q_t.data.shape
     (True, torch.Size([3, 1]))
@@ -107,7 +108,7 @@ def act_quantize(
     Raises UnknownName for a kind, ShapeError, also for a gated kind of an odd K, UnsupportedDtype, InvalidRecipe for a
     transposed copy in 16 bits, BackendError for a backend asked for that cannot.
 
-    >>> y, q, _ = act_quantize(torch.tensor([[-1.0, 2.0]]), "relu", Store(How(torch.float8_e4m3fn, 1, -1)))
+    >>> y, q, _ = act_quantize(torch.tensor([[-1.0, 2.0]]), "relu", Store(Cast.parse("e4m3 1x-1")))
     >>> y.tolist(), q.data.tolist(), round(q.scale.item() * 448, 6)
     ([[0.0, 2.0]], [[0.0, 448.0]], 2.0)
     """
@@ -133,7 +134,7 @@ def act_quantize_backward(
     _check("act_quantize_backward", to, x_MK, dy=dy_MN, up=up_MN)
     columns = _check_act("act_quantize_backward", kind, x_MK, up_MN)
     _same("act_quantize_backward", "dy", dy_MN, (x_MK.shape[0], columns), "y's")
-    if up_MN is not None and to.how is not None:
+    if up_MN is not None and to.cast is not None:
         raise InvalidRecipe(
             "act_quantize_backward: gradients of a gate and an up that are two matrices come in 16 bits; cast each, or "
             "give x as [gate | up]"
@@ -145,12 +146,12 @@ def act_quantize_backward(
 def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
     """(y, its codes, those of its transpose, whatever else there is) by a function below, or by its operator."""
     own = to
-    if to.how is None or (to.slot is not None and to.slot.group and to.how.per_tensor):
+    if to.cast is None or (to.slot is not None and to.slot.group and to.cast.per_tensor):
         own = IN_16_BITS  # no codes; or under one scale for all ranks, which a cast of its own finds
     if direct(*arguments):
-        found = run(*arguments, own.how, own.transposed, slot=own.slot)
+        found = run(*arguments, own.cast, own.transposed, slot=own.slot)
     else:
-        text = "" if own.how is None else str(own.how)
+        text = "" if own.cast is None else own.cast.text
         found = call(run.__name__[1:], own.slot, *arguments, text, own.transposed)
     y, *codes = found[:5]
     return y, *(_operands(codes, own) if own is to else _cast(y, to)), *found[5:]
@@ -159,23 +160,23 @@ def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
 def _operands(codes, to: Store) -> tuple[Operand | None, Operand | None]:
     """What there is of (data, scale, data of the transpose, its scale), as Operands."""
     data, scale, data_t, scale_t = codes
-    how = to.how
-    if how is None:
+    cast = to.cast
+    if cast is None:
         return None, None
-    q = Operand(data, scale, how.rows, how.cols, how.power_of_2)
+    q = operand(data, scale, cast)
     if not to.transposed:
         return q, None
     # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
-    return q, Operand(data_t, scale if how.per_tensor else scale_t, how.rows, how.cols, how.power_of_2)
+    return q, operand(data_t, scale if cast.per_tensor else scale_t, cast)
 
 
 def _cast(y_MK: torch.Tensor, to: Store) -> tuple[Operand | None, Operand | None]:
     """The codes of y that `to` asks for."""
-    if to.how is None:
+    if to.cast is None:
         return None, None
     if to.transposed:
-        return casts.cast_transpose(y_MK, to.how, to.slot)
-    return casts.quantize(y_MK, to.how, to.slot), None
+        return casts.cast_transpose(y_MK, to.cast, to.slot)
+    return casts.quantize(y_MK, to.cast, to.slot), None
 
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -183,9 +184,9 @@ def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | 
     _check_dtypes(operation, {"x": x, **others})
     if x.dim() != 2:
         raise ShapeError(f"{operation}: x is {list(x.shape)}; want a matrix [M, K]: flatten its leading dimensions")
-    if to.how is None and to.transposed:
+    if to.cast is None and to.transposed:
         raise InvalidRecipe(
-            f"{operation}: a transposed copy is kept in FP8 only; give `to` a how, or read the transpose as a view"
+            f"{operation}: a transposed copy is kept in FP8 only; give `to` a cast, or read the transpose as a view"
         )
     tables = {} if to.slot is None else {"slot": to.slot.live_2S, "counters_of_the_slot": to.slot.counts_CS}
     device.check_one(operation, x, **others, **tables)
@@ -262,17 +263,17 @@ def _stored_fake(x: torch.Tensor, shape, text: str, transposed: bool) -> tuple[t
     (m, k), y = shape, x.new_empty(shape)
     if not text:
         return y, *(x.new_empty(0) for _ in range(4))
-    how = How.parse(text)
+    cast = Cast.parse(text)
 
     def codes(rows, columns) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = x.new_empty(how.scale_shape(rows, columns), dtype=torch.float32)
-        return x.new_empty(rows, columns, dtype=how.held or how.dtype), scale
+        scale = x.new_empty(cast.scale_shape(rows, columns), dtype=torch.float32)
+        return x.new_empty(rows, columns, dtype=cast.dtype), scale
 
     data_t, scale_t = codes(k, m) if transposed else (x.new_empty(0), x.new_empty(0))
-    return y, *codes(m, k), data_t, x.new_empty(0) if how.per_tensor else scale_t
+    return y, *codes(m, k), data_t, x.new_empty(0) if cast.per_tensor else scale_t
 
 
-NORM, STORE = "str kind, float eps, bool zero_centered", "str how, bool transposed"
+NORM, STORE = "str kind, float eps, bool zero_centered", "str cast, bool transposed"
 FIVE = "(Tensor, Tensor, Tensor, Tensor, Tensor"  # y, codes, scale, and both of the transpose
 
 
@@ -322,8 +323,8 @@ def _norm_quantize_backward(dy, x, weight, *rest):
 
 
 @operation(f"act_quantize(Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE})", _act_fake, slot=True)
-def _act_quantize(x, up, kind, how, transposed, slot=None):
-    to = Store(how, transposed, slot)
+def _act_quantize(x, up, kind, cast, transposed, slot=None):
+    to = Store(cast, transposed, slot)
     y, q, q_t = _twin(x).act_quantize(x, kind, to, up)
     return _flat(y, q, q_t, to)
 

@@ -9,7 +9,9 @@ would write into FP8 codes is refused.  One that a layer returned has a gradient
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from fp8engine.numerics.cast import Cast, Granularity, PerBlock, PerRow, PerTens
 from fp8engine.numerics.formats import BF16, FLOATS, Format
 from fp8engine.ops import casts, device, reference
 from fp8engine.ops import matmul as products
-from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops.reference import Operand, Slot
 
 aten = torch.ops.aten
 
@@ -71,23 +73,23 @@ class Float8Tensor(torch.Tensor):
 
     def values(self) -> torch.Tensor:
         """`dequantize` without a gradient."""
-        how = _how(self.granularity, self._data.dtype)
-        if how.per_tensor:
+        cast = _cast_of(self.granularity, self._data.dtype)
+        if cast.per_tensor:
             return (casts.decode(self._data, torch.float32) * self._scale).to(self.dtype)
         flat = _matrix(self._data)
         if flat.numel() == 0:
             return flat.view(self.shape).to(self.dtype)
-        values = reference.as_groups(casts.decode(flat, torch.float32), how.rows, how.cols)
+        values = reference.as_groups(casts.decode(flat, torch.float32), cast.rows, cast.cols)
         down, _, across, _ = values.shape
         values = values * self._scale.reshape(down, 1, across, 1)
         return reference.from_groups(values, *flat.shape).view(self._data.shape).to(self.dtype)
 
     def operand(self) -> Operand:
         """What the matmuls take; a matrix (leading dimensions count as rows)."""
-        how = _how(self.granularity, self._data.dtype)
+        cast = _cast_of(self.granularity, self._data.dtype)
         data = _matrix(self._data)
-        scale = self._scale if how.per_tensor else _matrix(self._scale)
-        return Operand(data, scale, how.rows, how.cols, self.power_of_2)
+        scale = self._scale if cast.per_tensor else _matrix(self._scale)
+        return Operand(data, scale, cast.rows, cast.cols, self.power_of_2)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         shape = "x".join(map(str, self.shape))
@@ -163,20 +165,20 @@ def quantize(x: torch.Tensor, cast: Cast, scale: torch.Tensor | None = None) -> 
         raise UnsupportedDtype(f"quantize: {cast} has no scale; x.to({cast.format.dtype}) does it")
     if x.dim() == 0:
         raise ShapeError("quantize: x has no dimensions; want at least one")
-    how = casts.how(cast)._replace(delayed=False)
+    cast = replace(cast, scaling="current")
     with torch.no_grad():
         flat = _matrix(x.detach())
-        shape = how.scale_shape(*flat.shape)
+        shape = cast.scale_shape(*flat.shape)
         if scale is None:
-            operand = casts.quantize(flat, how)
+            operand = casts.quantize(flat, cast)
         else:
-            if tuple(scale.shape) != shape and not (how.per_tensor and scale.numel() == 1):
+            if tuple(scale.shape) != shape and not (cast.per_tensor and scale.numel() == 1):
                 raise ShapeError(
                     f"quantize: scale is {list(scale.shape)}; {cast} of {list(flat.shape)} has {list(shape)}"
                 )
-            operand = casts.quantize_given(flat, how, scale.detach().float().reshape(shape))
+            operand = casts.quantize_given(flat, cast, scale.detach().float().reshape(shape))
     scale = operand.scale
-    if x.dim() > 2 and how.rows == 1:
+    if x.dim() > 2 and cast.rows == 1:
         scale = scale.view(*x.shape[:-1], scale.shape[-1])
     return _knowing(Float8Tensor(operand.data.view(x.shape), scale, cast.granularity, x.dtype), operand.power_of_2)
 
@@ -219,8 +221,9 @@ def _knowing(x: Float8Tensor, power_of_2: bool) -> Float8Tensor:
     return x
 
 
-def _how(granularity: Granularity, dtype: torch.dtype) -> How:
-    return casts.how(Cast(Format.of(dtype), granularity))
+@functools.cache
+def _cast_of(granularity: Granularity, dtype: torch.dtype) -> Cast:
+    return Cast(Format.of(dtype), granularity)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ import torch
 
 from fp8engine import environment
 from fp8engine.errors import BackendError, VersionError
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import device
-from fp8engine.ops.reference import Epilogue, How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops.reference import Epilogue, Norm, Operand, RowStatistics, Slot, Store
 from fp8engine.ops.reference.attention import LOG2_E, Form, factor_of, rotation_of, width_of
 
 OLDEST, TOO_NEW = (3, 6), (3, 10)
@@ -108,10 +109,10 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
     with _on(a.data.device):
-        how = {"config": None if config is None else _configured(config, a, b), "gluon": environment.gluon()}
+        cast = {"config": None if config is None else _configured(config, a, b), "gluon": environment.gluon()}
         if a.scaled_along_k:
-            return _kernel("matmul_block")(a, b, epilogue, **how)
-        return _kernel("matmul_fp8")(a, b, epilogue, not fast, **how)
+            return _kernel("matmul_block")(a, b, epilogue, **cast)
+        return _kernel("matmul_fp8")(a, b, epilogue, not fast, **cast)
 
 
 def _configured(config, a: Operand, b: Operand):
@@ -132,40 +133,40 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> t
         return _kernel("matmul_fp16")(_addressable(a_MK), _addressable(b_NK), epilogue)
 
 
-def castable(x_MK: torch.Tensor, how: How) -> bool:
+def castable(x_MK: torch.Tensor, cast: Cast) -> bool:
     """Whether our kernels cast x so: groups of a power of two up to 128, or whole rows, columns or tensors."""
-    return x_MK.numel() > 0 and casts_groups(how)
+    return x_MK.numel() > 0 and casts_groups(cast)
 
 
-def casts_groups(how: How) -> bool:
+def casts_groups(cast: Cast) -> bool:
     """Whether our kernels find scales of such groups."""
-    sizes = {how.rows, how.cols} - {-1}
-    whole = -1 in (how.rows, how.cols)
+    sizes = {cast.rows, cast.cols} - {-1}
+    whole = -1 in (cast.rows, cast.cols)
     return sizes.issubset(POWERS) and (not whole or sizes <= {1})
 
 
-def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin of reference.quantize on our kernels, for what `castable` takes."""
     with _on(x_MK.device):
-        return _kernel("quantize")(_addressable(x_MK), how, slot)
+        return _kernel("quantize")(_addressable(x_MK), cast, slot)
 
 
-def quantize_given(x_MK: torch.Tensor, how: How, s: torch.Tensor) -> torch.Tensor:
+def quantize_given(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
     """The twin of reference.quantize_given."""
     with _on(x_MK.device):
-        return _kernel("quantize", "quantize_given")(_addressable(x_MK), how, s)
+        return _kernel("quantize", "quantize_given")(_addressable(x_MK), cast, s)
 
 
-def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False):
+def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False):
     """((codes, scale), (codes of the transpose, their scale)), and sums of columns where asked, from one read of x."""
     with _on(x_MK.device):
-        return _kernel("cast_transpose")(_addressable(x_MK), how, slot, sums)
+        return _kernel("cast_transpose")(_addressable(x_MK), cast, slot, sums)
 
 
-def quantize_experts(x_TK: torch.Tensor, how: How, bounds_2E1, slot: Slot | None = None, transposed: bool = False):
+def quantize_experts(x_TK: torch.Tensor, cast: Cast, bounds_2E1, slot: Slot | None = None, transposed: bool = False):
     """The twin of reference/grouped.py's, for groups that `casts_groups` knows."""
     with _on(x_TK.device):
-        return _kernel("quantize_experts")(_addressable(x_TK), how, bounds_2E1, slot, transposed)
+        return _kernel("quantize_experts")(_addressable(x_TK), cast, bounds_2E1, slot, transposed)
 
 
 def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:

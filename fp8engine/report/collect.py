@@ -157,7 +157,7 @@ def _ran(module: nn.Module, numerics: Numerics, dtype: torch.dtype, tables: _Slo
     backend = "torch"
     if recipe.is_fp8:
         # A compiled graph leaves no trace in Python; its matmuls choose by the same rule when they run.
-        backend = (numerics.ran or matmul.choose(device, numerics.plan.by_block)) if ran else "none"
+        backend = (numerics.ran or matmul.choose(device, numerics.recipe.by_block)) if ran else "none"
     told = [f"{count} inputs in FP8 were dequantised: {why}" for why, count in dequantised.items()]
     return {
         "recipe": recipe.name,
@@ -217,10 +217,10 @@ def _why(numerics: Numerics, ran: bool, backend: str) -> str:
         return BYPASSED if numerics.bypassed else NEVER_RAN
     if why := matmul.why_emulated(numerics.state.device, backend):
         return f"emulated: {why}"
-    plan = numerics.plan
-    if numerics.sizes is None or plan.kind is None:
+    recipe = numerics.recipe
+    if numerics.sizes is None or numerics.kind is None:
         return ""
-    return matmul.why_chosen(numerics.state.device, numerics.sizes, plan.precision["forward"], plan.kind)
+    return matmul.why_chosen(numerics.state.device, numerics.sizes, recipe.precision["forward"], numerics.kind)
 
 
 class _Slots:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ from fp8engine.ops.fingerprint import capturing, fingerprint
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.scaling.written import Place, unwritten
 
-# Operands made of one tensor, and the slot that counted each.
-Kept = dict[Hashable, tuple[Operand, Slot]]  # by the cast; by (cast, "transposed") for the transpose under it
+# Operands made of one tensor, and the slot that counted each, by the cast's `text`, or its `text_of_transpose`.
+Made = dict[str, tuple[Operand, Slot]]
 
 
 def siblings(names: Iterable[str]) -> list[str | None]:
@@ -54,7 +54,7 @@ def siblings(names: Iterable[str]) -> list[str | None]:
     return [parent if count[parent] > 1 else None for parent in parents]
 
 
-class Operands(Kept):
+class Operands(Made):
     """Operands of one tensor.
 
     seen: what must be unchanged where they are read; None until the first is made.  consumers: layers that read them.
@@ -81,9 +81,9 @@ class Again:
     def __init__(self, make: Callable[[tuple, Any], torch.Tensor], of: tuple, tensors: tuple):
         self.make, self.of, self.tensors = make, of, tensors
         self.waiting = 0
-        self.made: tuple[torch.Tensor, Kept] | None = None
+        self.made: tuple[torch.Tensor, Made] | None = None
 
-    def result(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Kept]:
+    def result(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, Made]:
         """The tensor as a matrix, and the operands that other layers have made of it."""
         if torch.compiler.is_compiling():
             return self.make(self.of, tensors), {}

@@ -1,6 +1,7 @@
 """A weight that arrives as codes: what its layer reads in each direction, and what enters its slot."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,6 @@ from support import EXACT_SCALES
 
 import fp8engine as fe
 from fp8engine.autograd.gathered import GatheredWeight, for_dgrad, for_forward, why_not
-from fp8engine.autograd.numerics import plan
-from fp8engine.distributed.sharded_weight import granularity
 from fp8engine.errors import ParallelError
 from fp8engine.numerics.recipe import Cast, PerRow, PerTensor, Recipe, resolve
 from fp8engine.ops import casts
@@ -21,9 +20,9 @@ ROW = Cast(fe.E4M3, PerRow())
 
 def gathered(weight_NK: torch.Tensor, recipe: Recipe) -> GatheredWeight:
     """The weight as ranks would have cast it."""
-    how = plan(recipe).forward[1].how[None]
-    q = casts.quantize(weight_NK, how._replace(delayed=False))
-    found = GatheredWeight(q.data, q.scale, granularity(how), weight_NK.dtype)
+    how = recipe.forward[1]
+    q = casts.quantize(weight_NK, replace(how, scaling="current"))
+    found = GatheredWeight(q.data, q.scale, how.granularity, weight_NK.dtype)
     found.power_of_2, found.layer = how.power_of_2, "up"
     found.amax, found.s = weight_NK.abs().max(), (1 / q.scale).min()
     return found
@@ -40,15 +39,15 @@ def test_both_directions_read_what_a_cast_of_the_weight_gives(recipe: str | Reci
     """Per column from the row codes: the same but for elements that are subnormal in one of the casts; 0.01 dB."""
     torch.manual_seed(0)
     weight, chosen = torch.randn(N, K) * 2.0 ** torch.randint(-4, 4, (N, 1)), resolve(recipe)
-    forward, dgrad = plan(chosen).forward[1], plan(chosen).dgrad[1]
+    forward, dgrad = chosen.forward[1], chosen.dgrad[1]
     slot, _ = slot_of(chosen)
     codes = gathered(weight, chosen)
-    a, direct = for_forward(codes, forward, slot), casts.quantize(weight, forward.how[None])
+    a, direct = for_forward(codes, forward, slot), casts.quantize(weight, forward)
     assert torch.equal(a.data.view(torch.uint8), direct.data.view(torch.uint8))
     assert torch.equal(a.scale, direct.scale)
     errors = []
-    for b in (for_dgrad(codes, forward, dgrad, slot), casts.quantize(weight, dgrad.how[None])):
-        values = fe.Float8Tensor(b.data, b.scale, granularity(dgrad.how[None]), torch.float32).values()
+    for b in (for_dgrad(codes, forward, dgrad, slot), casts.quantize(weight, dgrad)):
+        values = fe.Float8Tensor(b.data, b.scale, dgrad.granularity, torch.float32).values()
         errors.append(10 * math.log10(weight.square().sum() / (values - weight).square().sum()))
     assert abs(errors[0] - errors[1]) < 0.01
 
@@ -78,7 +77,7 @@ def test_both_directions_read_what_a_cast_of_the_weight_gives(recipe: str | Reci
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_why_a_weight_is_gathered_in_high_precision(recipe: Recipe, why: str):
-    assert why_not(plan(recipe)) == why
+    assert why_not(recipe) == why
 
 
 def test_a_call_enters_the_slot_as_a_cast_does():
@@ -86,8 +85,8 @@ def test_a_call_enters_the_slot_as_a_cast_does():
     weight, recipe = torch.randn(N, K), resolve("current")
     (ours, state), (theirs, other) = slot_of(recipe), slot_of(recipe)
     versions = state.live_2S._version, state.counts_CS._version
-    for_forward(gathered(weight, recipe), plan(recipe).forward[1], ours)
-    casts.quantize(weight, plan(recipe).forward[1].how[None], theirs)
+    for_forward(gathered(weight, recipe), recipe.forward[1], ours)
+    casts.quantize(weight, recipe.forward[1], theirs)
     assert torch.equal(state.live_2S, other.live_2S)
     assert state.counts_CS[:2, 1].tolist() == [1, N * K]
     assert (state.live_2S._version, state.counts_CS._version) == versions
@@ -98,7 +97,7 @@ def test_a_recipe_that_changed_after_the_gather_is_an_error():
     slot, _ = slot_of(recipe)
     message = "up: its weight was gathered as E4M3 codes per tensor, and its recipe now casts E4M3 per row"
     with pytest.raises(ParallelError, match=message):
-        for_forward(gathered(torch.randn(N, K), resolve("current")), plan(recipe).forward[1], slot)
+        for_forward(gathered(torch.randn(N, K), resolve("current")), recipe.forward[1], slot)
 
 
 def test_views_that_fully_shard_makes_keep_the_codes():

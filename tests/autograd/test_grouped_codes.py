@@ -50,7 +50,9 @@ def test_no_cast_of_x_in_a_forward(recipe: str, monkeypatch: pytest.MonkeyPatch)
     for module in (casts, grouped):
         real = module.quantize
         monkeypatch.setattr(
-            module, "quantize", lambda x, *rest, real=real: seen.append(tuple(x.shape)) or real(x, *rest)
+            module,
+            "quantize",
+            lambda x, *rest, real=real, **more: seen.append(tuple(x.shape)) or real(x, *rest, **more),
         )
     with torch.no_grad():
         layer(q, SIZES)

@@ -28,7 +28,6 @@ from support import FP8_RECIPES, sqnr, tables
 
 import fp8engine as fe
 from fp8engine.autograd import Memory
-from fp8engine.autograd.numerics import plan
 from fp8engine.errors import ShapeError, UnknownName
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import casts, matmul, reference
@@ -86,21 +85,21 @@ def test_in_bf16_gradients_of_the_first_layer_are_rounded_once_by_hand(recipe):
     up, down = model.layers
     ((x, (dz,)),) = batches((24,), K, (K,), torch.bfloat16)
     found = step(model, x, [dz])
-    ready, out = plan(resolve(recipe)), torch.bfloat16
+    ready, out = resolve(recipe), torch.bfloat16
 
     (x_q, x_t), (w1, w1_t) = (
-        casts.cast_transpose(v.detach(), c.how[None]) for v, c in zip((x, up.weight), ready.forward, strict=True)
+        casts.cast_transpose(v.detach(), c) for v, c in zip((x, up.weight), ready.forward, strict=True)
     )
-    w2, w2_t = casts.cast_transpose(down.weight.detach(), ready.forward[1].how[None])
+    w2, w2_t = casts.cast_transpose(down.weight.detach(), ready.forward[1])
     forward, dgrad, wgrad = (ready.precision[name] for name in ("forward", "dgrad", "wgrad"))
     y = matmul.matmul(x_q, w1, up.bias.detach(), out, forward)
-    a_q, a_t = casts.cast_transpose(plain(reference.act_quantize(y, "swiglu")[0]), ready.forward[0].how[None])
+    a_q, a_t = casts.cast_transpose(plain(reference.act_quantize(y, "swiglu")[0]), ready.forward[0])
     assert torch.equal(found["y0"], matmul.matmul(a_q, w2, down.bias.detach(), out, forward))
-    dz_q, dz_t = casts.cast_transpose(dz, ready.dgrad[0].how[None])
+    dz_q, dz_t = casts.cast_transpose(dz, ready.dgrad[0])
     assert torch.equal(found["layers.1.weight"], matmul.matmul(dz_t, a_t, None, out, wgrad))
     da = matmul.matmul(dz_q, w2_t, None, out, dgrad)
     dy = plain(reference.act_quantize_backward(da, y, "swiglu").dx_MK)
-    dy_q, dy_t = casts.cast_transpose(dy, ready.dgrad[0].how[None])
+    dy_q, dy_t = casts.cast_transpose(dy, ready.dgrad[0])
     assert torch.equal(found["layers.0.weight"], matmul.matmul(dy_t, x_t, None, out, wgrad))
     assert torch.equal(found["dx"], matmul.matmul(dy_q, w1_t, None, out, dgrad))
     assert torch.equal(found["layers.0.bias"], dy.sum(0, dtype=torch.float32).to(out))

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8engine as fe
+from fp8engine.autograd.features import RANKS
+from fp8engine.autograd.smooth import Smooth
 from fp8engine.convert.outliers import gated
 from fp8engine.distributed.sharded_weight import ShardedWeight
 from fp8engine.errors import ConversionError, UnknownName
@@ -129,9 +131,13 @@ def test_a_layer_that_is_set_is_not_divided_and_a_divided_one_not_set():
     style = fe.distributed.Rowwise()
     assert style.problem(model.blocks[0].down, 2) is None
     fe.smooth(model, "blocks.0.down")
-    assert "it is smoothed: switch it off first" in str(style.problem(model.blocks[0].down, 2))
-    model.blocks[1].down.numerics.shard = object()
-    with pytest.raises(fe.errors.ParallelError, match=r"blocks\.1\.down: smooth takes no layer that ranks divide"):
+    assert "it has fe.smooth, and cannot have a division over ranks beside it" in str(
+        style.problem(model.blocks[0].down, 2)
+    )
+    model.blocks[1].down.numerics.switch(SimpleNamespace(name=RANKS, ranks=True, product=False))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        fe.errors.ParallelError, match=r"blocks\.1\.down: it has a division over ranks, and cannot have fe\.smooth"
+    ):
         fe.smooth(model)
     assert [name for name, layer in gated(model) if layer.numerics.smooth] == ["blocks.0.down"]
 
@@ -140,7 +146,7 @@ def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():
     numerics = net().blocks[0].down.numerics
     weight = ShardedWeight(None, SimpleNamespace(numerics=numerics), None)  # pyright: ignore[reportArgumentType]
     assert weight.reason() == ""
-    numerics.set_smooth(True)
+    numerics.switch(Smooth())
     assert weight.reason() == "fe.smooth multiplies the weight before its cast"
 
 

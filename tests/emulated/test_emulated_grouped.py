@@ -17,9 +17,10 @@ from fp8engine.kernels import quantize_experts
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.tuning import Config, table
 from fp8engine.nn.grouped import GroupedLinear
-from fp8engine.ops.reference import How, Operand, Slot
+from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.reference import grouped as twin
 from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 K = 272  # two blocks of 128 and one of 16
@@ -161,7 +162,7 @@ def test_what_is_not_finite_stays_with_its_expert(bad: float, card):
     assert not found[31].isfinite().any()
     x = torch.randn(sum(sizes), 24)
     x[31, 7] = bad
-    how = How(E4M3, -1, 1, True)
+    how = cast_of(E4M3, -1, 1, True)
     q, scale = quantize_experts.quantize_experts(x, how, bounds, None, True)
     a = Operand(q, scale, 1, -1, True)
     dw = grouped_sums(a, a, bounds, Result(torch.float32))
@@ -185,7 +186,7 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int], transpose: bool,
         x = (torch.randn(rows, columns) * torch.exp2(torch.randint(-9, 6, (rows, columns)))).to(dtype)
         if i == 1:
             x[7, 3], x[100, 9] = float("inf"), float("nan")
-        how = How(E5M2 if i == 1 else E4M3, *group, power_of_2=i != 1)
+        how = cast_of(E5M2 if i == 1 else E4M3, *group, power_of_2=i != 1)
         slots = [Slot(torch.full((2, 3), -1.0), torch.zeros(len(COUNTERS), 3, dtype=torch.int64), 1) for _ in "ab"]
         found = quantize_experts.quantize_experts(x, how, bounds, slots[0], transpose)
         wanted = twin.quantize_experts(x, how, bounds, slots[1], transpose)

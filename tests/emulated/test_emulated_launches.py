@@ -21,7 +21,7 @@ from fp8engine.kernels import encoded
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3, E5M2
-from fp8engine.numerics.recipe import RECIPES
+from fp8engine.numerics.recipe import RECIPES, resolve
 from fp8engine.ops.reference import Epilogue
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ OF_THE_MODEL = "_scale_update_kernel"  # one launch a forward of the model, what
 
 @pytest.mark.parametrize(("recipe", "cache"), LAUNCHES)
 def test_launches_of_a_layer(recipe: str, cache: bool | str, card, monkeypatch: pytest.MonkeyPatch):
-    layer = fe.Linear(64, 32, recipe=replace(RECIPES[recipe](), cache_weights=cache), dtype=torch.bfloat16)
+    layer = fe.Linear(64, 32, recipe=replace(resolve(recipe), cache_weights=cache), dtype=torch.bfloat16)
     there, seen = card(), []
     monkeypatch.setattr(Launch, "run", lambda self, seed: Done(self.program.name, 0, self.ctas, 0))  # counted, not run
     with fe.backend("triton"):

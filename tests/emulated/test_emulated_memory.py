@@ -13,7 +13,8 @@ import torch
 from benchmarks.checks import casts
 from benchmarks.checks.operands import differs
 from fp8engine.ops import reference
-from fp8engine.ops.reference import How, Norm
+from fp8engine.ops.reference import Norm
+from tests.helpers.casts import cast_of
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,7 +41,7 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int, bool], dtype: tor
     x = spread(SHAPE if dtype != torch.float16 else (256, 256), dtype, bad)
     card()
     for format in (E4M3, E5M2) if whole else (E5M2 if bad or delayed else E4M3,):
-        how = How(format, rows, cols, format == E4M3, delayed)
+        how = cast_of(format, rows, cols, format == E4M3, delayed)
         for predicted in (2.0**-6, 2.0**6) if delayed else (0.0,):  # too small, so that the cast is done again; right
             pair = (casts.cast_results(CPU, name, x, how, predicted) for name in ("triton", "reference"))
             for name, ours, twins in zip(casts.CAST, *pair, strict=True):
@@ -115,7 +116,7 @@ def test_ada_casts_as_the_twin(dtype: torch.dtype, format: torch.dtype, card):
     x = spread((70, 130), dtype, bad=True)
     card(89)
     for rows, cols, _ in GROUPS[::2]:
-        how = How(format, rows, cols)
+        how = cast_of(format, rows, cols)
         pair = (casts.cast_results(CPU, name, x, how, 0.0) for name in ("triton", "reference"))
         for name, ours, twins in zip(casts.CAST, *pair, strict=True):
             assert differs(ours, twins) is None, name

@@ -19,8 +19,9 @@ from fp8engine.kernels import matmul_grouped, quantize_experts
 from fp8engine.kernels.tuning import Config
 from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.ops import triton_backend
-from fp8engine.ops.reference import How, Operand
+from fp8engine.ops.reference import Operand
 from fp8engine.ops.reference import grouped as twin
+from tests.helpers.casts import cast_of
 
 E4M3 = torch.float8_e4m3fn
 SIZES = [17, 0, 140]
@@ -47,7 +48,7 @@ def right(matmuls: ModuleType, casts: ModuleType) -> bool:
     y = matmuls.grouped_rows(a, b, bounds, matmuls.Result(torch.float32, bias), False, SMALL)
     if differs(y, twin.grouped_rows(a, b, bounds, bias, torch.float32)):
         return False
-    how = How(E4M3, -1, 1, True)
+    how = cast_of(E4M3, -1, 1, True)
     found = casts.quantize_experts(y, how, bounds, None, True)
     wanted = twin.quantize_experts(y, how, bounds, None, True)
     used = 128 * int(bounds[1, -1])

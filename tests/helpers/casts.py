@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from fp8engine.numerics.cast import Cast, granularity
+from fp8engine.numerics.formats import Format
 from fp8engine.ops.reference import Operand
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -14,6 +16,14 @@ MAX = {E4M3: 448.0, E5M2: 57344.0}
 NUMPY = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E5M2: np.dtype(ml_dtypes.float8_e5m2)}
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, at most
 FP32_MAX = np.finfo(np.float32).max
+
+
+def cast_of(
+    dtype: torch.dtype, rows: int = -1, cols: int = -1, power_of_2: bool = False, delayed: bool = False
+) -> Cast:
+    """The cast to a dtype with a scale for each group of rows x cols elements; -1: all."""
+    scaling = "delayed" if delayed else "current"
+    return Cast(Format.of(dtype), granularity(rows, cols), scaling, power_of_2=power_of_2)
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:

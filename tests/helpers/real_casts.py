@@ -6,9 +6,9 @@ import torch
 
 from fp8engine.numerics.cast import Granularity, PerBlock, PerRow
 from fp8engine.numerics.recipe import Cast
-from fp8engine.ops.reference import How
 from fp8engine.ops.reference.quantize import quantize, quantize_given
 from fp8engine.scaling.prediction import Prediction
+from tests.helpers.casts import cast_of
 
 
 def extent(granularity: Granularity) -> tuple[int, int]:
@@ -27,7 +27,7 @@ def restored(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | Non
     """
     if not cast.is_fp8:
         return x_MK.to(cast.format.dtype).double()
-    how = How(cast.format.dtype, *extent(cast.granularity), cast.power_of_2)
+    how = cast_of(cast.format.dtype, *extent(cast.granularity), cast.power_of_2)
     q, factor = quantize(x_MK, how)
     if scale is not None:
         factor = torch.tensor(1.0) / scale

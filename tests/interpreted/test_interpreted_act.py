@@ -31,10 +31,10 @@ from support import UNIT
 
 from fp8engine.kernels import act_quantize as kernel
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
-from fp8engine.ops.reference import How
 from fp8engine.ops.reference import act_quantize as twin_of_forward
 from fp8engine.ops.reference.cast_transpose import Store, store
 from fp8engine.ops.reference.operand import COUNTERS, Slot
+from tests.helpers.casts import cast_of
 
 # NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -68,7 +68,7 @@ def slot_of(predicted: float | None) -> Slot | None:
 
 def way(dtype, group, power_of_2, transposed, predicted) -> Store:
     """One of WAYS, with a slot of its own."""
-    return Store(How(dtype, *group, power_of_2, bool(predicted)), transposed, slot_of(predicted))
+    return Store(cast_of(dtype, *group, power_of_2, bool(predicted)), transposed, slot_of(predicted))
 
 
 def made_by_kernel(form: tuple, backward: bool = False, uneven: bool = False) -> bool:
@@ -358,10 +358,8 @@ def test_a_rows_scale_is_found_where_a_program_holds_the_row(n):
 
 def test_what_casts_alone_do_is_left_to_them():
     for how in (
-        How(E4M3, 128, 128),
-        How(E4M3, -1, 1),
-        How(E4M3, 1, -1, delayed=True),
-        How(E4M3, -1, -1, held=DTYPES[0]),
+        cast_of(E4M3, 128, 128),
+        cast_of(E4M3, -1, 1),
     ):
         for transposed in (False, True):
             to = Store(how, transposed, slot_of(64.0))

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from fp8engine.kernels import quantize, quantize_groups
 from fp8engine.kernels.cast_transpose import cast_transpose
-from fp8engine.ops.reference import How, Slot
+from fp8engine.numerics.cast import Cast
+from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import cast_transpose as twin
 from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (64, 128), (2, 4)]
@@ -32,7 +34,7 @@ def some(m: int, k: int, source: torch.dtype) -> torch.Tensor:
     return x.to(source)
 
 
-def assert_as_twin(x: torch.Tensor, how: How, predicted: float = 0.0) -> Slot:
+def assert_as_twin(x: torch.Tensor, how: Cast, predicted: float = 0.0) -> Slot:
     """cast_transpose as the twin does it, slot included; return the kernel's slot."""
     ours, its = slot(predicted), slot(predicted)
     with np.errstate(over="ignore"):  # x * s may overflow FP32: the kernel saturates it
@@ -54,21 +56,21 @@ def assert_as_twin(x: torch.Tensor, how: How, predicted: float = 0.0) -> Slot:
 @pytest.mark.parametrize("rows_cols", GROUPS, ids=str)
 def test_every_granularity_is_the_twin_s(rows_cols):
     for i, (m, k) in enumerate([(5, 131), (129, 33)]):  # two tiles of blocks, across and down
-        assert_as_twin(some(m, k, SOURCES[i + (rows_cols[0] == 1)]), How(FP8[i], *rows_cols, power_of_2=i == 0))
+        assert_as_twin(some(m, k, SOURCES[i + (rows_cols[0] == 1)]), cast_of(FP8[i], *rows_cols, power_of_2=i == 0))
 
 
 @pytest.mark.parametrize("rows_cols", GROUPS[:4], ids=str)
 @given(m=st.integers(0, 130), k=st.integers(0, 130), source=st.sampled_from(SOURCES), dtype=st.sampled_from(FP8))
 @settings(max_examples=2)
 def test_any_shape(rows_cols, m, k, source, dtype):
-    assert_as_twin(some(m, k, source), How(dtype, *rows_cols))
+    assert_as_twin(some(m, k, source), cast_of(dtype, *rows_cols))
 
 
 @pytest.mark.parametrize("rows_cols", [*GROUPS[:4], (2, 4)], ids=str)
 def test_what_is_not_finite_stays_so_in_both_and_is_counted_once(rows_cols):
     x = some(70, 120, torch.bfloat16)
     x[3, 5], x[3, 6], x[69, 119] = INF, -INF, NAN
-    how = How(FP8[rows_cols[0] == 1], *rows_cols)
+    how = cast_of(FP8[rows_cols[0] == 1], *rows_cols)
     ours = assert_as_twin(x, how)
     assert ours.counts_CS[COUNTERS.index("nonfinite"), 1] == 3
     assert ours.live_2S[0, 1] == -1
@@ -81,7 +83,7 @@ def test_what_is_not_finite_stays_so_in_both_and_is_counted_once(rows_cols):
 def test_any_strides(rows_cols):
     x = some(140, 120, torch.bfloat16)
     for view in (x.t(), x[::3, 1::2], x[5:6].expand(20, -1)):
-        assert_as_twin(view, How(E4M3, *rows_cols))
+        assert_as_twin(view, cast_of(E4M3, *rows_cols))
 
 
 @pytest.mark.parametrize("over", [0.5, 8.0])
@@ -89,20 +91,20 @@ def test_any_strides(rows_cols):
 def test_a_recast_replaces_both_orientations(dtype, over):
     x = some(70, 90, torch.bfloat16)
     predicted = float(MAX[dtype] / x.abs().max()) * over
-    ours = assert_as_twin(x, How(dtype, -1, -1, delayed=True), predicted)
+    ours = assert_as_twin(x, cast_of(dtype, -1, -1, delayed=True), predicted)
     assert ours.counts_CS[COUNTERS.index("recasts"), 1] == (over > 1)
 
 
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (128, 128)], ids=str)
 def test_square_groups_make_the_transpose_the_transpose_of_the_codes(rows_cols):
-    (q, scale), (q_t, scale_t) = cast_transpose(some(140, 150, torch.float32), How(E4M3, *rows_cols))
+    (q, scale), (q_t, scale_t) = cast_transpose(some(140, 150, torch.float32), cast_of(E4M3, *rows_cols))
     assert_same(bits(q_t), bits(q.t()))
     assert torch.equal(scale_t, scale.t() if scale.dim() else scale)
 
 
 @pytest.mark.parametrize("rows_cols", GROUPS[:4], ids=str)
 def test_the_result_does_not_depend_on_the_number_of_programs(rows_cols, monkeypatch):
-    x, how, results = some(140, 120, torch.bfloat16), How(E5M2, *rows_cols), []
+    x, how, results = some(140, 120, torch.bfloat16), cast_of(E5M2, *rows_cols), []
     for processors in (1, 3):
         for module in (quantize, quantize_groups):
             monkeypatch.setattr(module, "processors", lambda where, processors=processors: processors)

@@ -6,6 +6,8 @@ Accuracy and Stability of Numerical Algorithms, section 4.2).  A zero beyond the
 has 16 bits is exact in FP32.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,13 +19,16 @@ from fp8engine.kernels import cast_transpose as kernel
 from fp8engine.kernels import quantize, quantize_groups
 from fp8engine.kernels.cast_transpose import cast_transpose
 from fp8engine.kernels.column_sums import COLUMNS, ROWS, column_sums
-from fp8engine.ops.reference import How, Slot
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.formats import Format
+from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import cast_transpose as twin
 from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (64, 128), (2, 4)]
-EVERY = [How(E4M3, *group) for group in GROUPS] + [How(E5M2, -1, -1, delayed=True)]
+EVERY = [cast_of(E4M3, *group) for group in GROUPS] + [cast_of(E5M2, -1, -1, delayed=True)]
 SOME = [EVERY[0], EVERY[1], EVERY[3], EVERY[-1]]  # one for each place where sums are taken
 INF, NAN = float("inf"), float("nan")
 
@@ -46,7 +51,7 @@ def whole(m: int, k: int, source: torch.dtype) -> torch.Tensor:
     return torch.randint(-8, 9, (m, k), generator=generator).to(source)
 
 
-def sums_of(x: torch.Tensor, how: How) -> torch.Tensor:
+def sums_of(x: torch.Tensor, how: Cast) -> torch.Tensor:
     """The third result; the first two, and the slot, are what they are without it."""
     with_sums, without = slot(), slot()
     with np.errstate(invalid="ignore"):  # Inf - Inf
@@ -119,7 +124,7 @@ def test_the_order_of_additions_does_not_depend_on_the_number_of_programs(how, m
 def test_a_row_wider_than_a_program_holds(monkeypatch):
     monkeypatch.setattr(quantize_groups, "WIDEST", 64)
     x = whole(140, 150, torch.float16)
-    assert sums_of(x, How(E5M2, 1, -1)).tolist() == x.double().sum(0).tolist()
+    assert sums_of(x, cast_of(E5M2, 1, -1)).tolist() == x.double().sum(0).tolist()
 
 
 def test_what_was_not_asked_for_is_not_there(monkeypatch):
@@ -142,5 +147,7 @@ def test_nothing_at_all():
     for how in EVERY:
         for shape in ((0, 5), (5, 0), (0, 0)):
             for dtype in FP8:
-                *_, sums_K = kernel.cast_transpose(torch.empty(shape), how._replace(dtype=dtype), None, sums=True)
+                *_, sums_K = kernel.cast_transpose(
+                    torch.empty(shape), replace(how, format=Format.of(dtype)), None, sums=True
+                )
                 assert sums_K.tolist() == [0.0] * shape[1]

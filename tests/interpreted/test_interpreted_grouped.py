@@ -9,8 +9,9 @@ from fp8engine.kernels import expert_rows
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import How, Operand, quantize
+from fp8engine.ops.reference import Operand, quantize
 from fp8engine.ops.reference import grouped as twin
+from tests.helpers.casts import cast_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALL = Config(64, 32, 64, group_m=2, warps=4, stages=2, descriptors=False)
@@ -21,7 +22,7 @@ KINDS = st.sampled_from([(-1, -1), (1, -1), (1, 128), (32, 32)])
 
 def cast(x: torch.Tensor, rows: int, cols: int, bounds: torch.Tensor, transposed: bool = False) -> Operand:
     """x by the twins, groups within an expert."""
-    how = How(E4M3, rows, cols, power_of_2=True)
+    how = cast_of(E4M3, rows, cols, power_of_2=True)
     if rows == 1 or (rows, cols) == (-1, -1):
         return Operand(*quantize(x, how), rows, cols, True)
     q, scale = twin.quantize_experts(x, how, bounds, None, transposed)
@@ -82,7 +83,7 @@ def test_sums_of_any_division(assert_within_bound, sizes, m, n, kind):
 def test_casts_of_any_division_are_the_twins(sizes, k, group, transposed):
     bounds, t = twin.bounds_of(torch.tensor(sizes)), sum(sizes)
     x = torch.randn(t, k) * torch.exp2(torch.randint(-9, 9, (t, k)))
-    how = How(E5M2 if transposed else E4M3, *group, power_of_2=k % 2 == 0)
+    how = cast_of(E5M2 if transposed else E4M3, *group, power_of_2=k % 2 == 0)
     q, scale = quantize_experts(x, how, bounds, None, transposed)
     q_twin, scale_twin = twin.quantize_experts(x, how, bounds, None, transposed)
     used = 128 * int(bounds[1, -1])
@@ -125,8 +126,8 @@ def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
     b = Operand(torch.randint(-2, 3, (4 * 70, 32)).float().to(E4M3), torch.tensor(1.0))
     y = grouped_rows(a, b, bounds, Result(torch.float32), False, SMALL)
     assert torch.equal(y, twin.grouped_rows(a, b, bounds, out=torch.float32))
-    q, scale = casts.quantize_experts(y, How(E4M3, -1, 1), bounds, None, True)
-    wanted = twin.quantize_experts(y, How(E4M3, -1, 1), bounds, None, True)
+    q, scale = casts.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, None, True)
+    wanted = twin.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, None, True)
     used = 128 * int(bounds[1, -1])
     assert torch.equal(q.float()[:, :used], wanted[0].float()[:, :used])
     assert torch.equal(scale, wanted[1])

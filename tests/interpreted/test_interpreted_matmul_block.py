@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from fp8engine.kernels import launch
 from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.ops.reference import Epilogue, How, Operand, finish, quantize
+from fp8engine.ops.reference import Epilogue, Operand, finish, quantize
 from fp8engine.ops.reference import matmul_block as twin
+from tests.helpers.casts import cast_of
 
 COMMITTED = {
     config._replace(ratio=None)
@@ -31,7 +32,7 @@ def random(m: int, k: int, rows: int, dtype: torch.dtype = E4M3, cols: int = 128
     """Values whose size changes from row to row and from one 16 of K to the next, so that every scale differs."""
     x_MK = torch.randn(m, k) * torch.exp2(torch.randint(-2, 3, (m, 1)))
     x_MK *= torch.exp2(torch.randint(-2, 3, (-(-k // 16),))).repeat_interleave(16)[:k]
-    return Operand(*quantize(x_MK, How(dtype, rows, cols)), rows, cols)
+    return Operand(*quantize(x_MK, cast_of(dtype, rows, cols)), rows, cols)
 
 
 def integers(m: int, k: int, rows: int) -> Operand:

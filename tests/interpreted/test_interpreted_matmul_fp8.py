@@ -14,8 +14,9 @@ from fp8engine.kernels import launch
 from fp8engine.kernels import matmul_fp8 as module
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.ops.reference import Epilogue, How, Operand, finish, quantize
+from fp8engine.ops.reference import Epilogue, Operand, finish, quantize
 from fp8engine.ops.reference import matmul_fp8 as twin
+from tests.helpers.casts import cast_of
 
 COMMITTED = {
     (operation == "matmul_fp8_promoted", config._replace(ratio=None))
@@ -33,7 +34,7 @@ SCALES = list(itertools.product((TENSOR, ROW), repeat=2))
 
 
 def operand(x_MK: torch.Tensor, dtype: torch.dtype = E4M3, rows: int = TENSOR) -> Operand:
-    return Operand(*quantize(x_MK, How(dtype, rows, -1)), rows)
+    return Operand(*quantize(x_MK, cast_of(dtype, rows, -1)), rows)
 
 
 def random(m: int, k: int, dtype: torch.dtype = E4M3, rows: int = TENSOR) -> Operand:

@@ -31,10 +31,10 @@ from interpreted.test_interpreted_act import (
 
 from fp8engine.kernels import norm_quantize as kernel
 from fp8engine.kernels.norm_quantize import norm_quantize, norm_quantize_backward, unsupported
-from fp8engine.ops.reference import How
 from fp8engine.ops.reference.cast_transpose import Store
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics
 from fp8engine.ops.reference.norm_quantize import norm_quantize as twin
+from tests.helpers.casts import cast_of
 
 # NumPy remarks on 448 / 1e-44, Inf * 0 and the like, which a GPU computes in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -182,7 +182,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(form, bad):
     assert q[[0, 1, 3, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("how", [How(E4M3, 128, 128), How(E4M3, -1, 1), How(E4M3, 1, -1, delayed=True)], ids=str)
+@pytest.mark.parametrize("how", [cast_of(E4M3, 128, 128), cast_of(E4M3, -1, 1)], ids=str)
 def test_what_casts_alone_do_is_left_to_them(how):
     x, to = numbers(5, 70, torch.float32, 1), Store(how, False, slot_of(0.0))
     turned = [way(*form) for form in WAYS if form not in ROW_WAYS]

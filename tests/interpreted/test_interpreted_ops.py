@@ -10,13 +10,14 @@ from support import FP8_RECIPES
 import fp8engine as fe
 from fp8engine.errors import BackendError, UnknownName
 from fp8engine.ops import casts, matmul, reference, triton_backend
-from fp8engine.ops.reference import Epilogue, How
+from fp8engine.ops.reference import Epilogue
+from tests.helpers.casts import cast_of
 
 OTHERS = ("cublas", "reference")
 
 
 def operand(m: int, k: int, rows: int = -1, cols: int = -1):
-    return casts.quantize(torch.randn(m, k), How(E4M3, rows, cols))
+    return casts.quantize(torch.randn(m, k), cast_of(E4M3, rows, cols))
 
 
 @pytest.fixture

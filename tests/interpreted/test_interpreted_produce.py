@@ -11,9 +11,9 @@ from fp8engine.kernels import produce as kernel
 from fp8engine.kernels import quantize
 from fp8engine.kernels.act_quantize import act_quantize
 from fp8engine.kernels.norm_quantize import norm_quantize
-from fp8engine.ops.reference import How
 from fp8engine.ops.reference.cast_transpose import Store
 from fp8engine.ops.reference.norm_quantize import Norm
+from tests.helpers.casts import cast_of
 
 ROWS, COLUMNS = 16, 4
 
@@ -41,14 +41,14 @@ def test_the_transposed_copy_may_be_larger_than_2_gib(far):
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_a_delayed_cast_without_a_slot_measures(dtype):
-    x, to = numbers(5, 70, torch.float32, 1), Store(How(dtype, -1, -1, delayed=True))
+    x, to = numbers(5, 70, torch.float32, 1), Store(cast_of(dtype, -1, -1, delayed=True))
     assert_stored(act_quantize(x, "relu", to), to, to)
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_with_nothing_predicted_a_delayed_store_takes_the_amax(dtype):
     x = numbers(5, 70, torch.float32, 1)
-    to, fresh = (Store(How(dtype, -1, -1, delayed=True), True, slot_of(0.0)) for _ in range(2))
+    to, fresh = (Store(cast_of(dtype, -1, -1, delayed=True), True, slot_of(0.0)) for _ in range(2))
     assert_stored(act_quantize(x, "relu", to), to, fresh)
 
 

@@ -53,14 +53,14 @@ def test_what_is_written_beside_a_result_is_its_cast(recipe, kind, dtype):
         reader(torch.randn(8, shape[-1], dtype=dtype)).sum().backward()
         other = copy.deepcopy(reader)
         y = MADE[kind](4 * torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype), Producer(), reader.numerics)
-        plan = other.numerics.plan
-        how = plan.forward[0].how[None]
-        assert set(y.fp8) == {how, *[(how, "transposed")] * plan.input_serves_both}
+        of = other.numerics.recipe
+        how = of.forward[0]
+        assert set(y.fp8) == {how.text, *[how.text_of_transpose] * of.input_serves_both}
         other.numerics.state.enter()  # as the producer has begun the step
-        fresh = Store(how, plan.input_serves_both, other.numerics.slot("input", True))
-        codes = (y.fp8.get(key, (None,))[0] for key in (how, (how, "transposed")))
+        fresh = Store(how, of.input_serves_both, other.numerics.slot("input", True))
+        codes = (y.fp8.get(key, (None,))[0] for key in (how.text, how.text_of_transpose))
         with torch.no_grad():
-            assert_cached((matrix(y), *codes), Store(how, fresh.transposed, y.fp8[how][1]), fresh)
+            assert_cached((matrix(y), *codes), Store(how, fresh.transposed, y.fp8[how.text][1]), fresh)
         assert same(tables(reader), tables(other))
 
 
@@ -70,7 +70,7 @@ def trained(monkeypatch, model: Any, granted: bool, dtype: torch.dtype) -> tuple
 
     def asked(name: str, real: Any, *given: Any) -> Store:
         to = real(*given) if granted else IN_16_BITS
-        count[name] += to.how is not None
+        count[name] += to.cast is not None
         return to
 
     with monkeypatch.context() as patch:

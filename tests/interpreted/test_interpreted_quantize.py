@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from fp8engine.kernels import quantize as kernel
 from fp8engine.kernels import quantize_groups as groups
 from fp8engine.kernels.quantize import quantize, quantize_given
-from fp8engine.ops.reference import How, Slot
+from fp8engine.numerics.cast import Cast
+from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import quantize as twin
 from fp8engine.ops.reference import quantize_given as twin_given
 from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
 GROUPS = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (16, 16), (64, 128), (2, 4)]
@@ -53,7 +55,7 @@ def assert_same_result(found, wanted, what: object = "") -> None:
     assert torch.equal(scale, scale_twin), f"scale, {what}"
 
 
-def assert_as_twin(x: torch.Tensor, how: How, start=slot) -> Slot:
+def assert_as_twin(x: torch.Tensor, how: Cast, start=slot) -> Slot:
     """quantize as the twin does it, with tables that end equal; return the kernel's slot."""
     ours, its = start(), start()
     with np.errstate(over="ignore"):  # x * s may overflow FP32: the kernel saturates it
@@ -68,14 +70,14 @@ def assert_as_twin(x: torch.Tensor, how: How, start=slot) -> Slot:
 def test_every_granularity_is_the_twin_s(rows_cols):
     for i, (m, k) in enumerate(SHAPES):
         for dtype in FP8 if m == 7 else FP8[i % 2 :][:1]:
-            assert_as_twin(some(m, k, SOURCES[i % 3], seed=i), How(dtype, *rows_cols, power_of_2=i % 2 == 0))
+            assert_as_twin(some(m, k, SOURCES[i % 3], seed=i), cast_of(dtype, *rows_cols, power_of_2=i % 2 == 0))
 
 
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (1, 128)], ids=str)
 @given(m=st.integers(0, 40), k=st.integers(0, 300), source=st.sampled_from(SOURCES), dtype=st.sampled_from(FP8))
 @settings(max_examples=4)
 def test_any_shape(rows_cols, m, k, source, dtype):
-    assert_as_twin(some(m, k, source), How(dtype, *rows_cols))
+    assert_as_twin(some(m, k, source), cast_of(dtype, *rows_cols))
 
 
 @given(
@@ -86,7 +88,7 @@ def test_any_shape(rows_cols, m, k, source, dtype):
 )
 @settings(max_examples=8)
 def test_any_values(x, rows_cols, dtype, power_of_2):
-    assert_as_twin(torch.from_numpy(x), How(dtype, *rows_cols, power_of_2))
+    assert_as_twin(torch.from_numpy(x), cast_of(dtype, *rows_cols, power_of_2))
 
 
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (128, 128)], ids=str)
@@ -96,11 +98,11 @@ def test_scales_at_the_ends_of_fp32(rows_cols, dtype):
     for top in (0.0, 1e-45, 1e-38, 2.0**-120, torch.finfo(torch.float32).max):
         for power_of_2 in (False, True):
             assert_as_twin(
-                torch.tensor([[top, -top / 2, 0.0], [top / 4, -0.0, top]]), How(dtype, *rows_cols, power_of_2)
+                torch.tensor([[top, -top / 2, 0.0], [top / 4, -0.0, top]]), cast_of(dtype, *rows_cols, power_of_2)
             )
 
 
-@pytest.mark.parametrize("how", [How(E4M3, -1, -1), How(E4M3, 1, -1), How(E5M2, 1, 128)], ids=str)
+@pytest.mark.parametrize("how", [cast_of(E4M3, -1, -1), cast_of(E4M3, 1, -1), cast_of(E5M2, 1, 128)], ids=str)
 def test_codes_are_ml_dtypes_own(how):
     # Not by the twin: runs of 16-bit values of every exponent, 128 of them or fewer a row, so that a block is a row.
     for source in (torch.bfloat16, torch.float16):
@@ -122,10 +124,10 @@ def test_codes_are_ml_dtypes_own(how):
 def test_what_is_not_finite_stays_so_and_is_counted_and_enters_no_history(rows_cols, dtype):
     x = some(130, 140, torch.bfloat16)
     x[3, 5], x[3, 6], x[129, 139] = INF, -INF, NAN
-    ours = assert_as_twin(x, How(dtype, *rows_cols))
+    ours = assert_as_twin(x, cast_of(dtype, *rows_cols))
     assert ours.live_2S[:, INDEX].tolist() == [-1.0, 0.0]
     assert ours.counts_CS[COUNTERS.index("nonfinite"), INDEX] == 3
-    q, scale = quantize(x, How(dtype, *rows_cols))
+    q, scale = quantize(x, cast_of(dtype, *rows_cols))
     assert scale.isfinite().all()
     assert torch.equal(q.float().isnan(), x.isnan() if dtype == E5M2 else ~x.isfinite())
     if dtype == E5M2:
@@ -136,10 +138,12 @@ def test_what_is_not_finite_stays_so_and_is_counted_and_enters_no_history(rows_c
 def test_a_single_element_that_is_not_finite_keeps_the_amax_of_every_program_out(rows_cols):
     x = some(130, 140, torch.bfloat16)
     x[129, 139] = INF
-    assert assert_as_twin(x, How(E4M3, *rows_cols)).live_2S[:, INDEX].tolist() == [-1.0, 0.0]
+    assert assert_as_twin(x, cast_of(E4M3, *rows_cols)).live_2S[:, INDEX].tolist() == [-1.0, 0.0]
 
 
-@pytest.mark.parametrize("how", [How(E4M3, -1, -1, delayed=True), How(E5M2, 128, 128), How(E4M3, 1, -1)], ids=str)
+@pytest.mark.parametrize(
+    "how", [cast_of(E4M3, -1, -1, delayed=True), cast_of(E5M2, 128, 128), cast_of(E4M3, 1, -1)], ids=str
+)
 @pytest.mark.parametrize("value", [2.0**-30, NAN])
 def test_a_whole_tile_that_is_flushed_or_not_finite_is_counted(how, value):
     # Both counts of a tile share an INT32: 4096 elements or more of one must not reach into the other, or overflow.
@@ -154,7 +158,7 @@ def test_a_whole_tile_that_is_flushed_or_not_finite_is_counted(how, value):
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (1, 128)], ids=str)
 def test_a_matrix_of_nothing_finite(rows_cols, bad):
     for dtype in FP8:
-        assert_as_twin(torch.full((2, 130), bad), How(dtype, *rows_cols))
+        assert_as_twin(torch.full((2, 130), bad), cast_of(dtype, *rows_cols))
 
 
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (16, 16)], ids=str)
@@ -162,7 +166,7 @@ def test_any_strides(rows_cols):
     x = some(70, 150, torch.bfloat16)
     views = [x.t(), x[:, 1:], x[::3, ::2], x[5:6].expand(20, -1)]
     for view in views:
-        assert_as_twin(view, How(E4M3, *rows_cols))
+        assert_as_twin(view, cast_of(E4M3, *rows_cols))
 
 
 @pytest.mark.parametrize(("source", "dtype"), list(zip(SOURCES, (E4M3, E5M2, E4M3), strict=True)))
@@ -172,7 +176,7 @@ def test_a_prediction_holds_or_is_replaced_in_the_same_call(source, dtype, amax_
     x[0, 0] = -16.0
     predicted = MAX[dtype] / 16.0 * amax_over_predicted
     for view in (x, x.t()):
-        ours = assert_as_twin(view, How(dtype, -1, -1, delayed=True), lambda: slot(predicted))
+        ours = assert_as_twin(view, cast_of(dtype, -1, -1, delayed=True), lambda: slot(predicted))
         recasts = ours.counts_CS[COUNTERS.index("recasts"), INDEX]
         assert recasts == (amax_over_predicted > 1)
         assert ours.counts_CS[COUNTERS.index("saturated"), INDEX] >= recasts
@@ -184,13 +188,13 @@ def test_a_prediction_holds_or_is_replaced_in_the_same_call(source, dtype, amax_
 def test_a_scale_s_own_rounding_is_not_saturation(ulps, recast):
     # 28 = 448 / 16, whose ulp times 16 is one ulp of 448: 448 (1 + 2^-22) lies 3.5 of them above 448, in FP32 4.
     predicted = 28.0 + ulps * 2.0**-19
-    ours = assert_as_twin(torch.tensor([[16.0, 1.0]]), How(E4M3, -1, -1, delayed=True), lambda: slot(predicted))
+    ours = assert_as_twin(torch.tensor([[16.0, 1.0]]), cast_of(E4M3, -1, -1, delayed=True), lambda: slot(predicted))
     assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
 
 
 def test_with_nothing_predicted_a_delayed_cast_takes_the_amax():
     for dtype in FP8:
-        ours = assert_as_twin(some(40, 170, torch.float32), How(dtype, -1, -1, delayed=True))
+        ours = assert_as_twin(some(40, 170, torch.float32), cast_of(dtype, -1, -1, delayed=True))
         assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == 0
         assert ours.live_2S[1, INDEX] == 0
 
@@ -200,12 +204,14 @@ def test_what_is_not_finite_never_causes_a_recast_and_one_that_is_needed_happens
     x[0, :3] = torch.tensor([INF, NAN, -INF])
     for over, recast in ((0.5, 0), (8.0, 1)):
         predicted = float(MAX[E5M2] / x[x.isfinite()].abs().max()) * over
-        ours = assert_as_twin(x, How(E5M2, -1, -1, delayed=True), lambda predicted=predicted: slot(predicted))
+        ours = assert_as_twin(x, cast_of(E5M2, -1, -1, delayed=True), lambda predicted=predicted: slot(predicted))
         assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
         assert ours.live_2S[0, INDEX] == -1
 
 
-@pytest.mark.parametrize("how", [How(E4M3, *g) for g in GROUPS[:4]] + [How(E4M3, -1, -1, delayed=True)], ids=str)
+@pytest.mark.parametrize(
+    "how", [cast_of(E4M3, *g) for g in GROUPS[:4]] + [cast_of(E4M3, -1, -1, delayed=True)], ids=str
+)
 @pytest.mark.parametrize(("record", "count"), [(True, False), (False, True), (False, False)])
 def test_a_slot_is_written_only_as_far_as_it_says(how, record, count):
     x = some(33, 200, torch.bfloat16)
@@ -216,7 +222,7 @@ def test_a_slot_is_written_only_as_far_as_it_says(how, record, count):
     assert torch.equal(ours.counts_CS, full.counts_CS if count else start.counts_CS)
 
 
-@pytest.mark.parametrize("how", [How(E4M3, *g) for g in GROUPS[:4]], ids=str)
+@pytest.mark.parametrize("how", [cast_of(E4M3, *g) for g in GROUPS[:4]], ids=str)
 def test_a_second_call_in_a_step_keeps_the_larger_amax_and_adds_up(how):
     big, small = some(33, 200, torch.bfloat16), some(20, 100, torch.bfloat16) / 64
     for first, second in ((big, small), (small, big)):
@@ -231,13 +237,15 @@ def test_a_second_call_in_a_step_keeps_the_larger_amax_and_adds_up(how):
 
 def test_rows_wider_than_a_program_holds(monkeypatch):
     x = some(5, 300, torch.bfloat16)
-    wanted = quantize(x, How(E4M3, 1, -1))
+    wanted = quantize(x, cast_of(E4M3, 1, -1))
     monkeypatch.setattr(groups, "WIDEST", 256)
-    assert_same_result(quantize(x, How(E4M3, 1, -1)), wanted)
-    assert_as_twin(x, How(E4M3, 1, -1))
+    assert_same_result(quantize(x, cast_of(E4M3, 1, -1)), wanted)
+    assert_as_twin(x, cast_of(E4M3, 1, -1))
 
 
-@pytest.mark.parametrize("how", [How(E4M3, *g) for g in GROUPS[:4]] + [How(E5M2, -1, -1, delayed=True)], ids=str)
+@pytest.mark.parametrize(
+    "how", [cast_of(E4M3, *g) for g in GROUPS[:4]] + [cast_of(E5M2, -1, -1, delayed=True)], ids=str
+)
 def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
     x = some(140, 130, torch.bfloat16)
     results = []
@@ -253,7 +261,7 @@ def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
 def test_a_given_factor(rows_cols):
     x = some(130, 140, torch.bfloat16)
     x[3, 5], x[3, 6] = INF, NAN
-    how = How(FP8[rows_cols[0] == 1], *rows_cols)
+    how = cast_of(FP8[rows_cols[0] == 1], *rows_cols)
     factor = MAX[how.dtype] / (torch.rand(how.scale_shape(130, 140)) + 0.001)  # so that much of it saturates
     for view, s in ((x, factor), (x.t().contiguous().t(), torch.tensor(100.0))):
         q = quantize_given(view, how, s)
@@ -264,10 +272,10 @@ def test_a_given_factor(rows_cols):
 @pytest.mark.parametrize("dtype", FP8)
 def test_a_finite_element_saturates_even_where_its_product_passes_fp32_s_range(dtype):
     with np.errstate(over="ignore"):
-        q = quantize_given(torch.tensor([[1e30, -1e30, INF]]), How(dtype, -1, -1), torch.tensor(1e30))
+        q = quantize_given(torch.tensor([[1e30, -1e30, INF]]), cast_of(dtype, -1, -1), torch.tensor(1e30))
     assert q.float()[0, :2].tolist() == [MAX[dtype], -MAX[dtype]]
     assert not q.float()[0, 2].isfinite()
 
 
 def test_a_given_factor_of_nothing():
-    assert quantize_given(torch.zeros(0, 5), How(E4M3, 1, -1), torch.ones(0, 1)).shape == (0, 5)
+    assert quantize_given(torch.zeros(0, 5), cast_of(E4M3, 1, -1), torch.ones(0, 1)).shape == (0, 5)

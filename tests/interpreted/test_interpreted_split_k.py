@@ -11,14 +11,15 @@ from fp8engine.kernels.matmul_block import matmul_block
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_fp16 import matmul_fp16
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import Epilogue, How, Operand, add_parts, quantize
+from fp8engine.ops.reference import Epilogue, Operand, add_parts, quantize
+from tests.helpers.casts import cast_of
 
 POINTERS = Config(128, 128, 128, descriptors=False, split_k=16)
 DESCRIPTORS = Config(128, 128, 128, flatten=True, split_k=16)
 
 
 def operand(rows: int, k: int, how: tuple[int, int]) -> Operand:
-    return Operand(*quantize(torch.randn(rows, k), How(E4M3, *how)), *how)
+    return Operand(*quantize(torch.randn(rows, k), cast_of(E4M3, *how)), *how)
 
 
 def real(x: Operand) -> torch.Tensor:

@@ -7,10 +7,9 @@ import torch
 from support import converted, numerics_of, same, tables
 
 import fp8engine as fe
-from fp8engine.autograd import numerics
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import casts as operations
-from fp8engine.ops.reference import How
+from tests.helpers.casts import cast_of
 
 TURNING = ("current", "delayed", "rowwise")  # torch's scaled matmul, which a CPU has, takes no blocks
 
@@ -32,11 +31,11 @@ def step(recipe: str, seed: int = 0) -> tuple[fe.Linear, list[torch.Tensor]]:
 @pytest.mark.parametrize("recipe", TURNING)
 def test_the_values_are_those_of_two_casts(recipe: str, monkeypatch: pytest.MonkeyPatch):
     layer, turned = step(recipe)
-    plan = numerics_of(layer).plan
-    assert plan.input_serves_both
-    assert plan.grad_serves_both
-    monkeypatch.setattr(plan, "input_serves_both", False)
-    monkeypatch.setattr(plan, "grad_serves_both", False)
+    made = numerics_of(layer).recipe
+    assert made.input_serves_both
+    assert made.grad_serves_both
+    monkeypatch.setitem(vars(made), "input_serves_both", False)
+    monkeypatch.setitem(vars(made), "grad_serves_both", False)
     other, apart = step(recipe)
     assert same(turned, apart)
     assert same(tables(layer), tables(other))
@@ -135,8 +134,8 @@ def test_what_is_saved_is_the_transpose_a_byte_an_element(recipe: str):
     ],
 )
 def test_which_recipes_cast_once(recipe: str, x_once: bool, dy_once: bool):
-    plan = numerics.plan(resolve(recipe))
-    assert (plan.input_serves_both, plan.grad_serves_both) == (x_once, dy_once)
+    made = resolve(recipe)
+    assert (made.input_serves_both, made.grad_serves_both) == (x_once, dy_once)
 
 
 @pytest.mark.parametrize("recipe", TURNING)
@@ -163,7 +162,7 @@ def test_a_graph_for_a_card_casts_once_too(recipe: str, casts, monkeypatch: pyte
 def test_the_transpose_is_cast_along_its_own_rows(group):
     x_MK = torch.randn(70, 200) * torch.exp2(torch.randint(-6, 7, (70, 1)))
     rows, cols = group
-    how = How(torch.float8_e4m3fn, rows, cols, True)
+    how = cast_of(torch.float8_e4m3fn, rows, cols, True)
     for mode in (torch.no_grad(), torch.enable_grad()):  # directly, and through the dispatcher
         with mode:
             first, turned = operations.cast_transpose(x_MK, how)

@@ -5,11 +5,12 @@ import torch
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, ShapeError
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, matmul
-from fp8engine.ops.reference import How
+from tests.helpers.casts import cast_of
 
 CURRENT = fe.Cast(fe.E4M3)
-HOWS = {"tensor": How(torch.float8_e4m3fn, -1, -1), "row": How(torch.float8_e4m3fn, 1, -1)}
+HOWS = {"tensor": cast_of(torch.float8_e4m3fn, -1, -1), "row": cast_of(torch.float8_e4m3fn, 1, -1)}
 
 
 def elsewhere(*shape: int) -> torch.Tensor:
@@ -51,14 +52,14 @@ def test_a_layer_and_its_input_on_two_devices_name_the_layer(recipe: str, what: 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 2), (1, 4), (5, 1)], ids=str)
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_a_scale_of_another_shape_is_refused_with_the_shape_it_should_have(how: How, shape: tuple[int, ...]):
+def test_a_scale_of_another_shape_is_refused_with_the_shape_it_should_have(how: Cast, shape: tuple[int, ...]):
     want = r"\[\]" if how.per_tensor else r"\[4, 1\]"
     with pytest.raises(ShapeError, match=rf"^quantize: scale is .*has {want}"):
         casts.quantize_given(torch.randn(4, 32), how, torch.ones(shape))
 
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_one_number_serves_every_group(how: How):
+def test_one_number_serves_every_group(how: Cast):
     x = torch.randn(4, 32)
     one = casts.quantize_given(x, how, torch.tensor(0.25))
     assert torch.equal(one.data.float(), casts.quantize_given(x, HOWS["tensor"], torch.tensor(0.25)).data.float())
@@ -66,7 +67,7 @@ def test_one_number_serves_every_group(how: How):
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 0)], ids=str)
-def test_no_rows_or_no_columns_are_no_error(shape: tuple[int, int], how: How):
+def test_no_rows_or_no_columns_are_no_error(shape: tuple[int, int], how: Cast):
     x = torch.randn(shape)
     first, turned = casts.cast_transpose(x, how)[:2]
     assert (first.data.shape, turned.data.shape) == (shape, shape[::-1])

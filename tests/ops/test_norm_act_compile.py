@@ -9,13 +9,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from fp8engine.ops import casts, norm_act
-from fp8engine.ops.reference import How, RowStatistics, Slot, Store
+from fp8engine.ops.reference import RowStatistics, Slot, Store
+from tests.helpers.casts import cast_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
 LAYER = NORMS[3]
-PREDICTED = How(E4M3, -1, -1, delayed=True)
-CURRENT = How(E5M2, -1, -1)
+PREDICTED = cast_of(E4M3, -1, -1, delayed=True)
+CURRENT = cast_of(E5M2, -1, -1)
 
 
 def step(x, dy, first: Slot, second: Slot) -> tuple:
@@ -25,7 +26,7 @@ def step(x, dy, first: Slot, second: Slot) -> tuple:
     norm_act.norm_quantize(x, None, None, NORMS[0], Store(CURRENT))
     made = norm_act.act_quantize(y, "swiglu", Store(PREDICTED, True, first))
     half = y.shape[1] // 2
-    apart = norm_act.act_quantize(y[:, :half], "swiglu", Store(How(E4M3, 1, 128), True), y[:, half:])
+    apart = norm_act.act_quantize(y[:, :half], "swiglu", Store(cast_of(E4M3, 1, 128), True), y[:, half:])
     back = norm_act.act_quantize_backward(dy[:, ::2], y, "swiglu", Store(CURRENT, True, second))
     halves = norm_act.act_quantize_backward(dy[:, ::2], y[:, ::2], "geglu", up_MN=y[:, 1::2])
     grads = norm_act.norm_quantize_backward(dy, x, weight, rows, LAYER)

@@ -15,13 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8engine as fe
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.kernels import act_quantize as act_kernels
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import norm_act, triton_backend
-from fp8engine.ops.reference import How, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops.reference import Norm, Operand, RowStatistics, Slot, Store
+from tests.helpers.casts import cast_of
 
 X, DY = inputs(4, 6)
 LAYER, RMS = Norm("layer"), Norm("rms")
 ROWS = RowStatistics(torch.ones(4), torch.zeros(4))
-FP8 = Store(How(E4M3, -1, -1))
+FP8 = Store(cast_of(E4M3, -1, -1))
 ON_META: Any = {name: tensor.to("meta") for name, tensor in {"x": X, "dy": DY, "weight": vector(X)}.items()}
 
 
@@ -104,9 +106,9 @@ def test_what_is_refused_has_counted_nothing():
 
 
 @pytest.mark.parametrize("graded", [False, True])
-@pytest.mark.parametrize("how", [None, How(E4M3, -1, -1), How(E4M3, 1, -1), How(E4M3, 1, 128)], ids=str)
+@pytest.mark.parametrize("how", [None, cast_of(E4M3, -1, -1), cast_of(E4M3, 1, -1), cast_of(E4M3, 1, 128)], ids=str)
 @pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)], ids=str)
-def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None, graded: bool):
+def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: Cast | None, graded: bool):
     x, counted = torch.empty(shape), slot()
     to = Store(how, how is not None, counted)
     with torch.set_grad_enabled(graded):
@@ -132,7 +134,7 @@ def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: How | None,
     assert not counted.counts_CS.any()
 
 
-def assert_codes_of_nothing(y: torch.Tensor, made: list[Operand | None], how: How | None) -> None:
+def assert_codes_of_nothing(y: torch.Tensor, made: list[Operand | None], how: Cast | None) -> None:
     q, q_t = made
     assert (q is None) == (q_t is None) == (how is None)
     if q is not None and q_t is not None:

@@ -17,7 +17,8 @@ import fp8engine as fe
 from fp8engine.errors import BackendError, UnknownName
 from fp8engine.numerics.recipe import MATMULS, resolve
 from fp8engine.ops import casts, matmul
-from fp8engine.ops.reference import How, Slot
+from fp8engine.ops.reference import Slot
+from tests.helpers.casts import cast_of
 
 CPU = torch.device("cpu")
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "block": (2, 4)}
@@ -125,7 +126,7 @@ def test_cublas_refuses_blocks_instead_of_falling_back():
 
 @pytest.mark.parametrize("backend", ["cublas", "reference"])
 def test_e5m2_by_e5m2_is_refused_on_every_backend(backend: str):
-    a = casts.quantize(torch.ones(16, 16), How(E5M2, -1, -1))
+    a = casts.quantize(torch.ones(16, 16), cast_of(E5M2, -1, -1))
     for mode in (torch.no_grad(), torch.enable_grad()):  # called directly, and through the dispatcher
         with mode, fe.backend(backend), pytest.raises(BackendError, match="do not multiply E5M2 by E5M2"):
             matmul.matmul(a, a)
@@ -144,19 +145,20 @@ def test_a_compiled_graph_follows_the_backend_of_its_caller(calls: list[dict]):
 def call(name: str, group: str = "tensor", codes: bool = False) -> tuple:
     """(operator, arguments): one call of each registered operator."""
     rows, cols = GROUPS[group]
-    how = How(E4M3, rows, cols, True, held=None if codes else torch.bfloat16)
+    how = cast_of(E4M3, rows, cols, True)
     x_MK = torch.randn(5, 7)
-    a = casts.quantize(x_MK, how)
-    b = casts.quantize(torch.randn(3, 7), how._replace(rows=-1, cols=-1))
+    a, b = casts.quantize(x_MK, how), casts.quantize(torch.randn(3, 7), cast_of(E4M3, power_of_2=True))
+    if not codes:
+        a, b = (each._replace(data=each.data.bfloat16()) for each in (a, b))
     groups = [*a[2:4], -1, -1, 1]
     arguments = {
-        "quantize": (x_MK, str(how)),
-        "cast_transpose": (x_MK, str(How(E4M3, rows, cols, True)), True),
-        "cast_transpose_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), False, *slot()[:5]),
-        "quantize_slot": (x_MK, str(How(E5M2, -1, -1, delayed=True)), *slot()[:5]),
-        "quantize_given": (x_MK, str(How(E5M2, rows, cols)), torch.full(how.scale_shape(5, 7), 0.5)),
+        "quantize": (x_MK, how.text),
+        "cast_transpose": (x_MK, cast_of(E4M3, rows, cols, True).text, True),
+        "cast_transpose_slot": (x_MK, cast_of(E5M2, delayed=True).text, False, *slot()[:5]),
+        "quantize_slot": (x_MK, cast_of(E5M2, delayed=True).text, *slot()[:5]),
+        "quantize_given": (x_MK, cast_of(E5M2, rows, cols).text, torch.full(how.scale_shape(5, 7), 0.5)),
         "matmul": (a.data, b.data, a.scale, b.scale, torch.randn(3), groups, torch.float16, "exact"),
-        "decode": (casts.quantize(x_MK, How(E4M3, -1, -1)).data, torch.bfloat16),
+        "decode": (casts.quantize(x_MK, cast_of(E4M3, -1, -1)).data, torch.bfloat16),
         "scale_update": (torch.rand(4, 2), torch.rand(2, 2), torch.tensor([[448.0, 0.0], [2.0, 4.0], [0.0, 1.0]])),
     }
     return getattr(OPERATORS, name).default, arguments[name]
@@ -192,7 +194,7 @@ def test_every_operator_on_meta_tensors_gives_the_real_ones_shape(name: str):
 def test_fake_operands_and_products_have_the_shapes_of_real_ones(recipe: str, which: str):
     def run() -> list[torch.Tensor]:
         pair = resolve(recipe).operands(which)
-        a, b = (casts.quantize(torch.ones(130, 129), casts.how(cast)) if cast.is_fp8 else None for cast in pair)
+        a, b = (casts.quantize(torch.ones(130, 129), cast) if cast.is_fp8 else None for cast in pair)
         if a is None or b is None:
             return []
         a, b = (a.t(), b.t()) if which == "wgrad" else (a, b)
@@ -236,7 +238,7 @@ def test_a_dispatch_mode_changes_no_number(recipe: str, mode):
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_operator_and_the_direct_call_are_one(group: str):
     """Gradients on: by way of the dispatcher; off: straight to the implementation."""
-    x_MK, how, counted = torch.randn(5, 7), How(E4M3, *GROUPS[group]), (slot(), slot())
+    x_MK, how, counted = torch.randn(5, 7), cast_of(E4M3, *GROUPS[group]), (slot(), slot())
     found = []
     for mode, where in zip((torch.no_grad(), torch.enable_grad()), counted, strict=True):
         with mode:
@@ -251,7 +253,7 @@ def test_the_operator_and_the_direct_call_are_one(group: str):
 @pytest.mark.parametrize("shape", [(1, 24), (24, 1), (6, 24)], ids=str)
 def test_what_an_operator_returns_is_contiguous_and_its_own(shape: tuple[int, int]):
     x_MK = torch.randn(*shape[::-1]).t()
-    text = str(How(E4M3, -1, -1))
+    text = "e4m3"
     data, _ = OPERATORS.quantize(x_MK, text)
     both = OPERATORS.cast_transpose(x_MK, text, True)
     assert all(t.is_contiguous() for t in (data, *both))

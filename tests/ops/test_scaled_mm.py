@@ -15,7 +15,8 @@ from casts import E4M3, E5M2
 
 from fp8engine.errors import BackendError
 from fp8engine.ops import device, reference, scaled_mm
-from fp8engine.ops.reference import How, Operand
+from fp8engine.ops.reference import Operand
+from tests.helpers.casts import cast_of
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(1, 1, 1), (3, 17, 5), (16, 16, 16), (33, 50, 257), (130, 131, 129), (5, 16, 31), (16, 15, 16)]
@@ -30,7 +31,7 @@ GROUPS = {
 
 
 def operand(x_MK: torch.Tensor, group=TENSOR, dtype=E4M3) -> Operand:
-    return Operand(*reference.quantize(x_MK, How(dtype, *group)), *group)
+    return Operand(*reference.quantize(x_MK, cast_of(dtype, *group)), *group)
 
 
 def operands(shape, groups=(TENSOR, TENSOR), dtypes=(E4M3, E4M3)) -> tuple[Operand, Operand]:

@@ -10,8 +10,10 @@ from casts import E4M3, E5M2
 import fp8engine as fe
 from benchmarks.machine_code import offline
 from fp8engine.errors import BackendError, ShapeError, VersionError
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import backends, casts, device, matmul, triton_backend, twins
-from fp8engine.ops.reference import Epilogue, How, Operand, Slot
+from fp8engine.ops.reference import Epilogue, Operand, Slot
+from tests.helpers.casts import cast_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -58,7 +60,7 @@ def ratio(monkeypatch: pytest.MonkeyPatch):
 
 
 def operand(m: int = 4, k: int = 32, rows: int = -1, cols: int = -1, dtype=E4M3) -> Operand:
-    return casts.quantize(torch.randn(m, k), How(dtype, rows, cols))
+    return casts.quantize(torch.randn(m, k), cast_of(dtype, rows, cols))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,12 @@ def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
     matmul = launches(lambda: triton_backend.matmul(codes, codes, Epilogue()))
     assert matmul == 1
     slot = Slot(meta(2, 9, dtype=torch.float32), meta(7, 9, dtype=torch.int64), 3)
-    for how in (How(E4M3, -1, -1), How(E4M3, -1, -1, delayed=True), How(E4M3, 1, -1), How(E4M3, 1, 128)):
+    for how in (
+        cast_of(E4M3, -1, -1),
+        cast_of(E4M3, -1, -1, delayed=True),
+        cast_of(E4M3, 1, -1),
+        cast_of(E4M3, 1, 128),
+    ):
         of_x = launches(lambda how=how: triton_backend.cast_transpose(x, how, slot))
         of_weight = launches(lambda how=how: triton_backend.cast_transpose(weight, how, slot))
         assert of_x + matmul <= 3
@@ -277,18 +284,17 @@ def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("how", "ours"),
     [
-        (How(E4M3, -1, -1), True),
-        (How(E4M3, 1, -1), True),
-        (How(E4M3, -1, 1), True),
-        (How(E4M3, 1, 128), True),
-        (How(E5M2, 32, 32), True),
-        (How(E4M3, 128, -1), False),  # bands of rows
-        (How(E4M3, 1, 100), False),  # no power of two
-        (How(E4M3, 256, 256), False),  # larger than a tile
+        (cast_of(E4M3, -1, -1), True),
+        (cast_of(E4M3, 1, -1), True),
+        (cast_of(E4M3, -1, 1), True),
+        (cast_of(E4M3, 1, 128), True),
+        (cast_of(E5M2, 32, 32), True),
+        (cast_of(E4M3, 1, 100), False),  # no power of two
+        (cast_of(E4M3, 256, 256), False),  # larger than a tile
     ],
     ids=str,
 )
-def test_which_groups_our_casts_take(how: How, ours: bool):
+def test_which_groups_our_casts_take(how: Cast, ours: bool):
     assert triton_backend.castable(torch.zeros(4, 4), how) is ours
     assert not triton_backend.castable(torch.zeros(0, 4), how)
 

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | rounding.py | kernels/rounding.py | round-to-nearest-even, saturating, NaN-keeping |
 | scale.py | kernels/scale_update.py | amax to scale; a model's windows in one call |
-| operand.py | - | How, Operand and Slot: the values that kernels take and give |
+| operand.py | - | Operand and Slot: the values that kernels take and give |
 | quantize.py | kernels/quantize.py | scale, round, count; tensor, row, block |
 | cast_transpose.py | kernels/cast_transpose.py | both orientations; what a norm or an activation stores |
 | epilogue.py | kernels/epilogue.py | how a matmul ends: bias, activation, statistics, the output's format |
@@ -32,7 +32,7 @@ from fp8engine.ops.reference.matmul import (
     matmul_fp16,
 )
 from fp8engine.ops.reference.norm_quantize import Norm, RowStatistics, norm_quantize, norm_quantize_backward
-from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups, from_groups
+from fp8engine.ops.reference.operand import Operand, Slot, as_groups, from_groups, operand
 from fp8engine.ops.reference.quantize import quantize, quantize_given
 from fp8engine.ops.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.ops.reference.scale import scale_factor, scale_update
@@ -41,7 +41,6 @@ from fp8engine.ops.reference.split_k import add_parts
 __all__ = [
     "KINDS",
     "Epilogue",
-    "How",
     "Norm",
     "Operand",
     "RowStatistics",
@@ -66,6 +65,7 @@ __all__ = [
     "matmul_fp16",
     "norm_quantize",
     "norm_quantize_backward",
+    "operand",
     "quantize",
     "quantize_given",
     "round_to_grid",

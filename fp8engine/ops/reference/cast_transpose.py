@@ -13,18 +13,19 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops.reference.matmul import column_sums
-from fp8engine.ops.reference.operand import How, Operand, Slot
+from fp8engine.ops.reference.operand import Operand, Slot, operand
 from fp8engine.ops.reference.quantize import quantize
 
 
 class Store(NamedTuple):
     """Which FP8 codes a norm or an activation writes beside its result: exactly those that a cast of the result gives.
 
-    how: quantised so; None: no codes.  transposed: the transpose's too.  slot: predicted scale, counters.
+    cast: quantised so; None: no codes.  transposed: the transpose's too.  slot: predicted scale, counters.
     """
 
-    how: How | None = None
+    cast: Cast | None = None
     transposed: bool = False
     slot: Slot | None = None
 
@@ -34,43 +35,43 @@ IN_16_BITS = Store()
 
 @overload
 def cast_transpose(
-    x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: Literal[False] = False
+    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: Literal[False] = False
 ) -> tuple[Operand, Operand]: ...
 
 
 @overload
 def cast_transpose(
-    x_MK: torch.Tensor, how: How, slot: Slot | None = None, *, sums: Literal[True]
+    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, *, sums: Literal[True]
 ) -> tuple[Operand, Operand, torch.Tensor]: ...
 
 
 @overload
-def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None, sums: bool) -> tuple: ...
+def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None, sums: bool) -> tuple: ...
 
 
-def cast_transpose(x_MK: torch.Tensor, how: How, slot: Slot | None = None, sums: bool = False):
+def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False):
     """Return (x quantised along K, its transpose [K, M] quantised along M), both contiguous.
 
-    how: groups of the first; a 1 x 128 group becomes 128 x 1 of x for the second.
+    cast: groups of the first; a 1 x 128 group becomes 128 x 1 of x for the second.
     sums: a third result, the sums of x's columns, FP32 [K]; not those of its codes, and NaN or Inf as x has them.
 
     >>> x_MK = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 4.0]])
-    >>> q, q_t, sums_K = cast_transpose(x_MK, How(torch.float8_e4m3fn, -1, -1, power_of_2=True), sums=True)
+    >>> q, q_t, sums_K = cast_transpose(x_MK, Cast.parse("e4m3 p2"), sums=True)
     >>> q_t.data.shape, (q_t.data.float() * q_t.scale)[:, 0].tolist(), sums_K.tolist()
     (torch.Size([3, 2]), [1.0, 2.0, 4.0], [4.0, 2.0, 8.0])
     """
-    both = _both(x_MK, how, slot)
+    both = _both(x_MK, cast, slot)
     return (*both, column_sums(x_MK)) if sums else both
 
 
-def _both(x_MK: torch.Tensor, how: How, slot: Slot | None) -> tuple[Operand, Operand]:
-    operand = Operand(*quantize(x_MK, how, slot), how.rows, how.cols, how.power_of_2)
-    if how.per_tensor:
+def _both(x_MK: torch.Tensor, cast: Cast, slot: Slot | None) -> tuple[Operand, Operand]:
+    q = operand(*quantize(x_MK, cast, slot), cast)
+    if cast.per_tensor:
         # A copy also of a single row, whose transpose is contiguous as it is.
-        return operand, operand.t()._replace(data=operand.data.t().clone(memory_format=torch.contiguous_format))
-    down = how._replace(rows=how.cols, cols=how.rows)
-    other = Operand(*quantize(x_MK, down), down.rows, down.cols, how.power_of_2).t()
-    return operand, other._replace(data=other.data.contiguous(), scale=other.scale.contiguous())
+        return q, q.t()._replace(data=q.data.t().clone(memory_format=torch.contiguous_format))
+    down = cast.t()
+    other = operand(*quantize(x_MK, down), down).t()
+    return q, other._replace(data=other.data.contiguous(), scale=other.scale.contiguous())
 
 
 def row_major(y_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,8 +89,8 @@ def store(y_MK: torch.Tensor, dtype: torch.dtype, to: Store) -> tuple[torch.Tens
     (torch.bfloat16, None, None)
     """
     y_MK = row_major(y_MK, dtype)
-    if to.how is None:
+    if to.cast is None:
         return y_MK, None, None
     if to.transposed:
-        return y_MK, *cast_transpose(y_MK, to.how, to.slot)
-    return y_MK, Operand(*quantize(y_MK, to.how, to.slot), to.how.rows, to.how.cols, to.how.power_of_2), None
+        return y_MK, *cast_transpose(y_MK, to.cast, to.slot)
+    return y_MK, operand(*quantize(y_MK, to.cast, to.slot), to.cast), None

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import torch
 
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import Format
 from fp8engine.ops.reference.matmul import column_sums, matmul_fp8, matmul_fp16
-from fp8engine.ops.reference.operand import How, Operand, Slot
+from fp8engine.ops.reference.operand import Operand, Slot
 from fp8engine.ops.reference.quantize import largest, note, quantize
 from fp8engine.ops.reference.scale import scale_factor
 
@@ -162,38 +163,43 @@ def sums_16(a_TM: torch.Tensor, b_TN: torch.Tensor, bounds_2E1: torch.Tensor, ou
 
 
 def quantize_experts(
-    x_TK: torch.Tensor, how: How, bounds_2E1: torch.Tensor, slot: Slot | None = None, transposed: bool = False
+    x_TK: torch.Tensor,
+    cast: Cast,
+    bounds_2E1: torch.Tensor,
+    slot: Slot | None = None,
+    transposed: bool = False,
+    held: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, scale) under groups that span rows: rows -1 (all rows of an expert) or a power of two up to 128.
 
     q [T, K]; transposed: [K, 128 * blocks], with zeros where no row is.  scale: FP32; for rows -1 [E, K / cols], else
     [128 * blocks / rows, K / cols], transposed with q; 1 where no row is.
 
-    >>> q, scale = quantize_experts(torch.tensor([[1.0], [2.0]]), How(torch.float8_e4m3fn, -1, 1, True),
+    >>> q, scale = quantize_experts(torch.tensor([[1.0], [2.0]]), Cast.parse("e4m3 -1x1 p2"),
     ...                             bounds_of(torch.tensor([1, 0, 1])))
     >>> scale.tolist()
     [[0.00390625], [1.0], [0.0078125]]
     """
     (t, k), parts, where = x_TK.shape, parts_of(bounds_2E1), x_TK.device
-    down, across = how.scale_shape(len(parts) if how.rows == -1 else most_blocks(t, len(parts)) * BLOCK, k)
-    down = len(parts) if how.rows == -1 else down
+    down, across = cast.scale_shape(len(parts) if cast.rows == -1 else most_blocks(t, len(parts)) * BLOCK, k)
+    down = len(parts) if cast.rows == -1 else down
     scale = torch.ones(down, across, dtype=torch.float32, device=where)
     codes = []
     for e, part in enumerate(parts):
         if part.end == part.start:
             continue
-        q_RK, found = quantize(x_TK[part.start : part.end], how)
+        q_RK, found = quantize(x_TK[part.start : part.end], cast, None, held)
         codes.append(q_RK)
-        first = e if how.rows == -1 else part.block * BLOCK // how.rows
+        first = e if cast.rows == -1 else part.block * BLOCK // cast.rows
         scale[first : first + len(found)] = found
     if parts[-1].end < t or not codes:
-        codes.append(torch.zeros(t - parts[-1].end, k, dtype=torch.float32, device=where).to(how.held or how.dtype))
+        codes.append(torch.zeros(t - parts[-1].end, k, dtype=torch.float32, device=where).to(held or cast.dtype))
     q_TK = codes[0] if len(codes) == 1 else torch.cat(codes)
     if slot is not None and (slot.count or slot.record) and x_TK.numel():
-        _note(x_TK, q_TK, slot, how, parts)
+        _note(x_TK, q_TK, slot, cast, parts)
     if not transposed:
         return q_TK, scale
-    return transpose_experts(q_TK, bounds_2E1), scale if how.rows == -1 else scale.t().contiguous()
+    return transpose_experts(q_TK, bounds_2E1), scale if cast.rows == -1 else scale.t().contiguous()
 
 
 def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
@@ -220,11 +226,11 @@ def expert_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
     return torch.stack([column_sums(x_TN[part.start : part.end]) for part in parts_of(bounds_2E1)])
 
 
-def _note(x_TK: torch.Tensor, q_TK: torch.Tensor, slot: Slot, how: How, parts: list[Part]) -> None:
+def _note(x_TK: torch.Tensor, q_TK: torch.Tensor, slot: Slot, cast: Cast, parts: list[Part]) -> None:
     """Write one call to the slot: the rows of all experts together."""
     finite_TK = torch.where(torch.isfinite(x_TK), x_TK, 0)
-    found = [largest(finite_TK[part.start : part.end], how).flatten() for part in parts if part.end > part.start]
+    found = [largest(finite_TK[part.start : part.end], cast).flatten() for part in parts if part.end > part.start]
     if found:
         amax, rows = torch.cat(found), parts[-1].end
-        s = scale_factor(amax, Format.of(how.dtype).max, how.power_of_2)
-        note(x_TK[:rows], q_TK[:rows], slot, how, (False, None, amax, s))
+        s = scale_factor(amax, Format.of(cast.dtype).max, cast.power_of_2)
+        note(x_TK[:rows], q_TK[:rows], slot, cast, (False, None, amax, s))

@@ -1,4 +1,4 @@
-"""Values that kernels and twins take and give: How (a cast), Operand (its result), Slot (its scale and counters).
+"""Values that kernels and twins take and give: Operand (the result of a cast) and Slot (its scale and counters).
 
 A matrix is divided into groups of rows x cols elements that share a scale; -1 means all of that dimension:
 
@@ -7,50 +7,13 @@ A matrix is divided into groups of rows x cols elements that share a scale; -1 m
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 
-from fp8engine.numerics.formats import word
+from fp8engine.numerics.cast import Cast
 
 COUNTERS = ("calls", "elements", "sampled", "saturated", "underflowed", "nonfinite", "recasts")
-
-
-class How(NamedTuple):
-    """One way to quantise, as one word an operator's schema can carry: "float8_e4m3fn 1x-1 p2"."""
-
-    dtype: torch.dtype
-    rows: int  # rows of a group; -1 = all
-    cols: int  # columns of a group; -1 = all
-    power_of_2: bool = False
-    delayed: bool = False
-    held: torch.dtype | None = None  # values on the FP8 grid in this dtype instead of codes: for an emulated matmul
-
-    @staticmethod
-    @functools.cache
-    def parse(text: str) -> How:
-        """The inverse of `str`."""
-        dtype, group, *flags = text.split()
-        rows, cols = map(int, group.split("x"))
-        held = next((getattr(torch, flag[5:]) for flag in flags if flag.startswith("held:")), None)
-        return How(getattr(torch, dtype), rows, cols, "p2" in flags, "delayed" in flags, held)
-
-    def __str__(self) -> str:
-        flags = ["p2"] * self.power_of_2 + ["delayed"] * self.delayed
-        flags += [f"held:{word(self.held)}"] if self.held else []
-        return " ".join([word(self.dtype), f"{self.rows}x{self.cols}", *flags])
-
-    @property
-    def per_tensor(self) -> bool:
-        """Whether one scale serves the whole tensor."""
-        return self.rows == self.cols == -1
-
-    def scale_shape(self, m: int, k: int) -> tuple[int, ...]:
-        """Shape of the scales of an m x k matrix: (), (m, 1), (1, k) or one per block."""
-        if self.per_tensor:
-            return ()
-        return tuple(1 if step == -1 else -(-size // step) for size, step in ((m, self.rows), (k, self.cols)))
 
 
 class Operand(NamedTuple):
@@ -74,6 +37,11 @@ class Operand(NamedTuple):
         """The transposed matrix, as a view."""
         scale = self.scale.t() if self.scale.dim() == 2 else self.scale
         return Operand(self.data.t(), scale, self.cols, self.rows, self.power_of_2)
+
+
+def operand(data: torch.Tensor, scale: torch.Tensor, cast: Cast) -> Operand:
+    """What a cast has made, as an Operand."""
+    return Operand(data, scale, cast.rows, cast.cols, cast.power_of_2)
 
 
 class Slot(NamedTuple):

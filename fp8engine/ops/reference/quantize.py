@@ -18,8 +18,9 @@ import math
 import torch
 
 from fp8engine import _numpy as numpy
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import BY_DTYPE, Format
-from fp8engine.ops.reference.operand import How, Operand, Slot, as_groups
+from fp8engine.ops.reference.operand import Operand, Slot, as_groups
 from fp8engine.ops.reference.rounding import FEW, scale_and_round
 from fp8engine.ops.reference.scale import FP32_MAX, scale_factor
 
@@ -29,43 +30,47 @@ SATURATES = 1 + 2.0**-22
 SAMPLE_EVERY = 16
 
 
-def quantize(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (q_MK, scale) with x_MK ≈ q_MK * scale; q is FP8, or values on the FP8 grid where `how.held`.
+def quantize(
+    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (q_MK, scale) with x_MK ≈ q_MK * scale; q is FP8, or the same values in the dtype `held`.
 
-    x_MK: FP32, BF16 or FP16, any strides.  scale: FP32, of shape `how.scale_shape(M, K)`.
+    x_MK: FP32, BF16 or FP16, any strides.  scale: FP32, of shape `cast.scale_shape(M, K)`.
 
-    >>> q, scale = quantize(torch.tensor([[1.0, -2.0], [0.0, 4.0]]), How(torch.float8_e4m3fn, 1, -1, power_of_2=True))
+    >>> q, scale = quantize(torch.tensor([[1.0, -2.0], [0.0, 4.0]]), Cast.parse("e4m3 1x-1 p2"))
     >>> (q.float() * scale).tolist(), scale.tolist()
     ([[1.0, -2.0], [0.0, 4.0]], [[0.0078125], [0.015625]])
     """
     if x_MK.numel() == 0:
-        one = x_MK.new_ones(how.scale_shape(*x_MK.shape), dtype=torch.float32)
-        return x_MK.to(how.held or how.dtype), one
-    if how.rows == how.cols == -1 and x_MK.device.type == "cpu":
-        return _quantize_on_host(x_MK, how, slot)
-    return _quantize_groups(x_MK, how, slot)
+        one = x_MK.new_ones(cast.scale_shape(*x_MK.shape), dtype=torch.float32)
+        return x_MK.to(held or cast.dtype), one
+    if cast.rows == cast.cols == -1 and x_MK.device.type == "cpu":
+        return _quantize_on_host(x_MK, cast, slot, held)
+    return _quantize_groups(x_MK, cast, slot, held)
 
 
-def quantize_operand(x_MK: torch.Tensor, how: How, slot: Slot | None = None) -> Operand:
+def quantize_operand(
+    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: torch.dtype | None = None
+) -> Operand:
     """`quantize` as an Operand."""
-    return Operand(*quantize(x_MK, how, slot), how.rows, how.cols, how.power_of_2)
+    return Operand(*quantize(x_MK, cast, slot, held), cast.rows, cast.cols, cast.power_of_2)  # saves a call
 
 
-def quantize_given(x_MK: torch.Tensor, how: How, s: torch.Tensor) -> torch.Tensor:
-    """FP8 codes of x under given factors (q ≈ x * s, s of shape `how.scale_shape`); beyond its range q saturates.
+def quantize_given(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x under given factors (q ≈ x * s, s of shape `cast.scale_shape`); beyond its range q saturates.
 
-    >>> quantize_given(torch.tensor([[900.0]]), How(torch.float8_e4m3fn, -1, -1), torch.tensor(2.0)).float().item()
+    >>> quantize_given(torch.tensor([[900.0]]), Cast.parse("e4m3"), torch.tensor(2.0)).float().item()
     448.0
     """
     if x_MK.numel() == 0:
-        return x_MK.to(how.held or how.dtype)
-    s = s.expand(how.scale_shape(*x_MK.shape))
-    return scale_and_round(x_MK, s if s.dim() == 2 else s.reshape(1, 1), how, finite=False)
+        return x_MK.to(cast.dtype)
+    s = s.expand(cast.scale_shape(*x_MK.shape))
+    return scale_and_round(x_MK, s if s.dim() == 2 else s.reshape(1, 1), cast, finite=False)
 
 
-def _quantize_on_host(x_MK, how: How, slot: Slot | None):
+def _quantize_on_host(x_MK, cast: Cast, slot: Slot | None, held: torch.dtype | None):
     """Per tensor on a CPU: the scale is a Python float, so nothing is broadcast and finite tensors take no checks."""
-    format = BY_DTYPE[how.dtype]
+    format = BY_DTYPE[cast.dtype]
     low, high = torch.aminmax(x_MK)
     amax = max(-low.item(), high.item())
     bad = 0
@@ -73,18 +78,18 @@ def _quantize_on_host(x_MK, how: How, slot: Slot | None):
         mask = torch.isfinite(x_MK)
         bad = x_MK.numel() - int(mask.sum())
         amax = torch.where(mask, x_MK, 0).abs().max().item()
-    s = float((slot.host or slot.on_host)[0][1, slot.index]) if slot is not None and how.delayed else 0.0
+    s = float((slot.host or slot.on_host)[0][1, slot.index]) if slot is not None and cast.delayed else 0.0
     saturated = 0
     if s == 0.0:
-        s = scale_factor_of_float(amax, format.max, how.power_of_2)
+        s = scale_factor_of_float(amax, format.max, cast.power_of_2)
     elif amax * s > _most_that_fits(format.max):
         saturated = int(_beyond(x_MK, format.max, s))
-        s = scale_factor_of_float(amax, format.max, how.power_of_2)
-    q_MK = scale_and_round(x_MK, s, how, finite)
+        s = scale_factor_of_float(amax, format.max, cast.power_of_2)
+    q_MK = scale_and_round(x_MK, s, cast, finite, held)
     if slot is not None and slot.count:
         _count_on_host(slot, x_MK, q_MK, (saturated, bad, saturated > 0))
     if slot is not None and slot.record and not bad:
-        _record_on_host(slot, amax, None if how.delayed else s)
+        _record_on_host(slot, amax, None if cast.delayed else s)
     return q_MK, torch.scalar_tensor(1.0 / s, dtype=torch.float32)
 
 
@@ -103,48 +108,48 @@ def scale_factor_of_float(amax: float, maximum: float, power_of_2: bool = False)
     return math.ldexp(1.0, math.frexp(s)[1] - 1) if power_of_2 else s
 
 
-def _quantize_groups(x_MK, how: How, slot: Slot | None):
+def _quantize_groups(x_MK, cast: Cast, slot: Slot | None, held: torch.dtype | None = None):
     """Any granularity, any device, nothing read back by the host except the CPU's alarm for what is not finite."""
-    format = Format.of(how.dtype)
+    format = Format.of(cast.dtype)
     m, k = x_MK.shape
     on_cpu = x_MK.device.type == "cpu"
-    amax = largest(x_MK, how)
+    amax = largest(x_MK, cast)
     finite = on_cpu and math.isfinite(float(amax.numpy().max()))
     if not finite:
-        amax = largest(torch.where(torch.isfinite(x_MK), x_MK, 0), how)
-    s = measured = scale_factor(amax, format.max, how.power_of_2)
+        amax = largest(torch.where(torch.isfinite(x_MK), x_MK, 0), cast)
+    s = measured = scale_factor(amax, format.max, cast.power_of_2)
     over = None
-    if slot is not None and how.delayed:
+    if slot is not None and cast.delayed:
         predicted = slot.live_2S[1, slot.index]
         over = (amax * predicted > format.max * SATURATES) & (predicted > 0)
         s = torch.where(over | (predicted == 0), measured, predicted)
-    q_MK = scale_and_round(x_MK, s, how, finite)
+    q_MK = scale_and_round(x_MK, s, cast, finite, held)
     if slot is not None and (slot.count or slot.record):
-        note(x_MK, q_MK, slot, how, (finite, over, amax, s))
+        note(x_MK, q_MK, slot, cast, (finite, over, amax, s))
     scale = torch.from_numpy(1.0 / s.numpy()) if on_cpu else torch.ones_like(s) / s
-    return q_MK, scale.view(how.scale_shape(m, k))
+    return q_MK, scale.view(cast.scale_shape(m, k))
 
 
-def largest(x_MK: torch.Tensor, how: How) -> torch.Tensor:
+def largest(x_MK: torch.Tensor, cast: Cast) -> torch.Tensor:
     """max |x| of every group, FP32 [groups down, groups across]."""
-    x = as_groups(x_MK, how.rows, how.cols)
+    x = as_groups(x_MK, cast.rows, cast.cols)
     if x.dtype == torch.float32 and x.numel() >= FEW:  # two passes, but no copy of the tensor's size
         return torch.maximum(x.amax(dim=(1, 3)), x.amin(dim=(1, 3)).neg_())
     return x.abs().amax(dim=(1, 3)).float()
 
 
-def note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
+def note(x_MK, q_MK, slot: Slot, cast: Cast, found: tuple) -> None:
     """Write one call, of which (finite, over, amax, s) was found, to the slot: without a sync but for a CPU."""
     finite, over, amax, s = found
     bad = 0 if finite else (~torch.isfinite(x_MK)).sum()
     lost, recast = 0, False
     if over is not None and slot.count:
-        lost, recast = _beyond(x_MK, Format.of(how.dtype).max, slot.live_2S[1, slot.index]), over.any()
+        lost, recast = _beyond(x_MK, Format.of(cast.dtype).max, slot.live_2S[1, slot.index]), over.any()
     if x_MK.device.type == "cpu":
         if slot.count:
             _count_on_host(slot, x_MK, q_MK, (int(lost), int(bad), bool(recast)))
         if slot.record and not bad:
-            _record_on_host(slot, float(amax.numpy().max()), None if how.delayed else float(s.numpy().min()))
+            _record_on_host(slot, float(amax.numpy().max()), None if cast.delayed else float(s.numpy().min()))
         return
     counts, live = slot.counts_CS[:, slot.index], slot.live_2S[:, slot.index]
     if slot.count:
@@ -155,7 +160,7 @@ def note(x_MK, q_MK, slot: Slot, how: How, found: tuple) -> None:
     if slot.record:
         clean = torch.as_tensor(bad == 0, device=live.device)  # a tensor there already
         live[0] = torch.where(clean, torch.maximum(live[0], amax.max()), live[0])
-        if not how.delayed:
+        if not cast.delayed:
             live[1] = torch.where(clean, s.min(), live[1])
 
 

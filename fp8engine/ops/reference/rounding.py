@@ -20,8 +20,9 @@ import functools
 
 import torch
 
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import Format
-from fp8engine.ops.reference.operand import How, as_groups, from_groups
+from fp8engine.ops.reference.operand import as_groups, from_groups
 
 EXPONENT_BITS = 0x7F800000
 # Elements a CPU rounds at a time: more calls below, more cache misses and page faults above.
@@ -63,46 +64,48 @@ def round_to_grid(y: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, finite: 
     return grid if finite else torch.where(torch.isfinite(x), grid, _not_finite(x, dtype))
 
 
-def scale_and_round(x_MK: torch.Tensor, s: torch.Tensor | float, how: How, finite: bool) -> torch.Tensor:
-    """saturate(RNE(x * s)) as FP8 codes, or as values where `how.held`; s: one number, or FP32 one per group.
+def scale_and_round(
+    x_MK: torch.Tensor, s: torch.Tensor | float, cast: Cast, finite: bool, held: torch.dtype | None = None
+) -> torch.Tensor:
+    """saturate(RNE(x * s)) as FP8 codes, or as values in the dtype `held`; s: one number, or FP32 one per group.
 
     On a CPU by chunks that stay in its cache: a matrix-sized temporary costs more in page faults than in arithmetic.
     """
     if finite and isinstance(s, float) and x_MK.numel() < FEW:
-        q_MK = (x_MK.float() * s).to(how.dtype)
-        return q_MK.to(how.held) if how.held else q_MK
+        q_MK = (x_MK.float() * s).to(cast.dtype)
+        return q_MK.to(held) if held else q_MK
     m, k = x_MK.shape
-    q_MK = torch.empty(m, k, dtype=how.held or how.dtype, device=x_MK.device)
+    q_MK = torch.empty(m, k, dtype=held or cast.dtype, device=x_MK.device)
     if x_MK.device.type != "cpu" or x_MK.numel() <= CHUNK:
-        _round_rows(x_MK, s, how, finite, q_MK)
+        _round_rows(x_MK, s, cast, finite, q_MK)
         return q_MK
     step = max(CHUNK // k, 1)
-    if how.rows > 1:
-        step = -(-step // how.rows) * how.rows
+    if cast.rows > 1:
+        step = -(-step // cast.rows) * cast.rows
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
         part = s
-        if isinstance(s, torch.Tensor) and how.rows != -1:
-            part = s[start // how.rows : -(-rows.stop // how.rows)]
-        _round_rows(x_MK[rows], part, how, finite, q_MK[rows])
+        if isinstance(s, torch.Tensor) and cast.rows != -1:
+            part = s[start // cast.rows : -(-rows.stop // cast.rows)]
+        _round_rows(x_MK[rows], part, cast, finite, q_MK[rows])
     return q_MK
 
 
-def _round_rows(x_MK, s: torch.Tensor | float, how: How, finite: bool, out: torch.Tensor) -> None:
+def _round_rows(x_MK, s: torch.Tensor | float, cast: Cast, finite: bool, out: torch.Tensor) -> None:
     if isinstance(s, torch.Tensor):
-        x = as_groups(x_MK, how.rows, how.cols)
+        x = as_groups(x_MK, cast.rows, cast.cols)
         y = x.float() * s[:, None, :, None]
-        out.copy_(from_groups(_round(y, x, how, finite), *x_MK.shape))
+        out.copy_(from_groups(_round(y, x, cast, finite, out.dtype), *x_MK.shape))
     else:
         y = x_MK * s if x_MK.dtype == torch.float32 else x_MK.float().mul_(s)
-        out.copy_(_round(y, x_MK, how, finite))
+        out.copy_(_round(y, x_MK, cast, finite, out.dtype))
 
 
-def _round(y: torch.Tensor, x: torch.Tensor, how: How, finite: bool) -> torch.Tensor:
-    """FP8 codes, or FP32 values on their grid; where all is finite, y itself: the copy into codes will round it."""
-    if how.held is None:
-        return y if finite else saturating_cast(y, x, how.dtype)
-    return round_to_grid(y, x, how.dtype, finite)
+def _round(y: torch.Tensor, x: torch.Tensor, cast: Cast, finite: bool, out: torch.dtype) -> torch.Tensor:
+    """FP8 codes, or FP32 values on their grid for another `out`; all finite: y itself, which the copy rounds."""
+    if out == cast.dtype:
+        return y if finite else saturating_cast(y, x, cast.dtype)
+    return round_to_grid(y, x, cast.dtype, finite)
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,20 +14,14 @@ from activations import BOUNDED, EXACT, OF_GATE, SQUARED, exact, terms
 from casts import E4M3, E5M2, ROUNDING, assert_same, assert_within, bits, fp8, plain
 
 from fp8engine.errors import ShapeError, UnknownName
-from fp8engine.ops.reference import (
-    How,
-    Slot,
-    Store,
-    act_quantize,
-    act_quantize_backward,
-    cast_transpose,
-    quantize,
-)
+from fp8engine.numerics.cast import Cast
+from fp8engine.ops.reference import Slot, Store, act_quantize, act_quantize_backward, cast_transpose, quantize
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
-HOWS = [How(E4M3, -1, -1), How(E5M2, -1, -1), How(E4M3, 1, -1, True), How(E4M3, 1, 128, True)]
+HOWS = [cast_of(E4M3, -1, -1), cast_of(E5M2, -1, -1), cast_of(E4M3, 1, -1, True), cast_of(E4M3, 1, 128, True)]
 
 
 def sample(m: int, n: int, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +140,7 @@ def test_codes_are_quantize_of_the_result(kind, how):
             assert found.dup_MN is None
 
 
-def assert_quantized(wanted_MK, how: How, found, found_t, transposed: bool) -> None:
+def assert_quantized(wanted_MK, how: Cast, found, found_t, transposed: bool) -> None:
     q, q_t = cast_transpose(wanted_MK, how)
     for result, other in [(found, q)] + [(found_t, q_t)] * transposed:
         one = fp8(result)
@@ -157,7 +151,7 @@ def assert_quantized(wanted_MK, how: How, found, found_t, transposed: bool) -> N
 
 
 def test_counters_go_through_the_slot():
-    x_MK, how = torch.randn(9, 34).bfloat16(), How(E4M3, -1, -1)
+    x_MK, how = torch.randn(9, 34).bfloat16(), cast_of(E4M3, -1, -1)
     slots = [Slot(torch.tensor([[-1.0], [0.0]]), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0) for _ in range(2)]
     y_MN, *_ = act_quantize(x_MK, "swiglu", Store(how, transposed=True, slot=slots[0]))
     quantize(y_MN, how, slots[1])
@@ -170,14 +164,14 @@ def test_counters_go_through_the_slot():
 def test_what_is_not_finite_stays_visible(kind):
     x_MK, dy_MN = sample(5, 6, kind, torch.bfloat16)
     x_MK[1, 2], x_MK[2, 3] = float("nan"), float("inf")
-    y = fp8(act_quantize(x_MK, kind, Store(How(E5M2, -1, -1)))[1]).data.float()
+    y = fp8(act_quantize(x_MK, kind, Store(cast_of(E5M2, -1, -1)))[1]).data.float()
     assert y[1, 2].isnan()
     assert y[2, 3].isfinite() == (kind in BOUNDED)  # Inf at a bounded gate is its bound
     assert y[[0, 3, 4]].isfinite().all()
     x_MK, _ = sample(5, 6, kind, torch.bfloat16)
     x_MK[1, 2] = dy_MN[3, 4] = float("nan")
     x_MK[3, 4] = 1.0
-    found = act_quantize_backward(dy_MN, x_MK, kind, Store(How(E4M3, -1, -1)))
+    found = act_quantize_backward(dy_MN, x_MK, kind, Store(cast_of(E4M3, -1, -1)))
     assert fp8(found.q).data.float()[3, 4].isnan()
     assert plain(found.dbias_K)[4].isnan()
     if kind in ("relu", "reglu"):  # its slope at NaN is 1, as torch has it
@@ -192,12 +186,12 @@ def test_what_is_not_finite_stays_visible(kind):
 def test_empty(kind, shape):
     x_MK = torch.empty(shape)
     n = shape[1] // 2 if kind in OF_GATE else shape[1]
-    for to in (Store(), Store(How(E4M3, 1, -1), transposed=True)):
+    for to in (Store(), Store(cast_of(E4M3, 1, -1), transposed=True)):
         y, q, q_t = act_quantize(x_MK, kind, to)
         found = act_quantize_backward(torch.empty(shape[0], n), x_MK, kind, to)
         assert (y.shape, found.dx_MK.shape) == ((shape[0], n), shape)
-        assert to.how is None or (fp8(q).data.shape, fp8(q_t).data.shape) == ((shape[0], n), (n, shape[0]))
-        assert to.how is None or fp8(found.q).data.shape == shape
+        assert to.cast is None or (fp8(q).data.shape, fp8(q_t).data.shape) == ((shape[0], n), (n, shape[0]))
+        assert to.cast is None or fp8(found.q).data.shape == shape
         assert_same(plain(found.dbias_K), torch.zeros(shape[1]))
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from casts import E4M3, E5M2, assert_same, bits, fp8
 
-from fp8engine.ops.reference import How, Slot, Store, cast_transpose, quantize
+from fp8engine.ops.reference import Slot, Store, cast_transpose, quantize
 from fp8engine.ops.reference.cast_transpose import store
 from fp8engine.ops.reference.matmul import column_sums
 from fp8engine.ops.reference.operand import COUNTERS, Operand
+from tests.helpers.casts import cast_of
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "1x128": (1, 128), "128x128": (128, 128)}
 SHAPES = [(1, 1), (5, 3), (131, 127), (256, 130), (1, 300), (300, 1)]
@@ -37,7 +38,7 @@ def assert_operand(found: Operand, q_MK: torch.Tensor, scale: torch.Tensor) -> N
 def test_each_orientation_is_quantised_along_its_own_reduction(group, power_of_2, shape):
     # q is x cast with `how`; q^T is x^T cast with `how`: in both the scale runs along the last dimension.
     for dtype in (E4M3, E5M2):
-        how = How(dtype, *GROUPS[group], power_of_2)
+        how = cast_of(dtype, *GROUPS[group], power_of_2)
         x_MK = sample(*shape)
         q, q_t = cast_transpose(x_MK, how)
         assert_operand(q, *quantize(x_MK, how))
@@ -47,7 +48,7 @@ def test_each_orientation_is_quantised_along_its_own_reduction(group, power_of_2
 
 
 def test_per_tensor_the_transpose_holds_the_same_codes():
-    q, q_t = cast_transpose(sample(37, 61), How(E4M3, -1, -1))
+    q, q_t = cast_transpose(sample(37, 61), cast_of(E4M3, -1, -1))
     assert_same(bits(q_t.data), bits(q.data).T)
     assert q_t.scale.shape == ()
     assert q_t.scale == q.scale
@@ -55,7 +56,7 @@ def test_per_tensor_the_transpose_holds_the_same_codes():
 
 def test_a_transposed_input():
     x_KM = sample(61, 37)
-    how = How(E4M3, 1, -1)
+    how = cast_of(E4M3, 1, -1)
     for found, wanted in zip(cast_transpose(x_KM.t(), how), cast_transpose(x_KM.t().contiguous(), how), strict=True):
         assert_operand(found, wanted.data, wanted.scale)
 
@@ -63,7 +64,7 @@ def test_a_transposed_input():
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 @pytest.mark.parametrize("group", GROUPS)
 def test_empty(group, shape):
-    how = How(E4M3, *GROUPS[group])
+    how = cast_of(E4M3, *GROUPS[group])
     q, q_t = cast_transpose(torch.empty(shape), how)
     assert (q.data.shape, q_t.data.shape) == (shape, shape[::-1])
     assert (q.scale.shape, q_t.scale.shape) == (how.scale_shape(*shape), how.scale_shape(*shape[::-1]))
@@ -73,7 +74,7 @@ def test_empty(group, shape):
 def test_a_tensor_is_counted_once(group):
     slot = new_slot()
     x_MK = sample(7, 9)
-    cast_transpose(x_MK, How(E4M3, *GROUPS[group]), slot)
+    cast_transpose(x_MK, cast_of(E4M3, *GROUPS[group]), slot)
     assert dict(zip(COUNTERS, slot.counts_CS[:, 0].tolist(), strict=True))["elements"] == 63
     assert slot.live_2S[0, 0] == x_MK.abs().max().float()
 
@@ -82,7 +83,7 @@ def test_a_tensor_is_counted_once(group):
 def test_nan_reaches_both(group):
     x_MK = sample(9, 140)
     x_MK[3, 130] = float("nan")
-    q, q_t = cast_transpose(x_MK, How(E4M3, *GROUPS[group]))
+    q, q_t = cast_transpose(x_MK, cast_of(E4M3, *GROUPS[group]))
     assert torch.isnan(q.data.float()).nonzero().tolist() == [[3, 130]]
     assert torch.isnan(q_t.data.float()).nonzero().tolist() == [[130, 3]]
 
@@ -90,14 +91,14 @@ def test_nan_reaches_both(group):
 def test_a_prediction_serves_both():
     slot = new_slot()
     slot.live_2S[1] = 8.0
-    q, q_t = cast_transpose(torch.ones(2, 3), How(E4M3, -1, -1, delayed=True), slot)
+    q, q_t = cast_transpose(torch.ones(2, 3), cast_of(E4M3, -1, -1, delayed=True), slot)
     assert q.scale == q_t.scale == 0.125
     assert (q_t.data.float() == 8).all()
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_sums_come_third_and_change_nothing_else(group):
-    x_MK, how, with_sums, without = sample(37, 140), How(E4M3, *GROUPS[group]), new_slot(), new_slot()
+    x_MK, how, with_sums, without = sample(37, 140), cast_of(E4M3, *GROUPS[group]), new_slot(), new_slot()
     *both, sums_K = cast_transpose(x_MK, how, with_sums, sums=True)
     for found, wanted in zip(both, cast_transpose(x_MK, how, without), strict=True):
         assert_operand(found, wanted.data, wanted.scale)
@@ -127,7 +128,7 @@ def test_sums_keep_what_is_not_finite(dtype, monkeypatch):
     monkeypatch.setattr(importlib.import_module("fp8engine.ops.reference.matmul"), "PIECE", 8)
     x_MK = torch.ones(9, 4, dtype=dtype)
     x_MK[2, 0], x_MK[3, 1], x_MK[4, 2], x_MK[8, 2] = INF, float("nan"), INF, -INF
-    *_, sums_K = cast_transpose(x_MK, How(E4M3, 1, -1), sums=True)
+    *_, sums_K = cast_transpose(x_MK, cast_of(E4M3, 1, -1), sums=True)
     assert_same(sums_K, torch.tensor([INF, float("nan"), float("nan"), 9.0]))
 
 
@@ -143,7 +144,7 @@ def test_a_result_is_rounded_once_and_lies_in_rows(dtype):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_codes_are_those_of_the_rounded_result(group):
-    how = How(E4M3, *GROUPS[group], power_of_2=True)
+    how = cast_of(E4M3, *GROUPS[group], power_of_2=True)
     y_MK = torch.randn(131, 257)
     y, alone, turned = store(y_MK, torch.bfloat16, Store(how, slot=(counted := new_slot())))
     assert turned is None
@@ -156,5 +157,5 @@ def test_codes_are_those_of_the_rounded_result(group):
 
 
 def test_a_single_rows_transpose_is_memory_of_its_own():
-    q, q_t = cast_transpose(torch.randn(1, 9), How(E4M3, -1, -1))
+    q, q_t = cast_transpose(torch.randn(1, 9), cast_of(E4M3, -1, -1))
     assert q.data.data_ptr() != q_t.data.data_ptr()

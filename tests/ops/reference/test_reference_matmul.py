@@ -17,7 +17,8 @@ from casts import E4M3, E5M2
 
 from fp8engine.numerics import recipe
 from fp8engine.ops import device
-from fp8engine.ops.reference import How, Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
+from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
+from tests.helpers.casts import cast_of
 
 U = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 NAMED = [recipe.resolve(name) for name in ("current", "rowwise", "rowwise_gw_hp", "blockwise")]
@@ -39,7 +40,7 @@ def product(request, monkeypatch) -> torch.dtype:
 
 
 def operand(x_MK: torch.Tensor, dtype=E4M3, rows: int = -1, cols: int = -1, power_of_2: bool = False) -> Operand:
-    how = How(dtype, rows, cols, power_of_2)
+    how = cast_of(dtype, rows, cols, power_of_2)
     return Operand(*quantize(x_MK, how), rows, cols, power_of_2)
 
 

@@ -13,21 +13,14 @@ import torch
 from casts import E4M3, E5M2, ROUNDING, assert_same, assert_within, bits, fp8, plain
 
 from fp8engine.errors import UnknownName
-from fp8engine.ops.reference import (
-    How,
-    Norm,
-    Slot,
-    Store,
-    cast_transpose,
-    norm_quantize,
-    norm_quantize_backward,
-    quantize,
-)
+from fp8engine.numerics.cast import Cast
+from fp8engine.ops.reference import Norm, Slot, Store, cast_transpose, norm_quantize, norm_quantize_backward, quantize
 from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 SHAPES = [(1, 1), (1, 7), (13, 2), (5, 131), (130, 257)]
 KINDS = ["rms", "layer"]
-HOWS = [How(E4M3, -1, -1), How(E5M2, -1, -1), How(E4M3, 1, -1, True), How(E4M3, 1, 128, True)]
+HOWS = [cast_of(E4M3, -1, -1), cast_of(E5M2, -1, -1), cast_of(E4M3, 1, -1, True), cast_of(E4M3, 1, 128, True)]
 
 
 def exact(x_MK, weight_K, bias_K, norm: Norm) -> torch.Tensor:
@@ -121,7 +114,7 @@ def test_codes_are_quantize_of_the_result(kind, how):
             assert_same(same.rstd_M, rows.rstd_M)
 
 
-def assert_quantized(wanted_MK, how: How, found, found_t, transposed: bool) -> None:
+def assert_quantized(wanted_MK, how: Cast, found, found_t, transposed: bool) -> None:
     q, q_t = cast_transpose(wanted_MK, how)
     for result, other in [(found, q)] + [(found_t, q_t)] * transposed:
         one = fp8(result)
@@ -133,7 +126,7 @@ def assert_quantized(wanted_MK, how: How, found, found_t, transposed: bool) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_counters_and_a_predicted_scale_go_through_the_slot(kind):
-    x_MK, how = sample(9, 33, torch.bfloat16), How(E4M3, -1, -1, delayed=True)
+    x_MK, how = sample(9, 33, torch.bfloat16), cast_of(E4M3, -1, -1, delayed=True)
     slots = []
     for _ in range(2):
         live_2S = torch.tensor([[-1.0], [1000.0]])  # y * 1000 saturates: a recast
@@ -151,7 +144,7 @@ def test_counters_and_a_predicted_scale_go_through_the_slot(kind):
 def test_what_is_not_finite_stays_visible(kind, bad):
     x_MK = sample(5, 12, torch.bfloat16)
     x_MK[2, 3] = bad
-    y = fp8(norm_quantize(x_MK, None, None, Norm(kind), Store(How(E4M3, -1, -1)))[1]).data.float()
+    y = fp8(norm_quantize(x_MK, None, None, Norm(kind), Store(cast_of(E4M3, -1, -1)))[1]).data.float()
     assert y[2, 3].isnan()
     assert y[[0, 1, 3, 4]].isfinite().all()
 
@@ -160,11 +153,11 @@ def test_what_is_not_finite_stays_visible(kind, bad):
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty(kind, shape):
     x_MK, weight_K, norm = torch.empty(shape), torch.ones(shape[1]), Norm(kind)
-    for to in (Store(), Store(How(E4M3, 1, -1), transposed=True)):
+    for to in (Store(), Store(cast_of(E4M3, 1, -1), transposed=True)):
         y, q, q_t, rows = norm_quantize(x_MK, weight_K, None, norm, to)
         found = norm_quantize_backward(x_MK, x_MK, weight_K, rows, norm)
         assert y.shape == found.dx_MK.shape == shape
-        assert to.how is None or (fp8(q).data.shape, fp8(q_t).data.shape) == (shape, shape[::-1])
+        assert to.cast is None or (fp8(q).data.shape, fp8(q_t).data.shape) == (shape, shape[::-1])
         assert_same(plain(found.dweight_K), torch.zeros(shape[1]))
 
 

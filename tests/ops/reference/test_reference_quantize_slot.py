@@ -12,9 +12,10 @@ import pytest
 import torch
 from casts import E4M3, E5M2, FP8, MAX, assert_same, bits
 
-from fp8engine.ops.reference import How, Slot, quantize
+from fp8engine.ops.reference import Slot, quantize
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.quantize import _quantize_groups, note
+from tests.helpers.casts import cast_of
 
 GROUPS = {"tensor": (-1, -1), "row": (1, -1), "column": (-1, 1), "1x128": (1, 128)}
 ROUTES = {"host": quantize, "card": _quantize_groups}
@@ -36,7 +37,7 @@ def ulp(dtype: torch.dtype) -> float:
 def recast(route, amax: float, s: float, dtype: torch.dtype) -> bool:
     """Whether the prediction s was replaced; counters, codes and scale have to say the same."""
     slot, x_MK = new_slot(s), torch.tensor([[amax, -1.0]])
-    q_MK, scale = route(x_MK, How(dtype, -1, -1, delayed=True), slot)
+    q_MK, scale = route(x_MK, cast_of(dtype, -1, -1, delayed=True), slot)
     replaced = bool(counted(slot, "recasts"))
     assert counted(slot, "saturated") == replaced
     used = np.float32(MAX[dtype]) / np.float32(amax) if replaced else np.float32(s)
@@ -83,7 +84,7 @@ def test_both_routes_compare_as_fp32_does(dtype):
 def test_a_slot_is_written_only_as_far_as_it_says(group, delayed, record, count):
     if delayed and group != "tensor":
         return  # a prediction is one number
-    how, x_MK = How(E5M2, *GROUPS[group], delayed=delayed), torch.randn(33, 200)
+    how, x_MK = cast_of(E5M2, *GROUPS[group], delayed=delayed), torch.randn(33, 200)
     for route in [_quantize_groups, quantize]:
         start, ours, full = new_slot(30000.0, record, count), new_slot(30000.0, record, count), new_slot(30000.0)
         found, wanted = route(x_MK, how, ours), route(x_MK, how, full)
@@ -101,7 +102,7 @@ def test_what_is_recorded_without_being_counted_is_finite(group):
     x_MK[1, 2] = float("inf")
     for route in ROUTES.values():
         slot = new_slot(record=True, count=False)
-        route(x_MK, How(E4M3, *GROUPS[group]), slot)
+        route(x_MK, cast_of(E4M3, *GROUPS[group]), slot)
         assert slot.live_2S[:, 1].tolist() == [-1.0, 0.0]
         assert not slot.counts_CS.any()
 
@@ -121,6 +122,6 @@ def test_a_card_s_tables(record, count, bad):
     x_MK = torch.tensor([[3.0, -5.0, 1e-9, 0.0, 0.0]])
     x_MK[0, 3 : 3 + bad] = float("nan")
     q_MK, slot, s = x_MK.to(E4M3), new_slot(0.0, record, count), torch.tensor([[1.0]])
-    note(x_MK.as_subclass(OnCard), q_MK, slot, How(E4M3, -1, -1), (False, None, torch.tensor([[5.0]]), s))
+    note(x_MK.as_subclass(OnCard), q_MK, slot, cast_of(E4M3, -1, -1), (False, None, torch.tensor([[5.0]]), s))
     assert slot.live_2S[:, 1].tolist() == ([5.0, 1.0] if record and not bad else [-1.0, 0.0])
     assert slot.counts_CS[:, 1].tolist() == ([1, 5, 5, 0, 1, bad, 0] if count else [0] * 7)
