@@ -300,7 +300,9 @@ def _of_weight(weight_ENK, cast: Cast, kept: Made, slot: Slot, held, transposed=
         cast, key = cast.t(), cast.text_of_transpose
     made = kept.get(key)
     # Made without gradients (an evaluation, the first forward of a reentrant checkpoint): not yet in the history.
-    if made is None or (slot.record and not made[1].record):
+    # Or it is values, of a call that was emulated.
+    values = made is not None and held is None and made[0].data.dtype != cast.dtype
+    if made is None or values or (slot.record and not made[1].record):
         made = kept[key] = _stacked(x_RC, cast, experts, slot, held), slot
     return made[0]
 

@@ -224,6 +224,8 @@ def both(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot) -> tu
     For a cast that `serves_both` says does; as FP8 codes.
     """
     made, made_t = kept.get(cast.text), kept.get(cast.text_of_transpose)
+    if made is not None and made[0].data.dtype != cast.dtype:  # values, of a call that was emulated
+        made = None
     if made is not None and made_t is None and made[1].record >= slot.record:  # a producer's codes, counted with them
         uncounted = Slot(*slot[:3], False, False, *slot[5:])
         made_t = use.where.casts.cast_transpose(x_MK, cast, uncounted)[1], made[1]

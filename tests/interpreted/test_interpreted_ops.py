@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from casts import E4M3
-from support import FP8_RECIPES
+from support import FP8_RECIPES, converted
+from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, UnknownName
@@ -204,3 +205,37 @@ def test_a_compiled_layer_runs_our_kernels(launched: list[str]):
         # x for forward and, a graph not knowing the backend when it is traced, for wgrad apart; the weight.
         assert launched[:4] == ["quantize", "quantize", "quantize", "matmul_fp8"]
         assert torch.equal(y, layer(x))
+
+
+class OnTwoBackends(nn.Module):
+    """q is emulated, and leaves values of x on it; k reads the same x on our kernels, which take codes."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with fe.backend("reference"):
+            y = self.q(x)
+        with fe.backend("triton"):
+            return y + self.k(x)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_what_an_emulated_call_has_kept_serves_our_kernels(recipe: str):
+    """Of a weight, by an evaluation before; of an input, by a sibling: the numbers are those of kernels alone."""
+    found = []
+    for evaluated, share in ((False, False), (True, False), (False, True), (True, True)):
+        torch.manual_seed(0)
+        model, x = converted(nn.Sequential(OnTwoBackends()), recipe), torch.randn(8, 32)
+        if not share:
+            model[0].k.register_forward_pre_hook(lambda layer, given: (given[0].clone(),))
+        if evaluated:
+            with torch.no_grad(), fe.backend("reference"):
+                model[0].k(x)
+        x.requires_grad_()
+        y = model(x)
+        y.sin().sum().backward()  # each layer where its forward ran
+        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
