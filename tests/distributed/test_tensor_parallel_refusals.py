@@ -159,7 +159,7 @@ SAID = {
     "half of a norm's layers": r"v_proj: it works on the same parts as .*q_proj, .*v_proj, .*not divided.*Colwise",
     "heads": r"6 heads, 3 of keys, are not divisible by 2 ranks",
     "converted after": r"its part '0' has a weight that is divided over ranks already.*convert first",
-    "stored": r"2: its recipe stores the result in FP8.*stored=None",
+    "stored": r"2: it has results stored in FP8, and cannot have results summed over ranks.*stored=None",
     "reverted": r"revert: its part '0' has a weight that is divided.*before",
     "wrong width": r"0: mat1 and mat2 shapes cannot be multiplied \(4x17 and 16x16\): in_features is 16",
     "no dimensions": r"0: mat1 and mat2 shapes cannot be multiplied",
