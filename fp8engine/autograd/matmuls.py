@@ -129,8 +129,7 @@ def _weight_for_dgrad(use: Use, weight_NK: torch.Tensor, weight_KN: tuple, copie
     first, second = use.recipe.forward[1], use.recipe.dgrad[1]
     codes, scale = weight_KN
     if codes is not None:
-        cast = first
-        return operand(codes, scale, cast)
+        return operand(codes, scale, first)
     slot = use.slots[use.first + WEIGHT, False, False]
     if type(weight_NK) is gathered.GatheredWeight:
         return transposed(gathered.for_dgrad(weight_NK, first, second, slot))
@@ -145,7 +144,6 @@ def _weight_for_dgrad(use: Use, weight_NK: torch.Tensor, weight_KN: tuple, copie
 def product(use: Use, a: Any, b: Any, bias_N, out: torch.dtype, which: str) -> torch.Tensor:
     """One of the three matmuls, in FP8 where its operands are."""
     if isinstance(a, Operand):
-        recipe = use.recipe
-        return use.where.products.matmul(a, b, bias_N, out, recipe.precision[which])
+        return use.where.products.matmul(a, b, bias_N, out, use.recipe.precision[which])
     y_MN = matmul.matmul_fp16(a, b.to(a.dtype)).to(out)
     return y_MN if bias_N is None else y_MN + bias_N

@@ -64,7 +64,7 @@ def why_not(x: Float8Tensor, recipe: Recipe) -> str:
     if isinstance(x, StoredTensor) and x.written:
         return WRITTEN
     q = x.operand()
-    if not (q.rows == 1 or q.rows == q.cols == -1) or _extent(first) != (q.rows, q.cols):
+    if not (q.rows == 1 or q.rows == q.cols == -1) or (first.rows, first.cols) != (q.rows, q.cols):
         return f"it casts {first.granularity}, not {x.granularity}"
     if q.scaled_along_k and not q.power_of_2:
         return "its scales within a row are not known to be powers of two"
@@ -124,11 +124,7 @@ def _counted_by(source: Slot | None, slot: Slot) -> bool:
 
 def _reads_codes(saved: Cast, q: Operand) -> bool:
     """Whether wgrad reads the very codes of forward: one scale serves both directions."""
-    return saved.is_fp8 and (q.rows, q.cols) == (-1, -1) == _extent(saved)
-
-
-def _extent(cast: Cast) -> tuple[int, int]:
-    return cast.rows, cast.cols
+    return saved.per_tensor and q.rows == q.cols == -1
 
 
 def _count(state: ScalingState, source: Slot | None, slot: Slot, size: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.numerics.cast import Cast, PerBlock, PerRow
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.tensor import Float8Tensor
@@ -46,7 +46,6 @@ def unpack(
     if order_R is not None:
         codes, scales = codes[order_R], scales[order_R]
     scale = scales.contiguous().view(E8M0).float()
-    granularity = PerRow(-1) if cast.cols == -1 else PerBlock(1, cast.cols)
-    found = Float8Tensor(codes.contiguous().view(cast.dtype), scale, granularity, dtype)
+    found = Float8Tensor(codes.contiguous().view(cast.dtype), scale, cast.granularity, dtype)
     found.power_of_2 = True
     return found

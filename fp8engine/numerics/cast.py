@@ -151,9 +151,9 @@ class Cast:
         >>> print(Cast.parse("e4m3 1x-1 p2"), "|", Cast.parse("e5m2 delayed").scaling, "|", Cast.parse("bf16"))
         E4M3 per row (power of 2) | delayed | BF16
         """
-        format, *words = text.split()
         groups = PerTensor()
         try:
+            format, *words = text.split()
             if words and words[0] not in ("p2", "delayed"):
                 groups = granularity(*map(int, words.pop(0).split("x")))
             if left := [word for word in words if word not in ("p2", "delayed")]:

@@ -1,23 +1,13 @@
 """What a cast really does to a tensor, by doing it: the truth that predictions are held against."""
 
 import math
+from dataclasses import replace
 
 import torch
 
-from fp8engine.numerics.cast import Granularity, PerBlock, PerRow
 from fp8engine.numerics.recipe import Cast
 from fp8engine.ops.reference.quantize import quantize, quantize_given
 from fp8engine.scaling.prediction import Prediction
-from tests.helpers.casts import cast_of
-
-
-def extent(granularity: Granularity) -> tuple[int, int]:
-    """Rows and columns that share a scale; -1: all of them."""
-    if isinstance(granularity, PerBlock):
-        return granularity.rows, granularity.cols
-    if isinstance(granularity, PerRow):
-        return (1, -1) if granularity.dim == -1 else (-1, 1)
-    return -1, -1
 
 
 def restored(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | None = None) -> torch.Tensor:
@@ -27,7 +17,7 @@ def restored(x_MK: torch.Tensor, cast: Cast, margin: int = 0, scale: float | Non
     """
     if not cast.is_fp8:
         return x_MK.to(cast.format.dtype).double()
-    how = cast_of(cast.format.dtype, *extent(cast.granularity), cast.power_of_2)
+    how = replace(cast, scaling="current")
     q, factor = quantize(x_MK, how)
     if scale is not None:
         factor = torch.tensor(1.0) / scale

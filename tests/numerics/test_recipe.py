@@ -255,7 +255,7 @@ def test_a_cast_is_its_text(cast: Cast):
     assert cast.text_of_transpose != cast.t().text
 
 
-@pytest.mark.parametrize("text", ["e4m3 1x", "e4m3 1x128x2", "e4m3 p3", "e4m3 0x4", "e4m3 1x-1 delayed", "bf16 p2"])
+@pytest.mark.parametrize("text", ["", "e4m3 1x", "e4m3 1x128x2", "e4m3 p3", "e4m3 0x4", "e4m3 1x-1 delayed", "bf16 p2"])
 def test_a_text_that_is_no_cast_is_refused(text: str):
     with pytest.raises(InvalidRecipe):
         Cast.parse(text)
