@@ -23,8 +23,8 @@ from fp8engine.kernels.quantize_groups import quantize_groups
 def cast_transpose(x_MK: torch.Tensor, cast, slot=None, sums: bool = False) -> tuple:
     """Return (q_MK, scale) of x quantised along K and (q_KM, scale_t) of its transpose quantised along M, contiguous.
 
-    The twin's Operands are made of these with `cast.rows, cast.cols, cast.power_of_2`, the same for both: per tensor, row
-    or block of the one means per tensor, row or block of the other.  slot: of the first; the second is not counted.
+    The twin's Operands are made of these and of the cast, the same for both: per tensor, row or block of the one means
+    per tensor, row or block of the other.  slot: of the first; the second is not counted.
     sums: a third result, the sums of x's columns as they were before they were rounded, FP32 [K].
     """
     if cast.per_tensor:

@@ -193,7 +193,7 @@ def _expert_sums_kernel(
 def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed: bool = False):
     """Return (q, scale): q [T, K], or [K, 128 * blocks] where `transposed`.
 
-    cast: groups of rows x cols of x, -1 x 1, or powers of two up to 128.  A row behind the last expert's is not written.
+    cast: groups of rows x cols of x, -1 x 1, or powers of two up to 128.  No row behind the last expert's is written.
     """
     (t, k), experts, where = x_TK.shape, experts_of(bounds_2E1), x_TK.device
     wide = most_blocks(t, experts) * BLOCK
