@@ -25,21 +25,21 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_946,
-    "auto": 2_617,
-    "autograd": 1_971,
+    "auto": 2_620,
+    "autograd": 1_952,
     "bench": 1_659,
     "cli": 1_037,
-    "convert": 1_543,
+    "convert": 1_549,
     "demo": 1_060,
-    "distributed": 2_293,
+    "distributed": 2_294,
     "export": 1_314,
     "integrations": 199,
     "kernels": 3_454,
-    "nn": 1_306,
+    "nn": 1_319,
     "numerics": 595,
     "ops": 3_115,
     "report": 2_139,
-    "scaling": 1_223,
+    "scaling": 1_226,
     "top level": 362,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

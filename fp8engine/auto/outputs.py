@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from fp8engine.auto.policy import Needs, needs_of
+from fp8engine.autograd.features import STORED
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import TAKEN
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, Format
@@ -243,6 +244,8 @@ class Outputs:
 
     def _why_not(self, i: int) -> str:
         consumers = [ResultConsumer(*pair) for pair in self.layers[i].consumers]
+        if why := self.layers[i].why_not(STORED):
+            return why
         return why_16_bits(consumers, needs_of(self.recipes[i], [consumer.kind for consumer in consumers]))
 
     def _consumer(

@@ -14,8 +14,9 @@ import math
 
 import torch
 
-from fp8engine.autograd.linear import in_shape_of, matrix
+from fp8engine.autograd.linear import in_shape_of
 from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import matrix
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.ops import casts, matmul
 from fp8engine.ops.reference import Operand, column_sums

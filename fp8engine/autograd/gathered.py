@@ -64,16 +64,16 @@ class GatheredWeight(Float8Tensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def for_forward(weight_NK: GatheredWeight, cast: Cast, slot: Slot) -> Operand:
+def for_forward(weight_NK: GatheredWeight, cast: Cast, slot: Slot, compiling: bool) -> Operand:
     """The weight under its layer's cast for forward; amax, scale and counts are written to the slot.
 
     Raises ParallelError where the recipe has changed since the weight was gathered.
     """
-    codes, scale, amax, s = _parts(weight_NK)
+    codes, scale, amax, s = _parts(weight_NK, compiling)
     if slot.count or slot.record:
-        note = OPERATORS.note_weight.default if torch.compiler.is_compiling() else _note_weight
+        note = OPERATORS.note_weight.default if compiling else _note_weight
         note(amax, s, codes.numel(), *slot[:5])
-    if not torch.compiler.is_compiling():
+    if not compiling:
         q = weight_NK.operand()
         if (q.rows, q.cols, q.data.dtype) != (cast.rows, cast.cols, cast.dtype):
             raise ParallelError(
@@ -83,9 +83,9 @@ def for_forward(weight_NK: GatheredWeight, cast: Cast, slot: Slot) -> Operand:
     return operand(codes, scale, cast)
 
 
-def for_dgrad(weight_NK: GatheredWeight, forward: Cast, cast: Cast, slot: Slot) -> Operand:
-    """The weight under its layer's cast for dgrad.  forward: the cast that it was gathered under."""
-    codes, scale, *_ = _parts(weight_NK)
+def for_dgrad(weight_NK: GatheredWeight, of: tuple[Cast, Cast], slot: Slot, compiling: bool) -> Operand:
+    """The weight under its layer's cast for dgrad.  of: the cast that it was gathered under, and that one."""
+    (forward, cast), (codes, scale, *_) = of, _parts(weight_NK, compiling)
     if (forward.rows, forward.cols) == (cast.rows, cast.cols):
         return operand(codes, scale, cast)
     # In BF16, where 4 bits of significand times a power of two fit exactly.
@@ -93,9 +93,9 @@ def for_dgrad(weight_NK: GatheredWeight, forward: Cast, cast: Cast, slot: Slot) 
     return casts.quantize(values.bfloat16(), cast, slot)
 
 
-def _parts(weight_NK: GatheredWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(weight_NK: GatheredWeight, compiling: bool) -> tuple[torch.Tensor, ...]:
     """(codes, scale, amax, s); a graph asks an operator, for which the subclass answers while it is traced."""
-    if torch.compiler.is_compiling():
+    if compiling:
         return OPERATORS.codes_of.default(weight_NK)
     return weight_NK._data, weight_NK._scale, weight_NK.amax, weight_NK.s
 

@@ -24,11 +24,22 @@ import torch
 
 from fp8engine import _torch
 from fp8engine.autograd.groups import bounds
-from fp8engine.autograd.linear import check, dtype_of_result, enter
+from fp8engine.autograd.linear import begin, check, dtype_of_result
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import Either, one, plain, use_of
+from fp8engine.autograd.operands import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Either,
+    Use,
+    kept_of,
+    kept_of_weight,
+    one,
+    plain,
+    resumed,
+    use_of,
+)
 from fp8engine.autograd.ready import suited, take
-from fp8engine.autograd.refusals import no_transform
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, grouped
@@ -66,18 +77,16 @@ def grouped_linear(
         raise ShapeError(
             f"{name}: input is {list(x_TK.shape)}; want [T, {k}], the rows of each expert together: flatten and sort it"
         )
-    check(x_TK, weight_ENK[0], bias_EN, name)
+    out = begin(x_TK, weight_ENK[0], bias_EN, numerics)
     if isinstance(x_TK, Float8Tensor):
-        numerics.state.enter()  # a step that begins here may change this layer's recipe
         x_TK = suited(x_TK, numerics)
-    out = dtype_of_result(x_TK, weight_ENK, name)
     bounds_2E1 = bounds(sizes, x_TK, experts, name)
     # The result's dtype is decided; autocast would now promote codes where they are concatenated.
     with _without_autocast(x_TK):
         if not numerics.recipe.is_fp8:
             return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics.recipe.input.format.dtype).to(out)
-        _, record = enter(x_TK, weight_ENK[0], bias_EN, numerics)
-        return _GroupedLinear.apply(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics, (out, record))
+        use = use_of(numerics, x_TK, weight_ENK, bias_EN)
+        return _GroupedLinear.apply(x_TK, weight_ENK, bias_EN, bounds_2E1, use, out)
 
 
 def grouped_plain(x_TK, weight_ENK, bias_EN, sizes: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
@@ -99,12 +108,8 @@ def _without_autocast(x: torch.Tensor):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, weight_ENK, bias_EN, bounds_2E1, numerics: Numerics, asked_for: tuple[torch.dtype, bool]):
-        out, record = asked_for
-        # Without gradients torch says what would need some, and nothing will be read.
-        needs = ctx.needs_input_grad[:3] if record else (False, False, False)
-        call = _Experts(numerics, x_TK, weight_ENK, bias_EN, needs, record)
-        call.bounds_2E1 = bounds_2E1
+    def forward(ctx, x_TK, weight_ENK, bias_EN, bounds_2E1, use: Use, out: torch.dtype):
+        call = _Experts(use, x_TK.device, bounds_2E1)
         a, saved = call.take(x_TK) if isinstance(x_TK, Float8Tensor) else call.cast_rows(x_TK)
         y_TN = call.experts_forward(a, weight_ENK, bias_EN, out)
         ctx.save_for_backward(*call.to_save(saved), weight_ENK)
@@ -114,32 +119,28 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TN):
         data, scale, weight_ENK = ctx.saved_tensors  # read once: checkpoints unpack nothing a second time
-        with ctx.call.as_asked():
-            return *ctx.call.experts_backward(dy_TN, (data, scale), weight_ENK, ctx.dtype), None, None, None
+        call, use = ctx.call, resumed(ctx.call.use)
+        if use is not call.use:  # never so in a graph, which allows no such write
+            call.use = use
+        with running_on(use.where.asked):
+            return *call.experts_backward(dy_TN, (data, scale), weight_ENK, ctx.dtype), None, None, None
 
 
 class _Experts:
-    """The three matmuls of a weight [E, N, K] and rows that `bounds_2E1` divides: decided in forward, read in backward.
+    """The three matmuls of a weight [E, N, K], and of rows that `bounds_2E1` divides."""
 
-    Arguments: as of `use_of`.
-    """
-
-    bounds_2E1: torch.Tensor
-
-    def __init__(self, numerics: Numerics, x: torch.Tensor, weight_ENK: torch.Tensor, bias_EN, needs, record: bool):
-        self.use = use = use_of(numerics, x, weight_ENK, bias_EN, needs, record)
-        self.needs_x, self.needs_w, self.needs_b = needs
-        self.numerics, self.recipe, self.record, self.compiling = numerics, use.recipe, record, use.where.compiling
+    def __init__(self, use: Use, device: torch.device, bounds_2E1: torch.Tensor):
+        self.use, self.numerics, self.recipe = use, use.numerics, use.recipe
+        self.bounds_2E1, self.experts = bounds_2E1, bounds_2E1.shape[1] - 1
         self.groups: tuple | None = None  # what an Operand has beside data and scale, of the saved input
         self.copies: Made = {}
-        self.experts = len(weight_ENK)
         of_dy, of_x = self.recipe.wgrad
         # Whether wgrad reads transposes in blocks, else rows as they are.
-        self.blocks = of_dy.is_fp8 and of_x.is_fp8 and grouped.in_blocks(x.device, of_dy, of_x)
+        self.blocks = of_dy.is_fp8 and of_x.is_fp8 and grouped.in_blocks(device, of_dy, of_x)
 
-    def as_asked(self):
-        """The backward's context: it runs where its forward was asked to."""
-        return running_on(self.use.where.asked)
+    def slot(self, place: int, record: bool = False, count: bool = False) -> Slot:
+        """The slot of one of the layer's operands."""
+        return self.use.slots[self.use.first + place, record, count]
 
     def take(self, x: Float8Tensor) -> tuple[Either, Either | None]:
         """`cast_rows` of an input that is in FP8 already: wgrad transposes the codes when it reads them."""
@@ -155,57 +156,52 @@ class _Experts:
 
     def cast_rows(self, x_TK: torch.Tensor) -> tuple[Either, Either | None]:
         """(X for forward, what wgrad will read)."""
-        recipe, numerics = self.recipe, self.numerics
+        use, recipe = self.use, self.recipe
         first, to_save = recipe.forward[0], recipe.wgrad[1]
-        self.use.observe("input", x_TK)
-        serves = self.needs_w and to_save is first and (first.per_tensor or not self.blocks)
+        use.observe("input", x_TK)
+        serves = use.needs_w and to_save is first and (first.per_tensor or not self.blocks)
         held = None if serves else self._holding(x_TK)
-        a = self._rows(x_TK, first, numerics.kept_of_input(x_TK), numerics.slot("input", self.record), held)
-        if serves or not self.needs_w:
+        a = self._rows(x_TK, first, kept_of(use, x_TK, asks=False), self.slot(INPUT, use.record, use.count), held)
+        if serves or not use.needs_w:
             return a, a if serves else None
         return a, self.cast_again(x_TK, {})
 
     def cast_again(self, x_MK: torch.Tensor, kept: Made) -> Either:
         """What wgrad reads, of rows that forward read as codes."""
-        return self._for_wgrad(x_MK, self.recipe.wgrad[1], kept, self.numerics.slot("input", False, count=False), None)
+        return self._for_wgrad(x_MK, self.recipe.wgrad[1], kept, self.slot(INPUT), None)
 
     def experts_forward(self, a: Either, weight_ENK, bias_EN, out: torch.dtype) -> torch.Tensor:
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
-        numerics, second = self.numerics, self.recipe.forward[1]
-        self.use.observe("weight", weight_ENK.flatten(0, 1))
-        weights, wait, outlive = numerics.kept_of_weight(weight_ENK, self.record)
-        slot, held = numerics.slot("weight", self.record), self._holding(weight_ENK)
+        use, second = self.use, self.recipe.forward[1]
+        use.observe("weight", weight_ENK.flatten(0, 1))
+        weights, wait, outlive = kept_of_weight(use, weight_ENK)
+        slot, held = self.slot(WEIGHT, use.record, use.count), self._holding(weight_ENK)
         b = _of_weight(weight_ENK, second, weights, slot, held)
         y_TN = self._each_row(a, b, False, bias_EN, out, "forward")
         if not outlive and second is not self.recipe.dgrad[1]:
             weights.pop(second.text, None)  # forward has read it, and backward will not
-        if not self.compiling:
-            self.copies = weights if self.needs_x and wait else {}
+        if not use.where.compiling:
+            self.copies = weights if use.needs_x and wait else {}
         return y_TN
 
     def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
         """(dx [T, K], dw [E, N, K], db [E, N]), None for what is not needed."""
-        numerics, recipe = self.numerics, self.recipe
-        if not torch.compiler.is_compiling():
-            numerics.state.backward_seen = True
-            numerics.weight.after_backward()
-            if torch.is_grad_enabled():
-                raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
-        self.use.observe("grad_output", dy_TN)
-        held, made, slot = self._holding(dy_TN), {}, numerics.slot("grad_output", record=True)
+        use, recipe = self.use, self.recipe
+        use.observe("grad_output", dy_TN)
+        held, made, slot = self._holding(dy_TN), {}, self.slot(GRAD_OUTPUT, True, True)
         dx_TK = dw_ENK = db_EN = None
-        if self.needs_x:
+        if use.needs_x:
             a = self._rows(dy_TN, recipe.dgrad[0], made, slot, held)
             b, transposed = self._weight_for_rows_of_dy(weight_ENK)
             dx_TK = self._each_row(a, b, transposed, None, dtype, "dgrad")
-            slot = numerics.slot("grad_output", False, count=False)
-        if self.needs_w:
+            slot = self.slot(GRAD_OUTPUT)
+        if use.needs_w:
             a = self._for_wgrad(dy_TN, recipe.wgrad[0], made, slot, held)
             data, scale = saved
             b = data if self.groups is None else Operand(data, scale, *self.groups)
             dw_ENK = self._each_expert(a, b, weight_ENK.dtype)
-        if self.needs_b:
-            db_EN = grouped.column_sums(dy_TN, self.bounds_2E1).to(self.use.bias_dtype)
+        if use.needs_b:
+            db_EN = grouped.column_sums(dy_TN, self.bounds_2E1).to(use.bias_dtype)
         return dx_TK, dw_ENK, db_EN
 
     def _holding(self, x: torch.Tensor) -> torch.dtype | None:
@@ -231,12 +227,12 @@ class _Experts:
 
     def _weight_for_rows_of_dy(self, weight_ENK: torch.Tensor) -> tuple[Either, bool]:
         """(the weight's operand for dgrad, whether it is laid out as for forward), from forward or cast now."""
-        numerics, cast = self.numerics, self.recipe.dgrad[1]
+        cast = self.recipe.dgrad[1]
         weights: Made = {}
-        if not torch.compiler.is_compiling():
+        if not self.use.where.compiling:
             # Taken out: a loss that the user still holds holds this call, and would hold what waits here.
             weights, self.copies = self.copies, weights
-        slot, held = numerics.slot("weight", False, count=False), self._holding(weight_ENK)
+        slot, held = self.slot(WEIGHT), self._holding(weight_ENK)
         if cast is self.recipe.forward[1] or not cast.is_fp8:
             return _of_weight(weight_ENK, cast, weights, slot, held), True
         return _of_weight(weight_ENK, cast, weights, slot, held, transposed=True), False
@@ -248,7 +244,7 @@ class _Experts:
             return _in_16_bits(a, b_ENK.mT if transposed else b_ENK, bias_EN, self.bounds_2E1, a.dtype).to(out)
         a, b = typing.cast("Operand", a), typing.cast("Operand", b)  # one recipe's casts: both are FP8, or neither
         precision = self.recipe.precision[matmul]
-        if not self.compiling and matmul == "forward":
+        if not self.use.where.compiling and matmul == "forward":
             self.numerics.ran = RAN.get(grouped.runs_on(a, b, self.experts, precision), self.numerics.ran)
         return grouped.rows(a, b, self.bounds_2E1, bias_EN, out, (precision, transposed))
 

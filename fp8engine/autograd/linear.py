@@ -1,24 +1,45 @@
-"""Linear layer as an autograd Function: y = x @ w.T + b, each of its three matmuls in the recipe's precision.
+"""Linear layer as an autograd Function: y = x @ w^T + b, each of its three matmuls in the recipe's precision.
+
+    forward   y[M, N]  = X[M, K]  @ W[N, K]^T + b        X, W reduced along -1
+    dgrad     dx[M, K] = DY[M, N] @ (W^T)[K, N]^T        W cast along 0
+    wgrad     dw[N, K] = (DY^T)[N, M] @ (X^T)[K, M]^T    DY, X cast along 0;  db = sum of dy over rows
 
 M is the product of x's leading dimensions.  x is cast before the Function (operands.py), because inside of it, in a
-graph, x has no attributes; what is computed and what is saved: matmuls.py.
+graph, x has no attributes.
+
+Saved for backward: X as FP8 codes in the orientation wgrad reads (or in 16 bits where wgrad is), its scale, and the
+parameter itself.  What the 16-bit alternative keeps, x, is not.  A weight that needs no gradient saves no X; an x that
+needs none spends no dgrad.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from fp8engine import _torch
-from fp8engine.autograd import matmuls
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import along_m, input_again, input_pair, plain, transposed, use_of
+from fp8engine.autograd.operands import (
+    Either,
+    Use,
+    along_m,
+    gradient_pair,
+    input_again,
+    input_pair,
+    kept_of,
+    matrix,
+    plain,
+    resumed,
+    transposed,
+    use_of,
+    weight_for_dgrad,
+    weight_pair,
+)
+from fp8engine.autograd.products import product
 from fp8engine.autograd.ready import suited, take, take_gradient
-from fp8engine.autograd.refusals import PLAIN, check_caller, check_classes, no_transform
 from fp8engine.errors import ShapeError, UnsupportedDtype
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import device, matmul
@@ -45,25 +66,18 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
     refusals.py lists; all name the layer.
     """
-    compiling, out = torch.compiler.is_compiling(), begin(x, weight_NK, bias_N, numerics)
+    out = begin(x, weight_NK, bias_N, numerics)
     if isinstance(x, Float8Tensor):
         x = suited(x, numerics)
     if not numerics.recipe.is_fp8:
         return in_16_bits(x, weight_NK, bias_N, numerics, out)
-    use = use_of(numerics, x, weight_NK, bias_N, *enter(x, weight_NK, bias_N, numerics))
+    use, again = use_of(numerics, x, weight_NK, bias_N), None
     with torch.no_grad():
-        again = None
         if isinstance(x, Float8Tensor):
             (a, kept), is_transposed = take(use, x, lambda values, made: along_m(use, values, made)), False
         else:
-            alone = not compiling and numerics.state.parents[numerics.layer] is None and "fp8" not in vars(x)
-            found = Operands() if alone else numerics.kept_of_input(x)
+            found = kept_of(use, x)
             again = found.again if use.needs_w else None
-            if not compiling:
-                numerics.source = ""
-            if found.producer is not None and not compiling:
-                numerics.source = found.producer.name
-                found.producer.read_by(numerics, use.needs_w and use.where.on_codes)
             a, kept, is_transposed = input_pair(use if again is None else use._replace(needs_w=False), matrix(x), found)
     # One tensor twice among a Function's arguments is refused by Dynamo.
     one = kept is a and a is not None
@@ -72,7 +86,7 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
         kept if isinstance(kept, Operand) and not one else (None if one else kept, None)
     )
     kept_scale = None if kept_scale is scale else kept_scale
-    if again is not None and not compiling:
+    if again is not None and not use.where.compiling:
         again.waiting += 1
     forms = Forms(groups, kept_groups, one, is_transposed, out, again)
     remade = () if again is None else again.tensors
@@ -83,7 +97,7 @@ def begin(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None,
     """Check what a layer is given, and let a step begin with it that may change its recipe.  The result's dtype."""
     check(x, weight_NK, bias_N, numerics.name)
     out = dtype_of_result(x, weight_NK, numerics.name)
-    if numerics.state.on_step is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         numerics.state.enter()
     return out
 
@@ -93,7 +107,7 @@ def in_16_bits(
 ) -> torch.Tensor:
     """A layer whose recipe has no FP8.  read: of (x, weight), what FP8 would read, where that is something else."""
     y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.dtype, out)
-    if numerics.state.samples is None or _torch.transforms_active():
+    if numerics.state.samples is None or torch.compiler.is_compiling() or _torch.transforms_active():
         return y
     return _observed(y, x, weight_NK, numerics, read)
 
@@ -107,29 +121,6 @@ def dtype_of_result(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> torc
             f"{name}: input is {x.dtype} and weight is {weight_NK.dtype}; cast one of them, or run under autocast"
         )
     return x.dtype
-
-
-def enter(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics
-) -> tuple[tuple[bool, bool, bool], bool]:
-    """Begin a layer's FP8 forward: a step may begin with it.  Raises for what refusals.py lists, naming the layer.
-
-    Returns whether input, weight and bias want gradients, and whether amaxes enter the history.
-    """
-    compiling = torch.compiler.is_compiling()
-    if type(x) not in PLAIN or type(weight_NK) not in PLAIN:
-        check_classes(x, weight_NK, numerics.name)
-    if not compiling:
-        if _torch.transforms_active():
-            raise no_transform(numerics.name, "torch.func's transforms (grad, vjp, vmap, jvp)")
-        if _torch.tracing() or _torch.forward_ad._current_level >= 0:
-            check_caller(x, weight_NK, numerics.name)
-        numerics.state.enter()
-    elif numerics.standalone:
-        numerics.state.begin_step()
-    if not torch.is_grad_enabled():
-        return (False, False, False), not compiling and _torch.graph_task() != -1
-    return (x.requires_grad, weight_NK.requires_grad, bias_N is not None and bias_N.requires_grad), True
 
 
 def check(
@@ -184,7 +175,8 @@ class _Linear(torch.autograd.Function):
         x, weight_NK, bias_N, data, scale, kept, kept_scale, use, forms, *remade = given
         recipe = use.recipe
         a = plain(matrix(x), recipe.forward[0]) if data is None else Operand(data, scale, *forms.groups)
-        y_MN, weight_KN, copies = matmuls.forward(use, a, weight_NK, bias_N, forms.out, fp8=True)
+        b, weight_KN, copies = weight_pair(use, weight_NK)
+        y_MN = use.numerics.result(use, a, b, bias_N, forms.out)
         if forms.again is not None:
             kept = kept_scale = None
         elif forms.one:
@@ -202,13 +194,13 @@ class _Linear(torch.autograd.Function):
         # Read once: checkpoints unpack nothing a second time.
         kept, scale, weight_NK, *weight_KN = ctx.saved_tensors
         weight_KN, remade = weight_KN[:2], weight_KN[2:]
-        use, forms, copies, (shape, dtype) = ctx.use, ctx.forms, {}, ctx.x_like
-        if not torch.compiler.is_compiling():
+        use, forms, copies, (shape, dtype) = resumed(ctx.use), ctx.forms, {}, ctx.x_like
+        if not use.where.compiling:
             # Taken out: a loss that the user keeps alive keeps this node alive, and with it these operands.
             copies, ctx.copies = ctx.copies, {}
         groups, dy_MN = forms.groups if forms.one else forms.kept_groups, matrix(dy)
         if forms.again is not None:
-            kept = input_again(use, *forms.again.result(remade))
+            kept = input_again(use, *forms.again.result(remade, use.where.compiling))
         elif groups:
             kept = Operand(kept, scale, *groups)
         if kept is not None and not forms.is_transposed and forms.again is None:
@@ -216,14 +208,35 @@ class _Linear(torch.autograd.Function):
         with inherited(use.where.asked) if use.where.asked else contextlib.nullcontext():
             if isinstance(dy_MN, Float8Tensor):
                 dy_MN = take_gradient(use, dy_MN)
-            found = None if torch.compiler.is_compiling() or "fp8" not in vars(dy) else operands_of_gradient(dy)
-            dx_MK, dw_NK, db_N = matmuls.backward(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtype, found)
+            found = None if use.where.compiling or "fp8" not in vars(dy) else operands_of_gradient(dy)
+            dx_MK, dw_NK, db_N = gradients(use, dy_MN, kept, (weight_NK, weight_KN, copies), dtype, found)
         return None if dx_MK is None else dx_MK.view(shape), dw_NK, db_N, *[None] * (6 + len(remade))
 
 
-def matrix(x: torch.Tensor) -> torch.Tensor:
-    """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def gradients(
+    use: Use,
+    dy: torch.Tensor | tuple,
+    kept: Either | None,
+    weight: tuple,
+    dtype: torch.dtype,
+    found: Operands | None = None,
+) -> tuple:
+    """(dx [M, K] in `dtype`, dw, db), None for what is not needed.  use: as `resumed` gives it.
+
+    dy: [M, N], or its operands.  found: what an activation's backward has made of it.  kept: X^T for wgrad.
+    weight: the parameter, then what `weight_pair` gave beside W.
+    """
+    if found is not None and found.producer is not None:
+        found.producer.read_by(use.numerics, use.where.on_codes and use.needs_x and use.needs_w)
+    d, d_t, db_N = gradient_pair(use, dy, found or {}) if isinstance(dy, torch.Tensor) else dy
+    dx_MK = dw_NK = None
+    if use.needs_x:
+        dx_MK = product(use, d, weight_for_dgrad(use, *weight), None, dtype, "dgrad")
+    if use.needs_w:
+        dw_NK = product(use, d_t, kept, None, weight[0].dtype, "wgrad")
+    if db_N is None or not use.needs_b:
+        return dx_MK, dw_NK, None
+    return dx_MK, dw_NK, db_N if db_N.dtype == use.bias_dtype else db_N.to(use.bias_dtype)
 
 
 def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
@@ -237,13 +250,13 @@ def in_shape_of(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
 
 def _observed(y: torch.Tensor, x, weight_NK: torch.Tensor, numerics: Numerics, read: Callable | None) -> torch.Tensor:
     """y; its layer's tensors are described in this step, which is sampled: numbers may allow FP8 again."""
-    if (y.requires_grad or numerics.state.decides_next) and not torch.compiler.is_compiling():
+    if y.requires_grad or numerics.state.decides_next:
         x_MK = matrix(x.detach())
         if read is not None:
             x_MK, weight_NK = read(x_MK, weight_NK.detach())
         numerics.observe("input", x_MK)
         numerics.observe("weight", weight_NK)
-    if y.requires_grad and not torch.compiler.is_compiling():
+    if y.requires_grad:
         y.register_hook(lambda dy: _observed_gradient(dy, numerics))
     return y
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from fp8engine.autograd.features import Feature
+from fp8engine.autograd import products
+from fp8engine.autograd.features import STORED, Feature, why_excluded
 from fp8engine.autograd.weight import KeptWeight
 from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops.card_trials import kind_of
-from fp8engine.ops.library import in_backward, keepable
+from fp8engine.ops.library import in_backward
 from fp8engine.ops.reference import Slot
 from fp8engine.scaling.columns import Column
-from fp8engine.scaling.operands import Made, Operands, carries, in_graph
 from fp8engine.scaling.sample import observe
-from fp8engine.scaling.table import ROLES, SLOTS, ScalingState
+from fp8engine.scaling.table import OUTPUT, ROLES, SLOTS, ScalingState
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Numerics:
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     sizes: M, N, K of the latest eager forward's matmul.
-    feature: what runs round its matmuls (features.py), None for nothing.
+    feature: what runs round its matmuls (features.py), None for nothing.  kinds: what its weight is, in words of there.
     source: the norm or activation that has made its latest input, "" if none is known to have.
     columns: in the order of SLOTS.
     """
@@ -50,6 +50,7 @@ class Numerics:
     ready: dict[str, int] = field(default_factory=dict)
     bypassed: bool = False
     feature: Feature | None = None
+    kinds: tuple[str, ...] = ()
     sizes: tuple[int, int, int] | None = None
     source: str = ""
     columns: tuple[Column, ...] = ()
@@ -58,6 +59,7 @@ class Numerics:
         self.columns = self.columns or self.state.columns_of(self.layer)
         recipe = self.recipe
         self.kind = kind_of(*recipe.forward) if recipe.input.is_fp8 else None
+        self.result = products.in_16_bits if recipe.stored is None else products.in_fp8
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (recipe.forward, recipe.dgrad))
         self.weight = KeptWeight(recipe.cache_weights, joined, self.smooth)
@@ -71,6 +73,11 @@ class Numerics:
     def smooth(self) -> bool:
         """Whether the outliers of its input's channels are shared with the weight's columns (smooth.py)."""
         return self.feature is not None and self.feature.product
+
+    def why_not(self, *wanted: str) -> str | None:
+        """Why the layer cannot have one of these features beside what it is and has; None where it can."""
+        has = self.kinds if self.feature is None else (*self.kinds, *self.feature.names)
+        return why_excluded(self.name, has if self.recipe.stored is None else (*has, STORED), *wanted)
 
     def switch(self, feature: Feature | None) -> None:
         """Run with a feature round the matmuls from the next call on, or with none."""
@@ -106,28 +113,10 @@ class Numerics:
         self.__post_init__()
         self.state.adopt(self.layer, recipe)
 
-    def kept_of_weight(self, weight: torch.Tensor, training: bool) -> tuple[Made, bool, bool]:
-        """As `KeptWeight.operands`; of a weight that is no real data, nothing is found and nothing waits."""
-        if not keepable(weight):
-            return {}, False, True
-        return self.weight.operands(weight, training, self.state.predictions if self.recipe.predicts_weight else 0)
-
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
-        """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled."""
-        if (sample := self.columns[SLOTS.index(role)].sample) is not None:
+        """Describe what "input", "weight", "grad_output" or "output" holds, in a step that is sampled.
+
+        The output only if all of its consumers accept FP8.
+        """
+        if (sample := self.columns[SLOTS.index(role)].sample) is not None and (role != OUTPUT or self.candidate):
             observe(x_MK, sample)
-
-    @property
-    def samples_output(self) -> bool:
-        """Whether this step samples the layer's output (only if every consumer accepts FP8)."""
-        return self.candidate and self.state.samples is not None
-
-    def kept_of_input(self, x: torch.Tensor) -> Operands:
-        """Operands that other layers, or what made x, have made of this very tensor."""
-        if torch.compiler.is_compiling():
-            return in_graph(x)
-        parent = self.state.parents[self.layer]
-        made = type(vars(x).get("fp8")) is Operands
-        if not (made or parent is not None) or not (carries(x) if made else keepable(x)):
-            return Operands()
-        return self.state.forward.operands(x, self.layer, parent)

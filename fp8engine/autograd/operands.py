@@ -11,23 +11,27 @@ layers have cast already is found in `x.fp8` (scaling/operands.py); a slot of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from fp8engine._torch import dispatch_modes, graph_task
+from fp8engine._torch import dispatch_modes, forward_ad, graph_task, tracing, transforms_active
+from fp8engine.autograd import gathered
 from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.refusals import check_caller, check_classes, no_transform
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import ROLES, Recipe
 from fp8engine.ops import casts, library, matmul, twins
 from fp8engine.ops.backends import asked
 from fp8engine.ops.device import cpu_multiplies
-from fp8engine.ops.library import PLAIN, in_backward
+from fp8engine.ops.library import PLAIN, in_backward, keepable
 from fp8engine.ops.reference import Operand, Slot, column_sums, emulation_dtype, operand
 from fp8engine.scaling.columns import GraphSlots, Slots
-from fp8engine.scaling.operands import Made
+from fp8engine.scaling.operands import Made, Operands, carries, in_graph
 
+NOTHING = (None, None)
 Either = Operand | torch.Tensor  # FP8, or the tensor itself where a recipe leaves a matmul in 16 bits
 INPUT, WEIGHT, GRAD_OUTPUT = range(len(ROLES))  # places of a layer's columns in the scaling table
 
@@ -75,6 +79,7 @@ class Use(NamedTuple):
     needs_x, needs_w, needs_b: whether input, weight and bias want gradients.
     record, count: whether amaxes enter the history, and casts the counters.
     real: whether the weight is data in eager code, of which copies may be kept.
+    sampled: whether this step describes the call's tensors: in training, and before it where `auto` awaits a forward.
     """
 
     numerics: Numerics
@@ -88,33 +93,37 @@ class Use(NamedTuple):
     record: bool
     count: bool
     real: bool
+    sampled: bool
     bias_dtype: torch.dtype | None
-
-    @property
-    def samples(self) -> bool:
-        """Whether this call's tensors are sampled: in training, and before it where `auto` awaits a forward."""
-        state = self.numerics.state
-        return state.samples is not None and (self.record or state.decides_next)
 
     def observe(self, role: str, x_MK: torch.Tensor) -> None:
         """Describe a tensor in a step that is sampled."""
-        if self.samples:
+        if self.sampled:
             self.numerics.observe(role, x_MK)
 
 
-def use_of(
-    numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, needs: tuple[bool, bool, bool], record: bool
-) -> Use:
-    """The use of a layer by a call that begins.
+def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N) -> Use:
+    """The use of a layer in FP8 by a call that begins.  Raises for what refusals.py lists, naming the layer.
 
-    x, weight: its input and its weight [..., N, K], for their device and sizes.  needs: whether input, weight and bias
-    want gradients.
+    x, weight: its input and its weight [..., N, K], for their device, their sizes and what they are.
     """
-    recipe, state = numerics.recipe, numerics.state
+    recipe, state, compiling = numerics.recipe, numerics.state, torch.compiler.is_compiling()
+    if type(x) not in PLAIN or type(weight) not in PLAIN:
+        check_classes(x, weight, numerics.name)
+    if not compiling and (transforms_active() or tracing() or forward_ad._current_level >= 0):
+        check_caller(x, weight, numerics.name)
+    record, needs = torch.is_grad_enabled(), (False, False, False)
+    if record:
+        needs = x.requires_grad, weight.requires_grad, bias_N is not None and bias_N.requires_grad
+    elif not compiling:
+        record = graph_task() != -1
     bias_dtype = None if bias_N is None else bias_N.dtype
-    if torch.compiler.is_compiling():
-        where = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH
-        return Use(numerics, recipe, where, GraphSlots(numerics.columns), 0, *needs, record, True, False, bias_dtype)
+    sampled = state.samples is not None and (record or state.decides_next)
+    if compiling:
+        if numerics.standalone:
+            state.begin_in_graph()
+        where, slots = GRAPH_ON_CARD if graphs_run_on(x.device) == "cublas" else GRAPH, GraphSlots(numerics.columns)
+        return Use(numerics, recipe, where, slots, 0, *needs, record, True, False, sampled, bias_dtype)
     name, plain = asked(), dispatch_modes() == 0 and type(weight) in PLAIN
     numerics.sizes = sizes = (x.numel() // max(x.shape[-1], 1), weight.shape[-2], weight.shape[-1])
     on_host = x.device.type == "cpu" and (name == "reference" or (name is None and not cpu_multiplies("fp8")))
@@ -126,12 +135,58 @@ def use_of(
     numerics.ran, first = where.backend, len(ROLES) * numerics.layer
     count = graph_task() == -1  # a forward that runs inside a backward is counted no second time
     real = plain and not weight.is_meta and not weight.is_inference()
-    return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, bias_dtype)
+    return Use(numerics, recipe, where, state.slots, first, *needs, record, count, real, sampled, bias_dtype)
+
+
+def resumed(use: Use) -> Use:
+    """The use of a call whose backward begins: where that runs, on the tables as they are now.
+
+    Raises GradientError where the gradient is to have a gradient.
+    """
+    numerics = use.numerics
+    if torch.compiler.is_compiling():
+        if use.where.compiling:
+            return use
+        where = GRAPH_ON_CARD if use.where.on_codes else GRAPH  # compiled autograd: of a forward in eager code
+        return use._replace(where=where, slots=GraphSlots(numerics.columns), first=0)
+    if torch.is_grad_enabled():
+        raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
+    numerics.state.backward_seen = True
+    numerics.weight.after_backward()
+    if asked() not in (None, use.where.asked):
+        use = use._replace(where=chosen(use.where.backend or "reference", use.where.asked))
+    if use.slots is not numerics.state.slots:  # the tables have moved or grown since
+        use = use._replace(slots=numerics.state.slots)
+    return use
 
 
 def graphs_run_on(where: torch.device) -> str | None:
     """A backend of the kind that a compiled graph, which chooses when it runs, will choose there; None: any."""
     return "cublas" if where.type == "cuda" else None
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """x with its leading dimensions as rows; their product is spelt out because -1 is ambiguous beside a 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def kept_of(use: Use, x: torch.Tensor, asks: bool = True) -> Operands:
+    """Operands that other layers, or what made x, have made of this very tensor.
+
+    asks: whether what made x learns of the layer, to write its codes beside the next one.
+    """
+    if use.where.compiling:
+        return in_graph(x)
+    numerics = use.numerics
+    parent, made = numerics.state.parents[numerics.layer], type(vars(x).get("fp8")) is Operands
+    numerics.source = ""
+    if not (made or parent is not None) or not (carries(x) if made else keepable(x)):
+        return Operands()
+    found = numerics.state.forward.operands(x, numerics.layer, parent)
+    if found.producer is not None and asks:
+        numerics.source = found.producer.name
+        found.producer.read_by(numerics, use.needs_w and use.where.on_codes)
+    return found
 
 
 def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None, Operand | None, bool]:
@@ -142,8 +197,7 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None
     recipe = use.recipe
     first, second = recipe.forward[0], recipe.wgrad[1]
     slot = use.slots[use.first + INPUT, use.record, use.count]
-    if use.numerics.state.samples is not None:
-        use.observe("input", x_MK)
+    use.observe("input", x_MK)
     if use.needs_w and use.where.on_codes and recipe.input_serves_both:
         return *both(use, x_MK, first, kept, slot), True
     serves = use.needs_w and second is first
@@ -156,6 +210,52 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None
     return a, one(use, x_MK, second, kept, use.slots[use.first + INPUT, False, False], None), False
 
 
+def kept_of_weight(use: Use, weight: torch.Tensor) -> tuple[Made, bool, bool]:
+    """As `KeptWeight.operands`; of a weight that is no real data nothing is found, and a graph saves what it makes."""
+    if not use.real:
+        return {}, use.where.compiling, True
+    predictions = use.numerics.state.predictions if use.recipe.predicts_weight else 0
+    return use.numerics.weight.operands(weight, use.record, predictions)
+
+
+def weight_pair(use: Use, weight_NK: torch.Tensor) -> tuple[Either, tuple, Made]:
+    """(W for forward; W^T as (codes, scale) where a graph saves it; copies that wait for backward)."""
+    recipe, slot = use.recipe, use.slots[use.first + WEIGHT, use.record, use.count]
+    second = recipe.forward[1]
+    if type(weight_NK) is gathered.GatheredWeight:  # distributed/weight_samples.py describes it
+        return gathered.for_forward(weight_NK, second, slot, use.where.compiling), NOTHING, {}
+    use.observe("weight", weight_NK)
+    made, wait, outlive = kept_of_weight(use, weight_NK)
+    holds, weight_KN, transposes = use.needs_x and wait, NOTHING, use.where.on_codes and recipe.weight_serves_both
+    if not second.is_fp8:
+        b: Either = plain(weight_NK, second)
+    elif holds and transposes:
+        b, b_t = both(use, weight_NK, second, made, slot)
+        weight_KN = b_t[:2] if use.where.compiling else NOTHING
+    else:
+        b = one(use, weight_NK, second, made, slot, use.where.emulation(weight_NK.device, weight_NK.numel()))
+    if not outlive and (transposes or second is not recipe.dgrad[1]):
+        made.pop(second.text, None)  # forward has read it, and backward will not
+    return b, weight_KN, made if holds and not use.where.compiling else {}
+
+
+def weight_for_dgrad(use: Use, weight_NK: torch.Tensor, weight_KN: tuple, copies: Made) -> Either:
+    """W^T [K, N]: from forward where it waits, else cast now."""
+    first, second = use.recipe.forward[1], use.recipe.dgrad[1]
+    codes, scale = weight_KN
+    if codes is not None:
+        return operand(codes, scale, first)
+    slot = use.slots[use.first + WEIGHT, False, False]
+    if type(weight_NK) is gathered.GatheredWeight:
+        return transposed(gathered.for_dgrad(weight_NK, (first, second), slot, use.where.compiling))
+    if use.where.on_codes and use.recipe.weight_serves_both:
+        return transpose(use, weight_NK, first, copies, slot)
+    if not second.is_fp8:
+        return plain(weight_NK, second).t()
+    held = use.where.emulation(weight_NK.device, weight_NK.numel())
+    return transposed(one(use, weight_NK, second, copies, slot, held))
+
+
 def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | None, Either | None, Any]:
     """(DY for dgrad, DY^T for wgrad, FP32 sums of dy's columns before it is rounded), None for what is not needed.
 
@@ -164,8 +264,7 @@ def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | N
     recipe = use.recipe
     first, second = recipe.dgrad[0], recipe.wgrad[0]
     slot = use.slots[use.first + GRAD_OUTPUT, True, True]
-    if use.numerics.state.samples is not None:
-        use.observe("grad_output", dy_MN)
+    use.observe("grad_output", dy_MN)
     d = d_t = db_N = None
     held = use.where.emulation(dy_MN.device, dy_MN.numel())
     if use.where.on_codes and use.needs_x and use.needs_w and recipe.grad_serves_both:
@@ -199,7 +298,7 @@ def one(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot, held: 
     if made is None or (slot.record and not made[1].record):
         made = kept[cast.text] = use.where.casts.quantize(x_MK, cast, slot, held), slot
     elif (slot.count or slot.record) and not same(slot, made[1]):
-        take_over(made[1], slot, x_MK.numel())
+        take_over(use, made[1], slot, x_MK.numel())
     if held is None and made[0].data.dtype != cast.dtype:  # another layer has them as values; codes are what is kept
         made = kept[cast.text] = operand(made[0].data.to(cast.dtype), made[0].scale, cast), made[1]
     return made[0]
@@ -235,7 +334,7 @@ def both(use: Use, x_MK: torch.Tensor, cast: Cast, kept: Made, slot: Slot) -> tu
         kept[cast.text], kept[cast.text_of_transpose] = (first, slot), (second, slot)
         return first, second
     if (slot.count or slot.record) and not same(slot, made[1]):
-        take_over(made[1], slot, x_MK.numel())
+        take_over(use, made[1], slot, x_MK.numel())
     return made[0], made_t[0]
 
 
@@ -252,9 +351,9 @@ def same(slot: Slot, other: Slot) -> bool:
     return slot.index == other.index and slot.live_2S is other.live_2S
 
 
-def take_over(source: Slot, slot: Slot, size: int) -> None:
+def take_over(use: Use, source: Slot, slot: Slot, size: int) -> None:
     """Another layer's slot already holds this tensor's amax: take it over instead of reading the tensor again."""
-    if torch.compiler.is_compiling():
+    if use.where.compiling:
         torch.ops.fp8engine.count_again.default(source[0], *slot[:2], slot.record, size)
     else:
         _take_over(source, slot, size)

@@ -25,9 +25,9 @@ import torch
 
 from fp8engine import _torch
 from fp8engine._torch import made_in_graph
-from fp8engine.autograd.linear import in_shape_of, matrix
+from fp8engine.autograd.linear import in_shape_of
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import graphs_run_on
+from fp8engine.autograd.operands import graphs_run_on, matrix
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import casts, norm_act
@@ -187,7 +187,7 @@ def codes_of_gradient(producer: Producer | None, dy: torch.Tensor) -> Store:
     """The codes to write beside the gradient that an activation gives back: of both directions, or none."""
     if producer is None or (reader := producer.reader) is None or producer.unread >= producer.MOST_UNREAD:
         return IN_16_BITS
-    if torch.compiler.is_compiling() or not keepable(dy) or casts.choose(dy.device) == "reference":
+    if not keepable(dy) or casts.choose(dy.device) == "reference":
         return IN_16_BITS
     recipe = reader.recipe
     if not (producer.transposed and recipe.dgrad[0].is_fp8 and recipe.grad_serves_both):
@@ -289,7 +289,7 @@ class _Activation(torch.autograd.Function):
         to = codes_of_gradient(ctx.back, dy)
         found = norm_act.act_quantize_backward(matrix(dy), kept(data, scale, ctx.dtype), ctx.kind, to, up_MN)
         dx, dup = found.dx_MK.view(ctx.shape), None if found.dup_MN is None else found.dup_MN.view(ctx.shape)
-        if ctx.back is not None and not torch.compiler.is_compiling() and casts.choose(dx.device) != "reference":
+        if ctx.back is not None and keepable(dx) and casts.choose(dx.device) != "reference":
             attach(dx, ctx.back, to, (found.q, found.q_t))
             if to.cast is not None:
                 vars(dx)["fp8"]["sums"] = found.dbias_K

@@ -86,7 +86,7 @@ def take(
     if not (gathered and _counted_by(x.source, slot)):
         _count(numerics.state, x.source, slot, x.numel())
     values = None
-    if use.record and numerics.state.samples is not None and not gathered:
+    if use.sampled and not gathered:
         values = x.values().view(q.data.shape)
         use.observe("input", values)
     if not use.needs_w:
@@ -102,7 +102,7 @@ def take(
 
 
 def take_gradient(use: Use, dy_MN: torch.Tensor) -> torch.Tensor | tuple:
-    """dy as `matmuls.backward` takes it: as it is, or the gathered codes, cast as the layer's plan casts dy for dgrad.
+    """dy as `gradients` takes it: as it is, or the gathered codes, cast as the layer's plan casts dy for dgrad.
 
     A bias's gradient is not among what they give: a layer whose dy is gathered adds its bias elsewhere.
     """

@@ -37,7 +37,12 @@ def check_classes(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
 
 
 def check_caller(x: torch.Tensor, weight_NK: torch.Tensor, name: str) -> None:
-    """Raise ScriptError inside torch.jit.trace, GradientError for a dual tensor.  Not for code under torch.compile."""
+    """Raise ScriptError inside torch.jit.trace, GradientError inside a transform of torch.func and for a dual tensor.
+
+    Not for code under torch.compile.
+    """
+    if _torch.transforms_active():
+        raise no_transform(name, "torch.func's transforms (grad, vjp, vmap, jvp)")
     if _torch.tracing():
         raise no_script(name, "torch.jit.trace")
     if _torch.forward_ad._current_level >= 0 and any(

@@ -13,18 +13,17 @@ the weight's other columns are then as far below its scale as x's other channels
 there, as SmoothQuant shares them (arXiv 2211.10438, alpha = 0.5): a channel 2^16 times the others is 2^8 times them in
 x / s, and its column 2^8 times the others in w * s.  Of E4M3's normal numbers the largest is 2^15 times the smallest.
 
-Saved for backward: what matmuls.py names, and s [K].  w * s is made again.
+Saved for backward: what linear.py names, and s [K].  w * s is made again.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fp8engine.autograd import matmuls
 from fp8engine.autograd.features import SMOOTH
-from fp8engine.autograd.linear import begin, enter, in_16_bits, matrix
+from fp8engine.autograd.linear import begin, gradients, in_16_bits, in_shape_of
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import Use, input_pair, plain, transposed, use_of
+from fp8engine.autograd.operands import Use, input_pair, matrix, plain, resumed, transposed, use_of, weight_pair
 from fp8engine.autograd.ready import suited
 from fp8engine.ops.backends import running_on
 from fp8engine.ops.reference import Operand
@@ -36,7 +35,7 @@ MANTISSA, BIAS = 23, 127  # of FP32: bits of the mantissa, and what the exponent
 class Smooth:
     """The feature.  All are equal: it has no state."""
 
-    name, ranks, product = SMOOTH, False, True
+    names, ranks, product = (SMOOTH,), False, True
 
     def run(self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N, numerics: Numerics) -> torch.Tensor:
         """`linear` of a layer that is smoothed."""
@@ -46,13 +45,7 @@ class Smooth:
         if not numerics.recipe.is_fp8:
             read = lambda x_MK, weight_NK: smoothed(x_MK, weight_NK, scales(x_MK))  # noqa: E731 - what FP8 would read
             return in_16_bits(x, weight_NK, bias_N, numerics, out, read)
-        use = use_of(numerics, x, weight_NK, bias_N, *enter(x, weight_NK, bias_N, numerics))
-        return linear_smoothed(matrix(x), weight_NK, bias_N, use, out).view(*x.shape[:-1], len(weight_NK))
-
-
-def linear_smoothed(x_MK, weight_NK, bias_N, use: Use, out: torch.dtype) -> torch.Tensor:
-    """y [M, N] in `out`, as `linear` has it; for a layer whose recipe has FP8."""
-    return _Smoothed.apply(x_MK, weight_NK, bias_N, use, out)
+        return _Smoothed.apply(x, weight_NK, bias_N, use_of(numerics, x, weight_NK, bias_N), out)
 
 
 def scales(x_MK: torch.Tensor) -> torch.Tensor:
@@ -87,31 +80,33 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 class _Smoothed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, use: Use, out: torch.dtype):
+    def forward(ctx, x, weight_NK, bias_N, use: Use, out: torch.dtype):
+        x_MK = matrix(x)
         s_K, (first, second) = scales(x_MK), (use.recipe.forward[0], use.recipe.wgrad[1])
         divided_MK, weight_s_NK = smoothed(x_MK, weight_NK, s_K)
         a, kept, ctx.is_transposed = input_pair(use, divided_MK, {})
-        y_MN, codes, ctx.copies = matmuls.forward(use, a or plain(divided_MK, first), weight_s_NK, bias_N, out)
+        b, codes, ctx.copies = weight_pair(use, weight_s_NK)
+        y_MN = use.numerics.result(use, a or plain(divided_MK, first), b, bias_N, out)
         kept = kept or (plain(divided_MK, second) if use.needs_w else None)
         data, scale, ctx.groups = (kept.data, kept.scale, kept[2:]) if isinstance(kept, Operand) else (kept, None, None)
         ctx.save_for_backward(data, scale, weight_NK, s_K, *codes)
-        ctx.use, ctx.dtype = use, x_MK.dtype
-        return y_MN
+        ctx.use, ctx.x_like = use, (x.shape, x.dtype)
+        return in_shape_of(x, y_MN)
 
     @staticmethod
-    def backward(ctx, dy_MN):
+    def backward(ctx, dy):
         data, scale, weight_NK, s_K, *codes = ctx.saved_tensors  # read once, as in _Linear
-        use, copies = ctx.use, {}
-        if not torch.compiler.is_compiling():
+        use, copies, (shape, dtype) = resumed(ctx.use), {}, ctx.x_like
+        if not use.where.compiling:
             copies, ctx.copies = ctx.copies, {}  # taken out, as in _Linear
         kept = data if ctx.groups is None else Operand(data, scale, *ctx.groups)
         if kept is not None and not ctx.is_transposed:
             kept = transposed(kept)
         weight = (_times(weight_NK, s_K), codes, copies)
         with running_on(use.where.asked):
-            dx_MK, dw_NK, db_N = matmuls.backward(use, dy_MN, kept, weight, _wide(ctx.dtype))
+            dx_MK, dw_NK, db_N = gradients(use, matrix(dy), kept, weight, _wide(dtype))
         if dx_MK is not None:
-            dx_MK = (dx_MK * s_K.reciprocal().to(dx_MK.dtype)).to(ctx.dtype)
+            dx_MK = (dx_MK * s_K.reciprocal().to(dx_MK.dtype)).to(dtype).view(shape)
         if dw_NK is not None:
             dw_NK = (dw_NK * s_K.to(dw_NK.dtype)).to(weight_NK.dtype)
         return dx_MK, dw_NK, db_N, None, None

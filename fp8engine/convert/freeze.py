@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.autograd.features import FROZEN, STORED, why_excluded
 from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.select import Decision, is_conv1d, weight_of
 from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
@@ -98,6 +99,8 @@ def _obstacle(decision: Decision, recipe: Recipe, uses: Counter) -> str | None:
         return "Accelerate's hook moves its weight"
     if not recipe.input.is_fp8 or recipe.weight.format != E4M3:
         return f"recipe {recipe.name!r} does not multiply E4M3 weights in its forward"
+    if recipe.stored is not None:
+        return why_excluded(decision.name, (FROZEN,), STORED)
     if not bool(torch.isfinite(weight).all()):
         raise StateError(f"frozen='fp8': {decision.name}.weight holds NaN or Inf; nothing in the model was changed")
     return None

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine.autograd.features import SMOOTH, why_excluded
+from fp8engine.autograd.features import SMOOTH
 from fp8engine.autograd.smooth import Smooth
 from fp8engine.convert.probe import gated_products
-from fp8engine.errors import ConversionError, ParallelError, UnknownName
+from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.experts import Float8Experts
 from fp8engine.nn.grouped import GroupedLinear
@@ -42,9 +42,9 @@ def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bo
     it.  fe.convert takes no converted model: after fe.revert and fe.convert, call it again.
     Without effect while a layer is in 16 bits.  No codes are written beside the product of a smoothed layer.
 
-    Raises ConversionError where there is nothing to smooth, for a layer that is no down-projection, and for
-    experts; ParallelError for a layer that ranks divide; UnknownName for a glob that
-    matches nothing.  Nothing is changed then.  A forward under torch.func's transforms raises GradientError.
+    Raises ConversionError where there is nothing to smooth, for a layer that is no down-projection, and for what
+    excludes it (autograd/features.py); UnknownName for a glob that matches nothing.  Nothing is changed then.
+    A forward under torch.func's transforms raises GradientError.
 
     >>> mlp = LayerNormMLP(32, 64, "swiglu", recipe="current")
     >>> _ = smooth(mlp)
@@ -104,26 +104,24 @@ def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, An
         raise ConversionError(f"smooth: {type(model).__name__} has no converted layers; call fe.convert first")
     downs = dict(gated(model))
     if names is None:
-        _refuse_experts(model)
+        for module in model.modules():
+            if isinstance(module, Float8Experts | GroupedLinear):
+                _refuse(module)
         chosen = downs
         if not chosen:
             raise ConversionError(f"smooth: no gated MLP is found in {type(model).__name__}; name its down-projections")
     else:
         patterns = [names] if isinstance(names, str) else list(names)
         chosen = {name: layer for pattern in patterns for name, layer in _matching(model, downs, pattern)}
-    for name, layer in chosen.items():
-        if (has := layer.numerics.feature) is not None and (why := why_excluded(name, has.name, SMOOTH)):
-            raise ParallelError(why)
+    for layer in chosen.values():
+        _refuse(layer)
     return chosen
 
 
-def _refuse_experts(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Experts | GroupedLinear):
-            raise ConversionError(
-                f"{name or type(module).__name__} holds the weights of several experts, which smooth does not take; "
-                "give the names of the gated MLPs beside them"
-            )
+def _refuse(layer: Any) -> None:
+    """Raise ConversionError for a layer that is or has what excludes fe.smooth."""
+    if why := layer.numerics.why_not(SMOOTH):
+        raise ConversionError(why)
 
 
 def _matching(model: nn.Module, downs: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
@@ -136,6 +134,7 @@ def _matching(model: nn.Module, downs: dict[str, Any], pattern: str) -> list[tup
     for name, module in model.named_modules():
         if not isinstance(module, Float8Module | GroupedLinear) or not matches(name):
             continue
+        _refuse(module)
         if not _takes(module) or id(module) in owned:
             known = ", ".join(downs) or "none"
             raise ConversionError(

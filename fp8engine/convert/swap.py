@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan, flow
 from fp8engine.auto.calibration import calibrate
 from fp8engine.autograd import Numerics
+from fp8engine.autograd.features import STORED
 from fp8engine.convert import attention as attending
 from fp8engine.convert import freeze
 from fp8engine.convert import fuse as fusing
@@ -202,12 +203,16 @@ def _swap(chosen: list[tuple[Decision, Recipe]]) -> list[ScalingState]:
         state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
         states.append(state)
         for index, (decision, recipe) in enumerate(group):
-            module, numerics = decision.module, Numerics(decision.name or "Linear", recipe, state, index)
+            module: Any = decision.module
+            numerics = Numerics(decision.name or "Linear", recipe, state, index)
             if decision.parameter != "weight":
                 experts.put(module, decision.parameter, numerics)
             else:
                 change_class(module, _float8_class(module))
                 object.__setattr__(module, "numerics", numerics)
+            numerics.kinds = module.kinds
+            if recipe.stored is not None and (why := numerics.why_not(STORED)):
+                raise ConversionError(why)
     return states
 
 

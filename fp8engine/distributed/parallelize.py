@@ -19,7 +19,7 @@ from fp8engine.errors import ParallelError, UnknownName
 from fp8engine.nn.attention import Attention
 from fp8engine.nn.layernorm_mlp import LayerNormMLP
 from fp8engine.nn.linear import Float8Module, float8_modules
-from fp8engine.nn.produce import ProducingMlp, ProducingNorm
+from fp8engine.nn.produce import ProducingMlp, ProducingNorm, alone
 from fp8engine.nn.transformer import MLP
 
 # Names of the layers of q and k in transformers' attentions, and of how many features a head has.
@@ -61,13 +61,13 @@ def _sum_over_ranks(block: nn.Module) -> None:
 
     Norms that fe.convert has recognised, as wide as what such a layer reads; not those that the plan has made DTensors.
     """
-    shards = {}
+    normed = {}
     for layer in float8_modules(block):
         if (shard := layer.numerics.shard) is not None and shard.by == COLUMNS and isinstance(shard.inputs, Shard):
-            shards[getattr(layer, "in_features", 0)] = shard
+            normed[getattr(layer, "in_features", 0)] = shard.normed
     for norm in block.modules():
         if isinstance(norm, ProducingNorm) and (weight := norm._parameters.get("weight")) is not None:
-            norm.recognised.shard = None if isinstance(weight, DTensor) else shards.get(len(weight))
+            norm.recognised.around = alone if isinstance(weight, DTensor) else normed.get(len(weight), alone)
 
 
 def _one_dimension(mesh: DeviceMesh, dim: str | None) -> DeviceMesh:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8engine import _torch
-from fp8engine.autograd.features import RANKS
+from fp8engine.autograd.features import RANKS, SUMS
 from fp8engine.autograd.linear import check, linear
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.produce import NormOf
@@ -46,7 +46,12 @@ class Sharding:
     outputs: Placement
     local: bool = True
 
-    name, ranks, product = RANKS, True, False  # as features.py has them
+    ranks, product = True, False  # as features.py has them
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The features of a layer that is divided so."""
+        return (RANKS,) if self.by == COLUMNS else (RANKS, SUMS)
 
     def __str__(self) -> str:
         return f"{self.by} over {self.mesh.size()} ranks"

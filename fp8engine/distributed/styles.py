@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fp8engine.autograd.features import RANKS, STORED, SUMS, why_excluded
+from fp8engine.autograd.features import RANKS, STORED, SUMS
 from fp8engine.distributed.shard import COLUMNS, ROWS, Sharding
 from fp8engine.errors import ParallelError
 from fp8engine.nn.linear import Float8Module, Linear
@@ -57,13 +57,14 @@ class _Style(ParallelStyle):
                 f"{name}: {style} divides layers that fe.convert has converted, and it is a {type(module).__name__}: "
                 f"call fe.convert before, or use torch's {torchs} for a layer that is to stay as it is"
             )
+        wanted = (RANKS,) if self.by == COLUMNS else (RANKS, SUMS)
+        if hasattr(module, "numerics") and (why := module.numerics.why_not(*wanted)):
+            return why
         if not isinstance(module, Linear):
             return (
-                f"{name}: {style} divides fe.Linear, and it is a {type(module).__name__}, whose weight is stored "
-                "otherwise: leave it out of the plan"
+                f"{name}: {style} divides fe.Linear, and it is a {type(module).__name__}: name the layers in it, or "
+                "leave it out of the plan"
             )
-        if (has := module.numerics.feature) is not None and (why := why_excluded(name, has.name, RANKS)):
-            return why
         if self.by == COLUMNS and name.rpartition(".")[2] in STACKED:
             return (
                 f"{name}: its rows are several matrices stacked, [gate | up] or [q | k | v], and equal parts of them "
@@ -78,8 +79,6 @@ class _Style(ParallelStyle):
                 f"{name}: {features}={getattr(module, features)} is not divisible by {ranks} ranks: {style} gives "
                 "every rank an equal part; use fewer ranks, or leave the layer out of the plan"
             )
-        if self.by == ROWS and module.numerics.recipe.stored is not None:
-            return why_excluded(name, STORED, SUMS)
         return None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -106,8 +105,7 @@ class _Style(ParallelStyle):
         roles = [role for role, divided in zip(ROLES, (inputs, True, gradients), strict=True) if divided]
         sharding = Sharding(mesh, self.by, self.inputs, self.outputs, self.local)
         layer.numerics.divide(sharding, mesh.get_group().group_name, roles)
-        if self.by == ROWS:
-            layer.numerics.candidate = False  # auto stores no partial sums in FP8
+        layer.numerics.candidate &= not layer.numerics.why_not(STORED)
 
 
 class Colwise(_Style):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fp8engine import _torch
-from fp8engine.autograd.linear import matrix
 from fp8engine.autograd.numerics import Numerics
+from fp8engine.autograd.operands import matrix
 from fp8engine.autograd.ready import GatheredTensor
 from fp8engine.errors import ParallelError
 from fp8engine.numerics.cast import Cast

@@ -11,6 +11,7 @@ from torch.fx import Proxy
 from transformers.pytorch_utils import Conv1D
 
 from fp8engine.autograd import Layer, linear
+from fp8engine.autograd.features import CONV1D
 from fp8engine.nn.linear import Float8Module, leaf
 from fp8engine.nn.serving import Served, scale_name, serving
 from fp8engine.numerics.recipe import Recipe
@@ -20,6 +21,7 @@ class Float8Conv1D(Float8Module, Conv1D):
     """A transformers Conv1D in FP8, made by `fe.convert`: y [..., nf] = x [..., nx] @ weight [nx, nf] + bias."""
 
     transposed = True
+    kinds = (CONV1D,)
 
     def __repr__(self) -> str:
         return f"{super().__repr__().removesuffix(')')}{self.extra_repr()})"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.autograd.features import EXPERTS
 from fp8engine.autograd.grouped import grouped_linear, grouped_plain
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import ParallelError
@@ -68,6 +69,7 @@ class Float8Experts(Mixin, Float8Module):
     prefix = "Float8"
     parts: dict[str, Numerics]
     divided: bool = False
+    kinds = (EXPERTS,)
 
     @property
     def numerics(self) -> Numerics:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -86,9 +86,7 @@ class Softmax:
         if why := refused(q, k, v, wanted):
             if self.strict:
                 raise StrictError(f"strict=True: {self.name}: attention would run in 16 bits: {why}")
-            if not self.said and not torch.compiler.is_compiling():
-                self.said = True
-                warnings.warn(f"{self.name}: attention runs in 16 bits: {why}", AttentionWarning, stacklevel=2)
+            self._say(f"attention runs in 16 bits: {why}")
             return self._in_16_bits(why)
         if self.asked == "auto" and (why := self._doubts(q, k, v, wanted)):
             return self._in_16_bits(why)
@@ -137,10 +135,15 @@ class Softmax:
         why = "; ".join(filter(None, (why, slow(q))))
         if why and self.strict:
             raise StrictError(f"strict=True: {self.name}: {why}")
-        if why and not self.said and not torch.compiler.is_compiling():
-            self.said = True
-            warnings.warn(f"{self.name}: {why}", AttentionWarning, stacklevel=2)
+        if why:
+            self._say(why)
         self._in_16_bits(why)
+
+    def _say(self, what: str) -> None:
+        """Warn of the first thing that is not as it was asked for; not while a graph is traced."""
+        if not self.said and not torch.compiler.is_compiling():
+            self.said = True
+            warnings.warn(f"{self.name}: {what}", AttentionWarning, stacklevel=3)
 
     def _in_16_bits(self, why: str) -> None:
         self.ran, self.why = "16 bits", why

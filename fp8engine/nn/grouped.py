@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from fp8engine.auto import attach
+from fp8engine.autograd.features import EXPERTS, STORED
 from fp8engine.autograd.grouped import grouped_linear
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.errors import ShapeError
+from fp8engine.errors import ConversionError, ShapeError
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
@@ -35,7 +36,7 @@ class GroupedLinear(Float8Module):
     scaling state, on the device that `with torch.device(...)` names.  Input [T, K] in FP32, BF16 or FP16, the rows of
     each expert together; output [T, N] in the input's dtype, or autocast's.
     divided: whether fe.distributed.ExpertParallel has given this rank some of the experts alone.
-    Raises UnknownName for a recipe's name, ShapeError for no experts.
+    Raises UnknownName for a recipe's name, ShapeError for no experts, ConversionError for a recipe that stores results.
 
     >>> experts = GroupedLinear(3, 32, 16, recipe="rowwise")
     >>> experts
@@ -46,6 +47,7 @@ class GroupedLinear(Float8Module):
 
     bias: nn.Parameter | None
     divided: bool = False
+    kinds = (EXPERTS,)
 
     def __init__(
         self,
@@ -88,6 +90,9 @@ class GroupedLinear(Float8Module):
             raise ShapeError(f"GroupedLinear: bias is {list(bias.shape)}; want [E, N] = {list(self.shape[:2])}")
         self.register_parameter("bias", bias)
         self.numerics = Numerics("GroupedLinear", recipe, ScalingState([("", recipe)], weight.device), standalone=True)
+        self.numerics.kinds = self.kinds
+        if recipe.stored is not None and (why := self.numerics.why_not(STORED)):
+            raise ConversionError(why)
         attach([self.numerics], [tuple(weight.shape)])
 
     @property

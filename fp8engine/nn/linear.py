@@ -20,10 +20,12 @@ class Float8Module(nn.Module):
     """Base of every module with a recipe: its `numerics`, and how they follow torch's moves, loads and copies.
 
     transposed: whether the layer multiplies by its weight's transpose, the weight being [K, N].
+    kinds: what its weight is, in words of autograd/features.py.
     """
 
     numerics: Numerics
     transposed = False
+    kinds: tuple[str, ...] = ()
 
     def numerics_of(self, parameter: str) -> Numerics | None:
         """The numerics of the matmuls by one of its parameters; None: that one is no matrix with a recipe."""

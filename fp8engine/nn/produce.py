@@ -13,7 +13,7 @@ module in the activation's place, or a hook on it, are the own forward's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ def begin_in_graph(layer: nn.Module) -> None:
     layer: any of those that share its scaling state.
     """
     if torch.compiler.is_compiling() and (numerics := numerics_of(layer)) is not None:
-        numerics.state.begin_step()
+        numerics.state.begin_in_graph()
 
 
 @contextlib.contextmanager
@@ -112,13 +112,19 @@ def sharing(layer: nn.Module) -> Iterator[None]:
         numerics.state.forward.end()
 
 
+def alone(x: torch.Tensor, of: NormOf, run: Callable[[torch.Tensor, NormOf], torch.Tensor]) -> torch.Tensor:
+    """A norm that nothing runs round."""
+    return run(x, of)
+
+
 @dataclass(eq=False)
 class Recognised:
     """What a module computes.  what: a norm, or an activation's kind.  eps: the name of the norm's own eps, or "".
 
     layers: of an MLP, the paths of its gate and up, or of one layer for both, and of its down.
     others: its other parts and their paths: the activation, dropout with p = 0; their forwards do not run.
-    shard: of a norm of this rank's tokens, how the layers near it are divided; it sums its parameters' gradients.
+    around: of a norm, run in its place with what it runs: where it has this rank's tokens alone, it sums its
+    parameters' gradients over ranks.
     """
 
     what: Any
@@ -127,7 +133,7 @@ class Recognised:
     others: tuple[tuple[tuple[str, ...], nn.Module], ...] = ()
     gate_last: bool = False
     producer: Producer = field(default_factory=Producer)
-    shard: Any = None
+    around: Callable = alone
 
 
 def _plain(x: Any) -> bool:
@@ -153,9 +159,7 @@ class ProducingNorm(Mixin):
         if known.eps:  # it may be set by now
             which = which._replace(eps=getattr(self, known.eps))
         of = NormOf(which, weight, bias)
-        if known.shard is not None:
-            return known.shard.normed(x, of, lambda part, own: norm(part, own, known.producer))
-        return norm(x, of, known.producer)
+        return known.around(x, of, lambda part, own: norm(part, own, known.producer))
 
 
 def _fits(parameter: torch.Tensor | None, x: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fp8engine.autograd import Numerics
+from fp8engine.autograd.features import FROZEN
 from fp8engine.autograd.frozen import frozen_linear
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.class_swap import change_class
@@ -70,6 +71,7 @@ def scale_shape(weight: Cast, n: int, k: int) -> tuple[int, ...]:
 class Served(Float8Module):
     """Base of served layers: codes in `weight`, their scale under `scale_name`, an optional static `input_scale`."""
 
+    kinds = (FROZEN,)
     bias: torch.Tensor | None
     scale_name: str
     input_scale: torch.Tensor | None
@@ -302,7 +304,7 @@ def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
         state = ScalingState(recipes, where)
         states.append(state)
         for index, ((name, layer), (_, recipe)) in enumerate(zip(group, recipes, strict=True)):
-            layer.numerics = Numerics(name or "Linear", recipe, state, index)
+            layer.numerics = Numerics(name or "Linear", recipe, state, index, kinds=layer.kinds)
             for role, scale in (("weight", layer.scale), ("input", layer.input_scale)):
                 if scale is not None and scale.numel() and where.type != "meta":  # as reports show: the coarsest
                     slot = state.slot(len(ROLES) * index + ROLES.index(role), record=False)

@@ -340,7 +340,7 @@ def _keep_bias(ctx, inputs, output) -> None:
 
 
 def _matmul_backward(ctx, dy):
-    """Codes and scales have no gradients (autograd/matmuls.py gives a layer's); the bias has."""
+    """Codes and scales have no gradients (autograd/linear.py gives a layer's); the bias has."""
     db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
     return None, None, None, None, db, None, None, None
 

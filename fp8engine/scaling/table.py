@@ -199,10 +199,13 @@ class ScalingState:
 
     def begin_forward(self, root: nn.Module | None = None, *_: object) -> None:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
-        if self.on_step is not None and root is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.begin_in_graph()
+            return
+        if self.on_step is not None and root is not None:
             self.root = weakref.ref(root)
         self.begin_step(root=True)
-        if self.shares and not torch.compiler.is_compiling():
+        if self.shares:
             self.forward.begin()
 
     def end_forward(self, root: object = None, inputs: object = None, result: object = None) -> None:
@@ -211,17 +214,18 @@ class ScalingState:
         result: a loss that the model returns is kept for `auto` in a step that is sampled.  Its gradient is a backward
         of blocks that are compiled one by one too, whose graphs tell nobody.
         """
-        if not torch.compiler.is_compiling():
-            if self.on_step is not None and torch.is_grad_enabled():
-                for leaf in _torch.tree_leaves(result):
-                    if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                        leaf.grad_fn.register_prehook(self._backward_comes)
-            if self.samples is not None:
-                loss = getattr(result, "loss", None)
-                if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                    self.samples.see_loss(loss)
-            if self.shares:
-                self.forward.end()
+        if torch.compiler.is_compiling():
+            return
+        if self.on_step is not None and torch.is_grad_enabled():
+            for leaf in _torch.tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.grad_fn.register_prehook(self._backward_comes)
+        if self.samples is not None:
+            loss = getattr(result, "loss", None)
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                self.samples.see_loss(loss)
+        if self.shares:
+            self.forward.end()
 
     def _backward_comes(self, _: object) -> None:
         self.backward_seen = True
@@ -234,18 +238,23 @@ class ScalingState:
 
     def begin_step(self, root: bool = False) -> None:
         """Enter the last step's amaxes, if this is a training step and not a recompute.  root: its forward begins."""
-        if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                self._update()
-        elif transforms_active():
+        if transforms_active():
             return  # layers in FP8 refuse torch.func's transforms; in 16 bits they are no step
-        elif graph_task() == -1:
+        if graph_task() == -1:
             # `on_step`'s first forward may be a reentrant checkpoint's; or an evaluation's, which auto finds out later.
             first = not (self.begun or self.on_step is None) or (root and self.decides_next)
             if torch.is_grad_enabled() or self.recomputed or first:
                 self.fold()
         elif torch.is_grad_enabled():
             self.recomputed = True
+
+    def begin_in_graph(self) -> None:
+        """Enter the last step's amaxes, in a graph that torch.compile traces, if it is one for training.
+
+        Where no scale is predicted too: a fill would be a declared write, of a copy, which the layers' effects write.
+        """
+        if torch.is_grad_enabled():
+            scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
 
     def enter(self) -> None:
         """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
@@ -269,13 +278,11 @@ class ScalingState:
             self.on_step(came)
 
     def _update(self) -> None:
-        # A fill in a graph would be a declared write: of a copy, which the layers' effects then write too.
-        if self.delayed or torch.compiler.is_compiling():
-            if not torch.compiler.is_compiling():
-                self.predictions += 1
-                self._enter_kept_weights()
+        if self.delayed:
+            self.predictions += 1
+            self._enter_kept_weights()
             scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
-            if not torch.compiler.is_compiling() and len(self.outputs):
+            if len(self.outputs):
                 self.outputs.settle(self.counts_CS)
                 self.outputs.after_update(self.history_HS, self.live_2S, self.rules_3S)
         elif self._host is not None:

@@ -42,11 +42,11 @@ def test_both_directions_read_what_a_cast_of_the_weight_gives(recipe: str | Reci
     forward, dgrad = chosen.forward[1], chosen.dgrad[1]
     slot, _ = slot_of(chosen)
     codes = gathered(weight, chosen)
-    a, direct = for_forward(codes, forward, slot), casts.quantize(weight, forward)
+    a, direct = for_forward(codes, forward, slot, False), casts.quantize(weight, forward)
     assert torch.equal(a.data.view(torch.uint8), direct.data.view(torch.uint8))
     assert torch.equal(a.scale, direct.scale)
     errors = []
-    for b in (for_dgrad(codes, forward, dgrad, slot), casts.quantize(weight, dgrad)):
+    for b in (for_dgrad(codes, (forward, dgrad), slot, False), casts.quantize(weight, dgrad)):
         values = fe.Float8Tensor(b.data, b.scale, dgrad.granularity, torch.float32).values()
         errors.append(10 * math.log10(weight.square().sum() / (values - weight).square().sum()))
     assert abs(errors[0] - errors[1]) < 0.01
@@ -85,7 +85,7 @@ def test_a_call_enters_the_slot_as_a_cast_does():
     weight, recipe = torch.randn(N, K), resolve("current")
     (ours, state), (theirs, other) = slot_of(recipe), slot_of(recipe)
     versions = state.live_2S._version, state.counts_CS._version
-    for_forward(gathered(weight, recipe), recipe.forward[1], ours)
+    for_forward(gathered(weight, recipe), recipe.forward[1], ours, False)
     casts.quantize(weight, recipe.forward[1], theirs)
     assert torch.equal(state.live_2S, other.live_2S)
     assert state.counts_CS[:2, 1].tolist() == [1, N * K]
@@ -97,7 +97,7 @@ def test_a_recipe_that_changed_after_the_gather_is_an_error():
     slot, _ = slot_of(recipe)
     message = "up: its weight was gathered as E4M3 codes per tensor, and its recipe now casts E4M3 per row"
     with pytest.raises(ParallelError, match=message):
-        for_forward(gathered(torch.randn(N, K), resolve("current")), recipe.forward[1], slot)
+        for_forward(gathered(torch.randn(N, K), resolve("current")), recipe.forward[1], slot, False)
 
 
 def test_views_that_fully_shard_makes_keep_the_codes():

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8engine as fe
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.operands import use_of
-from fp8engine.autograd.smooth import linear_smoothed, scales
+from fp8engine.autograd.smooth import _Smoothed, scales
 from fp8engine.numerics.recipe import resolve
 from fp8engine.scaling.table import ScalingState
 
@@ -51,7 +51,7 @@ def test_in_fp32_it_is_the_layer_bit_for_bit(shape: tuple[int, int, int]):
     tensors = uneven(m, k), torch.randn(n, k), torch.randn(n)
 
     def ours(x, w, b):
-        return linear_smoothed(x, w, b, use_of(numerics, x, w, b, (True, True, True), True), torch.float32)
+        return _Smoothed.apply(x, w, b, use_of(numerics, x, w, b), torch.float32)
 
     for call in (F.linear, ours):
         x, w, b = (each.clone().requires_grad_() for each in tensors)

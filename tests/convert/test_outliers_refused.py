@@ -108,7 +108,12 @@ def test_a_layer_of_no_mlp_may_be_named():
         (lambda: fe.LayerNormMLP(16, 32, "gelu", recipe="current"), "down", ConversionError, "a Linear that is none"),
         (lambda: fe.LayerNormMLP(16, 32, "swiglu", recipe="current"), "gate_up", ConversionError, "gate_up: "),
         (lambda: converted(tiny.mixtral()), None, ConversionError, "the weights of several experts"),
-        (lambda: fe.GroupedLinear(2, 16, 16, recipe="current"), "*", ConversionError, "it is a GroupedLinear"),
+        (
+            lambda: fe.GroupedLinear(2, 16, 16, recipe="current"),
+            "*",
+            ConversionError,
+            "several experts, and cannot have fe.smooth",
+        ),
     ],
 )
 def test_refused_by_name(make, names, error: type[Exception], words: str):
@@ -134,9 +139,9 @@ def test_a_layer_that_is_set_is_not_divided_and_a_divided_one_not_set():
     assert "it has fe.smooth, and cannot have a division over ranks beside it" in str(
         style.problem(model.blocks[0].down, 2)
     )
-    model.blocks[1].down.numerics.switch(SimpleNamespace(name=RANKS, ranks=True, product=False))  # pyright: ignore[reportArgumentType]
+    model.blocks[1].down.numerics.switch(SimpleNamespace(names=(RANKS,), ranks=True, product=False))  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        fe.errors.ParallelError, match=r"blocks\.1\.down: it has a division over ranks, and cannot have fe\.smooth"
+        fe.errors.ConversionError, match=r"blocks\.1\.down: it has a division over ranks, and cannot have fe\.smooth"
     ):
         fe.smooth(model)
     assert [name for name, layer in gated(model) if layer.numerics.smooth] == ["blocks.0.down"]

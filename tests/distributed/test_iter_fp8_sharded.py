@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
-from fp8engine.autograd import matmuls
+from fp8engine.autograd import products
 from fp8engine.distributed.traffic import Traffic
 
 pytestmark = pytest.mark.slow
@@ -62,14 +62,14 @@ def whole_of(model: Any, dtype: torch.dtype) -> Any:
 
 def forward_weights(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The weight operand of each layer's forward: values on the FP8 grid in FP32, and their scale."""
-    seen, product = {}, matmuls.product
+    seen, product = {}, products.product
 
     def watched(use, a, b, bias, out, matmul):
         seen[use.numerics.name] = (b.data.float(), b.scale.clone())
         return product(use, a, b, bias, out, matmul)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(matmuls, "product", watched)
+        patch.setattr(products, "product", watched)
         model(tiny_models.tokens())
     return seen
 

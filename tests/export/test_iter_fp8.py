@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support import converted
 
 import fp8engine as fe
-from fp8engine.autograd import matmuls
+from fp8engine.autograd import products
 from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.export import export, iter_fp8
 
@@ -100,7 +100,7 @@ def test_names_ties_and_left_layers_are_those_of_export(tmp_path: Path, make: Ca
 
 def forward_weights(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """The weight operand, as (values on the FP8 grid in FP32, scale), that each layer's forward multiplies."""
-    seen, product = {}, matmuls.product
+    seen, product = {}, products.product
 
     def watched(use, a, b, bias, out, matmul):
         if matmul == "forward":
@@ -108,7 +108,7 @@ def forward_weights(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, to
         return product(use, a, b, bias, out, matmul)
 
     with monkeypatch.context() as patch:
-        patch.setattr(matmuls, "product", watched)
+        patch.setattr(products, "product", watched)
         tiny_models.loss_of(model, tiny_models.tokens()).backward()
     return seen
 

@@ -13,7 +13,7 @@ from support import DTYPES, FP8_RECIPES, same, tables
 
 import fp8engine as fe
 from fp8engine.autograd import NormOf, produce
-from fp8engine.autograd.linear import matrix
+from fp8engine.autograd.operands import matrix
 from fp8engine.ops.reference import Norm, Store
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
 from fp8engine.scaling.operands import Producer
