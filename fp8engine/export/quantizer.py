@@ -19,13 +19,14 @@ import transformers
 from torch import nn
 
 from fp8engine.convert.dry_run import asked_for_dtype
+from fp8engine.convert.kinds import classes_for, is_conv1d, is_plain_linear
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.revert import revert
-from fp8engine.convert.select import decide, is_conv1d, is_plain_linear, weight_of
+from fp8engine.convert.select import decide
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
 from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
-from fp8engine.nn.serving import Served, ServedLinear, attach, trouble
+from fp8engine.nn.serving import Served, attach, make_served, trouble
 from fp8engine.numerics.recipe import Recipe, resolve
 
 if int(transformers.__version__.split(".")[0]) < 5:  # the loader that quantises weight by weight came with 5.0
@@ -104,7 +105,7 @@ class Quantize(ConversionOps):
             module, _ = get_module_from_name(model, name)
             if tuple(weight.shape) != tuple(module.weight.shape) or not bool(torch.isfinite(weight).all()):
                 raise StateError(f"{name}: {list(weight.shape)} with NaN or Inf, or not {list(module.weight.shape)}")
-            codes, scale = module.quantize_(weight if isinstance(module, nn.Linear) else weight.t())
+            codes, scale = module.quantize_(weight)
             made |= {name: codes, f"{name.removesuffix('weight')}{module.scale_name}": scale}
         return made
 
@@ -137,12 +138,12 @@ class Fp8EngineQuantizer(HfQuantizer):
         for name, module in layers:
             key = name_in_file[f"{name}.weight"].removesuffix(".weight")
             recipe = stored.recipe_of(key, name)
-            served = self._served(module, recipe)
+            kind, static = classes_for(module)[1], self.quantization_config.activation_scheme == "static"
+            served = make_served(module, kind, recipe, static, self.quantization_config.scale_name)
             if stored.mixed:
                 mixed[name] = recipe
             if self.pre_quantized:
                 _fit_scales(served, f"{key}.", heads)
-            model.set_submodule(name, served, strict=True)
         self.quantization_config.mixed = mixed
         self.quantization_config.modules_to_not_convert = list(left)
 
@@ -178,20 +179,6 @@ class Fp8EngineQuantizer(HfQuantizer):
             why = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:4])
             raise ConversionError(f"nothing to load into FP8 in {type(model).__name__}: {why or 'no linear layers'}")
         return layers, left
-
-    def _served(self, module: nn.Module, recipe: Recipe) -> Served:
-        static = self.quantization_config.activation_scheme == "static"
-        if isinstance(module, nn.Linear):
-            n, k, bias = module.out_features, module.in_features, module.bias is not None
-            made: Served = ServedLinear(k, n, bias, recipe=recipe, static=static, device="meta")
-        else:
-            from fp8engine.nn.conv1d import ServedConv1D
-
-            k, n = weight_of(module).shape
-            made = ServedConv1D(n, k, recipe=recipe, static=static, device="meta")
-        made.compute_dtype = weight_of(module).dtype
-        made.rename_scale(self.quantization_config.scale_name)
-        return made
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module, name = get_module_from_name(model, param_name)
@@ -246,10 +233,10 @@ def _names_in_file(model, heads: dict[str, headers.Header]) -> dict[str, str]:
 
 def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> None:
     """Give scales of one number the shape that the files have: [] or [1]."""
-    for name in served.scales:
-        head, want = heads[key + name], tuple(getattr(served, name).shape)
+    for name, scale in served.scales.items():
+        head, want = heads[key + name], tuple(scale.shape)
         if head.shape == () and want == (1,):
-            served.without_dimension(name)
+            served.register_parameter(name, nn.Parameter(scale.new_empty(()), requires_grad=False))
         elif head.shape != want:
             raise StateError(f"{key}{name} in {head.file.name} is {list(head.shape)}; this layer has {list(want)}")
 
