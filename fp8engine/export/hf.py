@@ -3,6 +3,7 @@
 `describe` is in convert/recognised.py, checkpoints in export/.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.convert.recognised import Description, describe
@@ -13,16 +14,14 @@ if TYPE_CHECKING:
     from fp8engine.nn.hf_cache import Fp8Cache
 
 
+# By name, the module that has it: both need transformers.
+LATE = {"Fp8EngineConfig": "fp8engine.export", "Fp8Cache": "fp8engine.nn.hf_cache"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "Fp8EngineConfig":  # here: it needs transformers, and registers itself there
-        from fp8engine.export import Fp8EngineConfig
-
-        return Fp8EngineConfig
-    if name == "Fp8Cache":  # the same
-        from fp8engine.nn.hf_cache import Fp8Cache
-
-        return Fp8Cache
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(LATE[name]), name)
 
 
 __all__ = [

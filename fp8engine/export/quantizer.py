@@ -18,14 +18,14 @@ import torch
 import transformers
 from torch import nn
 
-from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.kinds import classes_for, is_conv1d, is_plain_linear
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.revert import revert
 from fp8engine.convert.select import decide
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
-from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
+from fp8engine.export.layers import needed_in_16_bits
+from fp8engine.export.layout import OURS, Stored, choose, read_recipes, to_config
 from fp8engine.nn.serving import Served, attach, make_served, trouble
 from fp8engine.numerics.recipe import Recipe, resolve
 
@@ -77,13 +77,6 @@ class Fp8EngineConfig(QuantizationConfigMixin):
         self.activation_scheme = activation_scheme
         self.scale_name = scale_name or stored.scale_name
         self.mixed = read_recipes(recipes or [])
-
-    @staticmethod
-    def of(stored: Stored) -> Fp8EngineConfig:
-        """The config under which this engine loads a checkpoint of any layout."""
-        made = Fp8EngineConfig(stored.recipe, stored.left, SCHEMES[stored.static], stored.scale_name)
-        made.mixed = dict(stored.mixed)
-        return made
 
     def stored(self) -> Stored:
         """The config as `export` and `load` use it."""
@@ -156,19 +149,15 @@ class Fp8EngineQuantizer(HfQuantizer):
         for pattern in self.quantization_config.modules_to_not_convert:
             if not fnmatch.filter(names, pattern):
                 raise UnknownName("modules_to_not_convert pattern (no linear layer matches it)", pattern, names)
-        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
-        layers, left, asked = [], {}, asked_for_dtype(model)
+        needed, skipped = needed_in_16_bits(model), self.quantization_config.modules_to_not_convert
+        layers, left = [], {}
         for decision in decisions:
-            name, why = decision.name, asked.get(id(decision.module)) if decision.recipe else decision.reason
+            name = decision.name
+            why = decision.reason if decision.recipe is None else needed.get(id(decision.module))
             if decision.parameter != "weight":
                 why = why or "experts in one 3-D parameter: read in 16 bits"
-            elif any(fnmatch.fnmatchcase(name, p) for p in self.quantization_config.modules_to_not_convert):
+            elif any(fnmatch.fnmatchcase(name, pattern) for pattern in skipped):
                 why = "modules_to_not_convert"
-            elif f"{name}.weight" in tied:
-                why = why or "its weight is shared with another module, which reads it in 16 bits"
-            elif high and not should_convert_module(name, high):
-                why = why or "transformers keeps it in FP32 (_keep_in_fp32_modules)"
             elif f"{name}.weight" not in name_in_file:
                 why = why or "its weight is not in the checkpoint"
             if why is None:
