@@ -104,7 +104,12 @@ def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, An
         raise ConversionError(f"smooth: {type(model).__name__} has no converted layers; call fe.convert first")
     downs = dict(gated(model))
     if names is None:
-        _refuse_experts(model)
+        for name, module in model.named_modules():
+            if isinstance(module, Float8Experts | GroupedLinear):
+                raise ConversionError(
+                    f"{name or type(module).__name__} holds the weights of several experts, which smooth does not "
+                    "take; give the names of the gated MLPs beside them"
+                )
         chosen = downs
         if not chosen:
             raise ConversionError(f"smooth: no gated MLP is found in {type(model).__name__}; name its down-projections")
@@ -115,15 +120,6 @@ def _chosen(model: nn.Module, names: str | Iterable[str] | None) -> dict[str, An
         if (has := layer.numerics.feature) is not None and (why := why_excluded(name, has.name, SMOOTH)):
             raise ParallelError(why)
     return chosen
-
-
-def _refuse_experts(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Experts | GroupedLinear):
-            raise ConversionError(
-                f"{name or type(module).__name__} holds the weights of several experts, which smooth does not take; "
-                "give the names of the gated MLPs beside them"
-            )
 
 
 def _matching(model: nn.Module, downs: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 from torch import nn
 
@@ -34,7 +33,6 @@ from fp8engine.convert.select import Decision, Skip, decide
 from fp8engine.errors import ConversionError, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
-from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served
 from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.recipe import Auto, Recipe
@@ -103,10 +101,13 @@ def convert(
         consumers = None
         if example_inputs is not None and any(isinstance(used, Auto) for _, used in trained):
             consumers = flow.record(model, example_inputs)
-        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(trained))
-        record.controllers = _control(trained, repeat, consumers)
+        made, states = _swap(trained)
+        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, states)
+        record.controllers = _control(made, [d.shape for d, _ in trained], repeat)
         for controller in record.controllers:
             controller.failures.strict = strict
+            if consumers is not None:
+                controller.follow(consumers)
         chosen_names = {d.name for d, _ in stored}
         record.states += freeze.put(model, stored, [d.name for d in decisions if d.name not in chosen_names])
         propose(model)
@@ -118,7 +119,9 @@ def convert(
         record.attach(model, strict)
         if example_inputs is not None:
             calibrate(model, record.controllers, example_inputs)
-    _warn(emulated, bool(fuse) and not fused)
+    warn_emulated([*emulated.values()], stacklevel=2)
+    if fuse and not fused:
+        warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=2)
     return model
 
 
@@ -184,8 +187,8 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
         )
 
 
-def _swap(chosen: list[tuple[Decision, Recipe]]) -> list[ScalingState]:
-    """Change the classes of the modules; the scaling states that they share, one per device."""
+def _swap(chosen: list[tuple[Decision, Recipe]]) -> tuple[list[Numerics], list[ScalingState]]:
+    """Change the classes of the modules; (the numerics of each, the scaling states that they share, one per device)."""
     wheres = [device_of(decision.module, decision.parameter) for decision, _ in chosen]
     named = [(decision.name, recipe, where) for (decision, recipe), where in zip(chosen, wheres, strict=True)]
     made, states = numerics_together(named)
@@ -196,7 +199,7 @@ def _swap(chosen: list[tuple[Decision, Recipe]]) -> list[ScalingState]:
         else:
             change_class(module, classes_for(module)[0])
             object.__setattr__(module, "numerics", numerics)
-    return states
+    return made, states
 
 
 def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
@@ -211,27 +214,10 @@ def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
     return found
 
 
-def _control(
-    chosen: list[tuple[Decision, Recipe]], repeat: Plan | None, consumers: flow.Flow | None
-) -> list[Controller]:
-    """The controllers of layers under `auto`, one for each scaling state.  consumers: of each layer's result."""
-    groups: dict[int, list[tuple[Numerics, tuple[int, ...]]]] = {}
-    for decision, recipe in chosen:
-        if isinstance(recipe, Auto):
-            numerics = cast(Numerics, cast(Float8Module, decision.module).numerics_of(decision.parameter))
-            groups.setdefault(id(numerics.state), []).append((numerics, decision.shape))
-    controllers = [
-        Controller([numerics for numerics, _ in group], [shape for _, shape in group], repeat)
-        for group in groups.values()
-    ]
-    if consumers is not None:
-        for controller in controllers:
-            controller.follow(consumers)
-    return controllers
-
-
-def _warn(emulated: dict[str, str], unfused: bool) -> None:
-    """Warn `convert`'s caller of emulated layers, layer -> why, and where fuse=True has fused nothing."""
-    warn_emulated([*emulated.values()], stacklevel=3)
-    if unfused:
-        warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=3)
+def _control(layers: list[Numerics], shapes: list[tuple[int, ...]], repeat: Plan | None) -> list[Controller]:
+    """The controllers of layers under `auto`, one for each scaling state."""
+    groups: dict[ScalingState, list[tuple[Numerics, tuple[int, ...]]]] = {}
+    for numerics, shape in zip(layers, shapes, strict=True):
+        if isinstance(numerics.recipe, Auto):
+            groups.setdefault(numerics.state, []).append((numerics, shape))
+    return [Controller([each for each, _ in group], [shape for _, shape in group], repeat) for group in groups.values()]

@@ -122,23 +122,21 @@ class Fp8EngineQuantizer(HfQuantizer):
             raise ConversionError("Fp8EngineConfig loads from safetensors files; use fe.hf.export on a model in memory")
         heads = headers.read(checkpoint_files)
         name_in_file = _names_in_file(model, heads)
+        stored = self.quantization_config.stored()
         if self.pre_quantized:
-            layers, left = _stored_layers(model, heads, name_in_file, self.quantization_config.stored())
+            layers, self.left = _stored_layers(model, heads, name_in_file, stored)
         else:
-            layers, left = self._chosen_layers(model, heads, name_in_file)
-        self.left = left
-        mixed, stored = {}, self.quantization_config.stored()
+            layers, self.left = self._chosen_layers(model, heads, name_in_file)
+        recipes = {}
         for name, module in layers:
             key = name_in_file[f"{name}.weight"].removesuffix(".weight")
-            recipe = stored.recipe_of(key, name)
-            kind, static = classes_for(module)[1], self.quantization_config.activation_scheme == "static"
-            served = make_served(module, kind, recipe, static, self.quantization_config.scale_name)
-            if stored.mixed:
-                mixed[name] = recipe
+            recipes[name] = stored.recipe_of(key, name)
+            kind = classes_for(module)[1]
+            served = make_served(module, kind, recipes[name], stored.static, stored.scale_name)
             if self.pre_quantized:
                 _fit_scales(served, f"{key}.", heads)
-        self.quantization_config.mixed = mixed
-        self.quantization_config.modules_to_not_convert = list(left)
+        self.quantization_config.mixed = recipes if stored.mixed else {}
+        self.quantization_config.modules_to_not_convert = list(self.left)
 
     def _chosen_layers(self, model, heads, name_in_file) -> tuple[list, dict[str, str]]:
         """(layers to cast, other layers -> why they are left) of a model whose files hold 16- or 32-bit weights."""

@@ -126,7 +126,10 @@ class Served(Float8Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check(x)
         if torch.is_grad_enabled() and (self.weight.requires_grad or self.scale.requires_grad):
-            raise GradientError(f"{self.numerics.name}: {_NO_TRAINING}")
+            raise GradientError(
+                f"{self.numerics.name}: its weight is stored as FP8 codes, which no optimizer can update: train "
+                "adapters on it (peft), or call fe.revert(model), which gives 16-bit weights back, and then fe.convert"
+            )
         given = None if self.input_scale is None else self.input_scale.detach().reshape(())
         return frozen_linear(x, self.operand, self.bias, self.numerics, given)
 
@@ -292,9 +295,3 @@ def _known(layer: Served) -> Recipe:
     recipe, scale = layer.numerics.recipe, layer.scale
     powers = scale.device.type != "meta" and bool((torch.frexp(scale).mantissa == 0.5).all())
     return replace(recipe, weight=replace(recipe.weight, power_of_2=powers and recipe.weight.power_of_2))
-
-
-_NO_TRAINING = (
-    "its weight is stored as FP8 codes, which no optimizer can update: train adapters on it (peft), or call "
-    "fe.revert(model), which gives 16-bit weights back, and then fe.convert"
-)
