@@ -69,44 +69,41 @@ def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
 def parameter_of(name: str, module: nn.Module) -> str:
     """The module's own name for the matrix that `linear_layers` lists as `name`."""
     key = name.rpartition(".")[2]
-    return key if key in _stacked(module) or key in _projections(module) else "weight"
+    return key if key in _matrices(module) else "weight"
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
     """(name, module, shape) of everything that multiplies by a weight matrix, each module once."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield name, module, (module.out_features, module.in_features)
-        elif isinstance(module, GroupedLinear):
-            yield name, module, module.shape
-        elif is_conv1d(module) or (isinstance(module, Float8Module) and module.transposed):
-            yield name, module, (weight_of(module).shape[1], weight_of(module).shape[0])
-        elif _has_router_weight(module):
-            yield name, module, tuple(weight_of(module).shape)
-        elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-            inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
-            if not any(inner):  # an adapter's shell is not one
-                yield name, module, tuple(weight.shape)
-        else:
-            for key, parameter in _projections(module).items():
-                yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
-            for key, parameter in _stacked(module).items():
-                experts, rows, cols = parameter.shape
-                shape = (experts, cols, rows) if getattr(module, "is_transposed", False) else (experts, rows, cols)
-                yield f"{name}.{key}" if name else key, module, shape
+        for key, shape in _matrices(module).items():
+            yield name if key == "weight" else f"{name}.{key}".removeprefix("."), module, shape
+
+
+def _matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape, [N, K] or of experts [E, N, K], of each matrix that a module multiplies by, by its own name for it."""
+    if isinstance(module, nn.Linear):
+        return {"weight": (module.out_features, module.in_features)}
+    if isinstance(module, GroupedLinear):
+        return {"weight": module.shape}
+    if is_conv1d(module) or (isinstance(module, Float8Module) and module.transposed):
+        return {"weight": (weight_of(module).shape[1], weight_of(module).shape[0])}
+    if _has_router_weight(module):
+        return {"weight": tuple(weight_of(module).shape)}
+    if "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+        inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
+        return {} if any(inner) else {"weight": tuple(weight.shape)}  # an adapter's shell is not one
+    if isinstance(module, nn.MultiheadAttention):
+        return {key: tuple(p.shape) for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
+    shapes = {key: tuple(parameter.shape) for key, parameter in _stacked(module).items()}
+    if getattr(module, "is_transposed", False):
+        return {key: (experts, n, k) for key, (experts, k, n) in shapes.items()}
+    return shapes
 
 
 def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's matrices of experts, each kept in one 3-D parameter, by name."""
     own = module._parameters.items()
     return {key: p for key, p in own if key in EXPERTS and p is not None and p.dim() == 3}
-
-
-def _projections(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The matrices that an nn.MultiheadAttention holds itself and multiplies its inputs by, by name."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return {}
-    return {key: p for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:
