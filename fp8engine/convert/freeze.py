@@ -67,21 +67,20 @@ def put(model: nn.Module, stored: Chosen, others: list[str]) -> list[ScalingStat
     others: names of the other linear layers.  A transformers model's config says from now on what its folder holds, so
     that fe.hf.load reads what save_pretrained writes.
     """
-    saved = (
-        stored and hasattr(model, "save_pretrained") and not hasattr(model, "peft_config")
-    )  # with it: adapters alone
-    name = scale_name(stored[0][1].weight) if saved else None
+    # With peft's config save_pretrained writes adapters alone.
+    saved = stored and hasattr(model, "save_pretrained") and not hasattr(model, "peft_config")
+    scale = scale_name(stored[0][1].weight) if saved else None  # a checkpoint has one name for all of them
     layers = []
     for decision, recipe in stored:
         weight = weight_of(decision.module).detach()
-        served = make_served(decision.module, classes_for(decision.module)[1], recipe, name=name)
+        served = make_served(decision.module, classes_for(decision.module)[1], recipe, name=scale)
         served.write(weight)
         layers.append((decision.name, served))
-    if name is not None:
+    if scale is not None:
         recipes = {name: layer.numerics.recipe for name, layer in layers}
         [(most, count)] = Counter(recipes.values()).most_common(1)
         config: Any = model.config
-        config.quantization_config = config_of(most, recipes if count < len(recipes) else {}, name, others)
+        config.quantization_config = config_of(most, recipes if count < len(recipes) else {}, scale, others)
     return attach(layers)
 
 

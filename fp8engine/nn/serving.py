@@ -70,6 +70,7 @@ def scale_shape(weight: Cast, n: int, k: int) -> tuple[int, ...]:
 class Served(Float8Module):
     """Base of served layers: codes in `weight`, their scale under `scale_name`, an optional static `input_scale`."""
 
+    weight: torch.Tensor
     bias: torch.Tensor | None
     scale_name: str
     input_scale: torch.Tensor | None
