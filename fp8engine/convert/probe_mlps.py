@@ -127,7 +127,7 @@ def _named(leaf: nn.Module, modes: tuple[bool, ...]) -> str | None:
 def _mlps(twin: nn.Module, training: bool, layers: dict[str, StandIn], width: int, whole: bool) -> Iterator[Mlp]:
     """The MLPs that a module may be, by a run of its twin on one input of that width, or on two.
 
-    None where both fail: the width is another layer's, or the module takes other arguments.
+    It yields none where both fail: the width is another layer's, or the module takes other arguments.
     whole: its first layers read x, and it returns what the last one wrote.
     """
     draw = Draw()

@@ -64,8 +64,9 @@ def revert(model: nn.Module) -> nn.Module:
                 restore(module, plain)
             elif plain is not kind:
                 change_class(module, plain)
-            for name in (name for name, kinds in ATTACHED.items() if swapped and issubclass(kind, kinds)):
-                vars(module).pop(name, None)
+            for name, kinds in ATTACHED.items():
+                if swapped and issubclass(kind, kinds):
+                    vars(module).pop(name, None)
             if isinstance(module, Attention):
                 module.softmax = Softmax(module.heads.softmax, "Attention")
             for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):

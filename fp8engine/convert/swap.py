@@ -188,7 +188,7 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
 
 
 def _swap(chosen: list[tuple[Decision, Recipe]]) -> tuple[list[Numerics], list[ScalingState]]:
-    """Change the classes of the modules; (the numerics of each, the scaling states that they share, one per device)."""
+    """Change the classes of the modules; returns the numerics of each, and the scaling states, one per device."""
     wheres = [device_of(decision.module, decision.parameter) for decision, _ in chosen]
     named = [(decision.name, recipe, where) for (decision, recipe), where in zip(chosen, wheres, strict=True)]
     made, states = numerics_together(named)
