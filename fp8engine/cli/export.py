@@ -17,7 +17,7 @@ from fp8engine.cli.shared import All, AsJson, Debug, Skip, app, console, match_s
 from fp8engine.convert.select import linear_layers
 from fp8engine.convert.swap import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
-from fp8engine.export import ExportReport, export
+from fp8engine.export.hf import ExportReport, export
 from fp8engine.export.layout import LAYOUTS, choose
 from fp8engine.export.write import check_target
 from fp8engine.numerics.recipe import Auto, current, resolve

@@ -10,7 +10,7 @@ one tensor, or looks at its data, tells nothing: the first forward will (bypasse
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,31 +19,27 @@ from fp8engine.convert.twin import StandIn, adapted, is_linear, parts_of, plain_
 
 CODES = torch.float8_e4m3fn
 MOST_PARTS = 64  # of a module that is run: no whole models
-
-
-class Use(NamedTuple):
-    """What code does with a layer of its own.  asks: it computes something else if the layer's weight is FP8 codes."""
-
-    kind: str
-    layer: nn.Module
-    called: bool
-    asks: bool
+READ = "its weight was read"
+Notes = dict[str, set]  # of each layer in a run: READ, and the dtypes that it was called with
 
 
 def uncalled(model: nn.Module) -> dict[int, str]:
     """ids of linear layers whose weight their parent's code reads and never calls -> why they are left alone."""
     why = "reads its weight and never calls it"
-    return {id(use.layer): f"{use.kind} {why}" for use in _uses(model) if not use.called}
+    return {id(layer): f"{kind} {why}" for kind, layer, called, _ in _uses(model) if not called}
 
 
 def asked_for_dtype(model: nn.Module) -> dict[int, str]:
     """ids of layers for whose weight's dtype their parent's code asks -> why their weight cannot become FP8 codes."""
     why = "casts to the dtype of its weight, which codes would make FP8"  # or multiplies by it, in another mode
-    return {id(use.layer): f"{use.kind} {why}" for use in _uses(model) if use.called and use.asks}
+    return {id(layer): f"{kind} {why}" for kind, layer, called, asks in _uses(model) if called and asks}
 
 
-def _uses(model: nn.Module) -> Iterator[Use]:
-    """The uses of layers whose weight is read by the code of the module that holds them; one of each class is run."""
+def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool, bool]]:
+    """(class of the module that holds it, layer, called, asks) of layers whose weight that module's code reads.
+
+    asks: it computes something else if the weight is FP8 codes.  One module of each class is run.
+    """
     found: dict[tuple, dict[str, tuple[bool, bool]]] = {}
     for module in model.modules():
         try:
@@ -56,63 +52,62 @@ def _uses(model: nn.Module) -> Iterator[Use]:
         except Exception:  # the module's own code may raise anything
             continue
         for name, (called, asks) in found.get(key, {}).items():
-            yield Use(kind.__name__, adapted(own[name]), called, asks)
+            yield kind.__name__, adapted(own[name]), called, asks
 
 
 def _look(module: nn.Module, own: list[str]) -> dict[str, tuple[bool, bool]]:
     """(called, asks) of each layer whose weight is read."""
     if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
         return {"out_proj": (False, False)}  # it takes three tensors; torch's operator takes all weights
-    plain = _traces(module)
-    read = {name for trace in plain for name in own if trace[name].reads}
-    called = {name for trace in plain for name in own if trace[name].given}
-    multiplied = {name for trace in plain for name in own if trace[name].reads and not trace[name].given}
-    asked = {name for name in read if name in multiplied or _traces(module, name) != plain}
-    return {name: (name in called, name in asked) for name in sorted(read)}
-
-
-class _Trace(NamedTuple):
-    """What happened to a layer in a run: whether its weight was read, and the dtypes that it was called with."""
-
-    reads: bool
-    given: tuple[torch.dtype, ...]
+    plain = _runs(module)
+    found = {}
+    for name in own:
+        notes = [run[name] for run in plain]
+        if any(READ in each for each in notes):
+            multiplied = any(each == {READ} for each in notes)
+            found[name] = any(each - {READ} for each in notes), multiplied or _runs(module, name) != plain
+    return found
 
 
 class _Noted(StandIn):
-    """A linear layer of a dry run, which notes that its weight is read."""
+    """A linear layer of a dry run, which notes what is done with it."""
 
-    reads = False
+    def __init__(self, layer: nn.Module, dtype: torch.dtype):
+        super().__init__(layer, dtype)
+        self.notes = set()
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            self.__dict__["reads"] = True
+            self.notes.add(READ)
         return super().__getattr__(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.read.append(x)
+        self.notes.add(x.dtype)
         return x.new_empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
 
 
-def _traces(module: nn.Module, codes: str = "") -> list[dict[str, _Trace]]:
-    """Of each run that came to its end, in training and in evaluation, the layers.  codes: whose weight is FP8."""
+def _runs(module: nn.Module, codes: str = "") -> list[Notes]:
+    """The notes of each run that came to its end, in training and in evaluation.  codes: the layer whose weight is FP8.
+
+    Its input is as wide as the first of the module's layers with which the run ends.
+    """
     parts = dict(parts_of(module))
     linear = {name: part for name, part in parts.items() if name and is_linear(part)}
-    traces = []
+    ended = []
     for training in (True, False) if len(parts) <= MOST_PARTS else ():
         layers = {name: _Noted(part, CODES if name == codes else torch.float32) for name, part in linear.items()}
         twin = twin_of(module, layers, fill=_shape_of)
         for width in dict.fromkeys(layer.in_features for layer in layers.values()):
             for layer in layers.values():
-                layer.read.clear()
-                layer.__dict__["reads"] = False
+                layer.notes.clear()
             try:
                 with quiet("meta"):
                     run(twin, training, torch.empty(1, 4, width))
             except Exception:  # another layer's width, or the module's own code
                 continue
-            traces.append({name: _Trace(a.reads, tuple(x.dtype for x in a.read)) for name, a in layers.items()})
+            ended.append({name: layer.notes for name, layer in layers.items()})
             break
-    return traces
+    return ended
 
 
 def _shape_of(like: torch.Tensor) -> torch.Tensor:

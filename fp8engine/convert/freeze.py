@@ -15,9 +15,10 @@ from torch import nn
 
 from fp8engine.autograd.features import FROZEN, STORED, why_excluded
 from fp8engine.convert.dry_run import asked_for_dtype
-from fp8engine.convert.select import Decision, is_conv1d, weight_of
+from fp8engine.convert.kinds import classes_for
+from fp8engine.convert.select import Decision, weight_of
 from fp8engine.errors import ConversionError, FrozenWarning, StateError, StrictError, UnknownName
-from fp8engine.nn.serving import Served, ServedLinear, attach, config_of, store
+from fp8engine.nn.serving import attach, config_of, make_served, scale_name
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Auto, Recipe, rowwise
 from fp8engine.scaling.table import ScalingState
@@ -67,23 +68,21 @@ def put(model: nn.Module, stored: Chosen, others: list[str]) -> list[ScalingStat
     others: names of the other linear layers.  A transformers model's config says from now on what its folder holds, so
     that fe.hf.load reads what save_pretrained writes.
     """
+    # With peft's config save_pretrained writes adapters alone.
+    saved = stored and hasattr(model, "save_pretrained") and not hasattr(model, "peft_config")
+    scale = scale_name(stored[0][1].weight) if saved else None  # a checkpoint has one name for all of them
+    layers = []
     for decision, recipe in stored:
-        store(decision.module, _class_for(decision.module), recipe)
-    layers = [(d.name, d.module) for d, _ in stored if isinstance(d.module, Served)]
-    if layers and hasattr(model, "save_pretrained") and not hasattr(model, "peft_config"):  # with it: adapters alone
-        for _, layer in layers:
-            layer.rename_scale(layers[0][1].scale_name)
+        weight = weight_of(decision.module).detach()
+        served = make_served(decision.module, classes_for(decision.module)[1], recipe, name=scale)
+        served.write(weight)
+        layers.append((decision.name, served))
+    if scale is not None:
+        recipes = {name: layer.numerics.recipe for name, layer in layers}
+        [(most, count)] = Counter(recipes.values()).most_common(1)
         config: Any = model.config
-        config.quantization_config = config_of(layers, others)
+        config.quantization_config = config_of(most, recipes if count < len(recipes) else {}, scale, others)
     return attach(layers)
-
-
-def _class_for(module: nn.Module) -> type[Served]:
-    if is_conv1d(module):
-        from fp8engine.nn.conv1d import ServedConv1D
-
-        return ServedConv1D
-    return ServedLinear
 
 
 def _obstacle(decision: Decision, recipe: Recipe, uses: Counter) -> str | None:

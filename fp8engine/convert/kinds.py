@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from fp8engine.nn.linear import Float8Module, Linear
+from fp8engine.nn.serving import Served, ServedLinear
+
 # Subclasses of nn.Linear whose code computes what nn.Linear does.
 LIKE_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
@@ -19,3 +22,12 @@ def is_plain_linear(kind: type) -> bool:
         return False
     own_code = set(vars(kind)) - {"__init__", "__module__", "__doc__", "__parameters__"}
     return kind is nn.Linear or not own_code or f"{kind.__module__}.{kind.__qualname__}" in LIKE_LINEAR
+
+
+def classes_for(module: nn.Module) -> tuple[type[Float8Module], type[Served]]:
+    """The classes that a linear layer gets: with a recipe, and with codes in place of its weight."""
+    if is_conv1d(module):
+        from fp8engine.nn.conv1d import Float8Conv1D, ServedConv1D
+
+        return Float8Conv1D, ServedConv1D
+    return Linear, ServedLinear

@@ -101,13 +101,13 @@ def _with_layers(module: nn.Module, layers: dict[str, nn.Module] | None, whole: 
 
 def _run_mlp(module: nn.Module, linear: dict[str, nn.Module], whole: bool, modes: tuple[bool, ...]) -> Mlp | None:
     layers = {name: StandIn(layer) for name, layer in linear.items()}
-    twin, found = twin_of(module, layers), None
+    twin, widths = twin_of(module, layers), dict.fromkeys(layer.in_features for layer in layers.values())
+    in_each = []
     for training in modes:
-        widths = dict.fromkeys(layer.in_features for layer in layers.values())
-        runs = (_Run.of(twin, training, layers, width) for width in widths)
-        mlps = next(filter(None, (set(run.mlps(whole)) for run in runs)), set())
-        found = mlps if found is None else found & mlps
-    if found is None or len(found) != 1:
+        runs = (set(_mlps(twin, training, layers, width, whole)) for width in widths)
+        in_each.append(next(filter(None, runs), set()))
+    found = set.intersection(*in_each)
+    if len(found) != 1:
         return None
     (mlp,) = found
     function = UNGATED.get(mlp.kind, mlp.kind)
@@ -124,55 +124,47 @@ def _named(leaf: nn.Module, modes: tuple[bool, ...]) -> str | None:
         return None
 
 
-class _Run(NamedTuple):
-    """One run of a module's twin: its input, what is beside it, and what its layers' stand-ins have read and written.
+def _mlps(twin: nn.Module, training: bool, layers: dict[str, StandIn], width: int, whole: bool) -> Iterator[Mlp]:
+    """The MLPs that a module may be, by a run of its twin on one input of that width, or on two.
 
-    y: None where the run failed: the width is another layer's, or the module takes other arguments.
+    It yields none where both fail: the width is another layer's, or the module takes other arguments.
+    whole: its first layers read x, and it returns what the last one wrote.
     """
-
-    inputs: tuple[torch.Tensor, ...]
-    y: torch.Tensor | None
-    layers: dict[str, StandIn]
-
-    @staticmethod
-    def of(twin: nn.Module, training: bool, layers: dict[str, StandIn], width: int) -> _Run:
-        """The run that does not fail, of one input of that width, or of two."""
-        draw = Draw()
-        rows = 2 + 256 // min(layer.out_features for layer in layers.values())  # enough to tell formulas apart
-        x, beside = draw.wide(2, rows, width), draw(2, rows, width)
+    draw = Draw()
+    rows = 2 + 256 // min(layer.out_features for layer in layers.values())  # enough to tell formulas apart
+    x, residual = draw.wide(2, rows, width), draw(2, rows, width)
+    for layer in layers.values():
+        layer.wrote = draw.wide(2, rows, layer.out_features)
+    for beside in ([], [residual]):
         for layer in layers.values():
-            layer.wrote = draw.wide(2, rows, layer.out_features)
-        for inputs in ((x,), (x, beside)):
-            for layer in layers.values():
-                layer.read.clear()
-            given = [each.clone() for each in inputs]
-            try:
-                y = run(twin, training, *given)
-            except Exception:  # of the module's own code
-                continue
-            if all(len(layer.read) == 1 for layer in layers.values()) and torch.equal(given[0], x):
-                return _Run(inputs, y if type(y) is torch.Tensor else None, layers)
-        return _Run((x,), None, layers)
-
-    def mlps(self, whole: bool) -> Iterator[Mlp]:
-        """The MLPs that the module may be.  whole: its first layers read x, and it returns what the last one wrote."""
-        x, *beside = self.inputs
-        for down, last in self.layers.items():
-            first = {name: layer for name, layer in self.layers.items() if name != down}
-            if self.y is None or (whole and not (self._returns(last) and all(map(self._read_x, first.values())))):
+            layer.read.clear()
+        given = x.clone()
+        try:
+            y = run(twin, training, given, *(each.clone() for each in beside))
+        except Exception:  # of the module's own code
+            continue
+        if any(len(layer.read) != 1 for layer in layers.values()) or not torch.equal(given, x):
+            continue
+        for down, last in layers.items() if type(y) is torch.Tensor else ():
+            first = {name: layer for name, layer in layers.items() if name != down}
+            if whole and not (_returns(y, last, beside) and all(_same(layer.read[0], x) for layer in first.values())):
                 continue
             h = last.read[0].reshape(*x.shape[:-1], -1)
             yield from (Mlp(kind, down, **names, residual=bool(beside)) for kind, names in _formulas(h, first))
+        return
 
-    def _read_x(self, layer: StandIn) -> bool:
-        x, read = self.inputs[0], layer.read[0]
-        return read.dtype == x.dtype and torch.equal(read.reshape(-1, read.shape[-1]), x.flatten(0, 1))
 
-    def _returns(self, last: StandIn) -> bool:
-        """Whether the result is what the last layer wrote, and the second argument is added to it if there is one."""
-        x, *beside = self.inputs
-        y = last.wrote if not beside else last.wrote + beside[0] if last.wrote.shape == x.shape else None
-        return y is not None and self.y is not None and self.y.dtype == y.dtype and torch.equal(self.y, y)
+def _same(read: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a layer has read the module's input, in any shape."""
+    return read.dtype == x.dtype and torch.equal(read.reshape(-1, read.shape[-1]), x.flatten(0, 1))
+
+
+def _returns(y: torch.Tensor, last: StandIn, beside: list[torch.Tensor]) -> bool:
+    """Whether the result is what the last layer wrote, and the second argument is added to it if there is one."""
+    if any(each.shape != last.wrote.shape for each in beside):
+        return False
+    want = sum(beside, last.wrote)
+    return y.dtype == want.dtype and torch.equal(y, want)
 
 
 def _formulas(h: torch.Tensor, first: dict[str, StandIn]) -> Iterator[tuple[str, dict[str, str]]]:

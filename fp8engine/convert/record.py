@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from fp8engine.auto import Controller
+from fp8engine.convert.bypassed import FirstForward
+from fp8engine.convert.resumed import Resumed
 from fp8engine.scaling.table import ScalingState
 
 RECORD = "_fp8engine"  # attribute of a converted root
@@ -35,6 +37,14 @@ class Record:
         """Why a layer is not converted; its name is as from the converted root."""
         known = self.known
         return known.get(name) or known.get(name.removesuffix(".base_layer")) or ADDED  # an adapter took the name
+
+    def attach(self, model: nn.Module, strict: bool) -> None:
+        """Follow the forwards, steps and loads of a converted root, which keeps this record."""
+        FirstForward(model, strict)
+        Resumed(model, self.states)
+        for state in self.states:
+            state.watch(model)
+        setattr(model, RECORD, self)
 
 
 def compiled_in_place(module: nn.Module) -> str | None:

@@ -24,6 +24,14 @@ from fp8engine.nn.produce import ProducingActivation, ProducingMlp, ProducingNor
 from fp8engine.nn.serving import Served, restore
 from fp8engine.scaling.table import ScalingState
 
+# Attributes that a conversion has set on modules of these classes; others are the user's.
+ATTACHED = {
+    "recognised": (ProducingNorm, ProducingActivation, ProducingMlp),
+    "softmax": (Float8Sdpa,),
+    "parts": (Float8Experts,),
+    "numerics": (Float8Module,),
+}
+
 
 def revert(model: nn.Module) -> nn.Module:
     """Undo fe.convert in place: plain modules again, with the weights that they have now; returns the model.
@@ -50,13 +58,15 @@ def revert(model: nn.Module) -> nn.Module:
             if isinstance(module, Float8Module):
                 swapped = id(module.numerics.state) in states  # else made by hand: its class stays
                 module.forget_copies()
+                vars(module).pop(READ, None)
             plain = _plain_class(kind, swapped)
             if isinstance(module, Served) and swapped:
                 restore(module, plain)
             elif plain is not kind:
                 change_class(module, plain)
-            for name in _attached(kind, swapped):
-                vars(module).pop(name, None)
+            for name, kinds in ATTACHED.items():
+                if swapped and issubclass(kind, kinds):
+                    vars(module).pop(name, None)
             if isinstance(module, Attention):
                 module.softmax = Softmax(module.heads.softmax, "Attention")
             for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):
@@ -97,15 +107,3 @@ def _plain_class(kind: type[nn.Module], swapped: bool) -> type[nn.Module]:
     while issubclass(kind, Watched) or (swapped and issubclass(kind, Mixin | Float8Module)):
         kind = kind.plain if issubclass(kind, Mixin) else kind.__bases__[-1]  # of fe.Linear, nn.Linear
     return kind
-
-
-def _attached(kind: type[nn.Module], swapped: bool) -> tuple[str, ...]:
-    """Attributes that a conversion has set on a module of this class; others are the user's."""
-    if issubclass(kind, ProducingNorm | ProducingActivation | ProducingMlp):
-        return ("recognised",)
-    if issubclass(kind, Float8Sdpa):
-        return ("softmax",)
-    if not issubclass(kind, Float8Module):
-        return ()
-    own = ("parts" if issubclass(kind, Float8Experts) else "numerics",) if swapped else ()
-    return (READ, *own)

@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8engine.convert.dry_run import uncalled
 from fp8engine.convert.kinds import is_conv1d, is_plain_linear
+from fp8engine.convert.twin import adapted
 from fp8engine.errors import ConversionError, UnknownName
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import bound_forwards
@@ -38,6 +39,8 @@ CHOSEN = ("top_k", "num_experts_per_tok")  # names, in mixtures of experts, for 
 ROUTER = (
     "router: its choice of experts is discrete, an error sends tokens elsewhere (name it in overrides to convert it)"
 )
+HEAD = "output head: its error goes straight into the loss (name it in overrides to convert it)"
+ADAPTER = "adapter: too small to gain from FP8 (name it in overrides to convert it)"
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # of nn.MultiheadAttention
 
 
@@ -66,44 +69,41 @@ def weight_of(module: nn.Module, parameter: str = "weight") -> torch.Tensor:
 def parameter_of(name: str, module: nn.Module) -> str:
     """The module's own name for the matrix that `linear_layers` lists as `name`."""
     key = name.rpartition(".")[2]
-    return key if key in _stacked(module) or key in _projections(module) else "weight"
+    return key if key in _matrices(module) else "weight"
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
     """(name, module, shape) of everything that multiplies by a weight matrix, each module once."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield name, module, (module.out_features, module.in_features)
-        elif isinstance(module, GroupedLinear):
-            yield name, module, module.shape
-        elif is_conv1d(module) or _is_float8_conv1d(module):
-            yield name, module, (weight_of(module).shape[1], weight_of(module).shape[0])
-        elif _has_router_weight(module):
-            yield name, module, tuple(weight_of(module).shape)
-        elif "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-            inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
-            if not any(inner):  # an adapter's shell is not one
-                yield name, module, tuple(weight.shape)
-        else:
-            for key, parameter in _projections(module).items():
-                yield f"{name}.{key}" if name else key, module, tuple(parameter.shape)
-            for key, parameter in _stacked(module).items():
-                experts, rows, cols = parameter.shape
-                shape = (experts, cols, rows) if getattr(module, "is_transposed", False) else (experts, rows, cols)
-                yield f"{name}.{key}" if name else key, module, shape
+        for key, shape in _matrices(module).items():
+            yield name if key == "weight" else f"{name}.{key}".removeprefix("."), module, shape
+
+
+def _matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape, [N, K] or of experts [E, N, K], of each matrix that a module multiplies by, by its own name for it."""
+    if isinstance(module, nn.Linear):
+        return {"weight": (module.out_features, module.in_features)}
+    if isinstance(module, GroupedLinear):
+        return {"weight": module.shape}
+    if is_conv1d(module) or (isinstance(module, Float8Module) and module.transposed):
+        return {"weight": (weight_of(module).shape[1], weight_of(module).shape[0])}
+    if _has_router_weight(module):
+        return {"weight": tuple(weight_of(module).shape)}
+    if "Linear" in type(module).__name__ and isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+        inner = (isinstance(child, nn.Linear | Float8Module) or is_conv1d(child) for child in module.children())
+        return {} if any(inner) else {"weight": tuple(weight.shape)}  # an adapter's shell is not one
+    if isinstance(module, nn.MultiheadAttention):
+        return {key: tuple(p.shape) for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
+    shapes = {key: tuple(parameter.shape) for key, parameter in _stacked(module).items()}
+    if getattr(module, "is_transposed", False):
+        return {key: (experts, n, k) for key, (experts, k, n) in shapes.items()}
+    return shapes
 
 
 def _stacked(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's matrices of experts, each kept in one 3-D parameter, by name."""
     own = module._parameters.items()
     return {key: p for key, p in own if key in EXPERTS and p is not None and p.dim() == 3}
-
-
-def _projections(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The matrices that an nn.MultiheadAttention holds itself and multiplies its inputs by, by name."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return {}
-    return {key: p for key in PROJECTIONS if (p := module._parameters.get(key)) is not None}
 
 
 def experts_run(model: nn.Module) -> dict[int, int]:
@@ -145,7 +145,7 @@ def decide(
     for pattern in chosen:
         if not any(fnmatch.fnmatchcase(name, pattern) for name, *_ in layers):
             raise UnknownName("overrides pattern (no linear layer matches it)", pattern, [name for name, *_ in layers])
-    heads, routers, bypassed = _heads(model), _routers(model), uncalled(model)
+    choosy, bypassed = dict.fromkeys(_heads(model), HEAD) | dict.fromkeys(_routers(model), ROUTER), uncalled(model)
     decisions = []
     for name, module, shape in layers:
         override = next((chosen[p] for p in reversed(chosen) if fnmatch.fnmatchcase(name, p)), None)
@@ -154,7 +154,7 @@ def decide(
         if skip is not None:
             left = "skip() returned True" if skip(name, module) else None
         elif override is None:
-            left = ROUTER if id(module) in routers else _default_skip(name, module, heads)
+            left = choosy.get(id(module)) or (ADAPTER if _in_adapter(name) else None)
         key = parameter_of(name, module)
         if left is None and not wanted.is_fp8 and _same_dtype(module, key, wanted):
             left = f"{reason}: {wanted.name}, which it computes in already"
@@ -184,7 +184,7 @@ def _heads(model: nn.Module) -> set[int]:
             found |= {id(m) for m in inner[-1:] if id(module) not in repeated or m.out_features in widths}
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
-                found.add(id(_adapted(get())))
+                found.add(id(adapted(get())))
             except (AttributeError, NotImplementedError):  # transformers raises these for models without a head
                 continue
     # Not `.weight`: a parametrization computes it at every read, which moves the vectors of spectral_norm.
@@ -218,11 +218,6 @@ def _routers(model: nn.Module) -> set[int]:
     return found
 
 
-def _adapted(module: nn.Module) -> nn.Module:
-    """The layer under peft's adapter, or the layer itself."""
-    return getattr(module, "base_layer", module)
-
-
 def _in_adapter(name: str) -> bool:
     return any(part in ADAPTERS for part in name.split("."))
 
@@ -231,14 +226,6 @@ def _has_router_weight(module: nn.Module) -> bool:
     """Whether this is one of transformers' routers, which multiply by a weight of their own."""
     weight = module._parameters.get("weight")
     return "Router" in type(module).__name__ and weight is not None and weight.dim() == 2
-
-
-def _default_skip(name: str, module: nn.Module, heads: set[int]) -> str | None:
-    if id(module) in heads:
-        return "output head: its error goes straight into the loss (name it in overrides to convert it)"
-    if _in_adapter(name):
-        return "adapter: too small to gain from FP8 (name it in overrides to convert it)"
-    return None
 
 
 def _same_dtype(module: nn.Module, key: str, recipe: Recipe) -> bool:
@@ -276,7 +263,3 @@ def _obstacle(module: nn.Module) -> str | None:
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 casts take float32, bfloat16 or float16"
     return None
-
-
-def _is_float8_conv1d(module: nn.Module) -> bool:
-    return isinstance(module, Float8Module) and not isinstance(module, nn.Linear | experts.Float8Experts)

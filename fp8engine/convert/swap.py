@@ -11,31 +11,32 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 
 from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan, flow
 from fp8engine.auto.calibration import calibrate
+from fp8engine.auto.flow.record import arguments
+from fp8engine.auto.flow.untouched import untouched
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.features import STORED
 from fp8engine.convert import attention as attending
 from fp8engine.convert import freeze
 from fp8engine.convert import fuse as fusing
-from fp8engine.convert.bypassed import FirstForward, call_layers
+from fp8engine.convert.bypassed import call_layers
+from fp8engine.convert.kinds import classes_for
 from fp8engine.convert.outliers import propose
 from fp8engine.convert.placement import device_of, warn_emulated, why_emulated
 from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
-from fp8engine.convert.resumed import Resumed
 from fp8engine.convert.revert import revert
-from fp8engine.convert.select import Decision, Skip, decide, is_conv1d
+from fp8engine.convert.select import Decision, Skip, decide
 from fp8engine.errors import ConversionError, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
-from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.nn.serving import Served
+from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.scaling.table import ScalingState
 
@@ -102,10 +103,13 @@ def convert(
         consumers = None
         if example_inputs is not None and any(isinstance(used, Auto) for _, used in trained):
             consumers = flow.record(model, example_inputs)
-        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, _swap(trained))
-        record.controllers = _control(trained, repeat, consumers)
+        made, states = _swap(trained)
+        record = Record({d.name: d.reason for d in decisions if d.recipe is None}, states)
+        record.controllers = _control(made, [d.shape for d, _ in trained], repeat)
         for controller in record.controllers:
             controller.failures.strict = strict
+            if consumers is not None:
+                controller.follow(consumers)
         chosen_names = {d.name for d, _ in stored}
         record.states += freeze.put(model, stored, [d.name for d in decisions if d.name not in chosen_names])
         propose(model)
@@ -114,14 +118,12 @@ def convert(
             raise StrictError(f"strict=True: fuse=True: {fusing.NOTHING}: convert without fuse=True")
         attending.put(attentions, attention or "", strict)
         call_layers(model)
-        FirstForward(model, strict)
-        Resumed(model, record.states)
-        for state in record.states:
-            state.watch(model)
-        setattr(model, RECORD, record)
+        record.attach(model, strict)
         if example_inputs is not None:
             calibrate(model, record.controllers, example_inputs)
-    _warn(emulated, bool(fuse) and not fused)
+    warn_emulated([*emulated.values()], stacklevel=2)
+    if fuse and not fused:
+        warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=2)
     return model
 
 
@@ -161,19 +163,13 @@ def _leave_uncalled(model: nn.Module, decisions: list[Decision], example_inputs:
     """The decisions, with layers left alone whose forward one run on example_inputs does not call."""
     called: set[int] = set()
     hooks = [d.module.register_forward_pre_hook(lambda module, _: called.add(id(module))) for d in decisions]
-    training = [(module, module.training) for module in model.modules()]
+    args, kwargs = arguments(example_inputs)
     try:
-        with torch.no_grad():
-            model.eval()
-            if isinstance(example_inputs, dict):
-                model(**example_inputs)
-            else:
-                model(*(example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)))
+        with untouched(model):
+            model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in training:
-            module.training = mode
     never = "its forward was not called on example_inputs"
     return [
         d if d.recipe is None or id(d.module) in called else replace(d, recipe=None, reason=never) for d in decisions
@@ -193,27 +189,22 @@ def _refuse(decisions: list[Decision], emulated: dict[str, str]) -> None:
         )
 
 
-def _swap(chosen: list[tuple[Decision, Recipe]]) -> list[ScalingState]:
-    """Change the classes of the modules; the scaling states that they share, one per device."""
-    by_device: dict[torch.device, list[tuple[Decision, Recipe]]] = {}
-    for decision, recipe in chosen:
-        by_device.setdefault(device_of(decision.module, decision.parameter), []).append((decision, recipe))
-    states = []
-    for where, group in by_device.items():
-        state = ScalingState([(decision.name, recipe) for decision, recipe in group], where)
-        states.append(state)
-        for index, (decision, recipe) in enumerate(group):
-            module: Any = decision.module
-            numerics = Numerics(decision.name or "Linear", recipe, state, index)
-            if decision.parameter != "weight":
-                experts.put(module, decision.parameter, numerics)
-            else:
-                change_class(module, _float8_class(module))
-                object.__setattr__(module, "numerics", numerics)
-            numerics.kinds = module.kinds
-            if recipe.stored is not None and (why := numerics.why_not(STORED)):
-                raise ConversionError(why)
-    return states
+def _swap(chosen: list[tuple[Decision, Recipe]]) -> tuple[list[Numerics], list[ScalingState]]:
+    """Change the classes of the modules; returns the numerics of each, and the scaling states, one per device."""
+    wheres = [device_of(decision.module, decision.parameter) for decision, _ in chosen]
+    named = [(decision.name, recipe, where) for (decision, recipe), where in zip(chosen, wheres, strict=True)]
+    made, states = numerics_together(named)
+    for (decision, recipe), numerics in zip(chosen, made, strict=True):
+        module: Any = decision.module
+        if decision.parameter != "weight":
+            experts.put(module, decision.parameter, numerics)
+        else:
+            change_class(module, classes_for(module)[0])
+            object.__setattr__(module, "numerics", numerics)
+        numerics.kinds = module.kinds
+        if recipe.stored is not None and (why := numerics.why_not(STORED)):
+            raise ConversionError(why)
+    return made, states
 
 
 def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
@@ -228,35 +219,10 @@ def _plan_of(chosen: list[tuple[Decision, Recipe]]) -> Plan | None:
     return found
 
 
-def _control(
-    chosen: list[tuple[Decision, Recipe]], repeat: Plan | None, consumers: flow.Flow | None
-) -> list[Controller]:
-    """The controllers of layers under `auto`, one for each scaling state.  consumers: of each layer's result."""
-    groups: dict[int, list[tuple[Numerics, tuple[int, ...]]]] = {}
-    for decision, recipe in chosen:
-        if isinstance(recipe, Auto):
-            numerics = cast(Numerics, cast(Float8Module, decision.module).numerics_of(decision.parameter))
-            groups.setdefault(id(numerics.state), []).append((numerics, decision.shape))
-    controllers = [
-        Controller([numerics for numerics, _ in group], [shape for _, shape in group], repeat)
-        for group in groups.values()
-    ]
-    if consumers is not None:
-        for controller in controllers:
-            controller.follow(consumers)
-    return controllers
-
-
-def _warn(emulated: dict[str, str], unfused: bool) -> None:
-    """Warn `convert`'s caller of emulated layers, layer -> why, and where fuse=True has fused nothing."""
-    warn_emulated([*emulated.values()], stacklevel=3)
-    if unfused:
-        warnings.warn(f"fuse=True: {fusing.NOTHING}: every layer casts its own input", FusionWarning, stacklevel=3)
-
-
-def _float8_class(module: nn.Module) -> type[Float8Module]:
-    if is_conv1d(module):
-        from fp8engine.nn.conv1d import Float8Conv1D
-
-        return Float8Conv1D
-    return Linear
+def _control(layers: list[Numerics], shapes: list[tuple[int, ...]], repeat: Plan | None) -> list[Controller]:
+    """The controllers of layers under `auto`, one for each scaling state."""
+    groups: dict[ScalingState, list[tuple[Numerics, tuple[int, ...]]]] = {}
+    for numerics, shape in zip(layers, shapes, strict=True):
+        if isinstance(numerics.recipe, Auto):
+            groups.setdefault(numerics.state, []).append((numerics, shape))
+    return [Controller([each for each, _ in group], [shape for _, shape in group], repeat) for group in groups.values()]

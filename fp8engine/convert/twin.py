@@ -39,10 +39,10 @@ class StandIn(nn.Module):
         self.out_features, self.in_features = self.nf, self.nx = _shape(plain)
         self.read: list[torch.Tensor] = []
         self.wrote = torch.empty(0)
-        weight = torch.empty(plain.weight.shape, dtype=dtype, device="meta")
-        bias = None if plain.bias is None else torch.empty(self.nf, dtype=dtype, device="meta")
-        for key, value in (("weight", weight), ("bias", bias)):  # accelerate patches register_parameter
-            self._parameters[key] = None if value is None else nn.Parameter(value, requires_grad=False)
+        for key, own in (("weight", plain.weight), ("bias", plain.bias)):
+            empty = None if own is None else torch.empty(own.shape, dtype=dtype, device="meta")
+            # Not registered: accelerate patches register_parameter.
+            self._parameters[key] = None if empty is None else nn.Parameter(empty, requires_grad=False)
         call_without_hooks(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

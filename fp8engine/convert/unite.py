@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from fp8engine.auto import attach
-from fp8engine.autograd import Numerics
-from fp8engine.convert.bypassed import FirstForward
 from fp8engine.convert.outliers import propose
 from fp8engine.convert.placement import device_of
-from fp8engine.convert.record import RECORD, Record
-from fp8engine.convert.resumed import Resumed
+from fp8engine.convert.record import Record
 from fp8engine.errors import ConversionError
 from fp8engine.nn.linear import Linear
+from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.recipe import Auto
 from fp8engine.scaling.table import ScalingState
 
@@ -38,22 +35,18 @@ def unite(model: nn.Module, reasons: Mapping[str, str], strict: bool = False) ->
         raise ConversionError(f"unite: {type(model).__name__} has no fe.Linear")
     if taken := [name for name, layer in layers.items() if not layer.numerics.standalone]:
         raise ConversionError(f"unite: {taken[0]!r} shares a scaling state already: fe.convert or unite a model once")
-    by_device: dict[torch.device, list[tuple[str, Linear]]] = {}
-    for name, layer in layers.items():
-        by_device.setdefault(device_of(layer), []).append((name, layer))
-    states = []
-    for where, group in by_device.items():
-        state = ScalingState([(name, layer.numerics.recipe) for name, layer in group], where)
-        states.append(state)
-        for index, (name, layer) in enumerate(group):
-            layer.numerics = Numerics(name or "Linear", layer.numerics.recipe, state, index)
-        autos = [layer for _, layer in group if isinstance(layer.numerics.recipe, Auto)]
+    wheres = [(name, layer.numerics.recipe, device_of(layer)) for name, layer in layers.items()]
+    made, states = numerics_together(wheres)
+    for layer, numerics in zip(layers.values(), made, strict=True):
+        layer.numerics = numerics
+    for state in states:
+        autos = [
+            layer
+            for layer in layers.values()
+            if layer.numerics.state is state and isinstance(layer.numerics.recipe, Auto)
+        ]
         if autos:
             attach([layer.numerics for layer in autos], [tuple(layer.weight.shape) for layer in autos])
     propose(model)
-    FirstForward(model, strict)
-    Resumed(model, states)
-    for state in states:
-        state.watch(model)
-    setattr(model, RECORD, Record(dict(reasons), states))
+    Record(dict(reasons), states).attach(model, strict)
     return states

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,28 +74,18 @@ def _pairs(model: Any, stored: Stored, chosen: list[Decision]) -> Iterator[tuple
 
     nothing: dict[str, torch.Tensor] = {}
     as_held = revert_weight_conversion(model, nothing) is nothing  # a copy where transformers converts the model
-    groups = {_weight(d): group for group in one_scale(chosen, stored.layout) for d in group}
+    groups = {f"{d.name}.weight": group for group in one_scale(chosen, stored.layout) for d in group}
     state = model.state_dict()  # under FSDP2 shards again what a forward has gathered
     names, dtypes = _saved(model, state, set(groups)), _dtypes(model, state)
+    whole = lambda name: _gathered(state[name], dtypes.get(name))  # noqa: E731 - two uses
     for _, block in itertools.groupby(names, key=lambda name: name if as_held else _block(name)):
         made: dict[str, torch.Tensor] = {}
         for name in block:
-            if name in groups:
-                made |= _cast(groups[name], name, lambda each: _gathered(state[each], dtypes.get(each)), stored)
-            else:
-                made[name] = _gathered(state[name], dtypes.get(name)).contiguous()
+            if name not in groups:
+                made[name] = whole(name).contiguous()
+            elif name == f"{groups[name][0].name}.weight":  # the others of its group come with it
+                made |= quantised(groups[name], whole, stored)
         yield from (made if as_held else revert_weight_conversion(model, made)).items()
-
-
-def _cast(
-    group: list[Decision], name: str, whole: Callable[[str], torch.Tensor], stored: Stored
-) -> dict[str, torch.Tensor]:
-    """The tensors of all layers of a group by name, where `name` is its first weight; else none."""
-    names = [_weight(decision) for decision in group]
-    if name != names[0]:
-        return {}
-    parts = zip(names, quantised(group, [whole(each) for each in names], stored), strict=True)
-    return {weight.removesuffix("weight") + key: tensor for weight, made in parts for key, tensor in made.items()}
 
 
 def _saved(model, state: Mapping[str, torch.Tensor], fp8: set[str]) -> list[str]:
@@ -114,10 +104,6 @@ def _saved(model, state: Mapping[str, torch.Tensor], fp8: set[str]) -> list[str]
     }
     kept = remove_tied_weights_from_state_dict(others, model)
     return [name for name in state if name in fp8 or name in kept]
-
-
-def _weight(decision: Decision) -> str:
-    return f"{decision.name}.weight" if decision.name else "weight"
 
 
 def _block(name: str) -> str:

@@ -56,12 +56,11 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
     "compressed-tensors".  Raises ConversionError where nothing is left to write, or the layout cannot hold it.
     """
     decisions, notes = _asked(model, recipe)
-    wanted, needed = {decision.name: decision.recipe for decision in decisions}, _needed(model)
+    wanted, needed = {decision.name: decision.recipe for decision in decisions}, needed_in_16_bits(model)
     decisions = [_leave(_decided(decision, layout), needed, layout) for decision in decisions]
-    changed = [d for d in decisions if d.recipe and (was := wanted[d.name]) and scheme(d.recipe) != scheme(was)]
     if layout != OURS:
-        decisions, more = _alike(decisions)
-        changed = [d for d in changed if d in decisions] + more
+        decisions = _alike(decisions)
+    changed = [d for d in decisions if d.recipe and (was := wanted[d.name]) and scheme(d.recipe) != scheme(was)]
     chosen = [decision for decision in decisions if decision.recipe is not None]
     if not chosen:
         raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {_grouped(decisions)}")
@@ -159,7 +158,7 @@ def _decided(decision: Decision, layout: str) -> Decision:
     return replace(decision, recipe=rowwise(power_of_2=recipe.weight.power_of_2), reason=why)
 
 
-def _needed(model: nn.Module) -> dict[int, str]:
+def needed_in_16_bits(model: nn.Module) -> dict[int, str]:
     """ids of modules whose weight code beside their forward needs in 16 or 32 bits -> why."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -185,30 +184,26 @@ def _leave(decision: Decision, needed: dict[int, str], layout: str) -> Decision:
     return decision if why is None else replace(decision, recipe=None, reason=why)
 
 
-def _alike(decisions: list[Decision]) -> tuple[list[Decision], list[Decision]]:
-    """(decisions under which vLLM and transformers read every layer, those that were changed to a scale per row)."""
+def _alike(decisions: list[Decision]) -> list[Decision]:
+    """The decisions under which vLLM and transformers read every layer: some with a scale per row, or in 16 bits."""
     settled: dict[str, Decision] = {}
-    changed: list[Decision] = []
     for group in together(decisions):
-        left = [d for d in group if d.recipe is None]
-        ragged = [d for d in group if d.recipe is not None and not _whole(d, d.recipe)]
-        schemes = {scheme(d.recipe) for d in group if d.recipe is not None}
-        by_row = rowwise(power_of_2=any(d.recipe.weight.power_of_2 for d in group if d.recipe is not None))
-        for each in group:
-            made = each
-            if each.recipe is not None and left:
+        left = [decision for decision in group if decision.recipe is None]
+        held = [(decision, decision.recipe) for decision in group if decision.recipe is not None]
+        ragged = [decision for decision, recipe in held if not _whole(decision, recipe)]
+        by_row = rowwise(power_of_2=any(recipe.weight.power_of_2 for _, recipe in held))
+        for decision, recipe in held:
+            others = [other for other, its_own in held if scheme(its_own) != scheme(recipe)]
+            if left:
                 why = f"vLLM runs it as one matmul with {left[0].name}, which stays in 16 bits"
                 why += f"; layout={OURS!r} keeps this layer in FP8"
-                made = replace(each, recipe=None, reason=why)
-            elif each.recipe is not None and (ragged or len(schemes) > 1) and scheme(each.recipe) != scheme(by_row):
+                settled[decision.name] = replace(decision, recipe=None, reason=why)
+            elif (ragged or others) and scheme(recipe) != scheme(by_row):
                 why = "its sides are no multiples of the block's"
-                if each not in ragged:
-                    other = ragged or [d for d in group if d.recipe and scheme(d.recipe) != scheme(each.recipe)]
-                    why = f"vLLM runs it as one matmul with {other[0].name}, whose scales differ"
-                made = replace(each, recipe=by_row, reason=why)
-                changed.append(made)
-            settled[each.name] = made
-    return [settled[decision.name] for decision in decisions], changed
+                if decision not in ragged:
+                    why = f"vLLM runs it as one matmul with {(ragged or others)[0].name}, whose scales differ"
+                settled[decision.name] = replace(decision, recipe=by_row, reason=why)
+    return [settled.get(decision.name, decision) for decision in decisions]
 
 
 def _whole(decision: Decision, recipe: Recipe) -> bool:
@@ -221,14 +216,8 @@ def one_scale(decisions: list[Decision], layout: str) -> list[list[Decision]]:
     """Lists of the layers that are cast under one scale: servers' groups, where scales are per tensor."""
     if layout == OURS:
         return [[decision] for decision in decisions]
-    joined: list[Decision] = []
-    single: list[list[Decision]] = []
-    for decision in decisions:
-        if decision.recipe is not None and isinstance(decision.recipe.weight.granularity, PerTensor):
-            joined.append(decision)
-        else:
-            single.append([decision])
-    return together(joined) + single
+    joined = [d for d in decisions if d.recipe is not None and isinstance(d.recipe.weight.granularity, PerTensor)]
+    return together(joined) + [[decision] for decision in decisions if decision not in joined]
 
 
 def _grouped(decisions: list[Decision]) -> str:
@@ -236,10 +225,8 @@ def _grouped(decisions: list[Decision]) -> str:
     by_reason: dict[str, list[str]] = {}
     for decision in decisions:
         by_reason.setdefault(decision.reason, []).append(decision.name)
-    return (
-        "; ".join(
-            names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
-            for reason, names in by_reason.items()
-        )
-        or "it has no linear layers"
-    )
+    shown = [
+        f"{first} and {len(more)} more: {reason}" if more else f"{first}: {reason}"
+        for reason, (first, *more) in by_reason.items()
+    ]
+    return "; ".join(shown) or "it has no linear layers"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
-from fp8engine.nn.serving import scale_name, words_of
+from fp8engine.nn.serving import config_of, scale_name, words_of
 from fp8engine.numerics.formats import E4M3
 from fp8engine.numerics.recipe import Auto, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
 
@@ -107,31 +107,30 @@ def to_config(stored: Stored) -> dict[str, Any]:
     ('fp8', [128, 128], 'dynamic')
     """
     scheme, left = SCHEMES[stored.static], list(stored.left)
-    ours = words_of(stored.recipe, stored.mixed)
-    group = stored.recipe.weight.granularity
-    if stored.layout == COMPRESSED:
-        # Where schemes differ, by name: vLLM finds "Linear" in QKVParallelLinear before it looks for q_proj.
-        groups = {recipe: [n for n, own in stored.mixed.items() if own == recipe] for recipe in stored.mixed.values()}
-        groups = groups or {stored.recipe: ["Linear"]}
-        return {
-            "quant_method": COMPRESSED,
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {
-                f"group_{i}": _scheme(recipe, targets, stored.static)
-                for i, (recipe, targets) in enumerate(groups.items())
-            },
-            "ignore": left,
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-            OURS: ours,
-        }
-    # vLLM reads ignored_layers (newer versions both), transformers modules_to_not_convert.
-    config = {"activation_scheme": scheme, "modules_to_not_convert": left}
+    if stored.layout == OURS:
+        return config_of(stored.recipe, stored.mixed, stored.scale_name, left, scheme)
+    ours = {OURS: words_of(stored.recipe, stored.mixed)}
     if stored.layout == "fp8":
+        group = stored.recipe.weight.granularity
         block = [group.rows, group.cols] if isinstance(group, PerBlock) else None
-        return {"quant_method": "fp8", **config, "ignored_layers": left, "weight_block_size": block, OURS: ours}
-    return {"quant_method": OURS, **config, "scale_name": stored.scale_name, **ours}
+        # vLLM reads ignored_layers (newer versions both), transformers modules_to_not_convert.
+        names = {"modules_to_not_convert": left, "ignored_layers": left}
+        return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block, **names, **ours}
+    # Where schemes differ, by name: vLLM finds "Linear" in QKVParallelLinear before it looks for q_proj.
+    targets: dict[Recipe, list[str]] = {}
+    for name, recipe in stored.mixed.items():
+        targets.setdefault(recipe, []).append(name)
+    groups = (targets or {stored.recipe: ["Linear"]}).items()
+    return {
+        "quant_method": COMPRESSED,
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": _scheme(*group, stored.static) for i, group in enumerate(groups)},
+        "ignore": left,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        **ours,
+    }
 
 
 def _scheme(recipe: Recipe, targets: list[str], static: bool) -> dict[str, Any]:
@@ -170,8 +169,13 @@ def parse(config: Mapping[str, Any]) -> Stored:
         raise _cannot_read("the list of modules left alone", left)
     written = config if method == OURS else config.get(OURS)
     written = written if isinstance(written, Mapping) else {}
-    recipe = _recipe(written.get("recipe"), method, weight or next(iter(groups.values()), None), check=not groups)
-    mixed = _mixed(written.get("recipes", []), groups)
+    own = None if written.get("recipe") is None else Recipe.from_json(json.dumps(written["recipe"]))
+    if own is None and method == OURS:
+        raise StateError("quantization_config of quant_method 'fp8engine' has no recipe: export the model again")
+    first = weight or next(iter(groups.values()), None)
+    recipe = own if own is not None and groups else _with_scales(first, own)
+    each = read_recipes(written.get("recipes", []))
+    mixed = {name: _with_scales(covers, each.get(name)) for name, covers in groups.items()} or each
     if static and not isinstance(recipe.input.granularity, PerTensor):
         raise StateError(f"quantization_config: static activations beside inputs cast {recipe.input.granularity}")
     name = config.get("scale_name") if method == OURS else None
@@ -195,40 +199,22 @@ def read_recipes(written: Any) -> dict[str, Recipe]:
         raise _cannot_read("recipes", written) from error
 
 
-def _mixed(written: Any, groups: Mapping[str, Any]) -> dict[str, Recipe]:
-    """The recipe of every layer where they differ: as this engine wrote it, or one that has the group's scales."""
-    ours = read_recipes(written)
-    if not groups:
-        return ours
-    return {name: _agreeing(ours[name], weight) if name in ours else _of(weight) for name, weight in groups.items()}
+def _with_scales(weight: Any, written: Recipe | None) -> Recipe:
+    """The recipe that this engine wrote beside weights with such scales; without one a recipe that has them.
 
-
-def _recipe(written: Any, method: str, weight: Any, check: bool) -> Recipe:
-    """The recipe that this engine wrote, which under `check` must agree with the weights' scales; else one that has
-    such scales."""
-    if written is not None:
-        recipe = Recipe.from_json(json.dumps(written))
-        return _agreeing(recipe, weight) if check and weight is not None else recipe
-    if method == OURS:
-        raise StateError("quantization_config of quant_method 'fp8engine' has no recipe: export the model again")
-    return _of(weight)
-
-
-def _agreeing(recipe: Recipe, weight: Any) -> Recipe:
-    if recipe.weight.granularity != weight:
+    That one has exact scales of activations, as vLLM and compressed-tensors.  weight: None where no scales are named.
+    """
+    if written is None:
+        if isinstance(weight, PerBlock):
+            found = blockwise(weight.cols, power_of_2=False)
+            return replace(found, weight=replace(found.weight, granularity=weight))
+        return rowwise(power_of_2=False) if isinstance(weight, PerRow) else current()
+    if weight is not None and written.weight.granularity != weight:
         raise StateError(
-            f"quantization_config contradicts itself: weights {weight}, recipe {recipe.name!r} has weights "
-            f"{recipe.weight.granularity}"
+            f"quantization_config contradicts itself: weights {weight}, recipe {written.name!r} has weights "
+            f"{written.weight.granularity}"
         )
-    return recipe
-
-
-def _of(weight: Any) -> Recipe:
-    """The recipe of a checkpoint that names none: exact scales of activations, as vLLM and compressed-tensors have."""
-    if isinstance(weight, PerBlock):
-        found = blockwise(weight.cols, power_of_2=False)
-        return replace(found, weight=replace(found.weight, granularity=weight))
-    return rowwise(power_of_2=False) if isinstance(weight, PerRow) else current()
+    return written
 
 
 def _fp8(config: Mapping[str, Any]) -> tuple[PerTensor | PerBlock | None, bool]:

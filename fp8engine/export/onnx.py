@@ -107,14 +107,12 @@ def _check(model: nn.Module, opset: int) -> None:
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Within it, the configs of transformers' models say use_cache=False."""
     configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
-    cached = [config for config in configs.values() if getattr(config, "use_cache", None)]
-    try:
-        for config in cached:
-            config.use_cache = False
+    with contextlib.ExitStack() as stack:
+        for config in configs.values():
+            if getattr(config, "use_cache", None):
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
         yield
-    finally:
-        for config in cached:
-            config.use_cache = True
 
 
 def _translate(graph: fx.GraphModule) -> None:

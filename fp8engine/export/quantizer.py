@@ -18,14 +18,15 @@ import torch
 import transformers
 from torch import nn
 
-from fp8engine.convert.dry_run import asked_for_dtype
+from fp8engine.convert.kinds import classes_for, is_conv1d, is_plain_linear
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.revert import revert
-from fp8engine.convert.select import decide, is_conv1d, is_plain_linear, weight_of
+from fp8engine.convert.select import decide
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
-from fp8engine.export.layout import OURS, SCHEMES, Stored, choose, read_recipes, to_config
-from fp8engine.nn.serving import Served, ServedLinear, attach, trouble
+from fp8engine.export.layers import needed_in_16_bits
+from fp8engine.export.layout import OURS, Stored, choose, read_recipes, to_config
+from fp8engine.nn.serving import Served, attach, make_served, trouble
 from fp8engine.numerics.recipe import Recipe, resolve
 
 if int(transformers.__version__.split(".")[0]) < 5:  # the loader that quantises weight by weight came with 5.0
@@ -77,13 +78,6 @@ class Fp8EngineConfig(QuantizationConfigMixin):
         self.scale_name = scale_name or stored.scale_name
         self.mixed = read_recipes(recipes or [])
 
-    @staticmethod
-    def of(stored: Stored) -> Fp8EngineConfig:
-        """The config under which this engine loads a checkpoint of any layout."""
-        made = Fp8EngineConfig(stored.recipe, stored.left, SCHEMES[stored.static], stored.scale_name)
-        made.mixed = dict(stored.mixed)
-        return made
-
     def stored(self) -> Stored:
         """The config as `export` and `load` use it."""
         left = tuple(self.modules_to_not_convert)
@@ -104,7 +98,7 @@ class Quantize(ConversionOps):
             module, _ = get_module_from_name(model, name)
             if tuple(weight.shape) != tuple(module.weight.shape) or not bool(torch.isfinite(weight).all()):
                 raise StateError(f"{name}: {list(weight.shape)} with NaN or Inf, or not {list(module.weight.shape)}")
-            codes, scale = module.quantize_(weight if isinstance(module, nn.Linear) else weight.t())
+            codes, scale = module.quantize_(weight)
             made |= {name: codes, f"{name.removesuffix('weight')}{module.scale_name}": scale}
         return made
 
@@ -128,23 +122,21 @@ class Fp8EngineQuantizer(HfQuantizer):
             raise ConversionError("Fp8EngineConfig loads from safetensors files; use fe.hf.export on a model in memory")
         heads = headers.read(checkpoint_files)
         name_in_file = _names_in_file(model, heads)
+        stored = self.quantization_config.stored()
         if self.pre_quantized:
-            layers, left = _stored_layers(model, heads, name_in_file, self.quantization_config.stored())
+            layers, self.left = _stored_layers(model, heads, name_in_file, stored)
         else:
-            layers, left = self._chosen_layers(model, heads, name_in_file)
-        self.left = left
-        mixed, stored = {}, self.quantization_config.stored()
+            layers, self.left = self._chosen_layers(model, heads, name_in_file)
+        recipes = {}
         for name, module in layers:
             key = name_in_file[f"{name}.weight"].removesuffix(".weight")
-            recipe = stored.recipe_of(key, name)
-            served = self._served(module, recipe)
-            if stored.mixed:
-                mixed[name] = recipe
+            recipes[name] = stored.recipe_of(key, name)
+            kind = classes_for(module)[1]
+            served = make_served(module, kind, recipes[name], stored.static, stored.scale_name)
             if self.pre_quantized:
                 _fit_scales(served, f"{key}.", heads)
-            model.set_submodule(name, served, strict=True)
-        self.quantization_config.mixed = mixed
-        self.quantization_config.modules_to_not_convert = list(left)
+        self.quantization_config.mixed = recipes if stored.mixed else {}
+        self.quantization_config.modules_to_not_convert = list(self.left)
 
     def _chosen_layers(self, model, heads, name_in_file) -> tuple[list, dict[str, str]]:
         """(layers to cast, other layers -> why they are left) of a model whose files hold 16- or 32-bit weights."""
@@ -155,19 +147,15 @@ class Fp8EngineQuantizer(HfQuantizer):
         for pattern in self.quantization_config.modules_to_not_convert:
             if not fnmatch.filter(names, pattern):
                 raise UnknownName("modules_to_not_convert pattern (no linear layer matches it)", pattern, names)
-        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        high = list(getattr(model, "_keep_in_fp32_modules", None) or [])
-        layers, left, asked = [], {}, asked_for_dtype(model)
+        needed, skipped = needed_in_16_bits(model), self.quantization_config.modules_to_not_convert
+        layers, left = [], {}
         for decision in decisions:
-            name, why = decision.name, asked.get(id(decision.module)) if decision.recipe else decision.reason
+            name = decision.name
+            why = decision.reason if decision.recipe is None else needed.get(id(decision.module))
             if decision.parameter != "weight":
                 why = why or "experts in one 3-D parameter: read in 16 bits"
-            elif any(fnmatch.fnmatchcase(name, p) for p in self.quantization_config.modules_to_not_convert):
+            elif any(fnmatch.fnmatchcase(name, pattern) for pattern in skipped):
                 why = "modules_to_not_convert"
-            elif f"{name}.weight" in tied:
-                why = why or "its weight is shared with another module, which reads it in 16 bits"
-            elif high and not should_convert_module(name, high):
-                why = why or "transformers keeps it in FP32 (_keep_in_fp32_modules)"
             elif f"{name}.weight" not in name_in_file:
                 why = why or "its weight is not in the checkpoint"
             if why is None:
@@ -178,20 +166,6 @@ class Fp8EngineQuantizer(HfQuantizer):
             why = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:4])
             raise ConversionError(f"nothing to load into FP8 in {type(model).__name__}: {why or 'no linear layers'}")
         return layers, left
-
-    def _served(self, module: nn.Module, recipe: Recipe) -> Served:
-        static = self.quantization_config.activation_scheme == "static"
-        if isinstance(module, nn.Linear):
-            n, k, bias = module.out_features, module.in_features, module.bias is not None
-            made: Served = ServedLinear(k, n, bias, recipe=recipe, static=static, device="meta")
-        else:
-            from fp8engine.nn.conv1d import ServedConv1D
-
-            k, n = weight_of(module).shape
-            made = ServedConv1D(n, k, recipe=recipe, static=static, device="meta")
-        made.compute_dtype = weight_of(module).dtype
-        made.rename_scale(self.quantization_config.scale_name)
-        return made
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         module, name = get_module_from_name(model, param_name)
@@ -246,10 +220,10 @@ def _names_in_file(model, heads: dict[str, headers.Header]) -> dict[str, str]:
 
 def _fit_scales(served: Served, key: str, heads: dict[str, headers.Header]) -> None:
     """Give scales of one number the shape that the files have: [] or [1]."""
-    for name in served.scales:
-        head, want = heads[key + name], tuple(getattr(served, name).shape)
+    for name, scale in served.scales.items():
+        head, want = heads[key + name], tuple(scale.shape)
         if head.shape == () and want == (1,):
-            served.without_dimension(name)
+            served.register_parameter(name, nn.Parameter(scale.new_empty(()), requires_grad=False))
         elif head.shape != want:
             raise StateError(f"{key}{name} in {head.file.name} is {list(head.shape)}; this layer has {list(want)}")
 

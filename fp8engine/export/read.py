@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import headers
-from fp8engine.export.layout import parse
+from fp8engine.export.layout import OURS, parse, to_config
 
 
 def load(path: str | os.PathLike, kind: Any = None, **options: Any) -> Any:
@@ -27,13 +28,13 @@ def load(path: str | os.PathLike, kind: Any = None, **options: Any) -> Any:
         import transformers
     except ImportError as error:
         raise ConversionError("load needs transformers: pip install 'fp8engine[hf]'") from error
-    from fp8engine.export.quantizer import Fp8EngineConfig
+    from fp8engine.export import quantizer  # noqa: F401 - registers quant_method "fp8engine"
 
     written = read_config_file(folder)
     stored = parse(written)
     headers.fp8_layers(headers.read(headers.files_of(folder)), stored)
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    config.quantization_config = Fp8EngineConfig.of(stored).to_dict()
+    config.quantization_config = to_config(replace(stored, layout=OURS))
     whole = kind is None
     kind = kind or _architecture(transformers, config)
     options |= {"config": config, "local_files_only": True, "output_loading_info": True}

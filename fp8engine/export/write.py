@@ -7,11 +7,13 @@ back and checked before it is renamed: a folder under the wanted name is a whole
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, quantize_weight
 from fp8engine.numerics.recipe import PerBlock, Recipe
 
+EMBEDDING = "embedding: its rows are looked up, not multiplied"
 # Files of tokenizers and processors; none of a model.
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -96,18 +99,19 @@ def export(
     stored, decisions, notes = settle(model, recipe, layout, activations)
     chosen = [decision for decision in decisions if decision.recipe is not None]
     before = model.state_dict()
-    size = sum({t.data_ptr(): t.nbytes for t in before.values()}.values())
-    tensors, after = dict(before), {}
+    made: dict[str, torch.Tensor] = {}
     for group in one_scale(chosen, stored.layout):
-        weights = [weight_of(decision.module).detach() for decision in group]
-        for decision, made in zip(group, quantised(group, weights, stored), strict=True):
-            key = f"{decision.name}." if decision.name else ""
-            tensors |= {key + name: tensor for name, tensor in made.items()}
-            after[decision.name] = sum(tensor.nbytes for tensor in made.values())
-    files, beside = _write(model, tensors, stored, target, max_shard_size)
+        made |= quantised(group, before.__getitem__, stored)
+    files, beside = _write(model, before | made, stored, target, max_shard_size)
+    after = Counter()
+    for name, tensor in made.items():
+        after[name.rpartition(".")[0]] += tensor.nbytes
     layers = [_written(decision, decision.recipe, after[decision.name]) for decision in chosen if decision.recipe]
-    left = [_row(d) for d in decisions if d.recipe is None] + _embeddings(model)
+    left = [_left(d.name, d.module, d.shape, d.reason) for d in decisions if d.recipe is None]
+    tables = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    left += [_left(name, module, module.weight.shape, EMBEDDING) for name, module in tables]
     notes += _notes(chosen, stored, model, beside)
+    size = sum({t.data_ptr(): t.nbytes for t in before.values()}.values())
     written = sum((target / name).stat().st_size for name in files if name.endswith(".safetensors"))
     names = ", ".join(dict.fromkeys(row["recipe"] for row in layers))
     return ExportReport(str(target), stored.layout, names, layers, left, size, written, files, notes)
@@ -119,10 +123,12 @@ def settle(
     """(the layout, a Decision for every linear layer, notes), for the arguments of `export`; raises as it does."""
     check_words(layout, activations)
     layout, decisions, notes = choose_layers(model, recipe, layout)
-    chosen = [decision for decision in decisions if decision.recipe is not None]
     recipes = {decision.name: decision.recipe for decision in decisions if decision.recipe is not None}
-    stored = replace(_stored(recipes, layout, activations), left=tuple(_left_modules(decisions)))
-    _check_patterns(stored, chosen)
+    # An expert's 3-D parameter is left under its module's name.
+    left = [d.name.rpartition(".")[0] if len(d.shape) == 3 else d.name for d in decisions if d.recipe is None]
+    stored = replace(_stored(recipes, layout, activations), left=tuple(filter(None, dict.fromkeys(left))))
+    if layout == "fp8":
+        _check_patterns(stored.left, recipes)
     return stored, decisions, notes
 
 
@@ -173,49 +179,41 @@ def check_target(target: Path) -> None:
         raise ConversionError(f"export: {target} exists and is not an empty folder: remove it or name another")
 
 
-def _left_modules(decisions: list[Decision]) -> list[str]:
-    """Names of the modules that config.json lists as not FP8; experts in 3-D parameters have their module's name."""
-    names = (
-        d.name.rpartition(".")[0] if len(d.shape) == 3 else d.name for d in decisions if d.recipe is None and d.name
-    )
-    return list(dict.fromkeys(names))
-
-
-def _check_patterns(stored: Stored, chosen: list[Decision]) -> None:
-    """Raise ConversionError where an entry of that list, a pattern to transformers, matches an FP8 layer."""
+def _check_patterns(left: Iterable[str], fp8: Iterable[str]) -> None:
+    """Raise ConversionError where the name of what is left, a pattern to transformers, matches an FP8 layer."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    if stored.layout != "fp8":
-        return
-    for left in stored.left:
-        for decision in chosen:
-            if not should_convert_module(decision.name, [left]):
-                raise ConversionError(
-                    f"export: {left!r} is left in 16 bits, and transformers would take that name for {decision.name!r} "
-                    f"too, which is FP8: use layout={OURS!r}, or leave both"
-                )
+    for pattern, name in itertools.product(left, fp8):
+        if not should_convert_module(name, [pattern]):
+            raise ConversionError(
+                f"export: {pattern!r} is left in 16 bits, and transformers would take that name for {name!r} "
+                f"too, which is FP8: use layout={OURS!r}, or leave both"
+            )
 
 
-def quantised(group: list[Decision], held: list[torch.Tensor], stored: Stored) -> list[dict[str, torch.Tensor]]:
-    """The tensors, by name, of each layer under one scale: codes in its weight's layout, scales of weight and input.
+def quantised(group: list[Decision], whole: Callable[[str], torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
+    """The tensors, by name, of layers under one scale: codes in the weight's layout, scales of weight and input.
 
-    held: the layers' weights, whole.  Raises StateError for one that is not finite, and for an input without a scale.
+    whole: a weight by its name.  Raises StateError for one that is not finite, and for an input without a scale.
     """
-    made, weights, transposed = [], [], []
-    for decision, weight in zip(group, held, strict=True):
+    made, weights = {}, []
+    for decision in group:
+        weight = whole(f"{decision.name}.weight")
         if not bool(torch.isfinite(weight).all()):
             bad = int((~torch.isfinite(weight)).sum())
             raise StateError(
                 f"export: {decision.name}.weight holds {bad} values that are NaN or Inf: nothing was written"
             )
-        transposed.append(tuple(weight.shape) != decision.shape or not isinstance(decision.module, nn.Linear))
-        weights.append(weight.t() if transposed[-1] else weight)
-    whole = weights[0] if len(group) == 1 else torch.cat([weight.to(weights[0].device) for weight in weights])
-    codes_NK, scale = quantize_weight(whole, stored.recipe_of(group[0].name).weight)
-    parts = codes_NK.split([len(weight) for weight in weights])
-    for decision, codes, transpose in zip(group, parts, transposed, strict=True):
-        tensors = {"weight": codes.t().contiguous() if transpose else codes.clone(), stored.scale_name: scale.clone()}
-        made.append(tensors | ({"input_scale": _input_scale(decision)} if stored.static else {}))
+        weights.append(weight if isinstance(decision.module, nn.Linear) else weight.t())  # of a Conv1D
+    joined = weights[0] if len(group) == 1 else torch.cat([weight.to(weights[0].device) for weight in weights])
+    codes_NK, scale = quantize_weight(joined, stored.recipe_of(group[0].name).weight)
+    for decision, codes in zip(group, codes_NK.split([len(weight) for weight in weights]), strict=True):
+        made[f"{decision.name}.weight"] = (
+            codes.clone() if isinstance(decision.module, nn.Linear) else codes.t().contiguous()
+        )
+        made[f"{decision.name}.{stored.scale_name}"] = scale.clone()
+        if stored.static:
+            made[f"{decision.name}.input_scale"] = _input_scale(decision)
     return made
 
 
@@ -260,18 +258,8 @@ def _written(decision: Decision, recipe: Recipe, after: int) -> dict:
     return row | {"bytes_before": weight_of(decision.module).nbytes, "bytes_after": after}
 
 
-def _row(decision: Decision) -> dict:
-    kind = type(decision.module).__name__
-    return {"name": decision.name, "kind": kind, "shape": list(decision.shape), "reason": decision.reason}
-
-
-def _embeddings(model: nn.Module) -> list[dict]:
-    reason = "embedding: its rows are looked up, not multiplied"
-    return [
-        {"name": name, "kind": type(module).__name__, "shape": list(module.weight.shape), "reason": reason}
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    ]
+def _left(name: str, module: nn.Module, shape: Iterable[int], reason: str) -> dict:
+    return {"name": name, "kind": type(module).__name__, "shape": list(shape), "reason": reason}
 
 
 def _notes(chosen: list[Decision], stored: Stored, model, beside: list[str]) -> list[str]:

@@ -6,15 +6,13 @@ Imported only where a model has such a layer, because it needs transformers.
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.fx import Proxy
 from transformers.pytorch_utils import Conv1D
 
 from fp8engine.autograd import Layer, linear
 from fp8engine.autograd.features import CONV1D
 from fp8engine.nn.linear import Float8Module, leaf
-from fp8engine.nn.serving import Served, scale_name, serving
-from fp8engine.numerics.recipe import Recipe
+from fp8engine.nn.serving import Served
 
 
 class Float8Conv1D(Float8Module, Conv1D):
@@ -40,31 +38,7 @@ class Float8Conv1D(Float8Module, Conv1D):
 class ServedConv1D(Served, Conv1D):
     """y [..., nf] = x [..., nx] @ (codes [nx, nf] * scale) + bias; in memory the codes lie along nx."""
 
-    def __init__(self, nf: int, nx: int, *, recipe: Recipe, static: bool = False, device=None):
-        nn.Module.__init__(self)
-        self.nf, self.nx = nf, nx
-        self.weight = nn.Parameter(torch.empty(nx, nf, device="meta"))
-        self._store(serving(recipe), scale_name(recipe.weight), static, device)
-        self.bias = nn.Parameter(torch.zeros(nf, device=device), requires_grad=False)
+    transposed = True
 
     def __repr__(self) -> str:
         return f"ServedConv1D(nf={self.nf}, nx={self.nx}{self.extra_repr()})"
-
-    @property
-    def shape_NK(self) -> tuple[int, int]:
-        return self.nf, self.nx
-
-    @property
-    def weight_NK(self) -> torch.Tensor:
-        return self.weight.t().contiguous()  # no copy once `lay_out` has run
-
-    def quantize_(self, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scale = super().quantize_(weight_NK)
-        return codes.t(), scale
-
-    def dequantize(self) -> torch.Tensor:
-        return super().dequantize().t().contiguous()
-
-    def lay_out(self) -> None:
-        """Store the codes along nx, so that a call copies nothing."""
-        self.weight.data = self.weight.data.t().contiguous().t()

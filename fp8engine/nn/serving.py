@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import typing
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +26,11 @@ from fp8engine.autograd.frozen import frozen_linear
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module
+from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.numerics.recipe import Cast, PerBlock, Recipe
 from fp8engine.ops import casts, device
-from fp8engine.ops.reference import operand
+from fp8engine.ops.reference import Operand, operand
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.table import ROLES, ScalingState
 
@@ -72,67 +72,54 @@ class Served(Float8Module):
     """Base of served layers: codes in `weight`, their scale under `scale_name`, an optional static `input_scale`."""
 
     kinds = (FROZEN,)
+    weight: torch.Tensor
     bias: torch.Tensor | None
     scale_name: str
     input_scale: torch.Tensor | None
     compute_dtype = torch.bfloat16  # of the plain layer; peft gives adapters the dtype of this name
 
-    def _store(self, recipe: Recipe, name: str, static: bool, device: torch.device | str | None) -> None:
-        """Empty codes and scales in place of the weight; numerics that `attach` replaces once the weights are there."""
-        n, k = self.shape_NK
-        self.scale_name = name
-        codes = torch.empty(tuple(self.weight.shape), dtype=CODES, device=device)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        # FP32 explicitly: transformers builds a model under another default dtype, and casts scales to what it finds.
-        scale = torch.empty(scale_shape(recipe.weight, n, k), dtype=torch.float32, device=device)
-        self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
-        one = torch.empty(1, dtype=torch.float32, device=device)
-        self.register_parameter("input_scale", nn.Parameter(one, requires_grad=False) if static else None)
-        self.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], device or "cpu"), standalone=True)
-
-    def rename_scale(self, name: str) -> None:
-        """Use a checkpoint's name for the scale."""
-        if name != self.scale_name:
-            self.register_parameter(name, self._parameters.pop(self.scale_name))
-            self.scale_name = name
-
     @property
-    def scales(self) -> list[str]:
-        """Names of the scales that a checkpoint holds beside the weight."""
-        return [self.scale_name] + ["input_scale"] * (self.input_scale is not None)
+    def scales(self) -> dict[str, torch.Tensor]:
+        """The scales that a checkpoint holds beside the weight, by name."""
+        held = {name: self._parameters[name] for name in (self.scale_name, "input_scale")}
+        return {name: scale for name, scale in held.items() if scale is not None}
 
-    def without_dimension(self, name: str) -> None:
-        """Give a scale of one number the shape [] in place of [1], as some checkpoints store it."""
-        self.register_parameter(name, nn.Parameter(getattr(self, name).new_empty(()), requires_grad=False))
+    def _flipped(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[N, K] of a matrix in the layer's own layout, and the other way."""
+        return matrix.t() if self.transposed else matrix
 
     def lay_out(self) -> None:
-        """After weights have been loaded: lay them out as the matmuls read them."""
-
-    @property
-    def shape_NK(self) -> tuple[int, int]:
-        """(out features, in features)."""
-        n, k = self.weight.shape
-        return n, k
-
-    @property
-    def weight_NK(self) -> torch.Tensor:
-        """The codes, contiguous along K as the matmuls read them."""
-        return self.weight
+        """After weights have been loaded: lay them out as the matmuls read them, along K."""
+        self.weight.data = self._flipped(self._flipped(self.weight.data).contiguous())
 
     @property
     def scale(self) -> torch.Tensor:
         """FP32, as stored; weight ≈ codes * scale."""
         return typing.cast(torch.Tensor, getattr(self, self.scale_name))
 
-    def quantize_(self, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scale) of a 16- or 32-bit weight [N, K], in the shapes of this layer's parameters."""
-        return quantize_weight(weight_NK, self.numerics.recipe.weight)
+    @property
+    def operand(self) -> Operand:
+        """The codes [N, K] and their scale as the matmuls take them; no copy once `lay_out` has run."""
+        cast, scale = self.numerics.recipe.forward[1], self.scale.detach()
+        codes_NK = self._flipped(self.weight.detach()).contiguous()
+        return operand(codes_NK, scale.reshape(()) if cast.per_tensor else scale, cast)
+
+    def write(self, weight: torch.Tensor) -> None:
+        """Store the codes and the scale of a 16- or 32-bit weight in the plain layer's layout."""
+        codes, scale = self.quantize_(weight)
+        self.weight.data, self.scale.data = codes, scale
+        self.lay_out()
+
+    def quantize_(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scale) of a 16- or 32-bit weight in the plain layer's layout, in the shapes of the parameters."""
+        codes_NK, scale = quantize_weight(self._flipped(weight), self.numerics.recipe.weight)
+        return self._flipped(codes_NK), scale
 
     def dequantize(self) -> torch.Tensor:
         """codes * scale in the shape and dtype of the plain layer's weight (`compute_dtype`), rounded once."""
-        weight = self.numerics.recipe.weight
-        scale = self.scale.reshape(()) if self.numerics.recipe.forward[1].per_tensor else self.scale
-        return Float8Tensor(self.weight_NK.detach(), scale.detach(), weight.granularity, self.compute_dtype).values()
+        codes_NK, scale, *_ = self.operand
+        stored = Float8Tensor(codes_NK, scale, self.numerics.recipe.weight.granularity, self.compute_dtype)
+        return self._flipped(stored.values()).contiguous()
 
     @property
     def W_q(self) -> torch.Tensor:
@@ -142,15 +129,15 @@ class Served(Float8Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self._check(x)
         if torch.is_grad_enabled() and (self.weight.requires_grad or self.scale.requires_grad):
-            raise GradientError(f"{self.numerics.name}: {_NO_TRAINING}")
-        group = self.numerics.recipe.forward[1]
-        scale = self.scale.reshape(()) if group.per_tensor else self.scale
-        weight = operand(self.weight_NK.detach(), scale.detach(), group)
+            raise GradientError(
+                f"{self.numerics.name}: its weight is stored as FP8 codes, which no optimizer can update: train "
+                "adapters on it (peft), or call fe.revert(model), which gives 16-bit weights back, and then fe.convert"
+            )
         given = None if self.input_scale is None else self.input_scale.detach().reshape(())
-        return frozen_linear(x, weight, self.bias, self.numerics, given)
+        return frozen_linear(x, self.operand, self.bias, self.numerics, given)
 
     def _check(self, x: torch.Tensor) -> None:
-        n, k = self.shape_NK
+        n, k = self._flipped(self.weight).shape
         name = self.numerics.name
         if x.dtype not in FLOATS or x.layout != torch.strided:
             asked = "; the code around it casts to its weight's dtype: leave it in 16 bits" if x.dtype == CODES else ""
@@ -171,7 +158,7 @@ class Served(Float8Module):
 
     def _apply(self, fn, recurse=True):
         # A change of dtype moves the model's 16-bit parts only: codes and their FP32 scales keep their dtypes.
-        kept = {id(self.weight), id(self.scale), id(self.input_scale)}
+        kept = {id(self.weight), *map(id, self.scales.values())}
 
         def keeping(x: torch.Tensor) -> torch.Tensor:
             if id(x) not in kept:
@@ -189,8 +176,6 @@ class Served(Float8Module):
 class ServedLinear(Served, nn.Linear):
     """An nn.Linear whose weight is FP8 codes [N, K] and a scale; input and bias have gradients.
 
-    recipe: its weight cast says what one scale covers (E4M3), its input cast how x is cast.
-    static: x is cast under `input_scale`, stored beside the weight, instead of by its own amax.
     Raises GradientError when its weight is to be trained, ShapeError and UnsupportedDtype for an input that does not
     fit.
 
@@ -200,33 +185,14 @@ class ServedLinear(Served, nn.Linear):
     (torch.float8_e4m3fn, torch.Size([1]), torch.Size([4, 16]), True)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        recipe: Recipe,
-        static: bool = False,
-        device: torch.device | str | None = None,
-    ):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device="meta"))
-        self._store(serving(recipe), scale_name(recipe.weight), static, device)
-        made = nn.Parameter(torch.zeros(out_features, device=device), requires_grad=False) if bias else None
-        self.register_parameter("bias", made)
-
     @staticmethod
     def of(layer: nn.Linear, recipe: Recipe) -> ServedLinear:
         """An nn.Linear's weight cast to FP8 and its bias taken over, in a layer of its own."""
-        n, k = layer.weight.shape
-        made = ServedLinear(k, n, layer.bias is not None, recipe=recipe, device=layer.weight.device)
-        made.compute_dtype = layer.weight.dtype
-        codes, scale = made.quantize_(layer.weight)
-        made.weight.data, made.scale.data = codes, scale
-        if layer.bias is not None and made.bias is not None:
-            made.bias.data = layer.bias.detach().clone()
+        made: Any = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        made.weight = layer.weight
+        if layer.bias is not None:
+            made.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
+        make_served(made, ServedLinear, recipe).write(layer.weight.detach())
         attach([("Linear", made)])
         return made
 
@@ -243,16 +209,29 @@ def quantize_weight(weight_NK: torch.Tensor, weight: Cast) -> tuple[torch.Tensor
     return made.data, made.scale.float().reshape(scale_shape(weight, *weight_NK.shape))
 
 
-def store(layer: nn.Module, kind: type[Served], recipe: Recipe) -> None:
-    """Make a plain linear layer a served one, in place: its 16- or 32-bit weight gives way to codes and scale."""
-    weight = typing.cast(torch.Tensor, layer.weight).detach()
+def make_served(
+    layer: nn.Module, kind: type[Served], recipe: Recipe, static: bool = False, name: str | None = None
+) -> Served:
+    """Make a plain linear layer a served one, in place, with empty codes and scales where its weight was.
+
+    recipe: its weight cast says what one scale covers (E4M3), its input cast how x is cast.
+    static: x is cast under `input_scale`, stored beside the weight, instead of by its own amax.
+    name: of the weight's scale; None: as `scale_name` says.
+    """
+    weight, recipe = typing.cast(torch.Tensor, layer.weight), serving(recipe)
+    where = weight.device
     change_class(layer, kind)
     served = typing.cast(Served, layer)
-    served.compute_dtype = weight.dtype
-    served._store(serving(recipe), scale_name(recipe.weight), False, weight.device)
-    codes, scale = served.quantize_(weight if isinstance(layer, nn.Linear) else weight.t())
-    served.weight.data, served.scale.data = codes, scale
-    served.lay_out()
+    served.compute_dtype, served.scale_name = weight.dtype, name or scale_name(recipe.weight)
+    served.weight = nn.Parameter(torch.empty(weight.shape, dtype=CODES, device=where), requires_grad=False)
+    # FP32 explicitly: transformers builds a model under another default dtype, and casts scales to what it finds.
+    shape = scale_shape(recipe.weight, *served._flipped(weight).shape)
+    scale = torch.empty(shape, dtype=torch.float32, device=where)
+    served.register_parameter(served.scale_name, nn.Parameter(scale, requires_grad=False))
+    one = torch.empty(1, dtype=torch.float32, device=where)
+    served.register_parameter("input_scale", nn.Parameter(one, requires_grad=False) if static else None)
+    served.numerics = Numerics("Linear", recipe, ScalingState([("", recipe)], where), standalone=True)
+    return served
 
 
 def words_of(recipe: Recipe, mixed: Mapping[str, Recipe]) -> dict[str, Any]:
@@ -266,27 +245,22 @@ def words_of(recipe: Recipe, mixed: Mapping[str, Recipe]) -> dict[str, Any]:
     return found
 
 
-def config_of(layers: list[tuple[str, Served]], left: list[str]) -> dict[str, Any]:
-    """The quantization_config of config.json for a model with these served layers, as fe.hf.load reads it.
+def config_of(
+    recipe: Recipe, mixed: Mapping[str, Recipe], scale_name: str, left: Sequence[str], scheme: str = "dynamic"
+) -> dict[str, Any]:
+    """The quantization_config of config.json under which fe.hf.load reads served layers.
 
-    left: names of the linear layers that are not served.
+    recipe, mixed: as `words_of` takes them.  left: names of the linear layers that are not served.
     """
-    recipes = {name: layer.numerics.recipe for name, layer in layers}
-    [(most, count)] = Counter(recipes.values()).most_common(1)
-    return {
-        "quant_method": "fp8engine",
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": left,
-        "scale_name": layers[0][1].scale_name,
-        **words_of(most, recipes if count < len(recipes) else {}),
-    }
+    config = {"quant_method": "fp8engine", "activation_scheme": scheme, "modules_to_not_convert": [*left]}
+    return config | {"scale_name": scale_name, **words_of(recipe, mixed)}
 
 
 def restore(layer: Served, kind: type[nn.Module]) -> None:
     """Make a served layer a plain one of class `kind` again, in place; its weight is what the codes stand for."""
     weight = nn.Parameter(layer.dequantize(), requires_grad=False)
-    for name in (*layer.scales, "input_scale"):
-        layer._parameters.pop(name, None)
+    for name in (layer.scale_name, "input_scale"):
+        del layer._parameters[name]
     for name in ("numerics", "scale_name", "compute_dtype"):
         vars(layer).pop(name, None)
     change_class(layer, kind)
@@ -295,29 +269,21 @@ def restore(layer: Served, kind: type[nn.Module]) -> None:
 
 def attach(layers: list[tuple[str, Served]]) -> list[ScalingState]:
     """Give layers whose weights are there their names and a place in a scaling state per device."""
-    by_device: dict[torch.device, list[tuple[str, Served]]] = {}
-    for name, layer in layers:
-        by_device.setdefault(layer.weight.device, []).append((name, layer))
-    states = []
-    for where, group in by_device.items():
-        recipes = [(name, _known(layer)) for name, layer in group]
-        state = ScalingState(recipes, where)
-        states.append(state)
-        for index, ((name, layer), (_, recipe)) in enumerate(zip(group, recipes, strict=True)):
-            layer.numerics = Numerics(name or "Linear", recipe, state, index, kinds=layer.kinds)
-            for role, scale in (("weight", layer.scale), ("input", layer.input_scale)):
-                if scale is not None and scale.numel() and where.type != "meta":  # as reports show: the coarsest
-                    slot = state.slot(len(ROLES) * index + ROLES.index(role), record=False)
-                    slot.live_2S[0, slot.index] = scale.max() * E4M3.max
-                    slot.live_2S[1, slot.index] = 1.0 / scale.max()
+    made, states = numerics_together([(name, _known(layer), layer.weight.device) for name, layer in layers])
+    for (_, layer), numerics in zip(layers, made, strict=True):
+        layer.numerics, numerics.kinds = numerics, layer.kinds
+        for role, scale in (("weight", layer.scale), ("input", layer.input_scale)):
+            if scale is not None and scale.numel() and not scale.is_meta:  # as reports show: the coarsest
+                slot = numerics.slot(role, record=False)
+                slot.live_2S[0, slot.index] = scale.max() * E4M3.max
+                slot.live_2S[1, slot.index] = 1.0 / scale.max()
     return states
 
 
 def trouble(layer: Served) -> str | None:
     """Why a layer's loaded numbers cannot be right, or None."""
-    for name in (layer.scale_name, "input_scale"):
-        scale = getattr(layer, name)
-        if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+    for name, scale in layer.scales.items():
+        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
             return f"{name} holds NaN, Inf or a negative number"
     if bool(((layer.weight.detach().view(torch.uint8) & NAN_CODE) == NAN_CODE).any()):
         return "weight holds NaN codes"
@@ -332,9 +298,3 @@ def _known(layer: Served) -> Recipe:
     recipe, scale = layer.numerics.recipe, layer.scale
     powers = scale.device.type != "meta" and bool((torch.frexp(scale).mantissa == 0.5).all())
     return replace(recipe, weight=replace(recipe.weight, power_of_2=powers and recipe.weight.power_of_2))
-
-
-_NO_TRAINING = (
-    "its weight is stored as FP8 codes, which no optimizer can update: train adapters on it (peft), or call "
-    "fe.revert(model), which gives 16-bit weights back, and then fe.convert"
-)

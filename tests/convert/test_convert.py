@@ -288,6 +288,20 @@ def test_a_layer_that_example_inputs_do_not_call_is_left_alone():
     }
 
 
+def test_a_run_on_example_inputs_draws_none_of_the_callers_random_numbers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.layer(x + torch.randn(16))
+
+    model, drawn = Model(), torch.get_rng_state()
+    converted(model, "rowwise", example_inputs=torch.randn(2, 16, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 def test_one_module_under_two_names_is_converted_once():
     shared = nn.Linear(8, 8)
     model = converted(nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())}))

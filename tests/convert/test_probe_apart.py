@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from accelerate import init_empty_weights
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from probe_modules import MeanByProduct
+from probe_modules import MeanByProduct, what_is
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,9 +53,9 @@ def _calls(module: Any, x: torch.Tensor) -> None:
 def test_what_a_module_counts_and_keeps_stays_and_no_other_forward_may_stand_in_for_its_own(count: Any):
     module: Any = Counts()
     module.itself = [module]  # a cycle, which no copy follows
-    assert probe.mlp_of(module) == Mlp("relu", "down", "up")
+    assert what_is(module) == Mlp("relu", "down", "up")
     module.count = count
-    assert probe.mlp_of(module) is None
+    assert what_is(module) is None
     assert (module.calls, module.log, module.seen, hasattr(module, "read")) == (0, Counter(), [], False)
 
 
@@ -125,7 +125,7 @@ def test_in_any_context_a_model_is_what_it_is(name: str, where: str):
 
 def test_autocast_does_not_reach_a_twin():
     with torch.autocast("cpu", torch.bfloat16):
-        assert probe.norm_of(MeanByProduct()) == Norm("rms", 1e-6)
+        assert what_is(MeanByProduct()) == Norm("rms", 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -168,9 +168,9 @@ def test_a_module_whose_attributes_are_no_plain_values():
         module.config, module.function, module.hold = Config(scale), function, [torch.ones(1)]
         return module
 
-    assert probe.mlp_of(made(1.0)) == Mlp("silu", "down", "up")
-    assert probe.mlp_of(made(2.0)) is None
-    assert probe.mlp_of(made(1.0, nn.PReLU().forward)) is None, "of a module with parameters that is in no child"
+    assert what_is(made(1.0)) == Mlp("silu", "down", "up")
+    assert what_is(made(2.0)) is None
+    assert what_is(made(1.0, nn.PReLU().forward)) is None, "of a module with parameters that is in no child"
     # Modules of one class are told apart by their attributes, whatever those are.
     found = probe.survey(nn.ModuleList([made(1.0), made(2.0), made(1.0, F.gelu), made(1.0)]))
     assert {key: what.kind for key, what in found.items() if isinstance(what, Mlp)} == {

@@ -17,13 +17,14 @@ from probe_modules import (
     TimmGluMlp,
     TimmMlp,
     TimmSwiGlu,
+    what_is,
 )
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from fp8engine.convert.probe import Mlp, activation_of, mlp_of, norm_of, survey
+from fp8engine.convert.probe import Mlp, gated_products, survey
 from fp8engine.ops.reference import Norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -71,16 +72,14 @@ MLPS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name: str):
     module, expected = NORMS[name]
-    assert norm_of(module) == expected
-    assert activation_of(module) is None
-    assert mlp_of(module) is None
+    assert what_is(module) == expected
 
 
 @pytest.mark.parametrize("name", MLPS)
 @pytest.mark.parametrize("mode", [True, False])
 def test_mlps(name: str, mode: bool):
     module, expected = MLPS[name]
-    assert mlp_of(module.train(mode)) == expected
+    assert what_is(module.train(mode)) == expected
     assert next(iter(survey(nn.ModuleDict({"a": module})).items())) == ("a", expected)
 
 
@@ -107,23 +106,22 @@ def test_mlps(name: str, mode: bool):
     ],
 )
 def test_activations_of_transformers(name: str, kind: str | None):
-    assert activation_of(ACT2FN[name]) == kind
-    assert norm_of(ACT2FN[name]) is None
+    assert what_is(ACT2FN[name]) == kind
 
 
 def test_a_patched_class_is_what_it_computes(monkeypatch):
     mlp, norm = TimmMlp(), Rms()
     monkeypatch.setattr(TimmMlp, "forward", lambda self, x: 2 * self.fc2(self.act(self.fc1(x))))
     monkeypatch.setattr(Rms, "forward", lambda self, x: F.layer_norm(x, (K,), self.weight, None, 1e-4))
-    assert mlp_of(mlp) is None
-    assert norm_of(norm) == Norm("layer", 1e-4)
+    assert what_is(mlp) is None
+    assert what_is(norm) == Norm("layer", 1e-4)
 
 
 def test_in_evaluation_alone_dropout_makes_no_difference():
-    mlp = TimmMlp(drop=0.5)
-    assert mlp_of(mlp, training=False) == MLPS["timm Mlp"][1]
-    assert survey(mlp, training=False) == {"": MLPS["timm Mlp"][1]}
-    assert survey(mlp) == {"act": "gelu"}
+    mlp = TimmGluMlp()
+    mlp.drop1.p = mlp.drop2.p = 0.5
+    assert gated_products(mlp) == {"": MLPS["timm GluMlp"][1]}
+    assert survey(mlp) == {}
 
 
 def test_layers_under_an_adapter_are_layers():

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fp8engine.export import export
+from fp8engine.export.hf import export
 
 WEIGHTS = "model.safetensors"
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8engine.cli import app
-from fp8engine.export import load
+from fp8engine.export.hf import load
 
 
 def call(*arguments: object):

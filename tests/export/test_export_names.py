@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import fp8engine as fe
-from fp8engine import export
+from fp8engine.export import iterate, quantizer, read, write
 
 
 def python(code: str) -> str:
@@ -14,9 +14,9 @@ def python(code: str) -> str:
 
 
 def test_they_are_the_packages_own():
-    assert (fe.hf.export, fe.hf.load, fe.hf.ExportReport) == (export.export, export.load, export.ExportReport)
-    assert fe.hf.Fp8EngineConfig is export.Fp8EngineConfig
-    assert fe.hf.iter_fp8 is export.iter_fp8
+    assert (fe.hf.export, fe.hf.load, fe.hf.ExportReport) == (write.export, read.load, write.ExportReport)
+    assert fe.hf.Fp8EngineConfig is quantizer.Fp8EngineConfig
+    assert fe.hf.iter_fp8 is iterate.iter_fp8
     assert {"export", "iter_fp8", "load", "Fp8EngineConfig", "describe"} <= set(fe.hf.__all__)
     assert all(getattr(fe.hf, name) for name in fe.hf.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Fp9EngineConfig'"):
@@ -34,11 +34,12 @@ def test_only_the_config_imports_transformers():
 
 
 @pytest.mark.slow
-def test_without_transformers_it_says_what_to_install():
+@pytest.mark.parametrize("name", ["Fp8EngineConfig", "Fp8Cache"])
+def test_without_transformers_it_says_what_to_install(name: str):
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import fp8engine as fe\n"
-        "try: fe.hf.Fp8EngineConfig\n"
+        f"try: fe.hf.{name}\n"
         "except fe.errors.ConversionError as error: print(error)\n"
     )
-    assert python(code) == "Fp8EngineConfig needs transformers: pip install 'fp8engine[hf]'"
+    assert python(code) == f"{name} needs transformers: pip install 'fp8engine[hf]'"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName
-from fp8engine.export import Fp8EngineConfig, export, load
+from fp8engine.export.hf import Fp8EngineConfig, export, load
 from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import resolve
 

@@ -12,7 +12,8 @@ import transformers
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, Fp8EngineError, StateError, UnknownName
-from fp8engine.export import export, headers, load
+from fp8engine.export import headers
+from fp8engine.export.hf import export, load
 from fp8engine.export.layout import parse
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -25,7 +26,7 @@ def refuses(folder: Path, told: str, error: type[Fp8EngineError] = StateError) -
         load(folder)
     method = json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
     if method == "fp8engine":
-        from fp8engine.export import Fp8EngineConfig  # noqa: F401 - registers
+        from fp8engine.export.hf import Fp8EngineConfig  # noqa: F401 - registers
 
         with pytest.raises((error, OSError, ValueError)):
             transformers.AutoModelForCausalLM.from_pretrained(folder)

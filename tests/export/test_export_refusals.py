@@ -13,7 +13,8 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import ConversionError, StateError
-from fp8engine.export import export, headers, load
+from fp8engine.export import headers
+from fp8engine.export.hf import export, load
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 

@@ -14,7 +14,7 @@ from torch import nn
 import fp8engine as fe
 from fp8engine.convert.select import weight_of
 from fp8engine.errors import ConversionError, StateError
-from fp8engine.export import Fp8EngineConfig, export, load
+from fp8engine.export.hf import Fp8EngineConfig, export, load
 from fp8engine.export.layers import choose_layers
 from fp8engine.numerics.recipe import Auto
 

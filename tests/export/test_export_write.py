@@ -16,7 +16,7 @@ from support import EXACT_SCALES, converted
 import fp8engine as fe
 from fp8engine.convert.select import is_conv1d
 from fp8engine.errors import ConversionError, StateError, UnknownName
-from fp8engine.export import export, load
+from fp8engine.export.hf import export, load
 from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import resolve
 

@@ -15,7 +15,7 @@ from support import converted
 import fp8engine as fe
 from fp8engine.autograd import products
 from fp8engine.errors import ConversionError, StateError, UnknownName
-from fp8engine.export import export, iter_fp8
+from fp8engine.export.hf import export, iter_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8engine as fe
 from fp8engine.errors import GradientError, ShapeError, UnsupportedDtype
-from fp8engine.nn.serving import Served, ServedLinear, serving
+from fp8engine.nn.serving import Served, ServedLinear, make_served, serving
 from fp8engine.numerics.recipe import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
@@ -59,7 +59,8 @@ def test_it_is_an_nn_linear_at_one_byte_a_weight():
 def test_scales_are_frozen_at_fp32_whatever_the_default():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        layer: Any = ServedLinear(32, 16, recipe=resolve("rowwise"), static=True, device="meta")
+        plain = nn.Linear(32, 16, device="meta").requires_grad_(False)
+        layer: Any = make_served(plain, ServedLinear, resolve("rowwise"), static=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert (layer.scale.dtype, layer.input_scale.dtype, layer.bias.dtype) == (*2 * (torch.float32,), torch.bfloat16)

@@ -7,8 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fp8engine.convert.probe import survey
+
 K, WIDE = 32, 48
 Layer = Callable[..., nn.Module]
+
+
+def what_is(module: nn.Module) -> Any:
+    """What the probe knows a module itself to be, beside what it may know of its parts; None for nothing."""
+    return survey(module).get("")
 
 
 class TimmMlp(nn.Module):
