@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fp8engine._torch import divided_parameter, wrapper_of
-from fp8engine.auto import Controller, Plan, flow
+from fp8engine.auto import Controller, Plan
 from fp8engine.auto.calibration import calibrate
 from fp8engine.autograd import Numerics
 from fp8engine.convert import attention as attending
@@ -36,6 +36,7 @@ from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.linear import Float8Module, Linear
 from fp8engine.nn.serving import Served
 from fp8engine.numerics.recipe import Auto, Recipe
+from fp8engine.report import flow
 from fp8engine.scaling.table import ScalingState
 
 

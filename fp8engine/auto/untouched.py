@@ -1,10 +1,10 @@
-"""Context in which a forward has no side effects: modes, random states and scaling tables are restored."""
+"""Forward on example inputs without side effects: modes, random states and scaling tables are restored."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,17 @@ from fp8engine.scaling.table import ScalingState
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
 FLAGS = ("backward_seen", "recomputed", "begun")
+
+
+def arguments(example_inputs: object) -> tuple[tuple, dict]:
+    """(args, kwargs) of a forward: a mapping has keywords, a tuple or list has arguments, all else is one argument.
+
+    >>> arguments([1, 2]), arguments({"x": 1}), arguments(3)
+    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 @contextlib.contextmanager

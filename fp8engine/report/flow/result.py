@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow import draw, png, repeats, text
+from fp8engine.report.flow import draw, repeats, text
 
 if TYPE_CHECKING:
-    from fp8engine.auto.flow.origins import Origin
+    from fp8engine.report.flow.origins import Origin
 
 
 @dataclass(frozen=True)
@@ -111,17 +110,9 @@ class Flow:
         """
         return draw.svg(self, formats)
 
-    def to_png(self, path: str | os.PathLike) -> None:
-        """The same picture through matplotlib (the extra `report`)."""
-        png.png(self.to_svg(), path)
-
     def to_mermaid(self) -> str:
         """The same graph as a Mermaid flowchart, which GitHub, notebooks and documentation tools render."""
         return text.mermaid(self)
-
-    def to_graphviz(self) -> str:
-        """The same graph in the language of Graphviz: `dot -Tpdf` draws it, and so does `graphviz.Source`."""
-        return text.graphviz(self)
 
     def __str__(self) -> str:
         return self.table()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.auto.flow.origins import NOTHING, Origin, State
+from fp8engine.report.flow.origins import NOTHING, Origin, State
 
 # What a loss is written with: the difference from a target, its size, a likelihood.
 PARTS_OF_A_LOSS = ("sub", "rsub", "pow", "square", "abs", "log", "log1p", "exp", "softmax", "log_softmax")
