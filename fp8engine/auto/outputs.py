@@ -15,7 +15,7 @@ share; one that was taken back returns after PATIENCE good samples, and changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -227,19 +227,25 @@ class Outputs:
         self.known = {i for i, numerics in enumerate(self.layers) if numerics.layer in numerics.state.outputs.known}
         return changed, found
 
-    def state_dict(self) -> list:
-        """The decisions, in types that JSON knows."""
-        return [
+    def state_dict(self) -> dict:
+        """The decisions and what they rest on, in types that JSON knows."""
+        stored = [
             {"layer": i, "stored": [stored.format.name, *stored[1:]], "counts": self.counts.get(i, (0, 0))}
             for i, stored in self.stored.items()
         ]
+        ready = [numerics.ready for numerics in self.layers]
+        return {"outputs": stored, "taken": {"last": self.taken, "known": sorted(self.known), "ready": ready}}
 
-    def load_state_dict(self, saved: Iterable[Mapping]) -> None:
+    def load_state_dict(self, saved: Mapping) -> None:
         """The inverse of `state_dict`."""
-        for each in saved:
+        for each in saved["outputs"]:
             name, *rest = each["stored"]
-            self.stored[int(each["layer"])] = Stored(Format.named(name), *rest)
-            self.counts[int(each["layer"])] = tuple(each["counts"])
+            self.stored[each["layer"]] = Stored(Format.named(name), *rest)
+            self.counts[each["layer"]] = tuple(each["counts"])
+        taken = saved["taken"]
+        self.taken, self.known = taken["last"], set(taken["known"])
+        for numerics, ready in zip(self.layers, taken["ready"], strict=True):
+            numerics.ready = ready
 
     def _why_not(self, i: int) -> str:
         consumers = [ResultConsumer(*pair) for pair in self.layers[i].consumers]
