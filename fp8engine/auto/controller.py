@@ -81,7 +81,7 @@ class Controller:
         self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
         self.counts: torch.Tensor | None = None  # the state's counters at the last sample
-        self.steps_without_backward = 0  # forwards since the sampled one
+        self.late = 0  # forwards since the sampled one, none of which had a backward
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
         self.calibrated = False  # whether decisions made before the first training step stay
         self.plan = plan
@@ -147,7 +147,7 @@ class Controller:
         if self.plan is not None:
             self._repeat(self.plan)
         elif self.state.samples is not None and not backward and self._may_wait():
-            self.steps_without_backward += 1
+            self.late += 1
         else:
             self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
             self._begin_sampling(self._moved())
@@ -229,7 +229,7 @@ class Controller:
             self._begin_sampling()
 
     def _may_wait(self) -> bool:
-        return self.steps_without_backward < MOST_WITHOUT_BACKWARD
+        return self.late < MOST_WITHOUT_BACKWARD
 
     def _repeat(self, plan: Plan) -> None:
         if self.state.must_wait:
@@ -247,7 +247,7 @@ class Controller:
         early: layers, by their index in the state, that are sampled whatever the step is.
         """
         state, last = self.state, self.recipe.freeze_after
-        self.steps_without_backward = 0
+        self.late = 0
         if state.samples is not None:
             state.sample(None)
         whole = is_sampled(self.step, self.recipe.interval)

@@ -60,30 +60,27 @@ class Samples(Sequence[Sample]):
     """
 
     def __init__(self, samples: Iterable[Sample] = ()):
-        self.span, self.size = 1, 0  # span: steps that a thinned sample stands for
+        self.span = 1  # steps that a thinned sample stands for
         self.casts: list[str] = []
-        self.rows = numpy.empty(4, ROW)
+        self.rows = numpy.empty(0, ROW)
         for sample in samples:
             self.append(sample)
 
     def append(self, sample: Sample) -> None:
         """Enter the latest sample."""
-        if self.size == RECENT + OLDER:
+        if len(self.rows) == RECENT + OLDER:
             self._thin()
-        elif self.size == len(self.rows):
-            self.rows = numpy.resize(self.rows, min(2 * self.size, RECENT + OLDER))
         if sample.cast not in self.casts:
             self.casts.append(sample.cast)
-        self.rows[self.size] = sample._replace(cast=self.casts.index(sample.cast))
-        self.size += 1
+        row = tuple(sample._replace(cast=self.casts.index(sample.cast)))
+        self.rows = numpy.append(self.rows, numpy.array([row], ROW))
 
     def since(self, step: int) -> list[Sample]:
         """The samples of later steps."""
-        rows = self.rows[: self.size]
-        return [self._sample(row) for row in rows[rows["step"] > step].tolist()]
+        return [self._sample(row) for row in self.rows[self.rows["step"] > step].tolist()]
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.rows)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -92,7 +89,7 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> list[Sample]: ...
 
     def __getitem__(self, index):
-        found = self.rows[: self.size][index].tolist()
+        found = self.rows[index].tolist()
         return [self._sample(row) for row in found] if isinstance(found, list) else self._sample(found)
 
     def _sample(self, row: tuple) -> Sample:
@@ -101,16 +98,13 @@ class Samples(Sequence[Sample]):
 
     def evenly(self) -> list[Sample]:
         """All samples, the latest thinned like the older ones, as a picture needs them."""
-        rows = self.rows[: self.size]
-        return [self._sample(row) for row in (rows if self.span == 1 else self._worst(rows)).tolist()]
+        return [self._sample(row) for row in (self.rows if self.span == 1 else self._worst(self.rows)).tolist()]
 
     def _thin(self) -> None:
         old, recent = self.rows[:-RECENT], self.rows[-RECENT:]
         while len(self._begins(old)) > OLDER // 2:
             self.span *= 2
-        kept = numpy.concatenate([self._worst(old), recent])
-        self.size = len(kept)
-        self.rows[: self.size] = kept
+        self.rows = numpy.concatenate([self._worst(old), recent])
 
     def _worst(self, rows: numpy.ndarray) -> numpy.ndarray:
         """One row for each span."""

@@ -244,7 +244,7 @@ class Outputs:
             self.counts[each["layer"]] = tuple(each["counts"])
         taken = saved["taken"]
         self.taken, self.known = taken["last"], set(taken["known"])
-        for numerics, ready in zip(self.layers, taken["ready"], strict=True):
+        for numerics, ready in zip(self.layers, taken["ready"], strict=False):
             numerics.ready = ready
 
     def _why_not(self, i: int) -> str:

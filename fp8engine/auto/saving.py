@@ -22,9 +22,9 @@ from fp8engine.scaling.sample import StepSamples, Tables
 if TYPE_CHECKING:
     from fp8engine.auto.controller import Controller
 
-# A key of the JSON text -> the attribute of a controller that it holds.
-PLAIN = {"step": "step", "late": "steps_without_backward", "tentative": "tentative", "calibrated": "calibrated"}
-PLAIN |= {"loss": "loss"}
+# Attributes that the JSON text holds as they are: of a controller, of a choice.
+PLAIN = ("step", "late", "tentative", "calibrated", "loss")
+OF_CHOICE = ("layers", "margin", "changes", "spent")
 PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
 TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
 
@@ -32,7 +32,7 @@ TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
 def state_dict(controller: Controller) -> dict[str, Any]:
     """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
     state, pending, samples = controller.state, controller.pending, controller.state.samples
-    decided = {key: getattr(controller, name) for key, name in PLAIN.items()} | {
+    decided = {key: getattr(controller, key) for key in PLAIN} | {
         "pending": None if pending is None else pending.step,
         "begun": state.begun,
         "decides_next": state.decides_next,
@@ -68,7 +68,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     try:
         decided = json.loads(found["decided"])
         tables = {key: found[key] for key in TABLES}
-        new: dict[str, Any] = {name: decided[key] for key, name in PLAIN.items()}
+        new: dict[str, Any] = {key: decided[key] for key in PLAIN}
         new |= {"choices": choices_from_list(decided["choices"]), "pending": None, "watched": None}
         new["log"] = [Change.from_dict(change) for change in decided["log"]]
         new["moves"] = Moves(tables["moves"].numpy().copy().reshape(3, -1, 3), *decided["tries"])
@@ -81,6 +81,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
             new["pending"] = PendingSample(decided["pending"], HostCopy(tables[key] for key in PENDING))
         trends = trends_from_dict(decided["trends"])
         begun, decides_next, between = (decided[key] for key in ("begun", "decides_next", "between"))
+        outputs = {key: decided[key] for key in ("outputs", "taken")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
     unknown = {change.layer for change in new["log"]} - controller.by_name.keys()
@@ -90,7 +91,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     controller.history.trends = trends
     for numerics, recipe in zip(controller.layers, controller.recipes, strict=True):
         numerics.adopt(recipe if controller.plan is None else controller.plan.start)
-    controller.outputs.load_state_dict(decided)
+    controller.outputs.load_state_dict(outputs)
     for change in controller.log:
         controller.by_name[change.layer].adopt(change.recipe)
     controller.between.load(*between)
@@ -111,16 +112,9 @@ def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
     """Each group's choice once, in types that JSON knows; the log has the reasons."""
     groups = {id(choice): choice for choice in choices.values()}.values()
     return [
-        {
-            "layers": choice.layers,
-            "matmuls": _casts_to_list(choice.matmuls),
-            "paid": _casts_to_list(choice.paid),
-            "margin": choice.margin,
-            "changes": choice.changes,
-            "spent": choice.spent,
-            "fades": choice.fades_db,
-            "cheaper": [[*key, count] for key, count in choice.cheaper.items()],
-        }
+        {key: getattr(choice, key) for key in OF_CHOICE}
+        | {"fades": choice.fades_db, "cheaper": [[*key, count] for key, count in choice.cheaper.items()]}
+        | {"matmuls": _casts_to_list(choice.matmuls), "paid": _casts_to_list(choice.paid)}
         for choice in groups
     ]
 
@@ -136,25 +130,17 @@ def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
     """
     choices = {}
     for group in found:
-        choice = Choice(
-            tuple(group["layers"]),
-            {key: casts for key, casts in _casts_from_list(group["matmuls"]).items() if casts},
-            group["margin"],
-            changes=group["changes"],
-            spent=group["spent"],
-            paid=_casts_from_list(group["paid"]),
-            fades_db=group["fades"],
-            cheaper={(layer, matmul): count for layer, matmul, count in group["cheaper"]},
-        )
+        parts: dict[str, Any] = {key: group[key] for key in OF_CHOICE} | {"layers": tuple(group["layers"])}
+        parts |= {key: _casts_from_list(group[key]) for key in ("matmuls", "paid")}
+        cheaper = {(layer, matmul): count for layer, matmul, count in group["cheaper"]}
+        choice = Choice(**parts, fades_db=group["fades"], cheaper=cheaper)
         choices |= dict.fromkeys(choice.layers, choice)
     return choices
 
 
 def _casts_to_list(casts: Mapping[tuple[int, str], Casts | None]) -> list[list]:
-    return [
-        [*key, *((found.granularity, found.first.name, found.second.name) if found else ())]
-        for key, found in casts.items()
-    ]
+    """[layer, matmul] of one in 16 bits, [layer, matmul, granularity, first, second] of the others."""
+    return [[*key, *map(str, found or ())] for key, found in casts.items()]
 
 
 def _casts_from_list(found: Iterable[Sequence]) -> dict[tuple[int, str], Casts | None]:
