@@ -37,10 +37,7 @@ class Sample(NamedTuple):
         return self.amax / self.rms if self.rms > 0 else 0.0
 
 
-ROW = [
-    ("step", "i8"), ("cast", "i4"), ("amax", "f8"), ("rms", "f8"), ("kurtosis", "f8"), ("sqnr_db", "f8"),
-    ("flushed", "f8"), ("saturated", "f8"), ("nonfinite", "i8"),
-]  # fmt: skip
+ROW = [(name, "f8") for name in Sample._fields]  # cast: its place in `Samples.casts`
 WORST = dict.fromkeys(("amax", "kurtosis", "flushed", "saturated"), "fmax")
 WORST |= {"sqnr_db": "fmin", "nonfinite": "add"}
 
@@ -93,8 +90,8 @@ class Samples(Sequence[Sample]):
         return [self._sample(row) for row in found] if isinstance(found, list) else self._sample(found)
 
     def _sample(self, row: tuple) -> Sample:
-        step, cast, *numbers = row
-        return Sample(step, self.casts[cast], *numbers)
+        step, cast, *numbers, nonfinite = row
+        return Sample(int(step), self.casts[int(cast)], *numbers, int(nonfinite))
 
     def evenly(self) -> list[Sample]:
         """All samples, the latest thinned like the older ones, as a picture needs them."""

@@ -94,8 +94,7 @@ def _settle(spots: Sequence[Spot]) -> None:
         for row in rows[:: -1 if sweep % 2 else 1]:
             if 0 <= sweep < ORDERED:
                 side = [row[0].row + (1 if sweep % 2 else -1)]
-                wanted = {spot: spot.mean(side) + RIGHT * (spot.width == POINT) for spot in row}
-                row.sort(key=lambda spot, wanted=wanted: (wanted[spot], spot.x))
+                row.sort(key=lambda spot, side=side: (spot.mean(side) + RIGHT * (spot.width == POINT), spot.x))
             _pack(row, [spot.mean([spot.row - 1, spot.row + 1]) if sweep >= 0 else 0.0 for spot in row])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from fp8engine.report.flow import draw, repeats, text
@@ -64,20 +64,7 @@ class Flow:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        plain = lambda consumer: {"kind": consumer.kind, "name": consumer.name, "where": consumer.where}  # noqa: E731
-        return {
-            "layers": {
-                name: {
-                    "consumers": [plain(consumer) for consumer in layer.consumers],
-                    "producer": [plain(consumer) for consumer in layer.producer],
-                    "shares_input_with": list(layer.shares_input_with),
-                    "calls": layer.calls,
-                }
-                for name, layer in self.layers.items()
-            },
-            "nodes": [plain(node) for node in self.nodes],
-            "edges": [list(edge) for edge in self.edges],
-        }
+        return asdict(self)
 
     def table(self, width: int = 160) -> str:
         """Text, `width` columns wide; layers whose rows differ in the numbers of their blocks alone are one row."""
