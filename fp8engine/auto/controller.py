@@ -21,7 +21,7 @@ torch.compile has compiled as a whole never calls the controller: it computes in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +35,7 @@ from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, st
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
-from fp8engine.auto.reading import read, remember
-from fp8engine.auto.reasons import outcome_of, paid_for, saturated, slot_change, slower_in_fp8
+from fp8engine.auto.reading import outcome_of, paid_for, read, remember, saturated, slot_change, slower_in_fp8
 from fp8engine.auto.schedule import Moves, is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe, StrictError
@@ -146,7 +145,7 @@ class Controller:
         self.state.outputs.widen = not self.frozen
         if self.plan is not None:
             self._repeat(self.plan)
-        elif self.state.samples is not None and not backward and self._may_wait():
+        elif self.state.samples is not None and not backward and self.late < MOST_WITHOUT_BACKWARD:
             self.late += 1
         else:
             self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
@@ -200,10 +199,9 @@ class Controller:
         """M, N, K of each layer's latest matmul, by its index in the state."""
         return {numerics.layer: numerics.sizes for numerics in self.layers}
 
-    def begin_sampling(self, layers: Iterable[Numerics] | None = None) -> None:
-        """Give the step that begins a table for the statistics of these layers; None: of all."""
-        taken = {id(numerics) for numerics in (self.layers if layers is None else layers)}
-        shapes = {n.layer: shape for n, shape in zip(self.layers, self.shapes, strict=True) if id(n) in taken}
+    def begin_sampling(self, only: Collection[int] | None = None) -> None:
+        """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
+        shapes = {layer: self.shapes[i] for layer, i in self.by_layer.items() if only is None or layer in only}
         count = len(self.state.layers)
         rows = (len(ROLES) + self.outputs.any) * count
         self.state.sample(StepSamples(rows, count, shapes, self.state.device))
@@ -228,9 +226,6 @@ class Controller:
             self.pending = None
             self._begin_sampling()
 
-    def _may_wait(self) -> bool:
-        return self.late < MOST_WITHOUT_BACKWARD
-
     def _repeat(self, plan: Plan) -> None:
         if self.state.must_wait:
             return
@@ -241,19 +236,18 @@ class Controller:
             self.by_name[change.layer].adopt(change.recipe)
             self.log.append(change)
 
-    def _begin_sampling(self, early: set[int] | None = None) -> None:
+    def _begin_sampling(self, early: Collection[int] = ()) -> None:
         """Give the step that begins a table for its statistics, or none if it is not to be sampled.
 
         early: layers, by their index in the state, that are sampled whatever the step is.
         """
-        state, last = self.state, self.recipe.freeze_after
         self.late = 0
-        if state.samples is not None:
-            state.sample(None)
-        whole = is_sampled(self.step, self.recipe.interval)
+        if self.state.samples is not None:
+            self.state.sample(None)
+        whole, last = is_sampled(self.step, self.recipe.interval), self.recipe.freeze_after
         due = (whole or early) and (last is None or self.step < last)
-        if due and self.plan is None and self.pending is None and state.device.type != "meta":
-            self.begin_sampling(None if whole else [n for n in self.layers if n.layer in (early or ())])
+        if due and self.plan is None and self.pending is None and self.state.device.type != "meta":
+            self.begin_sampling(None if whole else early)
 
     def _moved(self) -> set[int]:
         """Layers whose amaxes have moved far since they were sampled, with their groups."""
@@ -306,7 +300,7 @@ class Controller:
             choice = self.choices[slot[0]]
             outcome = outcome_of(self.reads.get(slot[0]), slot, choice, measured)
             self.history.enter(sample.step, self._name(slot), label(slot, choice), measured, outcome)
-        before = _groups(self.choices)
+        before = list({id(choice): choice for choice in self.choices.values()}.values())  # of each group once
         after = []
         for choice in before:
             needs = {i: needs_of(self.recipes[i], loss=self.loss or 0.0) for i in choice.layers}
@@ -387,8 +381,3 @@ def _auto(numerics: Numerics) -> Auto:
     if not isinstance(numerics.recipe, Auto):
         raise InvalidRecipe(f"{numerics.name}: {numerics.recipe.name} is fixed; want fe.auto(...)")
     return numerics.recipe
-
-
-def _groups(choices: Mapping[int, Choice]) -> list[Choice]:
-    """Each group's choice once."""
-    return list({id(choice): choice for choice in choices.values()}.values())

@@ -93,12 +93,11 @@ def decide_output(
     >>> decide_output(None, consumers, needs_of(auto(), ("matmul", "norm")), Stored()).reason
     'a norm reads it'
     """
-    fp8 = previous.format.is_fp8
+    fp8, found = previous.format.is_fp8, previous.format
     why = why_16_bits(consumers, needs)
-    if not why and (measured is None or measured.amax == 0):
-        return previous
-    found = None
-    if not why and measured is not None:
+    if not why:
+        if measured is None or measured.amax == 0:
+            return previous
         wanted, slack = (needs.relaxed(), SLACK_SHARE) if fp8 else (needs, 1.0)
         formats = [E4M3, E5M2] if all(consumer.e5m2 for consumer in consumers) else [E4M3]
         table = {format: measured.predict(Stored(format).cast, previous.margin) for format in formats}
@@ -106,7 +105,7 @@ def decide_output(
         if fp8 and previous.format in table and not misses(table[previous.format], wanted, slack):
             found = previous.format
         why = misses(table[found], wanted, slack)
-    if why or found is None:
+    if why:
         if not fp8:
             return previous._replace(reason=why, cheaper=0)
         return Stored(BF16, 0, why, 0, previous.changes + 1)

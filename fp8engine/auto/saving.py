@@ -99,7 +99,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     state.begun, state.decides_next = begun, decides_next
     state.sample(None)
     if "sampled" in decided:
-        controller.begin_sampling(numerics for numerics in controller.layers if numerics.layer in decided["sampled"])
+        controller.begin_sampling(decided["sampled"])
         samples = cast(StepSamples, state.samples)
         for mine, key in ((samples.slots_SL, "slots"), (samples.flat, "parts"), (samples.loss_1, "loss")):
             mine.copy_(tables[key])
