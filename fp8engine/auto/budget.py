@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fp8engine.auto.policy import price
 from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice
 from fp8engine.scaling.reads import OPTIONS, READS, Reads
 
@@ -80,7 +81,7 @@ def _steps(choice: Choice, paid: dict, seen: Mapping[int, Reads], flops: Mapping
     """Every step that a group can take from where it is."""
     now, used = _total(choice, paid, seen), {**choice.matmuls, **paid}
     in_fp8 = {i: casts for i in choice.layers if (casts := used.get((i, "forward")))}
-    place = max((GRANULARITIES.index(casts.granularity) for casts in in_fp8.values()), default=0)
+    place = max(map(price, in_fp8.values()), default=0)
     tried = [
         (paid | {(i, "forward"): _finest(granularity) for i in in_fp8}, FINER * sum(flops[i] for i in in_fp8))
         for granularity in GRANULARITIES[place + 1 :]
@@ -93,9 +94,8 @@ def _steps(choice: Choice, paid: dict, seen: Mapping[int, Reads], flops: Mapping
 
 def _still_finer(choice: Choice) -> dict:
     """What the budget has paid for, less what statistics alone would now take as fine."""
-    place = lambda casts: GRANULARITIES.index(casts.granularity) if casts else len(GRANULARITIES)  # noqa: E731
     base = choice.matmuls
-    return {key: casts for key, casts in choice.paid.items() if key in base and place(casts) > place(base[key])}
+    return {key: casts for key, casts in choice.paid.items() if key in base and price(casts) > price(base[key])}
 
 
 def _finest(granularity: str) -> Casts:

@@ -29,7 +29,7 @@ import torch
 
 from fp8engine.auto import budget, saving
 from fp8engine.auto.between import Between
-from fp8engine.auto.failures import Failures, described, some
+from fp8engine.auto.failures import Failures, some
 from fp8engine.auto.history import History
 from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
 from fp8engine.auto.log import Change, Plan, SlotChange
@@ -66,7 +66,9 @@ class Controller:
         self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
         self.by_layer = {numerics.layer: i for i, numerics in enumerate(layers)}
         self.by_name = {numerics.name: numerics for numerics in layers}
-        self.recipes = [_auto(numerics) for numerics in self.layers]
+        self.recipes = [numerics.recipe for numerics in self.layers if isinstance(numerics.recipe, Auto)]
+        if fixed := [f"{each.name}: {each.recipe.name}" for each in self.layers if not isinstance(each.recipe, Auto)]:
+            raise InvalidRecipe(f"{fixed[0]} is fixed; want fe.auto(...)")
         self.recipe = self.recipes[0]
         self.check(self.recipes)
         self.step = -1
@@ -132,7 +134,9 @@ class Controller:
                 # A plan has to be followed; ranks have to decide alike.
                 if isinstance(error, StrictError) or self.plan is not None or several_ranks(self.state):
                     raise
-                self.failures.tell(f"step {self.step}: nothing could be decided or sampled", described(error))
+                self.failures.tell(
+                    f"step {self.step}: nothing could be decided or sampled", f"{type(error).__name__}: {error}"
+                )
         self.history.tell()
 
     def _begin_step(self, backward: bool, gradients: bool) -> None:
@@ -375,9 +379,3 @@ class Controller:
     def __getstate__(self) -> dict:
         # A copy to the host that is under way belongs to this process.
         return {**self.__dict__, "pending": None, "watched": None}
-
-
-def _auto(numerics: Numerics) -> Auto:
-    if not isinstance(numerics.recipe, Auto):
-        raise InvalidRecipe(f"{numerics.name}: {numerics.recipe.name} is fixed; want fe.auto(...)")
-    return numerics.recipe

@@ -211,12 +211,11 @@ class Outputs:
         for i, numerics in enumerate(self.layers):
             if not numerics.candidate:
                 continue
-            before = current = self.stored.get(i, Stored())
+            before = self.stored.get(i, Stored())
+            current = self._widened(i, counts, rules) if before.format.is_fp8 else before
             measured = read_row(samples[numerics.state.row(numerics.layer, OUTPUT)])
             if measured is not None:
                 found[i] = measured
-            if before.format.is_fp8:
-                current = widened(before, self._margin(i, rules), self._saturated(i, counts))
             consumers = [self._consumer(i, ResultConsumer(*pair), recipes, taken) for pair in numerics.consumers]
             needs = needs_of(self.recipes[i], [consumer.kind for consumer in consumers])
             self.stored[i] = after = decide_output(measured, consumers, needs, current)
@@ -271,15 +270,11 @@ class Outputs:
             why = "got no codes since the last look (dropout, or another operation, stands between)"
         return consumer._replace(why_not=why, e5m2=grad.format != E5M2)
 
-    def _margin(self, i: int, rules: torch.Tensor) -> int:
-        """The margin of a result on the device, which may have widened it."""
-        layer, state = self.layers[i].layer, self.layers[i].state
-        numerator = float(rules[0, state.column(layer, OUTPUT)])
-        return round(math.log2(self.stored[i].format.max / numerator)) if numerator > 0 else 0
-
-    def _saturated(self, i: int, counts: torch.Tensor) -> float:
-        """Share of a result's elements that saturated since the last sample."""
-        column = self.layers[i].state.column(self.layers[i].layer, OUTPUT)
+    def _widened(self, i: int, counts: torch.Tensor, rules: torch.Tensor) -> Stored:
+        """The storage of a result in FP8 with the margin that it has on the device."""
+        stored, column = self.stored[i], self.layers[i].state.column(self.layers[i].layer, OUTPUT)
+        numerator = float(rules[0, column])
+        margin = round(math.log2(stored.format.max / numerator)) if numerator > 0 else 0
         before = self.counts.get(i, (0, 0))
         self.counts[i] = now = (int(counts[SATURATED, column]), int(counts[ELEMENTS, column]))
-        return (now[0] - before[0]) / max(now[1] - before[1], 1)
+        return widened(stored, margin, (now[0] - before[0]) / max(now[1] - before[1], 1))

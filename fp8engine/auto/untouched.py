@@ -58,9 +58,9 @@ def _scaling(model: nn.Module) -> Iterator[None]:
     found: list[Any] = [getattr(module, "numerics", None) for module in model.modules()]
     layers = [numerics for numerics in found if isinstance(getattr(numerics, "state", None), ScalingState)]
     states = list({id(numerics.state): numerics.state for numerics in layers}.values())
-    ran = [(numerics, numerics.ran) for numerics in layers]
     tables = [(getattr(state, name), getattr(state, name).clone()) for state in states for name in TABLES]
-    flags = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
+    flags: list[tuple[Any, str, Any]] = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
+    flags += [(numerics, "ran", numerics.ran) for numerics in layers]
     for state in states:
         state.backward_seen, state.recomputed, state.begun = False, False, True  # no step begins here
     try:
@@ -69,7 +69,5 @@ def _scaling(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for table, values in tables:
                 table.copy_(values)
-        for state, name, value in flags:
-            setattr(state, name, value)
-        for numerics, backend in ran:
-            numerics.ran = backend
+        for owner, name, value in flags:
+            setattr(owner, name, value)
