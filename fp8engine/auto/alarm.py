@@ -57,7 +57,7 @@ class Trend:
         if not (ratio > 0 and math.isfinite(ratio)):
             return None
         self.points.append((step, math.log2(ratio)))
-        if len(self.points) < FEWEST:
+        if len(self.points) < FEWEST or self.points[0][0] == step:
             return None
         steps, heights = zip(*self.points, strict=True)
         slope, start = statistics.linear_regression(steps, heights)

@@ -82,7 +82,7 @@ class Controller:
         self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
         self.pending: PendingSample | None = None
         self.counts: torch.Tensor | None = None  # the state's counters at the last sample
-        self.late = 0  # forwards since the sampled one, none of which had a backward
+        self.steps_without_backward = 0  # forwards since the sampled one
         self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
         self.calibrated = False  # whether decisions made before the first training step stay
         self.plan = plan
@@ -134,9 +134,8 @@ class Controller:
                 # A plan has to be followed; ranks have to decide alike.
                 if isinstance(error, StrictError) or self.plan is not None or several_ranks(self.state):
                     raise
-                self.failures.tell(
-                    f"step {self.step}: nothing could be decided or sampled", f"{type(error).__name__}: {error}"
-                )
+                why = f"{type(error).__name__}: {error}"
+                self.failures.tell(f"step {self.step}: nothing could be decided or sampled", why)
         self.history.tell()
 
     def _begin_step(self, backward: bool, gradients: bool) -> None:
@@ -149,8 +148,8 @@ class Controller:
         self.state.outputs.widen = not self.frozen
         if self.plan is not None:
             self._repeat(self.plan)
-        elif self.state.samples is not None and not backward and self.late < MOST_WITHOUT_BACKWARD:
-            self.late += 1
+        elif self.state.samples is not None and not backward and self.steps_without_backward < MOST_WITHOUT_BACKWARD:
+            self.steps_without_backward += 1
         else:
             self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
             self._begin_sampling(self._moved())
@@ -245,7 +244,7 @@ class Controller:
 
         early: layers, by their index in the state, that are sampled whatever the step is.
         """
-        self.late = 0
+        self.steps_without_backward = 0
         if self.state.samples is not None:
             self.state.sample(None)
         whole, last = is_sampled(self.step, self.recipe.interval), self.recipe.freeze_after

@@ -90,8 +90,9 @@ class Samples(Sequence[Sample]):
         return [self._sample(row) for row in found] if isinstance(found, list) else self._sample(found)
 
     def _sample(self, row: tuple) -> Sample:
-        step, cast, *numbers, nonfinite = row
-        return Sample(int(step), self.casts[int(cast)], *numbers, int(nonfinite))
+        found = Sample._make(row)
+        cast = self.casts[int(found.cast)]
+        return found._replace(step=int(found.step), cast=cast, nonfinite=int(found.nonfinite))
 
     def evenly(self) -> list[Sample]:
         """All samples, the latest thinned like the older ones, as a picture needs them."""

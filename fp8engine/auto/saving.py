@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fp8engine.auto.controller import Controller
 
 # Attributes that the JSON text holds as they are: of a controller, of a choice.
-PLAIN = ("step", "late", "tentative", "calibrated", "loss")
+PLAIN = ("step", "tentative", "calibrated", "loss")
 OF_CHOICE = ("layers", "margin", "changes", "spent")
 PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
 TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
@@ -33,6 +33,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
     """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
     state, pending, samples = controller.state, controller.pending, controller.state.samples
     decided = {key: getattr(controller, key) for key in PLAIN} | {
+        "late": controller.steps_without_backward,
         "pending": None if pending is None else pending.step,
         "begun": state.begun,
         "decides_next": state.decides_next,
@@ -68,7 +69,7 @@ def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     try:
         decided = json.loads(found["decided"])
         tables = {key: found[key] for key in TABLES}
-        new: dict[str, Any] = {key: decided[key] for key in PLAIN}
+        new: dict[str, Any] = {key: decided[key] for key in PLAIN} | {"steps_without_backward": decided["late"]}
         new |= {"choices": choices_from_list(decided["choices"]), "pending": None, "watched": None}
         new["log"] = [Change.from_dict(change) for change in decided["log"]]
         new["moves"] = Moves(tables["moves"].numpy().copy().reshape(3, -1, 3), *decided["tries"])

@@ -68,7 +68,8 @@ class State(NamedTuple):
 
     def joined(self, other: State) -> State:
         """Both."""
-        return State(*(tuple(dict.fromkeys((*a, *b))) for a, b in zip(self, other, strict=True)))
+        origins, parameters = self.origins + other.origins, self.parameters + other.parameters
+        return State(tuple(dict.fromkeys(origins)), tuple(dict.fromkeys(parameters)))
 
     @property
     def depends(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ class Flow:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return asdict(self)
+        return json.loads(json.dumps(asdict(self)))
 
     def table(self, width: int = 160) -> str:
         """Text, `width` columns wide; layers whose rows differ in the numbers of their blocks alone are one row."""
