@@ -11,7 +11,6 @@
 """
 
 from fp8engine import amp, distributed, errors
-from fp8engine.auto import flow
 from fp8engine.convert import convert, revert, smooth
 from fp8engine.export import hf, onnx
 from fp8engine.nn import (
@@ -41,7 +40,10 @@ from fp8engine.numerics.recipe import (
 )
 from fp8engine.ops.backends import backend
 from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
-from fp8engine.report import Report, inspect, load_scaling_state_dict, scaling_state, scaling_state_dict
+from fp8engine.report import flow
+from fp8engine.report.collect import inspect
+from fp8engine.report.state import load_scaling_state_dict, scaling_state, scaling_state_dict
+from fp8engine.report.table import Report
 
 __version__ = "0.1.0"
 

@@ -10,6 +10,7 @@ it late in training (arXiv 2409.12517), and kurtosis tells it early (arXiv 2505.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from typing import NamedTuple
 
@@ -56,19 +57,12 @@ class Trend:
         if not (ratio > 0 and math.isfinite(ratio)):
             return None
         self.points.append((step, math.log2(ratio)))
-        if len(self.points) < FEWEST:
+        if len(self.points) < FEWEST or self.points[0][0] == step:
             return None
-        rise, now = self._line()
+        steps, heights = zip(*self.points, strict=True)
+        slope, start = statistics.linear_regression(steps, heights)
+        rise, now = slope * (steps[-1] - steps[0]), start + slope * steps[-1]
         if rise < RISE or now < max(FLOOR, self.warned + RISE):
             return None
         self.warned = now
-        return Alarm(step, self.slot, ratio, 2.0**rise, step - self.points[0][0])
-
-    def _line(self) -> tuple[float, float]:
-        """(rise over the window, height now) of the least-squares line, in powers of two."""
-        steps = [step for step, _ in self.points]
-        mean_x = sum(steps) / len(steps)
-        mean_y = sum(r for _, r in self.points) / len(self.points)
-        spread = sum((x - mean_x) ** 2 for x in steps)
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in self.points) / spread if spread else 0.0
-        return slope * (steps[-1] - steps[0]), mean_y + slope * (steps[-1] - mean_x)
+        return Alarm(step, self.slot, ratio, 2.0**rise, steps[-1] - steps[0])

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fp8engine.auto.policy import price
 from fp8engine.scaling.choice import GRANULARITIES, OPERANDS, Casts, Choice
 from fp8engine.scaling.reads import OPTIONS, READS, Reads
 
@@ -39,74 +40,62 @@ def spend(
     known = [choice for choice in choices if all(_known(seen.get(i)) for i in choice.layers)]
     kept = {id(choice): _still_finer(choice) for choice in known}
     total = sum(_total(choice, kept[id(choice)], seen) for choice in known)
-    if total < LOW * nats and any(kept.values()):
+    anew = total < LOW * nats and any(kept.values())
+    if anew:
         kept = {key: {} for key in kept}
-        total = sum(_total(choice, {}, seen) for choice in known)
-        if total > FULL * nats:
-            kept = _fill(known, kept, seen, flops, FULL * nats)
-    elif total > nats:
+    if anew or total > nats:
         kept = _fill(known, kept, seen, flops, FULL * nats)
+    paid = [kept.get(id(choice), choice.paid) for choice in choices]
     return [
-        replace(choice, paid=kept[id(choice)])
-        if id(choice) in kept and kept[id(choice)] != dict(choice.paid)
-        else choice
-        for choice in choices
+        choice if new == choice.paid else replace(choice, paid=new) for choice, new in zip(choices, paid, strict=True)
     ]
 
 
 def _fill(known, kept, seen, flops, nats: float):
     """Steps in the order of nats saved for time taken, until the sum is no more than `nats`."""
-    kept = {key: dict(paid) for key, paid in kept.items()}
     total = sum(_total(choice, kept[id(choice)], seen) for choice in known)
-    best_of = lambda choice: max(_steps(choice, kept[id(choice)], seen, flops), key=_ratio, default=None)  # noqa: E731
+    best_of = lambda choice: max(_steps(choice, kept[id(choice)], seen, flops), default=None)  # noqa: E731
     steps = {id(choice): best_of(choice) for choice in known}
     while total > nats and (left := [step for step in steps.values() if step]):
-        best = max(left, key=_ratio)
+        best = max(left)
         kept[id(best.choice)] = best.paid
         steps[id(best.choice)] = best_of(best.choice)
         total -= best.saves
     return kept
 
 
-def _ratio(step: _Step) -> float:
-    return step.saves / step.takes
-
-
 @dataclass(frozen=True)
 class _Step:
+    """What a group's casts become.  saves: nats.  takes: FLOPs.  The better of two steps saves more for each FLOP."""
+
     choice: Choice
     paid: dict
     saves: float
     takes: float
 
+    def __lt__(self, other: _Step) -> bool:
+        return self.saves / self.takes < other.saves / other.takes
+
 
 def _steps(choice: Choice, paid: dict, seen: Mapping[int, Reads], flops: Mapping[int, float]):
     """Every step that a group can take from where it is."""
-    now = _total(choice, paid, seen)
-    layers = [i for i in choice.layers if (i, "forward") in choice.matmuls]
-    in_fp8 = [i for i in layers if paid.get((i, "forward"), choice.matmuls[i, "forward"])]
-    if not in_fp8:
-        return
-    places = [
-        GRANULARITIES.index((paid.get((i, "forward")) or choice.matmuls[i, "forward"]).granularity) for i in in_fp8
+    now, used = _total(choice, paid, seen), {**choice.matmuls, **paid}
+    in_fp8 = {i: casts for i in choice.layers if (casts := used.get((i, "forward")))}
+    place = max(map(price, in_fp8.values()), default=0)
+    tried = [
+        (paid | {(i, "forward"): _finest(granularity) for i in in_fp8}, FINER * sum(flops[i] for i in in_fp8))
+        for granularity in GRANULARITIES[place + 1 :]
     ]
-    for granularity in GRANULARITIES[max(places) + 1 :]:
-        finer = paid | {(i, "forward"): _finest(granularity) for i in in_fp8}
-        saves = now - _total(choice, finer, seen)
-        if saves > 0:
-            yield _Step(choice, finer, saves, FINER * sum(flops[i] for i in in_fp8))
-    for i in in_fp8:
-        wide = paid | {(i, "forward"): None}
-        saves = now - _total(choice, wide, seen)
-        if saves > 0:
-            yield _Step(choice, wide, saves, flops[i])
+    tried += [(paid | {(i, "forward"): None}, flops[i]) for i in in_fp8]
+    for new, takes in tried:
+        if (saves := now - _total(choice, new, seen)) > 0:
+            yield _Step(choice, new, saves, takes)
 
 
 def _still_finer(choice: Choice) -> dict:
     """What the budget has paid for, less what statistics alone would now take as fine."""
-    place = lambda casts: GRANULARITIES.index(casts.granularity) if casts else len(GRANULARITIES)  # noqa: E731
     base = choice.matmuls
-    return {key: casts for key, casts in choice.paid.items() if key in base and place(casts) > place(base[key])}
+    return {key: casts for key, casts in choice.paid.items() if key in base and price(casts) > price(base[key])}
 
 
 def _finest(granularity: str) -> Casts:

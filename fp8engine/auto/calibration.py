@@ -1,6 +1,6 @@
 """Calibration at conversion: `auto` decides on one pass of the example inputs, before the first step or answer.
 
-The pass runs in evaluation mode and leaves everything as it was (flow/untouched.py) but the recipes of the layers.  A
+The pass runs in evaluation mode and leaves everything as it was (untouched.py) but the recipes of the layers.  A
 model that returns a loss (`.loss`, or "loss" in a dict) runs its backward too, so that gradients are sampled, and the
 costs in nats are known; no gradient is accumulated, so that hooks on accumulation (an optimizer's) do not run.
 """
@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from fp8engine.auto.controller import Controller
-from fp8engine.auto.flow.record import arguments
-from fp8engine.auto.flow.untouched import untouched
+from fp8engine.auto.untouched import arguments, untouched
 
 
 def calibrate(model: nn.Module, controllers: Sequence[Controller], example_inputs: object) -> None:

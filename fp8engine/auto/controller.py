@@ -21,7 +21,7 @@ torch.compile has compiled as a whole never calls the controller: it computes in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +29,13 @@ import torch
 
 from fp8engine.auto import budget, saving
 from fp8engine.auto.between import Between
-from fp8engine.auto.failures import Failures, described, some
+from fp8engine.auto.failures import Failures, some
 from fp8engine.auto.history import History
 from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
-from fp8engine.auto.reading import read, remember
-from fp8engine.auto.reasons import outcome_of, paid_for, saturated, slot_change, slower_in_fp8
+from fp8engine.auto.reading import outcome_of, paid_for, read, remember, saturated, slot_change, slower_in_fp8
 from fp8engine.auto.schedule import Moves, is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe, StrictError
@@ -67,7 +66,9 @@ class Controller:
         self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
         self.by_layer = {numerics.layer: i for i, numerics in enumerate(layers)}
         self.by_name = {numerics.name: numerics for numerics in layers}
-        self.recipes = [_auto(numerics) for numerics in self.layers]
+        self.recipes = [numerics.recipe for numerics in self.layers if isinstance(numerics.recipe, Auto)]
+        if fixed := [f"{each.name}: {each.recipe.name}" for each in self.layers if not isinstance(each.recipe, Auto)]:
+            raise InvalidRecipe(f"{fixed[0]} is fixed; want fe.auto(...)")
         self.recipe = self.recipes[0]
         self.check(self.recipes)
         self.step = -1
@@ -133,7 +134,8 @@ class Controller:
                 # A plan has to be followed; ranks have to decide alike.
                 if isinstance(error, StrictError) or self.plan is not None or several_ranks(self.state):
                     raise
-                self.failures.tell(f"step {self.step}: nothing could be decided or sampled", described(error))
+                why = f"{type(error).__name__}: {error}"
+                self.failures.tell(f"step {self.step}: nothing could be decided or sampled", why)
         self.history.tell()
 
     def _begin_step(self, backward: bool, gradients: bool) -> None:
@@ -146,7 +148,7 @@ class Controller:
         self.state.outputs.widen = not self.frozen
         if self.plan is not None:
             self._repeat(self.plan)
-        elif self.state.samples is not None and not backward and self._may_wait():
+        elif self.state.samples is not None and not backward and self.steps_without_backward < MOST_WITHOUT_BACKWARD:
             self.steps_without_backward += 1
         else:
             self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
@@ -200,10 +202,9 @@ class Controller:
         """M, N, K of each layer's latest matmul, by its index in the state."""
         return {numerics.layer: numerics.sizes for numerics in self.layers}
 
-    def begin_sampling(self, layers: Iterable[Numerics] | None = None) -> None:
-        """Give the step that begins a table for the statistics of these layers; None: of all."""
-        taken = {id(numerics) for numerics in (self.layers if layers is None else layers)}
-        shapes = {n.layer: shape for n, shape in zip(self.layers, self.shapes, strict=True) if id(n) in taken}
+    def begin_sampling(self, only: Collection[int] | None = None) -> None:
+        """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
+        shapes = {layer: self.shapes[i] for layer, i in self.by_layer.items() if only is None or layer in only}
         count = len(self.state.layers)
         rows = (len(ROLES) + self.outputs.any) * count
         self.state.sample(StepSamples(rows, count, shapes, self.state.device))
@@ -228,9 +229,6 @@ class Controller:
             self.pending = None
             self._begin_sampling()
 
-    def _may_wait(self) -> bool:
-        return self.steps_without_backward < MOST_WITHOUT_BACKWARD
-
     def _repeat(self, plan: Plan) -> None:
         if self.state.must_wait:
             return
@@ -241,19 +239,18 @@ class Controller:
             self.by_name[change.layer].adopt(change.recipe)
             self.log.append(change)
 
-    def _begin_sampling(self, early: set[int] | None = None) -> None:
+    def _begin_sampling(self, early: Collection[int] = ()) -> None:
         """Give the step that begins a table for its statistics, or none if it is not to be sampled.
 
         early: layers, by their index in the state, that are sampled whatever the step is.
         """
-        state, last = self.state, self.recipe.freeze_after
         self.steps_without_backward = 0
-        if state.samples is not None:
-            state.sample(None)
-        whole = is_sampled(self.step, self.recipe.interval)
+        if self.state.samples is not None:
+            self.state.sample(None)
+        whole, last = is_sampled(self.step, self.recipe.interval), self.recipe.freeze_after
         due = (whole or early) and (last is None or self.step < last)
-        if due and self.plan is None and self.pending is None and state.device.type != "meta":
-            self.begin_sampling(None if whole else [n for n in self.layers if n.layer in (early or ())])
+        if due and self.plan is None and self.pending is None and self.state.device.type != "meta":
+            self.begin_sampling(None if whole else early)
 
     def _moved(self) -> set[int]:
         """Layers whose amaxes have moved far since they were sampled, with their groups."""
@@ -306,7 +303,7 @@ class Controller:
             choice = self.choices[slot[0]]
             outcome = outcome_of(self.reads.get(slot[0]), slot, choice, measured)
             self.history.enter(sample.step, self._name(slot), label(slot, choice), measured, outcome)
-        before = _groups(self.choices)
+        before = list({id(choice): choice for choice in self.choices.values()}.values())  # of each group once
         after = []
         for choice in before:
             needs = {i: needs_of(self.recipes[i], loss=self.loss or 0.0) for i in choice.layers}
@@ -381,14 +378,3 @@ class Controller:
     def __getstate__(self) -> dict:
         # A copy to the host that is under way belongs to this process.
         return {**self.__dict__, "pending": None, "watched": None}
-
-
-def _auto(numerics: Numerics) -> Auto:
-    if not isinstance(numerics.recipe, Auto):
-        raise InvalidRecipe(f"{numerics.name}: {numerics.recipe.name} is fixed; want fe.auto(...)")
-    return numerics.recipe
-
-
-def _groups(choices: Mapping[int, Choice]) -> list[Choice]:
-    """Each group's choice once."""
-    return list({id(choice): choice for choice in choices.values()}.values())

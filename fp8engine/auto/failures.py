@@ -33,15 +33,6 @@ class Failures:
         warnings.warn(text, SamplingWarning, stacklevel=2)
 
 
-def described(error: Exception) -> str:
-    """An error as `Failures` says it.
-
-    >>> described(ValueError("no such row"))
-    'ValueError: no such row'
-    """
-    return f"{type(error).__name__}: {error}"
-
-
 def some(names: list[str]) -> str:
     """Names for a sentence.
 

@@ -37,10 +37,7 @@ class Sample(NamedTuple):
         return self.amax / self.rms if self.rms > 0 else 0.0
 
 
-ROW = [
-    ("step", "i8"), ("cast", "i4"), ("amax", "f8"), ("rms", "f8"), ("kurtosis", "f8"), ("sqnr_db", "f8"),
-    ("flushed", "f8"), ("saturated", "f8"), ("nonfinite", "i8"),
-]  # fmt: skip
+ROW = [(name, "f8") for name in Sample._fields]  # cast: its place in `Samples.casts`
 WORST = dict.fromkeys(("amax", "kurtosis", "flushed", "saturated"), "fmax")
 WORST |= {"sqnr_db": "fmin", "nonfinite": "add"}
 
@@ -60,30 +57,27 @@ class Samples(Sequence[Sample]):
     """
 
     def __init__(self, samples: Iterable[Sample] = ()):
-        self.span, self.size = 1, 0  # span: steps that a thinned sample stands for
+        self.span = 1  # steps that a thinned sample stands for
         self.casts: list[str] = []
-        self.rows = numpy.empty(4, ROW)
+        self.rows = numpy.empty(0, ROW)
         for sample in samples:
             self.append(sample)
 
     def append(self, sample: Sample) -> None:
         """Enter the latest sample."""
-        if self.size == RECENT + OLDER:
+        if len(self.rows) == RECENT + OLDER:
             self._thin()
-        elif self.size == len(self.rows):
-            self.rows = numpy.resize(self.rows, min(2 * self.size, RECENT + OLDER))
         if sample.cast not in self.casts:
             self.casts.append(sample.cast)
-        self.rows[self.size] = sample._replace(cast=self.casts.index(sample.cast))
-        self.size += 1
+        row = tuple(sample._replace(cast=self.casts.index(sample.cast)))
+        self.rows = numpy.append(self.rows, numpy.array([row], ROW))
 
     def since(self, step: int) -> list[Sample]:
         """The samples of later steps."""
-        rows = self.rows[: self.size]
-        return [self._sample(row) for row in rows[rows["step"] > step].tolist()]
+        return [self._sample(row) for row in self.rows[self.rows["step"] > step].tolist()]
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.rows)
 
     @overload
     def __getitem__(self, index: int) -> Sample: ...
@@ -92,25 +86,23 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> list[Sample]: ...
 
     def __getitem__(self, index):
-        found = self.rows[: self.size][index].tolist()
+        found = self.rows[index].tolist()
         return [self._sample(row) for row in found] if isinstance(found, list) else self._sample(found)
 
     def _sample(self, row: tuple) -> Sample:
-        step, cast, *numbers = row
-        return Sample(step, self.casts[cast], *numbers)
+        found = Sample._make(row)
+        cast = self.casts[int(found.cast)]
+        return found._replace(step=int(found.step), cast=cast, nonfinite=int(found.nonfinite))
 
     def evenly(self) -> list[Sample]:
         """All samples, the latest thinned like the older ones, as a picture needs them."""
-        rows = self.rows[: self.size]
-        return [self._sample(row) for row in (rows if self.span == 1 else self._worst(rows)).tolist()]
+        return [self._sample(row) for row in (self.rows if self.span == 1 else self._worst(self.rows)).tolist()]
 
     def _thin(self) -> None:
         old, recent = self.rows[:-RECENT], self.rows[-RECENT:]
         while len(self._begins(old)) > OLDER // 2:
             self.span *= 2
-        kept = numpy.concatenate([self._worst(old), recent])
-        self.size = len(kept)
-        self.rows[: self.size] = kept
+        self.rows = numpy.concatenate([self._worst(old), recent])
 
     def _worst(self, rows: numpy.ndarray) -> numpy.ndarray:
         """One row for each span."""

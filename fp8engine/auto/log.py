@@ -95,15 +95,13 @@ class Plan:
             with open(path, encoding="utf-8") as file:
                 whole = json.load(file)
             if whole["version"] != VERSION:
-                raise StateError(f"plan {os.fspath(path)}: version {whole['version']!r}; this engine reads {VERSION}")
+                raise ValueError(f"version {whole['version']!r}; this engine reads {VERSION}")
             layers = {name: tuple(shape) for name, shape in whole["layers"].items()}
             changes = tuple(Change.from_dict(change) for change in whole["changes"])
             if strange := {change.layer for change in changes} - layers.keys():
                 raise KeyError(f"changes of {min(strange)!r}, which is none of its layers")
             return Plan(layers, Recipe.from_json(json.dumps(whole["start"])), changes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidRecipe) as error:
-            if isinstance(error, StateError):
-                raise
             raise StateError(
                 f"plan {os.fspath(path)} cannot be used ({type(error).__name__}: {error}); "
                 "fe.inspect(model).save_plan(path) writes one"

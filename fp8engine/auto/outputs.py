@@ -15,7 +15,7 @@ share; one that was taken back returns after PATIENCE good samples, and changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -94,12 +94,11 @@ def decide_output(
     >>> decide_output(None, consumers, needs_of(auto(), ("matmul", "norm")), Stored()).reason
     'a norm reads it'
     """
-    fp8 = previous.format.is_fp8
+    fp8, found = previous.format.is_fp8, previous.format
     why = why_16_bits(consumers, needs)
-    if not why and (measured is None or measured.amax == 0):
-        return previous
-    found = None
-    if not why and measured is not None:
+    if not why:
+        if measured is None or measured.amax == 0:
+            return previous
         wanted, slack = (needs.relaxed(), SLACK_SHARE) if fp8 else (needs, 1.0)
         formats = [E4M3, E5M2] if all(consumer.e5m2 for consumer in consumers) else [E4M3]
         table = {format: measured.predict(Stored(format).cast, previous.margin) for format in formats}
@@ -107,7 +106,7 @@ def decide_output(
         if fp8 and previous.format in table and not misses(table[previous.format], wanted, slack):
             found = previous.format
         why = misses(table[found], wanted, slack)
-    if why or found is None:
+    if why:
         if not fp8:
             return previous._replace(reason=why, cheaper=0)
         return Stored(BF16, 0, why, 0, previous.changes + 1)
@@ -213,12 +212,11 @@ class Outputs:
         for i, numerics in enumerate(self.layers):
             if not numerics.candidate:
                 continue
-            before = current = self.stored.get(i, Stored())
+            before = self.stored.get(i, Stored())
+            current = self._widened(i, counts, rules) if before.format.is_fp8 else before
             measured = read_row(samples[numerics.state.row(numerics.layer, OUTPUT)])
             if measured is not None:
                 found[i] = measured
-            if before.format.is_fp8:
-                current = widened(before, self._margin(i, rules), self._saturated(i, counts))
             consumers = [self._consumer(i, ResultConsumer(*pair), recipes, taken) for pair in numerics.consumers]
             needs = needs_of(self.recipes[i], [consumer.kind for consumer in consumers])
             self.stored[i] = after = decide_output(measured, consumers, needs, current)
@@ -228,19 +226,25 @@ class Outputs:
         self.known = {i for i, numerics in enumerate(self.layers) if numerics.layer in numerics.state.outputs.known}
         return changed, found
 
-    def state_dict(self) -> list:
-        """The decisions, in types that JSON knows."""
-        return [
+    def state_dict(self) -> dict:
+        """The decisions and what they rest on, in types that JSON knows."""
+        stored = [
             {"layer": i, "stored": [stored.format.name, *stored[1:]], "counts": self.counts.get(i, (0, 0))}
             for i, stored in self.stored.items()
         ]
+        ready = [numerics.ready for numerics in self.layers]
+        return {"outputs": stored, "taken": {"last": self.taken, "known": sorted(self.known), "ready": ready}}
 
-    def load_state_dict(self, saved: Iterable[Mapping]) -> None:
+    def load_state_dict(self, saved: Mapping) -> None:
         """The inverse of `state_dict`."""
-        for each in saved:
+        for each in saved["outputs"]:
             name, *rest = each["stored"]
-            self.stored[int(each["layer"])] = Stored(Format.named(name), *rest)
-            self.counts[int(each["layer"])] = tuple(each["counts"])
+            self.stored[each["layer"]] = Stored(Format.named(name), *rest)
+            self.counts[each["layer"]] = tuple(each["counts"])
+        taken = saved["taken"]
+        self.taken, self.known = taken["last"], set(taken["known"])
+        for numerics, ready in zip(self.layers, taken["ready"], strict=False):
+            numerics.ready = ready
 
     def _why_not(self, i: int) -> str:
         consumers = [ResultConsumer(*pair) for pair in self.layers[i].consumers]
@@ -269,15 +273,11 @@ class Outputs:
             why = "got no codes since the last look (dropout, or another operation, stands between)"
         return consumer._replace(why_not=why, e5m2=grad.format != E5M2)
 
-    def _margin(self, i: int, rules: torch.Tensor) -> int:
-        """The margin of a result on the device, which may have widened it."""
-        layer, state = self.layers[i].layer, self.layers[i].state
-        numerator = float(rules[0, state.column(layer, OUTPUT)])
-        return round(math.log2(self.stored[i].format.max / numerator)) if numerator > 0 else 0
-
-    def _saturated(self, i: int, counts: torch.Tensor) -> float:
-        """Share of a result's elements that saturated since the last sample."""
-        column = self.layers[i].state.column(self.layers[i].layer, OUTPUT)
+    def _widened(self, i: int, counts: torch.Tensor, rules: torch.Tensor) -> Stored:
+        """The storage of a result in FP8 with the margin that it has on the device."""
+        stored, column = self.stored[i], self.layers[i].state.column(self.layers[i].layer, OUTPUT)
+        numerator = float(rules[0, column])
+        margin = round(math.log2(stored.format.max / numerator)) if numerator > 0 else 0
         before = self.counts.get(i, (0, 0))
         self.counts[i] = now = (int(counts[SATURATED, column]), int(counts[ELEMENTS, column]))
-        return (now[0] - before[0]) / max(now[1] - before[1], 1)
+        return widened(stored, margin, (now[0] - before[0]) / max(now[1] - before[1], 1))

@@ -19,6 +19,7 @@ refused.  Where a cheaper cast has to be taken back, the group remembers twice a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -69,6 +70,11 @@ def needs_of(recipe: Auto, consumers: Sequence[str] = ("matmul",), loss: float =
     return Needs(need, None, HARMLESS * loss)
 
 
+def price(casts: Casts | None) -> int:
+    """The place of a matmul's granularity among all, cheapest first; that of 16 bits, which is None, is the last."""
+    return GRANULARITIES.index(casts.granularity) if casts else len(GRANULARITIES)
+
+
 class Unit(NamedTuple):
     """Layers whose `matmul` is decided together, with what is remembered of them and what they need."""
 
@@ -105,17 +111,13 @@ class Unit(NamedTuple):
     def at(self, granularity: str) -> dict[int, Casts]:
         """Each layer's best casts at a granularity; an input has one format for all of them."""
         options = [option for option, (each, _) in enumerate(OPTIONS) if each == granularity]
-        pairs = {}
-        shared = OPERANDS[self.matmul].index("input") if "input" in OPERANDS[self.matmul] else None
-        common = None
-        if shared is not None:
+        tried = [pair for pair in itertools.product(options, repeat=2) if {OPTIONS[each][1] for each in pair} != {E5M2}]
+        if "input" in OPERANDS[self.matmul]:
+            shared = OPERANDS[self.matmul].index("input")
             common = max(options, key=lambda option: min(self.value(i, shared, option) for i in self.seen))
+            tried = [pair for pair in tried if pair[shared] == common]
+        pairs = {}
         for i in self.seen:
-            tried = [
-                pair
-                for pair in ((a, b) for a in options for b in options)
-                if (shared is None or pair[shared] == common) and not all(OPTIONS[each][1] == E5M2 for each in pair)
-            ]
             first, second = max(tried, key=lambda pair: sorted(self.value(i, k, each) for k, each in enumerate(pair)))
             pairs[i] = Casts(granularity, OPTIONS[first][1], OPTIONS[second][1])
         return pairs
@@ -172,7 +174,7 @@ def decide(seen: Mapping[int, Reads], needs: Mapping[int, Needs] | Needs, previo
         bad = {i: why for i, casts in now.items() if casts and (why := unit.missed(i, casts, slack))}
         if previous.changes and not bad:
             key = min(unit.seen), unit.matmul
-            if not _is_cheaper(wish, now):
+            if sum(map(price, wish.values())) >= sum(map(price, now.values())):
                 continue
             cheaper[key] = previous.cheaper.get(key, 0) + 1
             if cheaper[key] < PATIENCE or spent + 1 > CHANGES:
@@ -225,10 +227,3 @@ def reasons(new: Choice, old: Choice, missed: Mapping[tuple[int, str], tuple[str
         else:
             found[slot] = "good enough in the latest samples, and cheaper"
     return found
-
-
-def _is_cheaper(wish: Mapping[int, Casts | None], now: Mapping[int, Casts | None]) -> bool:
-    def price(casts: Casts | None) -> int:
-        return GRANULARITIES.index(casts.granularity) if casts else len(GRANULARITIES)
-
-    return sum(price(wish[i]) for i in wish) < sum(price(now[i]) for i in wish)

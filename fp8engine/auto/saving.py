@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fp8engine import _numpy as numpy
 from fp8engine.auto.history import trends_from_dict
 from fp8engine.auto.host_copy import PendingSample
 from fp8engine.auto.log import Change
@@ -23,18 +22,18 @@ from fp8engine.scaling.sample import StepSamples, Tables
 if TYPE_CHECKING:
     from fp8engine.auto.controller import Controller
 
+# Attributes that the JSON text holds as they are: of a controller, of a choice.
+PLAIN = ("step", "tentative", "calibrated", "loss")
+OF_CHOICE = ("layers", "margin", "changes", "spent")
 PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
+TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
 
 
 def state_dict(controller: Controller) -> dict[str, Any]:
     """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
-    state, pending = controller.state, controller.pending
-    decided = {
-        "step": controller.step,
+    state, pending, samples = controller.state, controller.pending, controller.state.samples
+    decided = {key: getattr(controller, key) for key in PLAIN} | {
         "late": controller.steps_without_backward,
-        "tentative": controller.tentative,
-        "calibrated": controller.calibrated,
-        "loss": controller.loss,
         "pending": None if pending is None else pending.step,
         "begun": state.begun,
         "decides_next": state.decides_next,
@@ -42,114 +41,81 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "choices": choices_to_list(controller.choices),
         "log": [change.to_dict() for change in controller.log],
         "trends": controller.history.trends_to_dict(),
-        "outputs": controller.outputs.state_dict(),
-        "taken": {
-            "last": controller.outputs.taken,
-            "known": sorted(controller.outputs.known),
-            "ready": [numerics.ready for numerics in controller.layers],
-        },
+        **controller.outputs.state_dict(),
         "remembered": [[i, seen.count] for i, seen in controller.reads.items()],
         "tries": [controller.moves.number, list(controller.moves.tries.items())],
     }
-    undecided: list[torch.Tensor | None] = [None] * len(PENDING) if pending is None else [*pending.copy.wait()]
-    samples, parts = state.samples, None
-    if pending is None and samples is not None:
-        if samples.tables is None and not state.backward_seen:  # its backward, or another forward, is still to come
-            decided["sampled"], parts = list(samples.layouts), samples.flat
-            undecided[:3] = samples.slots_SL, None, samples.loss_1
-        else:
-            undecided[:3] = samples.finish(controller.sizes(), state.backward_seen)
-    remembered = [torch.from_numpy(seen.table) for seen in controller.reads.values()]
-    moves = controller.moves.kept()
-    tables = {
-        "counts": controller.counts,
-        "remembered": torch.stack(remembered) if remembered else None,
-        "moves": None if moves is None else torch.from_numpy(moves),
-        "parts": parts,
-        "watched": None if controller.watched is None else controller.watched.copy.wait()[0],
-        **dict(zip(PENDING, undecided, strict=True)),
-    }
-    nothing = torch.empty(0)
-    return {"decided": json.dumps(decided)} | {
-        key: nothing if table is None else table.detach().cpu().clone() for key, table in tables.items()
-    }
+    tables: dict[str, torch.Tensor] = {"moves": torch.from_numpy(controller.moves.ranges)}
+    if controller.counts is not None:
+        tables["counts"] = controller.counts
+    if controller.reads:
+        tables["remembered"] = torch.stack([torch.from_numpy(seen.table) for seen in controller.reads.values()])
+    if controller.watched is not None:
+        tables["watched"] = controller.watched.copy.wait()[0]
+    if pending is not None:
+        tables |= zip(PENDING, pending.copy.wait(), strict=True)
+    elif samples is not None and (samples.tables is not None or state.backward_seen):
+        tables |= zip(PENDING[:3], samples.finish(controller.sizes(), state.backward_seen), strict=True)
+    elif samples is not None:  # its backward, or another forward, is still to come
+        decided["sampled"] = list(samples.layouts)
+        tables |= {"slots": samples.slots_SL, "parts": samples.flat, "loss": samples.loss_1}
+    kept = {key: tables.get(key, torch.empty(0)).detach().cpu().clone() for key in TABLES}
+    return {"decided": json.dumps(decided), **kept}
 
 
 def load_state_dict(controller: Controller, found: Mapping[str, Any]) -> None:
     """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded."""
+    state = controller.state
     try:
         decided = json.loads(found["decided"])
-        choices = choices_from_list(decided["choices"])
-        log = [Change.from_dict(change) for change in decided["log"]]
-        step, late, tentative = int(decided["step"]), int(decided["late"]), bool(int(decided["tentative"]))
-        trends = trends_from_dict(decided["trends"])
-        counts, remembered, ranges = (
-            table if len(table := found[key]) else None for key in ("counts", "remembered", "moves")
-        )
-        reads, moves, pending, sampled, parts, watched = {}, Moves(), None, None, None, None
-        begun, decides_next = bool(decided.get("begun", step >= 0)), bool(decided.get("decides_next"))
-        same, waited = map(int, decided.get("between", (0, 0)))
-        taken = decided.get("taken", {})
-        loss, calibrated = decided["loss"], bool(decided["calibrated"])
-        for (i, count), table in zip(decided["remembered"], () if remembered is None else remembered, strict=True):
-            reads[int(i)] = Reads(table.numpy().copy(), int(count))
-        if ranges is not None:
-            *low_high, wanted = ranges.numpy().copy()
-            moves.range, moves.wanted = numpy.stack(low_high), wanted
-        moves.number, tries = decided["tries"]
-        moves.tries = {int(layer): int(count) for layer, count in tries}
-        if len(looked := found.get("watched", ())):
-            watched = PendingSample(step, HostCopy([looked]))
+        tables = {key: found[key] for key in TABLES}
+        new: dict[str, Any] = {key: decided[key] for key in PLAIN} | {"steps_without_backward": decided["late"]}
+        new |= {"choices": choices_from_list(decided["choices"]), "pending": None, "watched": None}
+        new["log"] = [Change.from_dict(change) for change in decided["log"]]
+        new["moves"] = Moves(tables["moves"].numpy().copy().reshape(3, -1, 3), *decided["tries"])
+        new["counts"] = tables["counts"] if len(tables["counts"]) else None
+        remembered = zip(decided["remembered"], tables["remembered"], strict=True)
+        new["reads"] = {i: Reads(table.numpy().copy(), count) for (i, count), table in remembered}
+        if len(tables["watched"]):
+            new["watched"] = PendingSample(new["step"], HostCopy([tables["watched"]]))
         if decided["pending"] is not None:
-            pending = PendingSample(int(decided["pending"]), HostCopy(found[key] for key in PENDING))
-        elif "sampled" in decided:
-            parts = {int(layer) for layer in decided["sampled"]}, found["slots"], found["parts"], found["loss"]
-        elif len(found["slots"]):
-            sampled = Tables(*(found[key].to(controller.state.device, copy=True) for key in PENDING[:3]))
+            new["pending"] = PendingSample(decided["pending"], HostCopy(tables[key] for key in PENDING))
+        trends = trends_from_dict(decided["trends"])
+        begun, decides_next, between = (decided[key] for key in ("begun", "decides_next", "between"))
+        outputs = {key: decided[key] for key in ("outputs", "taken")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
-    unknown = {change.layer for change in log} - controller.by_name.keys()
-    if unknown or set(choices) - set(range(len(controller.layers))):
+    unknown = {change.layer for change in new["log"]} - controller.by_name.keys()
+    if unknown or set(new["choices"]) - set(range(len(controller.layers))):
         raise StateError("the state of an auto recipe for another model: its layers are not these")
-    controller.step, controller.steps_without_backward = step, late
-    controller.tentative, controller.calibrated, controller.loss = tentative, calibrated, loss
-    controller.choices, controller.log, controller.pending, controller.counts = choices, log, pending, counts
-    controller.reads, controller.moves, controller.watched = reads, moves, watched
+    vars(controller).update(new)
     controller.history.trends = trends
     for numerics, recipe in zip(controller.layers, controller.recipes, strict=True):
         numerics.adopt(recipe if controller.plan is None else controller.plan.start)
-    controller.outputs.load_state_dict(decided["outputs"])
-    for change in log:
+    controller.outputs.load_state_dict(outputs)
+    for change in controller.log:
         controller.by_name[change.layer].adopt(change.recipe)
-    controller.outputs.taken, controller.outputs.known = dict(taken.get("last", {})), set(taken.get("known", ()))
-    for numerics, ready in zip(controller.layers, taken.get("ready", ()), strict=False):
-        numerics.ready = dict(ready)
-    controller.state.outputs.widen = not controller.frozen
-    controller.between.load(same, waited)
-    controller.state.begun, controller.state.decides_next = begun, decides_next
-    controller.state.sample(None if sampled is None else StepSamples.finished(sampled))
-    if parts is not None:
-        layers, *tables = parts
-        controller.begin_sampling(numerics for numerics in controller.layers if numerics.layer in layers)
-        samples = cast(StepSamples, controller.state.samples)
-        for mine, saved in zip((samples.slots_SL, samples.flat, samples.loss_1), tables, strict=True):
-            mine.copy_(saved)
+    controller.between.load(*between)
+    state.outputs.widen = not controller.frozen
+    state.begun, state.decides_next = begun, decides_next
+    state.sample(None)
+    if "sampled" in decided:
+        controller.begin_sampling(decided["sampled"])
+        samples = cast(StepSamples, state.samples)
+        for mine, key in ((samples.slots_SL, "slots"), (samples.flat, "parts"), (samples.loss_1, "loss")):
+            mine.copy_(tables[key])
+    elif decided["pending"] is None and len(tables["slots"]):
+        finished = Tables(*(tables[key].to(state.device, copy=True) for key in PENDING[:3]))
+        state.sample(StepSamples.finished(finished))
 
 
 def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
     """Each group's choice once, in types that JSON knows; the log has the reasons."""
     groups = {id(choice): choice for choice in choices.values()}.values()
     return [
-        {
-            "layers": list(choice.layers),
-            "matmuls": _casts_to_list(choice.matmuls),
-            "paid": _casts_to_list(choice.paid),
-            "margin": choice.margin,
-            "changes": choice.changes,
-            "spent": choice.spent,
-            "fades": choice.fades_db,
-            "cheaper": [[layer, matmul, count] for (layer, matmul), count in choice.cheaper.items()],
-        }
+        {key: getattr(choice, key) for key in OF_CHOICE}
+        | {"fades": choice.fades_db, "cheaper": [[*key, count] for key, count in choice.cheaper.items()]}
+        | {"matmuls": _casts_to_list(choice.matmuls), "paid": _casts_to_list(choice.paid)}
         for choice in groups
     ]
 
@@ -165,25 +131,21 @@ def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
     """
     choices = {}
     for group in found:
-        margin, changes = int(group["margin"]), int(group["changes"])
-        matmuls, paid = (_casts_from_list(group[key]) for key in ("matmuls", "paid"))
-        layers, spent = tuple(map(int, group["layers"])), float(group["spent"])
-        fp8 = {key: casts for key, casts in matmuls.items() if casts}
-        waits = {(int(layer), matmul): int(count) for layer, matmul, count in group["cheaper"]}
-        choice = Choice(layers, fp8, margin, None, changes, spent, paid, float(group["fades"]), waits)
+        parts: dict[str, Any] = {key: group[key] for key in OF_CHOICE} | {"layers": tuple(group["layers"])}
+        parts |= {key: _casts_from_list(group[key]) for key in ("matmuls", "paid")}
+        cheaper = {(layer, matmul): count for layer, matmul, count in group["cheaper"]}
+        choice = Choice(**parts, fades_db=group["fades"], cheaper=cheaper)
         choices |= dict.fromkeys(choice.layers, choice)
     return choices
 
 
 def _casts_to_list(casts: Mapping[tuple[int, str], Casts | None]) -> list[list]:
-    return [
-        [layer, matmul, *((found.granularity, found.first.name, found.second.name) if found else ())]
-        for (layer, matmul), found in casts.items()
-    ]
+    """[layer, matmul] of one in 16 bits, [layer, matmul, granularity, first, second] of the others."""
+    return [[*key, *map(str, found or ())] for key, found in casts.items()]
 
 
 def _casts_from_list(found: Iterable[Sequence]) -> dict[tuple[int, str], Casts | None]:
     return {
-        (int(layer), matmul): Casts(rest[0], Format.named(rest[1]), Format.named(rest[2])) if rest else None
+        (layer, matmul): Casts(rest[0], *map(Format.named, rest[1:])) if rest else None
         for layer, matmul, *rest in found
     }

@@ -47,49 +47,46 @@ def looks(step: int, several: bool) -> bool:
 
 
 class Moves:
-    """The range of the amaxes of each layer's operands over its samples, [2, layers, 3], and which have left it.
+    """The range of the amaxes of each layer's operands over its samples, and which have left it.
 
     A layer whose amax has left the range by MOVED times is sampled in the next step, and in the ones after it until a
     sample has met such an amax: of tasks that come in turns the next step is another one.  With each sample of all
     layers the range narrows by half towards what that sample has met.
+
+    ranges: [3, layers, 3]: the least amax of each operand, the largest, and one that is looked for, 0 for none.
+    tries: early samples of each layer in the interval of that number.
     """
 
-    def __init__(self):
-        self.range, self.wanted = numpy.zeros((2, 0, 3)), numpy.zeros((0, 3))  # wanted: amaxes looked for; 0 for none
-        self.tries: dict[int, int] = {}
-        self.number = -1  # of the interval that `tries` counts in
-
-    def kept(self) -> numpy.ndarray | None:
-        """The range and what is looked for, [3, layers, 3], as a saved state holds them."""
-        return numpy.concatenate([self.range, self.wanted[None]]) if self.wanted.size else None
+    def __init__(self, ranges: numpy.ndarray | None = None, number: int = -1, tries: Iterable[tuple[int, int]] = ()):
+        self.ranges = numpy.zeros((3, 0, 3)) if ranges is None else ranges
+        self.number, self.tries = number, dict(tries)
 
     def sampled(self, layers: Iterable[int], amax: numpy.ndarray, narrow: bool) -> None:
         """These layers were sampled while the table held these amaxes.  narrow: whether all layers were."""
         amax = numpy.where(numpy.isfinite(amax) & (amax > 0), amax, 0.0)
-        if self.wanted.shape != amax.shape:
-            self.range, self.wanted = numpy.stack([amax, amax]), numpy.zeros_like(amax)
+        if self.ranges.shape[1:] != amax.shape:
+            self.ranges = numpy.stack([amax, amax, numpy.zeros_like(amax)])
             return
         for layer in layers:
-            now, (low, high) = amax[layer], self.range[:, layer]
-            if narrow:
-                low, high = low * 2.0, high / 2.0
-            some = now > 0
-            low = numpy.where(some, numpy.where(low > 0, numpy.minimum(low, now), now), self.range[0, layer])
-            high = numpy.where(some, numpy.maximum(high, now), self.range[1, layer])
-            self.range[:, layer] = low, high
-            self.wanted[layer] = numpy.where(self._beyond(self.wanted[layer], low, high), self.wanted[layer], 0.0)
-            if not self.wanted[layer].any():
+            now, (least, most, wanted) = amax[layer], self.ranges[:, layer]
+            low, high = (least * 2.0, most / 2.0) if narrow else (least, most)
+            low = numpy.where(now > 0, numpy.where(low > 0, numpy.minimum(low, now), now), least)
+            high = numpy.where(now > 0, numpy.maximum(high, now), most)
+            wanted = numpy.where(self._beyond(wanted, low, high), wanted, 0.0)
+            self.ranges[:, layer] = low, high, wanted
+            if not wanted.any():
                 self.tries.pop(layer, None)
 
     def moved(self, amax: numpy.ndarray, number: int) -> set[int]:
         """Layers to sample early, in the interval of that number."""
-        if self.wanted.shape != amax.shape:
+        if self.ranges.shape[1:] != amax.shape:
             return set()
         if number != self.number:
             self.tries, self.number = {}, number
+        low, high, wanted = self.ranges
         amax = numpy.where(numpy.isfinite(amax) & (amax > 0), amax, 0.0)
-        self.wanted = numpy.where(self._beyond(amax, *self.range), amax, self.wanted)
-        far = numpy.flatnonzero((self.wanted > 0).any(1)).tolist()
+        wanted[:] = numpy.where(self._beyond(amax, low, high), amax, wanted)
+        far = numpy.flatnonzero((wanted > 0).any(1)).tolist()
         found = {layer for layer in far if self.tries.get(layer, 0) < TRIES}
         for layer in found:
             self.tries[layer] = self.tries.get(layer, 0) + 1

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from fp8engine._torch import divided_parameter, wrapper_of
-from fp8engine.auto import Controller, Plan, flow
+from fp8engine.auto import Controller, Plan
 from fp8engine.auto.calibration import calibrate
 from fp8engine.auto.flow.record import arguments
 from fp8engine.auto.flow.untouched import untouched
@@ -38,6 +38,7 @@ from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.serving import Served
 from fp8engine.nn.together import numerics_together
 from fp8engine.numerics.recipe import Auto, Recipe
+from fp8engine.report import flow
 from fp8engine.scaling.table import ScalingState
 
 

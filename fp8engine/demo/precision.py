@@ -32,7 +32,7 @@ from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning, UnknownName
 from fp8engine.numerics.recipe import RECIPES
 from fp8engine.ops.device import cpu_multiplies
-from fp8engine.report import inspect
+from fp8engine.report.collect import inspect
 
 PLAIN = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8engine.auto import Alarm
-from fp8engine.report import inspect
+from fp8engine.report.collect import inspect
 from fp8engine.report.table import Report
 from fp8engine.scaling.table import ROLES
 

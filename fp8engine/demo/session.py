@@ -29,7 +29,7 @@ from fp8engine.demo.report import Result, Summary, about, draw
 from fp8engine.demo.trainer import Keeping, OnStep, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
-from fp8engine.report import inspect
+from fp8engine.report.collect import inspect
 from fp8engine.report.folded import measured as measured_share
 from fp8engine.report.page import page
 

@@ -27,7 +27,7 @@ from fp8engine.demo.config import Config, Text
 from fp8engine.demo.model import GPT, loss_of
 from fp8engine.demo.precision import Precision
 from fp8engine.errors import StateError
-from fp8engine.report import load_scaling_state_dict, scaling_state_dict
+from fp8engine.report.state import load_scaling_state_dict, scaling_state_dict
 
 VERSION = 1
 PARTS = {"version", "run", "model", "optimizer", "scaler", "scaling", "curve"}

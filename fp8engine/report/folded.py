@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
-from fp8engine.auto.flow import repeats
+from fp8engine.report.flow import repeats
 from fp8engine.scaling.table import OUTPUT, ROLES
 
 # A layer's share stands out above so many times the middle one of the layers that otherwise ran alike, if it is above

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from fp8engine.auto.alarm import Trend
 from fp8engine.auto.history import OLDER, RECENT, History, Sample, Samples
 from fp8engine.numerics.recipe import E4M3, Cast
 from fp8engine.scaling.histogram import measure, read
@@ -106,3 +107,9 @@ def test_zeros_and_what_is_not_finite_stay_what_they_are():
     assert {(each.amax, each.rms) for each in looks} == {(0.0, 0.0)}
     assert looks[0].sqnr_db == -math.inf
     assert Prediction(math.inf, 0, 0, 0).sqnr_db == looks[-1].sqnr_db
+
+
+def test_several_samples_of_one_step_are_no_trend():
+    trend = Trend("up.input")
+    assert [trend.add(0, 2.0**i) for i in range(8)] == [None] * 8
+    assert trend.add(16, 2.0**8) is not None

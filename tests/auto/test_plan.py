@@ -159,6 +159,16 @@ def test_going_back_to_an_earlier_state_forgets_later_decisions():
     assert lines(model) == []
 
 
+def test_a_state_that_was_saved_before_any_sample_has_an_empty_table_of_moves():
+    model = plain()
+    saved = fe.scaling_state_dict(model)
+    saved["auto"][0]["moves"] = torch.empty(0)
+    train(model, 12)
+    fe.load_scaling_state_dict(model, saved)
+    assert controller(model).moves.ranges.shape == (3, 0, 3)
+    assert controller(model).step == -1
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -168,6 +178,8 @@ def test_going_back_to_an_earlier_state_forgets_later_decisions():
         lambda auto: auto[0].update(decided=auto[0]["decided"].replace('"matmuls"', '"matches"')),
         lambda auto: auto[0].update(decided=auto[0]["decided"].replace("blocks.0.up", "blocks.9.up")),
         lambda auto: auto[0].update(decided=auto[0]["decided"].replace('"trends"', '"friends"')),
+        lambda auto: auto[0].update(decided=auto[0]["decided"].replace('"taken"', '"token"')),
+        lambda auto: auto[0].update(moves=torch.zeros(5)),
     ],
 )
 def test_a_spoilt_state_is_refused_with_nothing_loaded(spoil):

@@ -112,11 +112,10 @@ def test_the_range_narrows_with_each_sample_of_all_layers():
     assert moves.moved(START * 16, 0) == {0, 1, 2}
 
 
-def test_what_is_kept_is_what_a_resumed_run_needs():
-    moves, resumed = begun(), begun()
+def test_the_ranges_and_tries_are_what_a_resumed_run_needs():
+    moves = begun()
     moves.moved(START * 10, 0)
-    kept = moves.kept()
-    assert kept is not None
-    resumed.range, resumed.wanted = kept[:2], kept[2]
+    resumed = Moves(moves.ranges.copy(), moves.number, moves.tries.items())
     assert resumed.moved(START, 0) == moves.moved(START, 0) == {0, 1, 2}
-    assert Moves().kept() is None
+    assert resumed.tries == moves.tries == dict.fromkeys(range(3), 2)
+    assert Moves().ranges.size == 0

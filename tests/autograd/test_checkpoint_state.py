@@ -14,7 +14,7 @@ from fp8engine.demo import Config, DemoError, Keeping, Session, config, run, ses
 from fp8engine.demo.config import read
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import StateError
-from fp8engine.report import scaling_state_dict
+from fp8engine.report.state import scaling_state_dict
 
 CONFIG = Config(size="tiny", steps=8, batch=2)
 

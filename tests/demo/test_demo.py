@@ -18,7 +18,7 @@ from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import COLUMNS, Summary, about
 from fp8engine.demo.trainer import Curve, Trainer
 from fp8engine.errors import UnknownName
-from fp8engine.report import scaling_state_dict
+from fp8engine.report.state import scaling_state_dict
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,9 +8,9 @@ import torch
 from hf_families import FAMILIES
 from support import converted, same, tables
 
-from fp8engine.auto import flow
-from fp8engine.auto.flow import Consumer, Flow, Layer
 from fp8engine.convert.select import linear_layers
+from fp8engine.report import flow
+from fp8engine.report.flow import Consumer, Flow, Layer
 
 ATTENTION = ("softmax", "attention")
 ADD = ("residual", "aten.add")

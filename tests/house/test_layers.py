@@ -29,6 +29,7 @@ ROOMS = (
     "autograd",
     "auto",
     "nn",
+    "report.flow",  # an instrument of its own, which convert reads, too
     "convert",
     "distributed",
     "export",
@@ -42,6 +43,7 @@ ROOMS = (
 )
 TOP = ("errors", "_torch", "_numpy", "files", "environment")  # single files
 RANK = {room: rank for rank, room in enumerate(ROOMS)}
+TOP_LEVEL = {room for room in ROOMS if "." not in room}
 # Rooms that may import less of fp8engine than those above them: rooms, or single modules of one.
 ONLY = {
     "kernels": set(),  # kernels speak torch.dtype
@@ -80,7 +82,7 @@ def test_no_room_has_a_cycle():
 
 
 def test_nothing_else_is_at_the_top_level():
-    assert {path.stem for path in (ROOT / "fp8engine").iterdir() if path.name != "__pycache__"} - {"py"} == set(ROOMS)
+    assert {path.stem for path in (ROOT / "fp8engine").iterdir() if path.name != "__pycache__"} - {"py"} == TOP_LEVEL
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,8 @@ def test_nothing_else_is_at_the_top_level():
             "fp8engine/amp/scaler.py:1 imports numerics",
         ),
         ("ops/a.py", "import kernels", "fp8engine/ops/a.py:1 imports kernels: no package of ours"),
+        ("report/flow/a.py", "import fp8engine.report.b", "fp8engine/report/flow/a.py:1 imports report: not above"),
+        ("convert/a.py", "import fp8engine.report.b", "fp8engine/convert/a.py:1 imports report: not above"),
         ("novel.py", "import torch", "fp8engine/novel.py is in no room"),
         ("../kernels/quantize.py", "import numpy", "kernels/quantize.py:1 imports numpy"),
         ("../kernels/quantize.py", "from fp8engine import numerics", "kernels/quantize.py:1 imports numerics: not"),
@@ -117,6 +121,7 @@ def test_a_planted_import_is_found(tmp_path: Path, file: str, source: str, compl
         ("ops/a.py", "from fp8engine import numerics, kernels"),
         ("nn/a.py", "from fp8engine.autograd.linear import linear\nfrom fp8engine.nn import attention"),
         ("nn/a.py", "if TYPE_CHECKING:\n    from fp8engine.convert import Plan"),
+        ("convert/a.py", "from fp8engine.report import flow"),
         ("__main__.py", "from fp8engine.cli import main"),
         ("../kernels/quantize.py", "import triton.language as tl\nfrom fp8engine.kernels.rounding import rne"),
     ],
@@ -142,8 +147,9 @@ def test_kernels_is_no_package_of_its_own():
 def plant(root: Path, sources: dict[str, str]) -> None:
     """A house with empty rooms and the files named, relative to fp8engine/."""
     (root / "kernels").mkdir(exist_ok=True)
-    for room in set(ROOMS) - {*TOP, "__init__", "__main__", "kernels"}:
+    for room in TOP_LEVEL - {*TOP, "__init__", "__main__", "kernels"}:
         (root / "fp8engine" / room).mkdir(parents=True, exist_ok=True)
+    (root / "fp8engine" / "report" / "flow").mkdir(exist_ok=True)
     if not (link := root / "fp8engine" / "kernels").is_symlink():
         link.symlink_to("../kernels")
     for file, source in sources.items():
@@ -220,12 +226,16 @@ def module_of(path: Path, root: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """The room that a module is in.
+    """The room that a module is in; a folder of a room that is named in ROOMS is a room, too.
 
     >>> room_of("fp8engine.errors"), room_of("fp8engine.amp.scaler"), room_of("fp8engine")
     ('errors', 'amp', '__init__')
+    >>> room_of("fp8engine.report.flow.fold"), room_of("fp8engine.report.folded")
+    ('report.flow', 'report')
     """
-    return (module.split(".")[1:] or ["__init__"])[0]
+    parts = module.split(".")[1:] or ["__init__"]
+    inner = ".".join(parts[:2])
+    return inner if inner in RANK else parts[0]
 
 
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:

@@ -12,8 +12,9 @@ from support import converted
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.auto import Alarm, flow
+from fp8engine.auto import Alarm
 from fp8engine.auto.history import History, Sample, Samples
+from fp8engine.report import flow
 from fp8engine.report.outliers import standing
 from fp8engine.report.page import page
 from fp8engine.report.page.words import WORDS, explained

@@ -16,8 +16,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fp8engine as fe
-from fp8engine.auto.flow import repeats
 from fp8engine.cli import app
+from fp8engine.report.flow import repeats
 from fp8engine.report.folded import groups
 
 BLOCKS = 30

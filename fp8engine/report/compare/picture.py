@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8engine.auto.flow import repeats
 from fp8engine.report.compare.result import Comparison, note
+from fp8engine.report.flow import repeats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

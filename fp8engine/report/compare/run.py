@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fp8engine._torch import tree_map
 from fp8engine.amp.difference import Call, on_calls
-from fp8engine.auto.flow.fold import FIRST_NUMBER
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
@@ -29,6 +28,7 @@ from fp8engine.report.compare.batches import NOTHING, Batch, real_rows
 from fp8engine.report.compare.chosen import chosen
 from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult, least
 from fp8engine.report.compare.scores import Noise, Scores, first, ratio
+from fp8engine.report.flow.fold import FIRST_NUMBER
 from fp8engine.report.state import controllers_of
 
 STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow import repeats
+from fp8engine.report.flow import repeats
 from fp8engine.report.page.html import chip, decibel, name, table
 
 if TYPE_CHECKING:

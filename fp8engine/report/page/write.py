@@ -15,8 +15,8 @@ from importlib import resources
 from typing import Protocol
 
 from fp8engine import files
-from fp8engine.auto.flow import Flow
 from fp8engine.errors import ReportError
+from fp8engine.report.flow import Flow
 from fp8engine.report.page import parts
 from fp8engine.report.page.data import blob, samples_of, to_json
 from fp8engine.report.page.decided import decisions

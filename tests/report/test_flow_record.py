@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import fp8engine as fe
-from fp8engine.auto import flow
-from fp8engine.auto.flow import Consumer
+from fp8engine.report import flow
+from fp8engine.report.flow import Consumer
 
 K = 8
 

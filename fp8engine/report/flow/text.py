@@ -1,15 +1,14 @@
-"""Mermaid and Graphviz source of a flow's graph, and the colours of its kinds of nodes."""
+"""Mermaid source of a flow's graph, and the colours of its kinds of nodes."""
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from fp8engine.auto.flow.fold import fold
+from fp8engine.report.flow.fold import fold
 
 if TYPE_CHECKING:
-    from fp8engine.auto.flow.result import Flow
+    from fp8engine.report.flow.result import Flow
 
 
 class Ink(NamedTuple):
@@ -44,7 +43,7 @@ def mermaid(flow: Flow) -> str:
     """The graph as a Mermaid flowchart, which GitHub and notebooks render.
 
     >>> import torch
-    >>> from fp8engine.auto.flow import record
+    >>> from fp8engine.report.flow import record
     >>> print(mermaid(record(torch.nn.Linear(2, 2), torch.ones(1, 2))))
     flowchart TD
     n0["[0]"]:::embedding
@@ -67,19 +66,6 @@ def mermaid(flow: Flow) -> str:
     used = {kind: ink for kind, ink in INK.items() if kind in kinds.values()}
     lines += [f"classDef {kind} fill:{ink.fill},stroke:{ink.border},color:{ink.text}" for kind, ink in used.items()]
     return "\n".join(lines)
-
-
-def graphviz(flow: Flow) -> str:
-    """The graph in Graphviz' language: `dot -Tsvg` draws it, and so does `graphviz.Source`."""
-    folded = fold(flow)
-    lines = ["digraph {", 'node [shape=box style="rounded,filled" fontname="Helvetica"]']
-    for number, frame in enumerate(folded.frames):
-        inside = " ".join(f"n{node};" for node in frame.nodes)
-        lines.append(f"subgraph cluster_{number} {{ label={json.dumps(frame.title, ensure_ascii=False)}; {inside} }}")
-    for node, label in folded.labels.items():
-        ink, text = INK[ink_of(flow.nodes[node].kind)], json.dumps(label, ensure_ascii=False)
-        lines.append(f'n{node} [label={text} fillcolor="{ink.fill}" color="{ink.border}" fontcolor="{ink.text}"]')
-    return "\n".join([*lines, *(f"n{i} -> n{j}" for i, j in folded.edges), "}"])
 
 
 def _escaped(label: str) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow import draw, png, repeats, text
+from fp8engine.report.flow import draw, repeats, text
 
 if TYPE_CHECKING:
-    from fp8engine.auto.flow.origins import Origin
+    from fp8engine.report.flow.origins import Origin
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,7 @@ class Flow:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        plain = lambda consumer: {"kind": consumer.kind, "name": consumer.name, "where": consumer.where}  # noqa: E731
-        return {
-            "layers": {
-                name: {
-                    "consumers": [plain(consumer) for consumer in layer.consumers],
-                    "producer": [plain(consumer) for consumer in layer.producer],
-                    "shares_input_with": list(layer.shares_input_with),
-                    "calls": layer.calls,
-                }
-                for name, layer in self.layers.items()
-            },
-            "nodes": [plain(node) for node in self.nodes],
-            "edges": [list(edge) for edge in self.edges],
-        }
+        return json.loads(json.dumps(asdict(self)))
 
     def table(self, width: int = 160) -> str:
         """Text, `width` columns wide; layers whose rows differ in the numbers of their blocks alone are one row."""
@@ -111,17 +98,9 @@ class Flow:
         """
         return draw.svg(self, formats)
 
-    def to_png(self, path: str | os.PathLike) -> None:
-        """The same picture through matplotlib (the extra `report`)."""
-        png.png(self.to_svg(), path)
-
     def to_mermaid(self) -> str:
         """The same graph as a Mermaid flowchart, which GitHub, notebooks and documentation tools render."""
         return text.mermaid(self)
-
-    def to_graphviz(self) -> str:
-        """The same graph in the language of Graphviz: `dot -Tpdf` draws it, and so does `graphviz.Source`."""
-        return text.graphviz(self)
 
     def __str__(self) -> str:
         return self.table()

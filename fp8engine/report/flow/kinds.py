@@ -107,19 +107,12 @@ def is_layer(module: nn.Module) -> bool:
     >>> is_layer(nn.Linear(2, 2)), is_layer(nn.GELU())
     (True, False)
     """
-    if isinstance(module, nn.Linear):
-        return True
-    names = {kind.__name__ for kind in type(module).__mro__}
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
-        return "Linear" in type(module).__name__ and weight is not None and not _inner_layers(module)
-    if "Conv1D" in names:  # transformers'; torch's own is Conv1d
-        return True
-    return "Linear" in type(module).__name__ and not _inner_layers(module)
-
-
-def _inner_layers(module: nn.Module) -> bool:
-    return any(is_layer(child) for child in module.children())
+    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() > 1
+    if isinstance(module, nn.Linear) or (is_matrix and "Conv1D" in {kind.__name__ for kind in type(module).__mro__}):
+        return True  # transformers' Conv1D; torch's own is Conv1d
+    named = "Linear" in type(module).__name__ and weight is not None
+    return named and not any(is_layer(child) for child in module.children())
 
 
 def kind_of(module: nn.Module) -> str | None:

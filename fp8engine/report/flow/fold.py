@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow import repeats
+from fp8engine.report.flow import repeats
 
 if TYPE_CHECKING:
-    from fp8engine.auto.flow.result import Consumer, Flow
+    from fp8engine.report.flow.result import Consumer, Flow
 
 FIRST_NUMBER = re.compile(r"^(.*?)(?:^|(?<=\.))(\d+)(?=\.|$)")
 Block = tuple[str, int]  # (what stands before the first number in its name, that number)
@@ -59,7 +59,7 @@ def fold(flow: Flow) -> Folded:
     """The graph with each run of equal blocks as its first one.
 
     >>> from torch import nn
-    >>> from fp8engine.auto.flow import record
+    >>> from fp8engine.report.flow import record
     >>> import torch
     >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> [frame.title for frame in fold(record(nn.Sequential(block(), block(), block()), torch.ones(1, 4))).frames]
@@ -95,7 +95,7 @@ def fold(flow: Flow) -> Folded:
 def block_of(node: Consumer) -> Block | None:
     """The block that a node's name, or else that of the module around it, is in; None without a number in either.
 
-    >>> from fp8engine.auto.flow import Consumer
+    >>> from fp8engine.report.flow import Consumer
     >>> block_of(Consumer("residual", "aten.add", "model.layers.3.mlp"))
     ('model.layers.', 3)
     """

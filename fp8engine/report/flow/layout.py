@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fp8engine.auto.flow.fold import Folded
+from fp8engine.report.flow.fold import Folded
 
 GAP, POINT = 18.0, 12.0  # between neighbours; the width of an edge's point
 SWEEPS, ORDERED = 160, 24  # down and up in turn; how many of them may change the order in a row
@@ -94,8 +94,7 @@ def _settle(spots: Sequence[Spot]) -> None:
         for row in rows[:: -1 if sweep % 2 else 1]:
             if 0 <= sweep < ORDERED:
                 side = [row[0].row + (1 if sweep % 2 else -1)]
-                wanted = {spot: spot.mean(side) + RIGHT * (spot.width == POINT) for spot in row}
-                row.sort(key=lambda spot, wanted=wanted: (wanted[spot], spot.x))
+                row.sort(key=lambda spot, side=side: (spot.mean(side) + RIGHT * (spot.width == POINT), spot.x))
             _pack(row, [spot.mean([spot.row - 1, spot.row + 1]) if sweep >= 0 else 0.0 for spot in row])
 
 

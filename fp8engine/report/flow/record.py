@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.auto.flow.kinds import OVERWRITES, group_of, kind_of
-from fp8engine.auto.flow.origins import Origin, State, States, place
-from fp8engine.auto.flow.result import Flow, flow_of
-from fp8engine.auto.flow.rules import Operand, Rules, floating, settle
-from fp8engine.auto.flow.untouched import untouched
+from fp8engine.auto.untouched import arguments, untouched
 from fp8engine.errors import ConversionError
+from fp8engine.report.flow.kinds import OVERWRITES, group_of, kind_of
+from fp8engine.report.flow.origins import Origin, State, States, place
+from fp8engine.report.flow.result import Flow, flow_of
+from fp8engine.report.flow.rules import Operand, Rules, floating, settle
 
 
 def record(model: nn.Module, example_inputs: object) -> Flow:
@@ -214,13 +214,6 @@ def _hooks(watch: _Watch, model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def arguments(example_inputs: object) -> tuple[tuple, dict]:
-    """As fe.convert reads them."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:

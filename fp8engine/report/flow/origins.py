@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -59,8 +60,7 @@ class Origin:
         return found
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Origins of a tensor's values; where it has none, the parameters that it was made of."""
 
     origins: tuple[Origin, ...] = ()
@@ -68,12 +68,8 @@ class State:
 
     def joined(self, other: State) -> State:
         """Both."""
-        return State(*(tuple(dict.fromkeys((*a, *b))) for a, b in zip(self.pair, other.pair, strict=True)))
-
-    @property
-    def pair(self) -> tuple[tuple, tuple]:
-        """(origins, parameters)."""
-        return self.origins, self.parameters
+        origins, parameters = self.origins + other.origins, self.parameters + other.parameters
+        return State(tuple(dict.fromkeys(origins)), tuple(dict.fromkeys(parameters)))
 
     @property
     def depends(self) -> bool:

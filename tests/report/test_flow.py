@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8engine.auto import flow
-from fp8engine.auto.flow import Consumer
+from fp8engine.report import flow
+from fp8engine.report.flow import Consumer
 
 K = 8
 Function = Callable[[Any, torch.Tensor], Any]

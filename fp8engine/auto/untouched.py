@@ -1,10 +1,10 @@
-"""Context in which a forward has no side effects: modes, random states and scaling tables are restored."""
+"""Forward on example inputs without side effects: modes, random states and scaling tables are restored."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,17 @@ from fp8engine.scaling.table import ScalingState
 
 TABLES = ("history_HS", "live_2S", "counts_CS")
 FLAGS = ("backward_seen", "recomputed", "begun")
+
+
+def arguments(example_inputs: object) -> tuple[tuple, dict]:
+    """(args, kwargs) of a forward: a mapping has keywords, a tuple or list has arguments, all else is one argument.
+
+    >>> arguments([1, 2]), arguments({"x": 1}), arguments(3)
+    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
 
 
 @contextlib.contextmanager
@@ -47,9 +58,9 @@ def _scaling(model: nn.Module) -> Iterator[None]:
     found: list[Any] = [getattr(module, "numerics", None) for module in model.modules()]
     layers = [numerics for numerics in found if isinstance(getattr(numerics, "state", None), ScalingState)]
     states = list({id(numerics.state): numerics.state for numerics in layers}.values())
-    ran = [(numerics, numerics.ran) for numerics in layers]
     tables = [(getattr(state, name), getattr(state, name).clone()) for state in states for name in TABLES]
-    flags = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
+    flags: list[tuple[Any, str, Any]] = [(state, name, getattr(state, name)) for state in states for name in FLAGS]
+    flags += [(numerics, "ran", numerics.ran) for numerics in layers]
     for state in states:
         state.backward_seen, state.recomputed, state.begun = False, False, True  # no step begins here
     try:
@@ -58,7 +69,5 @@ def _scaling(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for table, values in tables:
                 table.copy_(values)
-        for state, name, value in flags:
-            setattr(state, name, value)
-        for numerics, backend in ran:
-            numerics.ran = backend
+        for owner, name, value in flags:
+            setattr(owner, name, value)

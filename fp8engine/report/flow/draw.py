@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from fp8engine.auto.flow.fold import Folded, fold
-from fp8engine.auto.flow.layout import Spot, place
-from fp8engine.auto.flow.text import INK, ink_of
+from fp8engine.report.flow.fold import Folded, fold
+from fp8engine.report.flow.layout import Spot, place
+from fp8engine.report.flow.text import INK, ink_of
 
 if TYPE_CHECKING:
-    from fp8engine.auto.flow.result import Flow
+    from fp8engine.report.flow.result import Flow
 
 MARGIN, PAD, TOP = 28.0, 16.0, 99.0  # around the picture, inside a frame, above the first row's middle
 ROW, HEIGHT = 62.0, 30.0  # from row to row; of a box

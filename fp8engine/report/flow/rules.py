@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8engine.auto.flow.origins import NOTHING, Origin, State
+from fp8engine.report.flow.origins import NOTHING, Origin, State
 
 # What a loss is written with: the difference from a target, its size, a likelihood.
 PARTS_OF_A_LOSS = ("sub", "rsub", "pow", "square", "abs", "log", "log1p", "exp", "softmax", "log_softmax")
@@ -40,22 +40,13 @@ class Rules:
     def __init__(self, where: Callable[[str], tuple[str, str, int]], layer: Callable[[Sequence[str]], str]):
         self.where, self.layer = where, layer
         self.made: list[Origin] = []
-        self.layer_inputs: list[
-            tuple[Origin, int]
-        ] = []  # calls of layers without a module, and which operand they read
+        # Calls of layers without a module, and which operand they read.
+        self.layer_inputs: list[tuple[Origin, int]] = []
 
-    def new(
-        self,
-        kind: str,
-        name: str,
-        operands: Sequence[Operand | State],
-        *,
-        elementwise: bool = False,
-        scores: bool = False,
-    ) -> State:
+    def new(self, kind: str, name: str, operands: Sequence[Operand | State]) -> State:
         """A new origin that reads the operands."""
         module, where, call = self.where(kind)
-        origin = Origin(kind, module or name, where, call=call, elementwise=elementwise, scores=scores)
+        origin = Origin(kind, module or name, where, call=call, elementwise=kind == "activation")
         for operand in operands:
             origin.reads((operand if isinstance(operand, State) else operand.state).origins)
         self.made.append(origin)
@@ -96,7 +87,7 @@ class Rules:
         state = _joined(known)
         if state.scores or state.elementwise or (state.reduced and not _is_norm(state)):
             return state
-        return self.new("activation", name, [state], elementwise=True)
+        return self.new("activation", name, [state])
 
     def _softmax(self, group: str, known: list[Operand]) -> State:
         state = _joined(known)
@@ -130,14 +121,14 @@ class Rules:
             if other.size == 1 and x.size > 1:
                 return x.state
         if set(a.state.origins) == set(b.state.origins):
-            return a.state if group == "add" else self.new("activation", name, [a], elementwise=True)
+            return a.state if group == "add" else self.new("activation", name, [a])
         if not (a.state.depends or b.state.depends):
             return _joined([a, b])
         if group == "add":
             return self.new("residual", name, [a, b])
         if not (a.state.depends and b.state.depends):
             return a.state if a.state.depends else b.state
-        return self.new("activation", name, [a, b], elementwise=True)
+        return self.new("activation", name, [a, b])
 
     def _norm(self, x: State, statistic: State) -> State | None:
         """x with a statistic of itself: a norm; None where it is one of something else."""
@@ -178,7 +169,9 @@ class Rules:
                 attention.reads(values.origins)
                 attention.scores = False
                 return scores
-        return self.new("softmax", "attention", [a, b], scores=True)
+        made = self.new("softmax", "attention", [a, b])
+        made.origins[0].scores = True
+        return made
 
 
 def settle(made: Sequence[Origin]) -> None:
