@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8engine.amp.overflow.finding import Finding, number
+from fp8engine.amp.overflow.finding import Finding, plain, shown
 from fp8engine.amp.overflow.trace import Event
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.text import as_text
-from fp8engine.numerics.formats import word
 
 SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
 
@@ -71,9 +70,7 @@ class LayerStats:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        dtype = word(self.dtype) if self.dtype else None
-        numbers = {"made": number(self.made), "grad_made": number(self.grad_made)}
-        return vars(self) | {"dtype": dtype, "share": self.share} | numbers
+        return plain(vars(self) | {"share": self.share})
 
 
 @dataclass(frozen=True)
@@ -93,14 +90,9 @@ class OverflowReport:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return {
-            "passes": self.passes,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "layers": [layer.to_dict() for layer in self.layers],
-            "scales": [[step, number(scale)] for step, scale in self.scales],
-            "pinned": self.pinned,
-            "hidden": [dict(zip(("layer", "op", "made", "times"), what, strict=True)) for what in self.hidden],
-        }
+        hidden = [dict(zip(("layer", "op", "made", "times"), what, strict=True)) for what in self.hidden]
+        findings, layers = ([one.to_dict() for one in some] for some in (self.findings, self.layers))
+        return plain(vars(self) | {"findings": findings, "layers": layers, "hidden": hidden})
 
     def table(self, width: int = 120) -> str:
         """The layers worst first, and the findings, as text `width` columns wide."""
@@ -119,10 +111,10 @@ class OverflowReport:
                 layer.name or "(model)",
                 layer.kind,
                 row["dtype"] or "-",
-                _shown(layer.made or layer.peak),
+                shown(layer.made or layer.peak),
                 "over" if layer.made else f"{layer.share:.1%}" if layer.low else "-",
                 str(layer.nonfinite),
-                _shown(layer.grad_made or layer.grad_peak),
+                shown(layer.grad_made or layer.grad_peak),
                 str(layer.grad_nonfinite),
                 self._verdict(layer),
             )
@@ -157,7 +149,3 @@ class OverflowReport:
 
     def __str__(self) -> str:
         return self.table()
-
-
-def _shown(magnitude: float) -> str:
-    return f"{magnitude:.4g}" if math.isfinite(magnitude) else "NaN" if math.isnan(magnitude) else "Inf"

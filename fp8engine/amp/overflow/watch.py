@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine.amp.overflow.finding import Finding
+from fp8engine.amp.overflow.finding import Finding, shown
 from fp8engine.amp.overflow.ledger import Ledger
 from fp8engine.amp.overflow.locate import Locator
 from fp8engine.amp.overflow.reading import ReadingsCopy
@@ -49,11 +49,10 @@ class OverflowWatch:
         self.pinned: dict[str, Pin] = {}
         self._recorder = Recorder(model, scaler, mode == "ops", self._poll)
         self._copies: list[tuple[Batch, ReadingsCopy]] = []
-        layers = self._recorder.layers
-        self.layers = {name: LayerStats(name, type(module).__name__) for name, module in layers}
-        leaves = {name for name, module in layers if not list(module.children())}
-        compiled = {name for name, module in layers if is_compiled(module)}
-        self._locator = Locator(leaves, {name for name, _ in layers}, compiled)
+        self._modules = dict(self._recorder.layers)  # of a wrapper and what it holds, which share a name, the inner one
+        self.layers = {name: LayerStats(name, type(module).__name__) for name, module in self._modules.items()}
+        compiled = {name for name, module in self._recorder.layers if is_compiled(module)}
+        self._locator = Locator(self._modules, compiled)
         self._ledger = Ledger(compiled)
         # When pin() last saw new passes: their number, how often each layer had been guilty, and the newly guilty ones.
         self._pinned_at, self._guilty_then, self._newly_guilty = 0, Counter(), Counter()
@@ -110,13 +109,12 @@ class OverflowWatch:
         if blamed and all(finding.layer is None for finding in blamed):
             raise ConversionError(f"no layer to pin: {blamed[0]}")
         names: list[str] = []
-        modules = dict(self._recorder.layers)
         for name in self._worst():
             if len(names) == k:
                 break
-            if any(isinstance(modules[outer], Fp32Pinned) for outer in _around(name) if outer in modules):
+            if any(isinstance(self._modules.get(outer), Fp32Pinned) for outer in _around(name)):
                 continue
-            self.pinned[name] = pin_fp32(modules[name])
+            self.pinned[name] = pin_fp32(self._modules[name])
             names.append(name)
         searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer is guilty")
         why = "what overflows is pinned already" if self._newly_guilty else searched
@@ -170,7 +168,8 @@ class OverflowWatch:
                 self.layers[event.name].add(event)
         found = self._locator.locate(batch)
         if not found:  # what ops made and no module's output shows: 1 / Inf is 0
-            self.hidden.update((made.layer, made.op, made.made) for made in batch.creations())
+            made = [event.finding for event in batch.events if event.kind == "op" and event.finding]
+            self.hidden.update((op.layer or "", op.op or "", shown(op.output_amax)) for op in made)
         for finding in found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
