@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.tensors import SIXTEEN_BIT
+from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
 
 BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would convert each operand to FP32 and back
@@ -97,8 +97,14 @@ class autocast:
         self.cache_enabled, self.lists = cache_enabled, UNCHANGED if lists is None else lists
         self._entered: dict[int, list[contextlib.AbstractContextManager[None]]] = {}  # by thread, innermost last
 
-    def _region(self) -> contextlib.AbstractContextManager[None]:
-        return _region(self.device_type, self.dtype, self.enabled, self.cache_enabled, self.lists)
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[None]:
+        with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+            if self.enabled and self.lists.places:
+                with _ListsMode(self.device_type, self.lists):
+                    yield
+            else:
+                yield
 
     def __enter__(self) -> autocast:
         region = self._region()
@@ -157,18 +163,6 @@ class _KeptLists:
         return self._entered.pop().__exit__(*error)
 
 
-@contextlib.contextmanager
-def _region(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, lists: OpLists
-) -> Iterator[None]:
-    with torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled):
-        if enabled and lists.places:
-            with _ListsMode(device_type, lists):
-                yield
-        else:
-            yield
-
-
 class _ListsMode(TorchFunctionMode):
     """Casts for the functions that lists moved, while autocast is on; the rest goes on to torch."""
 
@@ -179,12 +173,12 @@ class _ListsMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        kind = self.lists.places.get(name)
         if not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
+        kind = self.lists.places.get(name)
+        if kind is None and (spot := self.lists.blind_spots.get(f"{self.device_type} {name}")) is not None:
+            _warn(spot)
         if kind is None or kwargs.get("out") is not None or kwargs.get("inplace") is True:
-            if kind is None and (spot := self.lists.blind_spots.get(f"{self.device_type} {name}")) is not None:
-                _warn(spot)
             return func(*args, **kwargs)
         dtype = self._dtype(kind, (args, kwargs))
         if name in _WITH_STATISTICS:
@@ -212,11 +206,7 @@ _torch.constant_in_graphs(_warn)  # Dynamo calls it while it traces: one warning
 
 def _casts(value: object, device_type: str) -> bool:
     """Whether autocast casts it: torch's rule, which leaves FP64 and other devices' tensors as they are."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.device.type == device_type
-        and value.dtype in (torch.float32, *SIXTEEN_BIT)
-    )
+    return isinstance(value, torch.Tensor) and value.device.type == device_type and value.dtype in NARROW
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:

@@ -14,7 +14,6 @@ scaled pass begins (zeroed in place by the model, or without S), its largest mag
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.tensors import Stamp
 from fp8engine.amp.wrapped import Wrapped
 from fp8engine.errors import OptimizerError
 
@@ -51,19 +51,6 @@ class Scaling:
         if len(self.stepped) == len(self.optimizers):
             self.stepped.clear()
             self.scaler.update()
-
-
-class ScaledGradient:
-    """The identity and version of a gradient after a scaled backward pass."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, grad: torch.Tensor):
-        self.tensor, self.version = weakref.ref(grad), grad._version
-
-    def unchanged(self, grad: torch.Tensor) -> bool:
-        """Whether `grad` is this tensor, not written since."""
-        return self.tensor() is grad and self.version == grad._version
 
 
 class ScaledOptimizer(Wrapped):
@@ -202,11 +189,11 @@ class ScaledOptimizer(Wrapped):
     def _forget(self) -> None:
         """An iteration begins."""
         self._unscaled = False
-        self._scaled: dict[int, ScaledGradient] = {}
+        self._scaled: dict[int, Stamp] = {}
         self._unscaled_amax: dict[int, torch.Tensor] = {}  # of what stood there before a scaled pass
 
     def _record_scaled(self) -> None:
-        self._scaled = {i: ScaledGradient(grad) for i, grad in self._gradients()}
+        self._scaled = {i: Stamp(grad) for i, grad in self._gradients()}
 
     def _is_scaled(self, i: int, grad: torch.Tensor) -> bool:
         return i in self._scaled and self._scaled[i].unchanged(grad)

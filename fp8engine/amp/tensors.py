@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from fp8engine._torch import tree_leaves, tree_map
 
@@ -49,12 +48,12 @@ def floating(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point]
 
 
-def cast(tree: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
+def cast_all(tree: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
     """The tree with its tensors of these dtypes cast to another; everything else as it is."""
     return tree_map(lambda x: x.to(to) if isinstance(x, torch.Tensor) and x.dtype in of else x, tree)
 
 
-def device_type(module: nn.Module, given: Any) -> str:
+def device_type(module: Any, given: Any) -> str:
     """Where a module computes: the type of its parameters' device, else of the tensors that it is given."""
     for parameter in module.parameters():
         return parameter.device.type
