@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
 
 from fp8engine.amp import scale_rules
-from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, Tally, fp32
+from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, fp32
 from fp8engine.errors import LossScaleError, OptimizerError
 from fp8engine.files import HostCopy
 
@@ -68,8 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         self.rules = rules if decrease_every_n is None else replace(rules, decrease_every_n=decrease_every_n)
         if enabled:
             scale_rules.check(init_scale, growth_factor, backoff_factor, growth_interval)
-            if not self.rules.floor <= init_scale <= self.rules.ceiling:
-                raise LossScaleError(f"init_scale={init_scale} is outside the floor and ceiling of {self.rules}")
+            self.rules.check(init_scale, f"init_scale={init_scale}")
         kind = torch.device(device).type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._init_bad, self._bad_tracker = 0, None
@@ -79,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
         self._ended = False  # that iteration has been updated: the next step begins another
         self._late: deque[tuple[HostCopy, Factors]] = deque()
         self._hooks: OrderedDict[int, Callable[[float], None]] = OrderedDict()
-        self._tally = Tally()
+        self._stats = ScaleStats()
 
     # Public queries
 
@@ -97,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
     def stats(self) -> ScaleStats:
         """Iterations, skipped ones and changes of the scale so far; waits for the device only after a fused step."""
         self._catch_up(wait=True)
-        return self._tally.stats()
+        return self._stats
 
     def on_scale_change(self, hook: Callable[[float], None]) -> RemovableHandle:
         """Call hook(new scale / old scale) after each update that changes it, before the next backward pass.
@@ -195,8 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is not None:
             value = fp32(float(new_scale))
             scale_rules.check(value)
-            if not self.rules.floor <= value <= self.rules.ceiling:
-                raise LossScaleError(f"update({value}) is outside the floor and ceiling of {self.rules}")
+            self.rules.check(value, f"update({value})")
             before = self._known()
             super().update(value)
             self._remember(before._replace(scale=value))
@@ -211,10 +209,10 @@ class GradScaler(torch.amp.GradScaler):
                 "update() without a step that looked for Inf and NaN: call scaler.step(optimizer) before it; a step"
                 " that takes a grad_scaler must call grad_scaler.unscale_(self)"
             )
-        read = [found for key in checked if isinstance(found := self._skips.get(key), bool)]
+        read = [self._skips.get(key) for key in checked]
         self._per_optimizer_states.clear()
         self._ended = True
-        if len(read) == len(checked):
+        if all(isinstance(found, bool) for found in read):
             self._replay(any(read), self._factors, write=True)
         elif self._at_hand(scale):
             self._replay(bool(self._combined(checked.values())), self._factors, write=True)
@@ -268,14 +266,14 @@ class GradScaler(torch.amp.GradScaler):
             self._remember(after)
         else:
             self._counts = after
-        self._tally.enter(found, fell)
+        self._stats = self._stats.after(found, fell)
         self._changed(before.scale, after.scale)
-        if fell and self._tally.falls_in_a_row == self.rules.collapse_after:
+        if fell and self._stats.falls_in_a_row == self.rules.collapse_after:
             (self.rules.on_collapse or scale_rules.warn_of_collapse)(self)
 
     def _changed(self, before: float, after: float) -> None:
         if after != before:
-            self._tally.history.append((self._tally.iterations, after))
+            self._stats = self._stats.moved(after)
             for hook in list(self._hooks.values()):
                 hook(after / before)
 
@@ -318,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().state_dict()
         if self._enabled:
             rules = {name: getattr(self.rules, name) for name in STORED_RULES}
-            state[EXTRA] = {"bad": self._known().bad, **rules, "stats": self._tally.to_dict()}
+            state[EXTRA] = {"bad": self._known().bad, **rules, "stats": self._stats.to_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -339,7 +337,8 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict({**loaded, "scale": within})
         self.rules, self._init_bad, self._bad_tracker = rules, bad, None
         self._skips, self._ended = {}, False
-        self._tally = Tally(**extra.get("stats", {}))
+        stats = dict(extra.get("stats", {}))
+        self._stats = ScaleStats(**{**stats, "history": tuple(map(tuple, stats.get("history", ())))})
         if self._scale is not None:
             self._remember(Counts(within, loaded["_growth_tracker"], bad))
         if within != scale:
