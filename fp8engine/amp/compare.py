@@ -16,9 +16,10 @@ restored; torch's and Python's random numbers start from the same state in both 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast
-from fp8engine.amp.difference import Call, Difference, on_calls
+from fp8engine.amp.difference import Call, Difference, Key, Side, call, run_both
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.tensors import SIXTEEN_BIT
 from fp8engine.amp.text import as_text, precision
@@ -162,47 +163,35 @@ def compare(
     for name, dtype in (("low", low), ("high", high)):
         if dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
             raise UnsupportedDtype(f"compare({name}={dtype}): give torch.float16, bfloat16, float32 or float64")
-    reference: dict[tuple[str, int], list[torch.Tensor]] = {}
-    layers: list[LayerError] = []
+    modules, layers = dict(model.named_modules()), []
 
-    def keep(call: Call) -> None:
-        reference[call.key] = [output.clone() for output in call.tensors()]
+    def keep(call: Call) -> list[torch.Tensor]:
+        return [output.clone() for output in call.tensors()]
 
-    def match(call: Call) -> None:
-        layers.append(_layer(call, reference.pop(call.key, None)))
+    def match(call: Call, kept: list[torch.Tensor] | None) -> None:
+        layers.append(_layer(call.key, call.module, call.tensors(), kept))
 
-    _run(model, inputs, high, (lists, high), keep)
-    _run(model, inputs, low, (lists, high), match)
-    modules = dict(model.named_modules())
-    for (name, call), outputs in reference.items():
-        dtypes = ("-", _precisions(outputs))
-        layers.append(LayerError(name, type(modules[name]).__name__, call, dtypes, note="ran in high only"))
+    def side(dtype: torch.dtype) -> Side:
+        drawn_in = high if dtype in SIXTEEN_BIT else dtype
+        return modules, functools.partial(_run, model, inputs, dtype, lists, drawn_in)
+
+    _, _, only_high = run_both(side(high), side(low), keep, match)
+    layers += [_layer(key, modules[key[0]], None, kept) for key, kept in only_high.items()]
     limit = ROUNDINGS * torch.finfo(low).eps / 2 if threshold is None else threshold
     return Comparison(layers, precision(low), precision(high), limit)
 
 
-def _run(
-    model: nn.Module,
-    inputs: Any,
-    dtype: torch.dtype,
-    how: tuple[OpLists, torch.dtype],
-    listener: Callable[[Call], None],
-) -> None:
-    """One forward in `dtype`; `listener` gets each call as it finishes.  how: autocast's lists, and dropout's dtype."""
-    lists, drawn_in = how
-    device_type = _device_type(model, inputs)
+def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, lists: OpLists, drawn_in: torch.dtype) -> None:
+    """One forward in `dtype`.  lists: autocast's.  drawn_in: the dtype of dropout."""
     half = dtype in SIXTEEN_BIT
+    device_type = _device_type(model, inputs)
     with _as_it_was(model, None if half else dtype), torch.no_grad():
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
         # itself; older ones were not tried).
         casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
-        listening = on_calls(dict(model.named_modules()), listener)
-        with listening, casting, _DropoutIn(drawn_in if half else dtype):
-            if isinstance(given, dict):
-                model(**given)
-            else:
-                model(*(given if isinstance(given, (tuple, list)) else (given,)))
+        with casting, _DropoutIn(drawn_in):
+            call(model, given)
 
 
 class _DropoutIn(TorchFunctionMode):
@@ -264,20 +253,20 @@ def _copy(value: Any, dtype: torch.dtype | None, always: bool = True) -> Any:
     return value.detach().to(target, copy=always)
 
 
-def _layer(call: Call, high: list[torch.Tensor] | None) -> LayerError:
-    low, (name, index) = call.tensors(), call.key
-    start = (name, type(call.module).__name__, index)
-    if high is None:
-        return LayerError(*start, (_precisions(low), "-"), note="ran in low only")
-    dtypes = (_precisions(low), _precisions(high))
+def _layer(key: Key, module: nn.Module, low: list[torch.Tensor] | None, high: list[torch.Tensor] | None) -> LayerError:
+    """One call of a module; None for the run that has no such call."""
+    dtypes = (_precisions(low or []), _precisions(high or []))
+    start = (key[0], type(module).__name__, key[1], dtypes)
+    if low is None or high is None:
+        return LayerError(*start, note=f"ran in {'high' if low is None else 'low'} only")
     if [value.shape for value in low] != [value.shape for value in high]:
-        return LayerError(*start, dtypes, note="outputs of other shapes")
+        return LayerError(*start, note="outputs of other shapes")
     if not low:
-        return LayerError(*start, dtypes)
+        return LayerError(*start)
     difference = Difference()
     for ours, theirs in zip(low, high, strict=True):
         difference.add(ours, theirs)
-    return LayerError(*start, dtypes, difference.error, difference.nonfinite_low, difference.nonfinite_high)
+    return LayerError(*start, difference.error, difference.nonfinite_low, difference.nonfinite_high)
 
 
 def _device_type(model: nn.Module, inputs: Any) -> str:
