@@ -32,7 +32,7 @@ from fp8engine.amp.autocast import autocast
 from fp8engine.amp.difference import Call, Difference, Key, Side, call, run_both
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.tensors import SIXTEEN_BIT
-from fp8engine.amp.text import as_text, precision
+from fp8engine.amp.text import FOLD, RIGHT, as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
 
 # One rounding errs by up to u = eps / 2; a thousand of them, one after another and random, by sqrt(1000) u = 32 u.
@@ -108,28 +108,26 @@ class Comparison:
 
     def table(self, width: int = 120) -> str:
         """The layers as text, `width` columns wide; the first divergence below."""
-        from rich.table import Table  # here: importing rich draws from Python's random numbers
-
-        table = Table(title=f"{self.low} against {self.high}, layer by layer", title_justify="left")
-        for heading in ("layer", "kind", "output"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("error", "SQNR dB", f"not finite {self.low} / {self.high}"):
-            table.add_column(heading, justify="right")
-        table.add_column("note", overflow="fold")
-        first = self.first()
+        names, numbers = ("layer", "kind", "output"), ("error", "SQNR dB", f"not finite {self.low} / {self.high}")
+        columns = [*((name, FOLD) for name in names), *((name, RIGHT) for name in numbers), ("note", FOLD)]
+        first, rows = self.first(), []
         for layer in self.layers:
             note = "first to diverge" if layer is first else "diverges" if self.diverges(layer) else ""
-            table.add_row(
-                _called(layer),
-                layer.kind,
-                " / ".join(dict.fromkeys(layer.dtypes)),
-                "-" if layer.error is None else f"{layer.error:.2e}",
-                "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f}",
-                f"{layer.nonfinite_low} / {layer.nonfinite_high}" if layer.nonfinite_low + layer.nonfinite_high else "",
-                ", ".join(filter(None, (note, layer.note))),
+            rows.append(
+                [
+                    _called(layer),
+                    layer.kind,
+                    " / ".join(dict.fromkeys(layer.dtypes)),
+                    "-" if layer.error is None else f"{layer.error:.2e}",
+                    "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f}",
+                    f"{layer.nonfinite_low} / {layer.nonfinite_high}"
+                    * any((layer.nonfinite_low, layer.nonfinite_high)),
+                    ", ".join(filter(None, (note, layer.note))),
+                ]
             )
         found = f"first divergence: {_called(first)} ({first.kind})" if first else "no layer diverges"
-        return as_text(table, [f"{found}; threshold {self.threshold:.2e}"], width)
+        title = f"{self.low} against {self.high}, layer by layer"
+        return as_text(title, columns, rows, [f"{found}; threshold {self.threshold:.2e}"], width)
 
     def __str__(self) -> str:
         return self.table()
@@ -213,11 +211,10 @@ class _DropoutIn(TorchFunctionMode):
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """The model with copies of its buffers, in `dtype` if one is given; afterwards everything is as it was."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    owned: list[tuple[dict, dict]] = [
-        (table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)
-    ]
-    volatile = [(module, set(module._non_persistent_buffers_set)) for module in model.modules()]
+    tables: list[dict | set] = []
+    for module in model.modules():
+        tables += [vars(module), module._parameters, module._buffers, module._non_persistent_buffers_set]
+    kept: list[tuple[Any, Any]] = [(table, table.copy()) for table in tables]
     data = [(parameter, parameter.data) for parameter in model.parameters()]
     devices = {value.device for value in (*model.parameters(), *model.buffers()) if value.device.type == "cuda"}
     python_random = random.getstate()
@@ -234,14 +231,9 @@ def _as_it_was(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         finally:
             for parameter, values in data:
                 parameter.data = values
-            for module, before in attributes:
-                vars(module).clear()
-                vars(module).update(before)
-            for table, before in owned:
+            for table, before in kept:
                 table.clear()
                 table.update(before)
-            for module, names in volatile:
-                module._non_persistent_buffers_set = names
             random.setstate(python_random)
 
 

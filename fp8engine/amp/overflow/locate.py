@@ -131,7 +131,7 @@ class Locator:
         known = culprit in seen.overflowed if culprit else bool(seen.overflowed)
         seen.overflowed.update(event.call.around() if event.call else ())
         seen.bad.add(event.reading)
-        if known or any(_inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
+        if known or any(inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
             return []
         if culprit is None:
             return [_finding(event, "", "input")]
@@ -175,7 +175,7 @@ class Locator:
     def _of_weight(self, event: Event) -> Finding:
         layer = self._owner(event)
         for region in self._compiled:  # whose gradients come all at once
-            if _inside(layer, region):
+            if inside(layer, region):
                 return _finding(event, region, "grad_weight", exact=False)
         return _finding(event, layer, "grad_weight", parameter=event.name, exact=False)
 
@@ -193,7 +193,8 @@ def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Find
     return Finding(layer, operand, event.step, **more)
 
 
-def _inside(layer: str, of: str) -> bool:
+def inside(layer: str, of: str) -> bool:
+    """Whether a layer is another one or a part of it, by their names."""
     return not of or layer == of or layer.startswith(of + ".")
 
 
@@ -207,4 +208,4 @@ def same_overflow(seen: Finding, first: Finding, compiled: set[str]) -> bool:
         return False
     if seen.layer == first.layer or first.backward:
         return True
-    return first.layer in compiled and _inside(seen.layer or "", first.layer)
+    return first.layer in compiled and inside(seen.layer or "", first.layer)

@@ -10,7 +10,8 @@ import torch
 from fp8engine.amp.overflow.finding import Finding, plain, shown
 from fp8engine.amp.overflow.trace import Event
 from fp8engine.amp.tensors import SIXTEEN_BIT
-from fp8engine.amp.text import as_text
+from fp8engine.amp.text import FOLD, as_text
+from fp8engine.numerics.formats import word
 
 SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
 
@@ -96,29 +97,26 @@ class OverflowReport:
 
     def table(self, width: int = 120) -> str:
         """The layers worst first, and the findings, as text `width` columns wide."""
-        from rich.table import Table  # here: importing rich draws from Python's random numbers
-
         ran = [layer for layer in self.layers if layer.calls or layer.guilty or layer.scaled]
         worst = sorted(ran, key=lambda x: (-x.guilty, -x.scaled, -(x.nonfinite + x.grad_nonfinite), -x.share))
-        table = Table(title=f"Overflow: {self.passes} passes watched", title_justify="left", expand=True)
-        table.add_column("layer", overflow="fold", ratio=1)
-        table.add_column("kind", overflow="fold", max_width=20)
-        for heading in ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict"):
-            table.add_column(heading, no_wrap=True)
-        for layer in worst[:SHOWN]:
-            row = layer.to_dict()
-            table.add_row(
+        columns = [("layer", FOLD | {"ratio": 1}), ("kind", FOLD | {"max_width": 20})]
+        numbers = ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict")
+        columns += [(heading, {"no_wrap": True}) for heading in numbers]
+        rows = [
+            [
                 layer.name or "(model)",
                 layer.kind,
-                row["dtype"] or "-",
+                word(layer.dtype) if layer.dtype else "-",
                 shown(layer.made or layer.peak),
                 "over" if layer.made else f"{layer.share:.1%}" if layer.low else "-",
                 str(layer.nonfinite),
                 shown(layer.grad_made or layer.grad_peak),
                 str(layer.grad_nonfinite),
                 self._verdict(layer),
-            )
-        return as_text(table, self._lines(len(worst)), width)
+            ]
+            for layer in worst[:SHOWN]
+        ]
+        return as_text(f"Overflow: {self.passes} passes watched", columns, rows, self._lines(len(worst)), width)
 
     def _verdict(self, layer: LayerStats) -> str:
         words = []
