@@ -20,7 +20,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -38,7 +38,24 @@ BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would
 _WITH_STATISTICS = ("batch_norm", "instance_norm")
 
 
-class autocast:
+class _Anew:
+    """A context manager whose region begins anew each time it is entered: again, inside itself, in other threads."""
+
+    def __init__(self, region: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._region = region
+        self._entered: dict[int, list[contextlib.AbstractContextManager[None]]] = {}  # by thread, innermost last
+
+    def __enter__(self) -> Self:
+        region = self._region()
+        region.__enter__()
+        self._entered.setdefault(_thread(), []).append(region)
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered[_thread()].pop().__exit__(*error)
+
+
+class autocast(_Anew):
     """torch.autocast with lists: a context manager, and a decorator.
 
     device_type, or device by keyword: "cuda" or "cpu", or another that torch.autocast knows; None takes CUDA where one
@@ -95,25 +112,16 @@ class autocast:
             _check_hardware(device_type, dtype)
         self.device_type, self.dtype, self.enabled = device_type, dtype, enabled
         self.cache_enabled, self.lists = cache_enabled, UNCHANGED if lists is None else lists
-        self._entered: dict[int, list[contextlib.AbstractContextManager[None]]] = {}  # by thread, innermost last
+        super().__init__(self._casting)
 
     @contextlib.contextmanager
-    def _region(self) -> Iterator[None]:
+    def _casting(self) -> Iterator[None]:
         with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
             if self.enabled and self.lists.places:
                 with _ListsMode(self.device_type, self.lists):
                     yield
             else:
                 yield
-
-    def __enter__(self) -> autocast:
-        region = self._region()
-        region.__enter__()
-        self._entered.setdefault(_thread(), []).append(region)
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered[_thread()].pop().__exit__(*error)
 
     def __call__(self, function: Callable) -> Callable:
         """`function` under this autocast: each call enters it anew, so that threads and recursion do not mix."""
@@ -143,24 +151,15 @@ def keep_lists() -> tuple[contextlib.AbstractContextManager, contextlib.Abstract
     """
     stack = _torch.function_modes()
     lists = [(mode.device_type, mode.lists) for mode in stack if isinstance(mode, _ListsMode)]
-    return contextlib.nullcontext(), _KeptLists(lists)
+    return contextlib.nullcontext(), _Anew(functools.partial(_kept, lists))
 
 
-class _KeptLists:
-    """Lists of surrounding autocasts, outermost first, entered anew as often as backward recomputes."""
-
-    def __init__(self, lists: list[tuple[str, OpLists]]):
-        self.lists = lists
-        self._entered: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for device_type, lists in self.lists:
-                stack.enter_context(_ListsMode(device_type, lists))
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+@contextlib.contextmanager
+def _kept(lists: list[tuple[str, OpLists]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device_type, some in lists:
+            stack.enter_context(_ListsMode(device_type, some))
+        yield
 
 
 class _ListsMode(TorchFunctionMode):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.tensors import Stamp
@@ -34,7 +35,6 @@ class Scaling:
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
         self.optimizers: list[ScaledOptimizer] = []
-        self.stepped: set[int] = set()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Gradients of the scaled loss, for all optimizers."""
@@ -45,12 +45,12 @@ class Scaling:
         for optimizer in watched:
             optimizer._after_pass()
 
-    def ended(self, optimizer: ScaledOptimizer) -> None:
-        """This optimizer has stepped."""
-        self.stepped.add(id(optimizer))
-        if len(self.stepped) == len(self.optimizers):
-            self.stepped.clear()
+    def step(self, optimizer: ScaledOptimizer) -> Any:
+        """Step one optimizer, or skip it; after the last of them update the scale."""
+        result = self.scaler.step(optimizer.inner)
+        if all(one._is(OptState.STEPPED) for one in self.optimizers):
             self.scaler.update()
+        return result
 
 
 class ScaledOptimizer(Wrapped):
@@ -102,11 +102,10 @@ class ScaledOptimizer(Wrapped):
 
     def unscale_(self) -> None:
         """Divide the gradients by the scale now, to clip or read them; step() does it otherwise."""
-        if not self.scaler.is_enabled() or self._unscaled:
+        if not self.scaler.is_enabled() or self._is(OptState.UNSCALED):
             return
         self._check()
         self.scaler.unscale_(self.inner)
-        self._unscaled = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale, then torch's clip_grad_norm_ over what is stepped (FP32 masters where there are); the norm."""
@@ -127,17 +126,20 @@ class ScaledOptimizer(Wrapped):
                 f"{type(self.inner).__name__}.step(closure) under a loss scale: a closure's gradients would not be"
                 " unscaled; decorate with dtype=torch.bfloat16, which needs no scale"
             )
-        if id(self) in self._scaling.stepped:
+        if self._is(OptState.STEPPED):
             raise OptimizerError(
                 "a second step before the other optimizers that were decorated together have taken theirs: their"
                 " gradients hold this scale; decorate them apart, or scaler=False and a GradScaler of your own"
             )
-        if not self._unscaled:
+        if not self._is(OptState.UNSCALED):
             self._check()
-        result = self.scaler.step(self.inner)
+        result = self._scaling.step(self)
         self._forget()
-        self._scaling.ended(self)
         return result
+
+    def _is(self, stage: OptState) -> bool:
+        """Whether the scaler, which enabled counts the stages of an iteration, has this optimizer at that stage."""
+        return self.scaler._per_optimizer_states[id(self.inner)]["stage"] is stage
 
     def _check(self) -> None:
         gradients = list(self._gradients())
@@ -168,7 +170,7 @@ class ScaledOptimizer(Wrapped):
 
     def _before_pass(self) -> None:
         """Record, for step(), gradients that a scaled pass may add to."""
-        if self._unscaled:
+        if self._is(OptState.UNSCALED):
             self._record_scaled()
             return
         gradients = dict(self._gradients())
@@ -179,7 +181,7 @@ class ScaledOptimizer(Wrapped):
                 self._unscaled_amax[i] = (values._values() if values.is_sparse else values).abs().max()
 
     def _after_pass(self) -> None:
-        if self._unscaled and not all(self._is_scaled(i, grad) for i, grad in self._gradients()):
+        if self._is(OptState.UNSCALED) and not all(self._is_scaled(i, grad) for i, grad in self._gradients()):
             raise OptimizerError(
                 "optimizer.backward(loss) has added to gradients that were unscaled already: call unscale_() and"
                 " clip_grad_norm_() after the last backward, and step() after them (it skips what is not finite)"
@@ -188,7 +190,6 @@ class ScaledOptimizer(Wrapped):
 
     def _forget(self) -> None:
         """An iteration begins."""
-        self._unscaled = False
         self._scaled: dict[int, Stamp] = {}
         self._unscaled_amax: dict[int, torch.Tensor] = {}  # of what stood there before a scaled pass
 

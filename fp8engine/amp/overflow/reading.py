@@ -90,10 +90,6 @@ class Known:
         self._kept[id(tensor)] = Stamp(tensor), reading
         return reading
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._kept.clear()
-
 
 def largest(readings: Iterable[Reading]) -> float:
     """The largest finite magnitude among readings, NaN where there is none."""

@@ -118,7 +118,7 @@ class Recorder:
         self._eager.close()
         self.trace.seal()
         self.poll()
-        self._known.clear()
+        self._known = Known()
         self._accumulated.clear()
         self._roots.add(name)
         self.passes += 1
