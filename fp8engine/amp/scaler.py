@@ -15,7 +15,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -71,8 +71,8 @@ class GradScaler(torch.amp.GradScaler):
             self.rules.check(init_scale, f"init_scale={init_scale}")
         kind = torch.device(device).type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._init_bad, self._bad_tracker = 0, None
-        self._counts: Counts | None = None
+        self._bad_tracker: torch.Tensor | None = None
+        self._counts = Counts(init_scale)  # of the rule, on the host
         self._seen: tuple[object, ...] | None = None  # the scale and tracker as this class wrote them last
         self._skips: dict[int, bool | torch.Tensor] = {}  # of the latest iteration, by optimizer
         self._ended = False  # that iteration has been updated: the next step begins another
@@ -233,29 +233,28 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
-        self._remember(Counts(fp32(self._init_scale), self._init_growth_tracker, self._init_bad))
+        self._remember(self._counts._replace(scale=fp32(self._counts.scale)))
 
     def _written(self) -> tuple[object, ...]:
         scale, good = self._scale, self._growth_tracker
         return (scale, good) if scale is None or good is None else (id(scale), scale._version, id(good), good._version)
 
-    def _remember(self, counts: Counts | None) -> None:
+    def _remember(self, counts: Counts) -> None:
         """Take these as the counts on the device, now or once the flags still being copied are applied."""
         self._counts, self._seen = counts, self._written()
 
     def _known(self) -> Counts:
         """The state of the rule; waits for the device after a fused step, or if other code wrote the scale."""
         if self._scale is None or self._growth_tracker is None:
-            return Counts(self._init_scale, self._init_growth_tracker, self._init_bad)
+            return self._counts
         self._catch_up(wait=True)
-        if self._counts is None or self._seen != self._written():
-            bad = self._counts.bad if self._counts else 0
-            self._remember(Counts(self._scale.item(), int(self._growth_tracker.item()), bad))
-        return cast(Counts, self._counts)
+        if self._seen != self._written():
+            self._remember(Counts(self._scale.item(), int(self._growth_tracker.item()), self._counts.bad))
+        return self._counts
 
     def _replay(self, found: bool, factors: Factors, write: bool) -> None:
         """Apply the rule on the host; write: the device has not."""
-        before = self._known() if write else cast(Counts, self._counts)
+        before = self._known() if write else self._counts
         after, fell = scale_rules.following(before, found, factors, self.rules)
         if write:
             scale, good = self._check_scale_growth_tracker("update")
@@ -335,16 +334,14 @@ class GradScaler(torch.amp.GradScaler):
         within = min(max(scale, rules.floor), rules.ceiling)
         self._catch_up(wait=True)
         super().load_state_dict({**loaded, "scale": within})
-        self.rules, self._init_bad, self._bad_tracker = rules, bad, None
+        self.rules, self._bad_tracker = rules, None
         self._skips, self._ended = {}, False
         stats = dict(extra.get("stats", {}))
         self._stats = ScaleStats(**{**stats, "history": tuple(map(tuple, stats.get("history", ())))})
-        if self._scale is not None:
-            self._remember(Counts(within, loaded["_growth_tracker"], bad))
+        self._remember(Counts(within, loaded["_growth_tracker"], bad))
         if within != scale:
             warnings.warn(f"the loaded loss scale {scale} is moved to {within}, within {rules}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._catch_up(wait=True)
-        state, bad = super().__getstate__(), self._known().bad if self._enabled else 0
-        return {**state, "_init_bad": bad, "_bad_tracker": None, "_counts": None, "_seen": None, "_skips": {}}
+        counts = self._known() if self._enabled else self._counts  # before torch's, which forgets the tensors
+        return {**super().__getstate__(), "_counts": counts, "_bad_tracker": None, "_seen": None, "_skips": {}}
