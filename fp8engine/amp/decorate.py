@@ -35,7 +35,7 @@ from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
 from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, cast_all, device_type
-from fp8engine.amp.wrapped import Wrapped
+from fp8engine.amp.wrapped import is_wrapped, parameters_of
 from fp8engine.errors import (
     ConversionError,
     LossScaleError,
@@ -168,7 +168,7 @@ def _listed(given: Any) -> list[Any]:
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(f"decorate takes torch.optim optimizers, not {type(optimizer).__name__}")
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters_of(optimizer)
 
 
 def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
@@ -208,7 +208,7 @@ def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device])
 def _check_optimizers(optimizers: list, known: set[nn.Parameter], low: list[bool], masters: list[bool]) -> None:
     for optimizer, has_low, needed in zip(optimizers, low, masters, strict=True):
         kind = type(optimizer).__name__
-        if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
+        if is_wrapped(optimizer):
             raise OptimizerError(f"this {kind} is wrapped already: decorate the plain optimizer, once")
         if known.isdisjoint(_parameters(optimizer)):
             raise OptimizerError(f"this {kind} holds none of the model's parameters: make it from model.parameters()")

@@ -30,7 +30,7 @@ class Difference:
 
     >>> difference = Difference()
     >>> difference.add(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]))
-    >>> round(difference.error, 4), round(difference.sqnr_db or 0, 2)
+    >>> round(difference.error, 4), round(difference.sqnr_db, 2)
     (0.2236, 13.01)
     """
 
@@ -68,19 +68,22 @@ class Difference:
         return math.inf if self.noise else 0.0
 
     @property
-    def sqnr_db(self) -> float | None:
-        """Signal-to-quantisation-noise ratio in dB; None where there was nothing to compare.
+    def sqnr_db(self) -> float:
+        """Signal-to-quantisation-noise ratio in dB.
 
         Inf where nothing differs, -Inf where the reference is 0 and the other is not, NaN where an element is not
         finite or a sum of squares overflows FP64.
         """
-        if not self.pairs or not self.comparable:
-            return None
         if self.nonfinite_low or self.nonfinite_high or not math.isfinite(self.signal + self.noise):
             return math.nan
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    @property
+    def sqnr_db_or_none(self) -> float | None:
+        """The same; None where there was nothing to compare."""
+        return self.sqnr_db if self.pairs and self.comparable else None
 
 
 class Call(NamedTuple):

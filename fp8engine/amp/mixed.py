@@ -36,5 +36,5 @@ def reduced(mixin: type, module: Any) -> tuple:
 
 
 def _rebuild(mixin: type, kind: type[nn.Module]) -> Any:
-    made = mixed(mixin, kind)
+    made: Any = mixed(mixin, kind)
     return made.__new__(made)

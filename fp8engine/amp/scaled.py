@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import OptState
 
 from fp8engine.amp.master import MasterWeights
 from fp8engine.amp.tensors import Stamp
-from fp8engine.amp.wrapped import Wrapped
+from fp8engine.amp.wrapped import Wrapped, parameters_of
 from fp8engine.errors import OptimizerError
 
 SCALER = "scaler"  # key in the state_dict, beside torch's own two
@@ -110,8 +110,7 @@ class ScaledOptimizer(Wrapped):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale, then torch's clip_grad_norm_ over what is stepped (FP32 masters where there are); the norm."""
         self.unscale_()
-        params = [p for group in self.inner.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(parameters_of(self.inner), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unscale, step or skip, and after the last optimizer of the iteration update the scale.
@@ -200,12 +199,9 @@ class ScaledOptimizer(Wrapped):
         return i in self._scaled and self._scaled[i].unchanged(grad)
 
     def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        return ((i, p.grad) for i, p in enumerate(self._parameters()) if p.grad is not None)
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        if isinstance(self.inner, MasterWeights):
-            return self.inner.model_parameters()
-        return (p for group in self.inner.param_groups for p in group["params"])
+        inner = self.inner
+        parameters = inner.model_parameters() if isinstance(inner, MasterWeights) else parameters_of(inner)
+        return ((i, p.grad) for i, p in enumerate(parameters) if p.grad is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with {"scaler": the scaler's} added."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8engine.amp import scale_rules
 from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, fp32
+from fp8engine.amp.wrapped import parameters_of
 from fp8engine.errors import LossScaleError, OptimizerError
 from fp8engine.files import HostCopy
 
@@ -164,9 +165,12 @@ class GradScaler(torch.amp.GradScaler):
             raise OptimizerError(
                 f"{type(optimizer).__name__} has stepped already in this iteration: scaler.update() ends the iteration"
             )
-        params = (p for group in optimizer.param_groups for p in group["params"])
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if state["stage"] is OptState.READY and not scales_itself and all(p.grad is None for p in params):
+        if (
+            state["stage"] is OptState.READY
+            and not scales_itself
+            and all(p.grad is None for p in parameters_of(optimizer))
+        ):
             raise OptimizerError(
                 f"no parameter of {type(optimizer).__name__} has a gradient: call scaler.scale(loss).backward() first"
             )

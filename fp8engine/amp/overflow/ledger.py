@@ -114,7 +114,7 @@ class Ledger:
                 self._latest_gradient = event
             elif event.kind == "scale" and before is not None and event.step > before.step:
                 self._latest_gradient = None
-                if self._finite and (before.loss_scale or 0) >= 1:
+                if self._finite and before.loss_scale is not None and before.loss_scale >= 1:
                     self._pass(before.loss_scale)
 
     def _pass(self, scale: float) -> None:

@@ -64,7 +64,7 @@ class RecipeResult:
     top1: Estimate | None
     cosine: Estimate | None
     least_cosine: float | None
-    sqnr_db: float | None
+    sqnr_db: float
     fp8_flops_share: float
     emulated: bool
     layers: list[LayerResult]

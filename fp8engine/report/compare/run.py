@@ -249,13 +249,15 @@ class _Layers:
         found = []
         for name, decision in self.decisions.items():
             recipe = "none" if decision.recipe is None else decision.recipe.name
-            own, inside = self.own[name].sqnr_db, self.inside[name].sqnr_db
+            own, inside = self.own[name].sqnr_db_or_none, self.inside[name].sqnr_db_or_none
             found.append(LayerResult(name, decision.shape, recipe, decision.reason, own, inside))
         return found
 
     def blocks(self) -> list[BlockResult]:
         """The blocks in the model's order, each with its worst layer's own SQNR."""
         return [
-            BlockResult(name, least(self.own[layer].sqnr_db for layer in layers), self.inside[name].sqnr_db)
+            BlockResult(
+                name, least(self.own[layer].sqnr_db_or_none for layer in layers), self.inside[name].sqnr_db_or_none
+            )
             for name, layers in self.inner.items()
         ]
