@@ -1,8 +1,8 @@
-"""Classes made at run time, by which one module runs its forward in another precision; the module stays the object.
+"""Classes made at run time, by which one module runs its forward in another precision.
 
     type(module) = mixed(mixin, kind)       mixin.forward calls super().forward, which is kind's
 
-Names, hooks, ties, state_dict and isinstance stay, and the forward keeps the signature that callers inspect.
+The module stays the same object: its names, hooks, ties, state_dict and isinstance stay, and the forward keeps the signature that callers inspect.
 """
 
 from __future__ import annotations

@@ -137,8 +137,9 @@ class ScaledOptimizer(Wrapped):
         return result
 
     def _is(self, stage: OptState) -> bool:
-        """Whether the scaler, which enabled counts the stages of an iteration, has this optimizer at that stage."""
-        return self.scaler._per_optimizer_states[id(self.inner)]["stage"] is stage
+        """Whether the scaler, which keeps the stages of an iteration, has this optimizer at that one."""
+        state = self.scaler._per_optimizer_states.get(id(self.inner))  # get: asking must not begin an iteration
+        return state is not None and state["stage"] is stage
 
     def _check(self) -> None:
         gradients = list(self._gradients())

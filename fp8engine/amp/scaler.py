@@ -165,12 +165,9 @@ class GradScaler(torch.amp.GradScaler):
             raise OptimizerError(
                 f"{type(optimizer).__name__} has stepped already in this iteration: scaler.update() ends the iteration"
             )
+        params = parameters_of(optimizer)
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if (
-            state["stage"] is OptState.READY
-            and not scales_itself
-            and all(p.grad is None for p in parameters_of(optimizer))
-        ):
+        if state["stage"] is OptState.READY and not scales_itself and all(p.grad is None for p in params):
             raise OptimizerError(
                 f"no parameter of {type(optimizer).__name__} has a gradient: call scaler.scale(loss).backward() first"
             )
