@@ -2,7 +2,8 @@
 
     type(module) = mixed(mixin, kind)       mixin.forward calls super().forward, which is kind's
 
-The module stays the same object: its names, hooks, ties, state_dict and isinstance stay, and the forward keeps the signature that callers inspect.
+The module stays the same object: its names, hooks, ties, state_dict and isinstance stay, and its forward keeps the
+signature that callers inspect.
 """
 
 from __future__ import annotations
