@@ -20,7 +20,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fp8engine import _torch
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.lists import UNCHANGED, OpLists
-from fp8engine.amp.tensors import SIXTEEN_BIT
+from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT
 from fp8engine.errors import BackendError, OpListError, UnknownName, UnsupportedDtype
 
 BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would convert each operand to FP32 and back
@@ -38,7 +38,24 @@ BF16_CAPABILITY = (8, 0)  # A100: the first Tensor Cores with BF16; a V100 would
 _WITH_STATISTICS = ("batch_norm", "instance_norm")
 
 
-class autocast:
+class _Anew:
+    """A context manager whose region begins anew each time it is entered: again, inside itself, in other threads."""
+
+    def __init__(self, region: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._region = region
+        self._entered: dict[int, list[contextlib.AbstractContextManager[None]]] = {}  # by thread, innermost last
+
+    def __enter__(self) -> Self:
+        region = self._region()
+        region.__enter__()
+        self._entered.setdefault(_thread(), []).append(region)
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered[_thread()].pop().__exit__(*error)
+
+
+class autocast(_Anew):
     """torch.autocast with lists: a context manager, and a decorator.
 
     device_type, or device by keyword: "cuda" or "cpu", or another that torch.autocast knows; None takes CUDA where one
@@ -95,19 +112,16 @@ class autocast:
             _check_hardware(device_type, dtype)
         self.device_type, self.dtype, self.enabled = device_type, dtype, enabled
         self.cache_enabled, self.lists = cache_enabled, UNCHANGED if lists is None else lists
-        self._entered: dict[int, list[contextlib.AbstractContextManager[None]]] = {}  # by thread, innermost last
+        super().__init__(self._casting)
 
-    def _region(self) -> contextlib.AbstractContextManager[None]:
-        return _region(self.device_type, self.dtype, self.enabled, self.cache_enabled, self.lists)
-
-    def __enter__(self) -> autocast:
-        region = self._region()
-        region.__enter__()
-        self._entered.setdefault(_thread(), []).append(region)
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered[_thread()].pop().__exit__(*error)
+    @contextlib.contextmanager
+    def _casting(self) -> Iterator[None]:
+        with torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled):
+            if self.enabled and self.lists.places:
+                with _ListsMode(self.device_type, self.lists):
+                    yield
+            else:
+                yield
 
     def __call__(self, function: Callable) -> Callable:
         """`function` under this autocast: each call enters it anew, so that threads and recursion do not mix."""
@@ -137,36 +151,15 @@ def keep_lists() -> tuple[contextlib.AbstractContextManager, contextlib.Abstract
     """
     stack = _torch.function_modes()
     lists = [(mode.device_type, mode.lists) for mode in stack if isinstance(mode, _ListsMode)]
-    return contextlib.nullcontext(), _KeptLists(lists)
-
-
-class _KeptLists:
-    """Lists of surrounding autocasts, outermost first, entered anew as often as backward recomputes."""
-
-    def __init__(self, lists: list[tuple[str, OpLists]]):
-        self.lists = lists
-        self._entered: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for device_type, lists in self.lists:
-                stack.enter_context(_ListsMode(device_type, lists))
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+    return contextlib.nullcontext(), _Anew(functools.partial(_kept, lists))
 
 
 @contextlib.contextmanager
-def _region(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, lists: OpLists
-) -> Iterator[None]:
-    with torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled):
-        if enabled and lists.places:
-            with _ListsMode(device_type, lists):
-                yield
-        else:
-            yield
+def _kept(lists: list[tuple[str, OpLists]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device_type, some in lists:
+            stack.enter_context(_ListsMode(device_type, some))
+        yield
 
 
 class _ListsMode(TorchFunctionMode):
@@ -179,12 +172,12 @@ class _ListsMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        kind = self.lists.places.get(name)
         if not torch.is_autocast_enabled(self.device_type):
             return func(*args, **kwargs)
+        kind = self.lists.places.get(name)
+        if kind is None and (spot := self.lists.blind_spots.get(f"{self.device_type} {name}")) is not None:
+            _warn(spot)
         if kind is None or kwargs.get("out") is not None or kwargs.get("inplace") is True:
-            if kind is None and (spot := self.lists.blind_spots.get(f"{self.device_type} {name}")) is not None:
-                _warn(spot)
             return func(*args, **kwargs)
         dtype = self._dtype(kind, (args, kwargs))
         if name in _WITH_STATISTICS:
@@ -212,11 +205,7 @@ _torch.constant_in_graphs(_warn)  # Dynamo calls it while it traces: one warning
 
 def _casts(value: object, device_type: str) -> bool:
     """Whether autocast casts it: torch's rule, which leaves FP64 and other devices' tensors as they are."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.device.type == device_type
-        and value.dtype in (torch.float32, *SIXTEEN_BIT)
-    )
+    return isinstance(value, torch.Tensor) and value.device.type == device_type and value.dtype in NARROW
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:

@@ -16,9 +16,10 @@ restored; torch's and Python's random numbers start from the same state in both 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast
-from fp8engine.amp.difference import Call, Difference, on_calls
+from fp8engine.amp.difference import Call, Difference, Key, Side, call, run_both
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.tensors import SIXTEEN_BIT
-from fp8engine.amp.text import as_text, precision
+from fp8engine.amp.text import FOLD, RIGHT, as_text, precision
 from fp8engine.errors import StateError, UnsupportedDtype
 
 # One rounding errs by up to u = eps / 2; a thousand of them, one after another and random, by sqrt(1000) u = 32 u.
@@ -107,28 +108,26 @@ class Comparison:
 
     def table(self, width: int = 120) -> str:
         """The layers as text, `width` columns wide; the first divergence below."""
-        from rich.table import Table  # here: importing rich draws from Python's random numbers
-
-        table = Table(title=f"{self.low} against {self.high}, layer by layer", title_justify="left")
-        for heading in ("layer", "kind", "output"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("error", "SQNR dB", f"not finite {self.low} / {self.high}"):
-            table.add_column(heading, justify="right")
-        table.add_column("note", overflow="fold")
-        first = self.first()
+        names, numbers = ("layer", "kind", "output"), ("error", "SQNR dB", f"not finite {self.low} / {self.high}")
+        columns = [*((name, FOLD) for name in names), *((name, RIGHT) for name in numbers), ("note", FOLD)]
+        first, rows = self.first(), []
         for layer in self.layers:
             note = "first to diverge" if layer is first else "diverges" if self.diverges(layer) else ""
-            table.add_row(
-                _called(layer),
-                layer.kind,
-                " / ".join(dict.fromkeys(layer.dtypes)),
-                "-" if layer.error is None else f"{layer.error:.2e}",
-                "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f}",
-                f"{layer.nonfinite_low} / {layer.nonfinite_high}" if layer.nonfinite_low + layer.nonfinite_high else "",
-                ", ".join(filter(None, (note, layer.note))),
+            rows.append(
+                [
+                    _called(layer),
+                    layer.kind,
+                    " / ".join(dict.fromkeys(layer.dtypes)),
+                    "-" if layer.error is None else f"{layer.error:.2e}",
+                    "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f}",
+                    f"{layer.nonfinite_low} / {layer.nonfinite_high}"
+                    * any((layer.nonfinite_low, layer.nonfinite_high)),
+                    ", ".join(filter(None, (note, layer.note))),
+                ]
             )
         found = f"first divergence: {_called(first)} ({first.kind})" if first else "no layer diverges"
-        return as_text(table, [f"{found}; threshold {self.threshold:.2e}"], width)
+        title = f"{self.low} against {self.high}, layer by layer"
+        return as_text(title, columns, rows, [f"{found}; threshold {self.threshold:.2e}"], width)
 
     def __str__(self) -> str:
         return self.table()
@@ -162,47 +161,35 @@ def compare(
     for name, dtype in (("low", low), ("high", high)):
         if dtype not in (*SIXTEEN_BIT, torch.float32, torch.float64):
             raise UnsupportedDtype(f"compare({name}={dtype}): give torch.float16, bfloat16, float32 or float64")
-    reference: dict[tuple[str, int], list[torch.Tensor]] = {}
-    layers: list[LayerError] = []
+    modules, layers = dict(model.named_modules()), []
 
-    def keep(call: Call) -> None:
-        reference[call.key] = [output.clone() for output in call.tensors()]
+    def keep(call: Call) -> list[torch.Tensor]:
+        return [output.clone() for output in call.tensors()]
 
-    def match(call: Call) -> None:
-        layers.append(_layer(call, reference.pop(call.key, None)))
+    def match(call: Call, kept: list[torch.Tensor] | None) -> None:
+        layers.append(_layer(call.key, call.module, call.tensors(), kept))
 
-    _run(model, inputs, high, (lists, high), keep)
-    _run(model, inputs, low, (lists, high), match)
-    modules = dict(model.named_modules())
-    for (name, call), outputs in reference.items():
-        dtypes = ("-", _precisions(outputs))
-        layers.append(LayerError(name, type(modules[name]).__name__, call, dtypes, note="ran in high only"))
+    def side(dtype: torch.dtype) -> Side:
+        drawn_in = high if dtype in SIXTEEN_BIT else dtype
+        return modules, functools.partial(_run, model, inputs, dtype, lists, drawn_in)
+
+    _, _, only_high = run_both(side(high), side(low), keep, match)
+    layers += [_layer(key, modules[key[0]], None, kept) for key, kept in only_high.items()]
     limit = ROUNDINGS * torch.finfo(low).eps / 2 if threshold is None else threshold
     return Comparison(layers, precision(low), precision(high), limit)
 
 
-def _run(
-    model: nn.Module,
-    inputs: Any,
-    dtype: torch.dtype,
-    how: tuple[OpLists, torch.dtype],
-    listener: Callable[[Call], None],
-) -> None:
-    """One forward in `dtype`; `listener` gets each call as it finishes.  how: autocast's lists, and dropout's dtype."""
-    lists, drawn_in = how
-    device_type = _device_type(model, inputs)
+def _run(model: nn.Module, inputs: Any, dtype: torch.dtype, lists: OpLists, drawn_in: torch.dtype) -> None:
+    """One forward in `dtype`.  lists: autocast's.  drawn_in: the dtype of dropout."""
     half = dtype in SIXTEEN_BIT
+    device_type = _device_type(model, inputs)
     with _as_it_was(model, None if half else dtype), torch.no_grad():
         given = tree_map(lambda value: _copy(value, None if half else dtype), inputs)
         # No cache: a cast made here without gradients must not serve a surrounding autocast (torch 2.13 sees to that
         # itself; older ones were not tried).
         casting = autocast(device_type, dtype if half else None, half, cache_enabled=False, lists=lists)
-        listening = on_calls(dict(model.named_modules()), listener)
-        with listening, casting, _DropoutIn(drawn_in if half else dtype):
-            if isinstance(given, dict):
-                model(**given)
-            else:
-                model(*(given if isinstance(given, (tuple, list)) else (given,)))
+        with casting, _DropoutIn(drawn_in):
+            call(model, given)
 
 
 class _DropoutIn(TorchFunctionMode):
@@ -224,11 +211,10 @@ class _DropoutIn(TorchFunctionMode):
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """The model with copies of its buffers, in `dtype` if one is given; afterwards everything is as it was."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    owned: list[tuple[dict, dict]] = [
-        (table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)
-    ]
-    volatile = [(module, set(module._non_persistent_buffers_set)) for module in model.modules()]
+    tables: list[dict | set] = []
+    for module in model.modules():
+        tables += [vars(module), module._parameters, module._buffers, module._non_persistent_buffers_set]
+    kept: list[tuple[Any, Any]] = [(table, table.copy()) for table in tables]
     data = [(parameter, parameter.data) for parameter in model.parameters()]
     devices = {value.device for value in (*model.parameters(), *model.buffers()) if value.device.type == "cuda"}
     python_random = random.getstate()
@@ -245,14 +231,9 @@ def _as_it_was(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         finally:
             for parameter, values in data:
                 parameter.data = values
-            for module, before in attributes:
-                vars(module).clear()
-                vars(module).update(before)
-            for table, before in owned:
+            for table, before in kept:
                 table.clear()
                 table.update(before)
-            for module, names in volatile:
-                module._non_persistent_buffers_set = names
             random.setstate(python_random)
 
 
@@ -264,20 +245,20 @@ def _copy(value: Any, dtype: torch.dtype | None, always: bool = True) -> Any:
     return value.detach().to(target, copy=always)
 
 
-def _layer(call: Call, high: list[torch.Tensor] | None) -> LayerError:
-    low, (name, index) = call.tensors(), call.key
-    start = (name, type(call.module).__name__, index)
-    if high is None:
-        return LayerError(*start, (_precisions(low), "-"), note="ran in low only")
-    dtypes = (_precisions(low), _precisions(high))
+def _layer(key: Key, module: nn.Module, low: list[torch.Tensor] | None, high: list[torch.Tensor] | None) -> LayerError:
+    """One call of a module; None for the run that has no such call."""
+    dtypes = (_precisions(low or []), _precisions(high or []))
+    start = (key[0], type(module).__name__, key[1], dtypes)
+    if low is None or high is None:
+        return LayerError(*start, note=f"ran in {'high' if low is None else 'low'} only")
     if [value.shape for value in low] != [value.shape for value in high]:
-        return LayerError(*start, dtypes, note="outputs of other shapes")
+        return LayerError(*start, note="outputs of other shapes")
     if not low:
-        return LayerError(*start, dtypes)
+        return LayerError(*start)
     difference = Difference()
     for ours, theirs in zip(low, high, strict=True):
         difference.add(ours, theirs)
-    return LayerError(*start, dtypes, difference.error, difference.nonfinite_low, difference.nonfinite_high)
+    return LayerError(*start, difference.error, difference.nonfinite_low, difference.nonfinite_high)
 
 
 def _device_type(model: nn.Module, inputs: Any) -> str:

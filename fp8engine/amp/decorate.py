@@ -18,7 +18,6 @@ The class of the module itself is changed (to a subclass), so names, hooks, ties
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,15 +27,15 @@ import torch
 from torch import nn
 
 from fp8engine import _torch
-from fp8engine._torch import tree_leaves, tree_map
 from fp8engine.amp.autocast import autocast, check_bf16
 from fp8engine.amp.lists import UNCHANGED, OpLists
 from fp8engine.amp.master import MasterWeights
+from fp8engine.amp.mixed import mixed, reduced
 from fp8engine.amp.pin import CONTAINERS, Fp32Pinned, pin_fp32
 from fp8engine.amp.scaled import ScaledOptimizer, Scaling
 from fp8engine.amp.scaler import GradScaler
-from fp8engine.amp.tensors import SIXTEEN_BIT
-from fp8engine.amp.wrapped import Wrapped
+from fp8engine.amp.tensors import NARROW, SIXTEEN_BIT, cast_all, device_type
+from fp8engine.amp.wrapped import is_wrapped, parameters_of
 from fp8engine.errors import (
     ConversionError,
     LossScaleError,
@@ -58,54 +57,23 @@ class Precision:
     dtype: torch.dtype
     lists: OpLists
 
-    def inward(self, x: Any) -> Any:
-        """An input as O2's weights take it; FP64 and integers are left."""
-        low = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, *SIXTEEN_BIT)
-        return x.to(self.dtype) if low else x
-
-    def outward(self, y: Any) -> Any:
-        """An output in FP32."""
-        return y.float() if isinstance(y, torch.Tensor) and y.dtype in SIXTEEN_BIT else y
-
 
 class Decorated:
-    """Mixed into the class of a decorated model; the class it had is the next in the MRO."""
+    """Mixed into the class of a decorated model."""
 
     _fp8engine_amp: Precision
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward in mixed precision; an output in 16 bits is returned in FP32."""
+        how = self._fp8engine_amp
+        if how.level == "O2":  # as the weights take it
+            args, kwargs = cast_all((args, kwargs), NARROW, how.dtype)
+        with autocast(device_type(self, (args, kwargs)), how.dtype, lists=how.lists):
+            output = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return cast_all(output, SIXTEEN_BIT, torch.float32)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy find a class by its name, which a class made at run time does not have
-        kind = type(self)
-        return _rebuild, (kind.__mro__[kind.__mro__.index(Decorated) + 1],), self.__getstate__()
-
-
-def _rebuild(kind: type[nn.Module]) -> Any:
-    made = decorated_class(kind)
-    return made.__new__(made)
-
-
-@functools.cache
-def decorated_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` whose forward runs in mixed precision; its signature stays what callers inspect."""
-
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        how: Precision = self._fp8engine_amp
-        if how.level == "O2":
-            args, kwargs = tree_map(how.inward, (args, kwargs))
-        with autocast(_device_type(self, args, kwargs), how.dtype, lists=how.lists):
-            output = kind.forward(self, *args, **kwargs)
-        return tree_map(how.outward, output)
-
-    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
-    return type(kind.__name__, (Decorated, kind), body)
-
-
-def _device_type(model: nn.Module, args: tuple, kwargs: dict) -> str:
-    for p in model.parameters():
-        return p.device.type
-    leaves = tree_leaves((args, kwargs))  # a replica of nn.DataParallel has no parameters
-    return next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+        return reduced(Decorated, self)
 
 
 def decorate(
@@ -168,7 +136,7 @@ def decorate(
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         one._fp8engine_amp = Precision(level, dtype, lists or UNCHANGED)
-        one.__class__ = decorated_class(type(one))
+        one.__class__ = mixed(Decorated, type(one))
     wrapped = [
         MasterWeights(one, originals=originals) if needed else _with_state_cast(one)
         for one, needed in zip(optimizers, masters, strict=True)
@@ -200,7 +168,7 @@ def _listed(given: Any) -> list[Any]:
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(f"decorate takes torch.optim optimizers, not {type(optimizer).__name__}")
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters_of(optimizer)
 
 
 def _check_models(models: list[nn.Module]) -> list[nn.Parameter]:
@@ -240,7 +208,7 @@ def _check_precision(level: str, dtype: torch.dtype, devices: set[torch.device])
 def _check_optimizers(optimizers: list, known: set[nn.Parameter], low: list[bool], masters: list[bool]) -> None:
     for optimizer, has_low, needed in zip(optimizers, low, masters, strict=True):
         kind = type(optimizer).__name__
-        if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
+        if is_wrapped(optimizer):
             raise OptimizerError(f"this {kind} is wrapped already: decorate the plain optimizer, once")
         if known.isdisjoint(_parameters(optimizer)):
             raise OptimizerError(f"this {kind} holds none of the model's parameters: make it from model.parameters()")
@@ -283,7 +251,7 @@ def _to_cast(models: list[nn.Module], kept: list[nn.Module]) -> dict[nn.Paramete
     pinned = [module for model in models for module in model.modules() if isinstance(module, Fp32Pinned)]
     stay = {p for module in [*kept, *pinned] for p in module.parameters()}
     every = (p for model in models for p in model.parameters())
-    return {p: None for p in every if p not in stay and p.dtype in (torch.float32, *SIXTEEN_BIT)}
+    return {p: None for p in every if p not in stay and p.dtype in NARROW}
 
 
 @torch.no_grad()

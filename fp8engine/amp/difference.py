@@ -1,12 +1,10 @@
-"""The difference between two runs of a model: each module's output as it finishes, its relative error and its SQNR.
+"""The engine of both comparisons of two runs of a model: each module's output, its relative error and its SQNR.
 
     error = ||low - high||_2 / ||high||_2        SQNR = 10 log10(||high||^2 / ||low - high||^2) dB
 
 Sums are taken in FP64 over the elements that are finite in both runs; the others are counted.  `fe.amp.compare` (two
-dtypes) and `fp8engine compare` (a model and its FP8 copy) both use it in this way:
-
-    with on_calls(modules, keep): model(...)      # reference[call.key] = clones of call.tensors()
-    with on_calls(modules, match): copy(...)      # Difference().add(low, high), high = reference.pop(call.key)
+dtypes) and `fp8engine compare` (a model and its FP8 copy) are its front ends: `run_both` gives them the calls of both
+runs in pairs, `Difference` adds up what they choose of each pair.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +25,8 @@ from fp8engine.amp.tensors import floating
 class Difference:
     """Sums of squares of a reference (signal) and of the deviation from it (noise), over one or more tensors.
 
-    nonfinite_low, nonfinite_high: how many elements are NaN or Inf.
+    nonfinite_low, nonfinite_high: how many elements are NaN or Inf.  pairs: how many tensors were added.  comparable:
+    each had its counterpart, of its own shape; where one had not, the others say nothing.
 
     >>> difference = Difference()
     >>> difference.add(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]))
@@ -39,9 +38,15 @@ class Difference:
     noise: float = 0.0
     nonfinite_low: int = 0
     nonfinite_high: int = 0
+    pairs: int = 0
+    comparable: bool = True
 
-    def add(self, low: torch.Tensor, high: torch.Tensor, rows: int | None = None) -> None:
-        """Add two tensors of one shape.  rows: how many rows are converted to FP64 at once, by default all."""
+    def add(self, low: torch.Tensor, high: torch.Tensor | None, rows: int | None = None) -> None:
+        """Add two tensors, high None where its run has none.  rows: to convert to FP64 at once, by default all."""
+        self.pairs += 1
+        if high is None or low.shape != high.shape:
+            self.comparable = False
+            return
         pairs = [(low, high)] if rows is None else zip(low.split(rows), high.split(rows), strict=True)
         for ours, theirs in pairs:
             finite_low, finite_high = ours.isfinite(), theirs.isfinite()
@@ -74,6 +79,11 @@ class Difference:
         if self.noise == 0:
             return math.inf
         return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    @property
+    def sqnr_db_or_none(self) -> float | None:
+        """The same; None where there was nothing to compare."""
+        return self.sqnr_db if self.pairs and self.comparable else None
 
 
 class Call(NamedTuple):
@@ -114,3 +124,38 @@ def on_calls(modules: Mapping[str, nn.Module], listener: Callable[[Call], None])
         for name, module in modules.items():
             hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
         yield
+
+
+Kept = TypeVar("Kept")
+Key = tuple[str, int]
+Side = tuple[Mapping[str, nn.Module], Callable[[], Any]]  # the modules to follow, and what runs the model
+
+
+def run_both(
+    high: Side, low: Side, keep: Callable[[Call], Kept], match: Callable[[Call, Kept | None], None]
+) -> tuple[Any, Any, dict[Key, Kept]]:
+    """Run a model, then its counterpart; returns both outputs, and what was kept of calls that only the first made.
+
+    keep: gives what to keep of a call of the first run (clones: a later function may work in place).  match: gets each
+    call of the second run with what was kept of the same call of the first, None where there is none.
+    """
+    reference: dict[Key, Kept] = {}
+
+    def first(call: Call) -> None:
+        reference[call.key] = keep(call)
+
+    def second(call: Call) -> None:
+        match(call, reference.pop(call.key, None))
+
+    outputs = []
+    for (modules, run), listener in ((high, first), (low, second)):
+        with on_calls(modules, listener):
+            outputs.append(run())
+    return *outputs, reference
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with a dict of keywords, a tuple of arguments, or one argument."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))

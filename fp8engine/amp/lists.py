@@ -210,9 +210,9 @@ def _spellings(name: str) -> tuple[str, ...]:
     return last, *(alias for alias, plain in _alias_of().items() if plain == last)
 
 
-def _blind_spots(white: tuple[str, ...], black: tuple[str, ...], gray: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+def _blind_spots(moves: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     """(device type and outer function, warning) for each function that computes a moved one inside, unmoved."""
-    moved = {name: kind for kind, names in zip(KINDS, (white, black, gray), strict=True) for name in names}
+    moved = dict(moves)
     found = []
     for device_type in ("cuda", "cpu"):
         for outer, names in _WITHIN.items():
@@ -281,8 +281,7 @@ class OpLists:
             kinds.update({name: kind for spelt in spellings for name in spelt})
             object.__setattr__(self, kind, tuple(sorted([spelt[0] for spelt in spellings])))
         object.__setattr__(self, "places", kinds)
-        spots = _blind_spots(tuple(self.white), tuple(self.black), tuple(self.gray)) if kinds else ()
-        object.__setattr__(self, "blind_spots", dict(spots))
+        object.__setattr__(self, "blind_spots", dict(_blind_spots(tuple(kinds.items()))))
 
     def where(self, name: str, device_type: str = "cuda") -> Place:
         """The list that a function is in on "cuda" or "cpu" after these changes, and the reason.

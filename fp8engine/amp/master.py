@@ -27,7 +27,7 @@ from torch import nn
 
 from fp8engine.amp.pair import Pair, Pairs
 from fp8engine.amp.tensors import SIXTEEN_BIT
-from fp8engine.amp.wrapped import Wrapped
+from fp8engine.amp.wrapped import Wrapped, is_wrapped, parameters_of
 from fp8engine.errors import OptimizerError
 from fp8engine.numerics.formats import word
 
@@ -61,9 +61,9 @@ class MasterWeights(Wrapped):
     ):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(f"MasterWeights takes a torch.optim optimizer, not {type(optimizer).__name__}")
-        if isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False):
+        if is_wrapped(optimizer):
             raise OptimizerError(f"this {type(optimizer).__name__} is wrapped already: wrap an optimizer once")
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if not any(p.dtype in SIXTEEN_BIT for p in parameters):
             found = ", ".join(sorted({word(p.dtype) for p in parameters})) or "no parameters"
             raise OptimizerError(
@@ -103,13 +103,12 @@ class MasterWeights(Wrapped):
 
     def master_parameters(self) -> Iterator[nn.Parameter]:
         """What the optimizer steps, group by group: masters, and FP32 parameters themselves; .grad up to date."""
-        for group in self.param_groups:
-            yield from group["params"]
+        yield from parameters_of(self)
 
     def model_parameters(self) -> Iterator[nn.Parameter]:
         """The model's own parameters, in the optimizer's order."""
         of: dict[int, Any] = {id(pair.master): pair.parameter for pair in self._pairs.values()}
-        return (of.get(id(p), p) for group in self.inner.param_groups for p in group["params"])
+        return (of.get(id(p), p) for p in parameters_of(self.inner))
 
     def refresh(self) -> None:
         """Follow parameters that were written since the last step: only a write through `.data` needs this call."""
@@ -191,8 +190,7 @@ class MasterWeights(Wrapped):
 
     def _numbered(self) -> Iterator[tuple[int, nn.Parameter]]:
         known = {id(pair.master) for pair in self._pairs.values()}
-        params = (p for group in self.inner.param_groups for p in group["params"])
-        return ((i, p) for i, p in enumerate(params) if id(p) in known)
+        return ((i, p) for i, p in enumerate(parameters_of(self.inner)) if id(p) in known)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self.inner, "pairs": [(pair.parameter, pair.master) for pair in self._pairs.values()]}

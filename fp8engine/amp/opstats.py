@@ -20,12 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8engine._torch import OpOverload, TorchDispatchMode
 from fp8engine.amp.tensors import floating
-from fp8engine.amp.text import as_text, precision
+from fp8engine.amp.text import FOLD, RIGHT, as_text, precision
 
 # They reserve memory or fill it with one value: no precision is at stake.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zeros_like", "ones",
                "ones_like", "full", "full_like", "fill_", "zero_", "detach", "scalar_tensor")  # fmt: skip
-CASTS = ("_to_copy", "copy_")
+CASTS = {"_to_copy": 0, "copy_": 1}  # and which of their floating tensors they read: copy_(target, source)
 COPIES = ("_unsafe_view", "clone")  # the values of their input, as a view has them
 SHOWN = ("FP16", "BF16", "FP32")  # columns of the table; others share the last one
 
@@ -59,28 +59,26 @@ class OpStats:
 
     def table(self, width: int = 100) -> str:
         """Operators, most called first, and casts as text, `width` columns wide."""
-        from rich.table import Table  # here: importing rich draws from Python's random numbers
-
-        table = Table(title="Operators by precision", title_justify="left")
-        table.add_column("operator", overflow="fold")
-        for heading in (*SHOWN, "other", "upcast"):
-            table.add_column(heading, justify="right")
+        columns = [("operator", FOLD), *((heading, RIGHT) for heading in (*SHOWN, "other", "upcast"))]
+        every: Counter[str] = Counter()
+        rows = []
         for name, counts in sorted(self.ops.items(), key=lambda item: -item[1].total()):
-            numbers = [counts[precision] for precision in SHOWN]
-            other = counts.total() - sum(numbers)
-            table.add_row(name, *[str(number or "") for number in (*numbers, other, self.upcast[name])])
-        totals = [self.total(precision) for precision in SHOWN]
-        other = sum(counts.total() for counts in self.ops.values()) - sum(totals)
-        table.add_section()
-        table.add_row("all", *[str(number or "") for number in (*totals, other, self.upcast.total())])
+            every += counts
+            rows.append(_row(name, counts, self.upcast[name]))
+        rows += [[], _row("all", every, self.upcast.total())]
         casts = [
             f"cast {source} -> {target}: {calls} times, {elements} elements"
             for (source, target), (calls, elements) in sorted(self.casts.items(), key=lambda item: -item[1][1])
         ]
-        return as_text(table, casts, width)
+        return as_text("Operators by precision", columns, rows, casts, width)
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _row(name: str, counts: Counter[str], upcast: int) -> list[str]:
+    numbers = [counts[precision] for precision in SHOWN]
+    return [name, *(str(number or "") for number in (*numbers, counts.total() - sum(numbers), upcast))]
 
 
 @contextmanager
@@ -111,7 +109,8 @@ class _Counting(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = floating((args, kwargs))
         if name in CASTS:
-            self._cast(_source(name, inputs), result)
+            for source in inputs[CASTS[name] :][:1]:  # none where it is no floating tensor
+                self._cast(source, result)
         elif name in COPIES or _is_view(func):
             if inputs and inputs[0] in self.widened:
                 self.widened.update(dict.fromkeys(floating(result)))
@@ -120,8 +119,8 @@ class _Counting(TorchDispatchMode):
             self.stats.upcast[name] += any(value in self.widened for value in inputs)
         return result
 
-    def _cast(self, source: torch.Tensor | None, result: torch.Tensor) -> None:
-        if source is None or source.dtype == result.dtype or not result.dtype.is_floating_point:
+    def _cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        if source.dtype == result.dtype or not result.dtype.is_floating_point:
             return
         count = self.stats.casts.setdefault((precision(source.dtype), precision(result.dtype)), [0, 0])
         count[0] += 1
@@ -133,9 +132,3 @@ class _Counting(TorchDispatchMode):
 def _is_view(func: OpOverload) -> bool:
     returns = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returns)
-
-
-def _source(name: str, inputs: list[torch.Tensor]) -> torch.Tensor | None:
-    """What a cast reads: copy_(target, source) has it second; None where that is no floating tensor."""
-    at = 1 if name == "copy_" else 0
-    return inputs[at] if len(inputs) > at else None

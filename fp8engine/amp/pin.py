@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fp8engine._torch import tree_map
-from fp8engine.amp.tensors import SIXTEEN_BIT, tensors
+from fp8engine.amp.mixed import mixed, plain, reduced
+from fp8engine.amp.tensors import SIXTEEN_BIT, cast_all, device_type, tensors
 from fp8engine.errors import ConversionError, UnknownName
 
 OUTPUTS = ("auto", "fp32", "input")
@@ -33,13 +33,13 @@ class Fp32Pinned:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, in FP32."""
-        where = _device_type(self, args, kwargs)
+        where = device_type(self, (args, kwargs))
         low = next((x.dtype for x in tensors((args, kwargs)) if x.dtype in SIXTEEN_BIT), None)
         keep = self._fp32_output == "fp32" or (self._fp32_output == "auto" and torch.is_autocast_enabled(where))
         with torch.autocast(where, enabled=False):
-            args, kwargs = tree_map(_up, (args, kwargs))
+            args, kwargs = cast_all((args, kwargs), SIXTEEN_BIT, torch.float32)
             output = self._run(args, kwargs)
-        return output if keep or low is None else tree_map(lambda x: _down(x, low), output)
+        return output if keep or low is None else cast_all(output, (torch.float32,), low)
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         module: Any = self
@@ -56,8 +56,7 @@ class Fp32Pinned:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle and deepcopy find a class by its name, which a class made at run time does not have
-        return _rebuild, (_base(type(self)),), self.__getstate__()
+        return reduced(Fp32Pinned, self)
 
 
 class _Own(nn.Module):
@@ -81,7 +80,7 @@ class Pin:
     def remove(self) -> None:
         """Unpin; a second call, or one after another pin of the module was removed, changes nothing."""
         if isinstance(self.module, Fp32Pinned):
-            self.module.__class__ = _base(type(self.module))
+            self.module.__class__ = plain(Fp32Pinned, type(self.module))
             self.module.__dict__.pop("_fp32_output", None)
 
     def __enter__(self) -> Pin:
@@ -118,7 +117,7 @@ def pin_fp32(module: nn.Module, *, output: str = "auto") -> Pin:
         raise UnknownName("output of pin_fp32", output, OUTPUTS)
     module = _target(module)
     if not isinstance(module, Fp32Pinned):
-        module.__class__ = _pinned_class(type(module))
+        module.__class__ = mixed(Fp32Pinned, type(module))
     object.__setattr__(module, "_fp32_output", output)
     return Pin(module)
 
@@ -135,30 +134,3 @@ def _target(module: Any) -> Any:
             "so a pin would not be seen: pin it first, then wrap it"
         )
     return module
-
-
-def _pinned_class(kind: type) -> type:
-    return type(kind.__name__, (Fp32Pinned, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-def _base(kind: type) -> type:
-    return kind.__mro__[kind.__mro__.index(Fp32Pinned) + 1]
-
-
-def _rebuild(kind: type) -> Any:
-    pinned: Any = _pinned_class(kind)
-    return pinned.__new__(pinned)
-
-
-def _device_type(module: Any, args: tuple, kwargs: dict) -> str:
-    for tensor in (*tensors((args, kwargs)), *module.parameters()):
-        return tensor.device.type
-    return "cpu"
-
-
-def _up(x: Any) -> Any:
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype in SIXTEEN_BIT else x
-
-
-def _down(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x

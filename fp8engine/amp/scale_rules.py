@@ -14,9 +14,8 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,6 +65,11 @@ class ScaleRules:
         for name in ("floor", "ceiling"):
             object.__setattr__(self, name, fp32(getattr(self, name)))
 
+    def check(self, scale: float, call: str) -> None:
+        """Raise LossScaleError, naming the call, for a scale that is not between floor and ceiling."""
+        if not self.floor <= scale <= self.ceiling:
+            raise LossScaleError(f"{call} is outside the floor and ceiling of {self}")
+
 
 class Counts(NamedTuple):
     """The state of the rule: the scale, and finite and bad iterations in a row since it last changed."""
@@ -87,35 +91,29 @@ class Factors(NamedTuple):
 class ScaleStats:
     """Counts of a scaler so far.  history: (iteration, scale after it) of the last 1,000 changes, oldest first."""
 
-    iterations: int
-    skipped: int
-    skipped_in_a_row: int
-    falls_in_a_row: int
-    history: tuple[tuple[int, float], ...]
+    iterations: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    falls_in_a_row: int = 0
+    history: tuple[tuple[int, float], ...] = ()
 
+    def after(self, found: bool, fell: bool) -> ScaleStats:
+        """The counts after one more iteration."""
+        return replace(
+            self,
+            iterations=self.iterations + 1,
+            skipped=self.skipped + found,
+            skipped_in_a_row=self.skipped_in_a_row + 1 if found else 0,
+            falls_in_a_row=self.falls_in_a_row + fell if found else 0,
+        )
 
-class Tally:
-    """The counts behind `ScaleStats`, as they are entered."""
-
-    def __init__(self, iterations=0, skipped=0, skipped_in_a_row=0, falls_in_a_row=0, history=()):
-        self.iterations, self.skipped = int(iterations), int(skipped)
-        self.skipped_in_a_row, self.falls_in_a_row = int(skipped_in_a_row), int(falls_in_a_row)
-        self.history = deque(((int(i), float(scale)) for i, scale in history), maxlen=KEPT_CHANGES)
-
-    def enter(self, found: bool, fell: bool) -> None:
-        """One more iteration."""
-        self.iterations += 1
-        self.skipped += found
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if found else 0
-        self.falls_in_a_row = self.falls_in_a_row + fell if found else 0
-
-    def stats(self) -> ScaleStats:
-        """The counts now, as a value that later iterations do not change."""
-        return ScaleStats(**{**self.to_dict(), "history": tuple(self.history)})
+    def moved(self, scale: float) -> ScaleStats:
+        """The counts once the scale is another."""
+        return replace(self, history=(*self.history, (self.iterations, scale))[-KEPT_CHANGES:])
 
     def to_dict(self) -> dict:
         """Plain numbers, for a checkpoint."""
-        return {**self.__dict__, "history": list(self.history)}
+        return {**vars(self), "history": list(self.history)}
 
 
 def following(now: Counts, found: bool, factors: Factors, rules: ScaleRules) -> tuple[Counts, bool]:

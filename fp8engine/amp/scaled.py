@@ -14,15 +14,16 @@ scaled pass begins (zeroed in place by the model, or without S), its largest mag
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from fp8engine.amp.master import MasterWeights
-from fp8engine.amp.wrapped import Wrapped
+from fp8engine.amp.tensors import Stamp
+from fp8engine.amp.wrapped import Wrapped, parameters_of
 from fp8engine.errors import OptimizerError
 
 SCALER = "scaler"  # key in the state_dict, beside torch's own two
@@ -34,7 +35,6 @@ class Scaling:
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
         self.optimizers: list[ScaledOptimizer] = []
-        self.stepped: set[int] = set()
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Gradients of the scaled loss, for all optimizers."""
@@ -45,25 +45,12 @@ class Scaling:
         for optimizer in watched:
             optimizer._after_pass()
 
-    def ended(self, optimizer: ScaledOptimizer) -> None:
-        """This optimizer has stepped."""
-        self.stepped.add(id(optimizer))
-        if len(self.stepped) == len(self.optimizers):
-            self.stepped.clear()
+    def step(self, optimizer: ScaledOptimizer) -> Any:
+        """Step one optimizer, or skip it; after the last of them update the scale."""
+        result = self.scaler.step(optimizer.inner)
+        if all(one._is(OptState.STEPPED) for one in self.optimizers):
             self.scaler.update()
-
-
-class ScaledGradient:
-    """The identity and version of a gradient after a scaled backward pass."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, grad: torch.Tensor):
-        self.tensor, self.version = weakref.ref(grad), grad._version
-
-    def unchanged(self, grad: torch.Tensor) -> bool:
-        """Whether `grad` is this tensor, not written since."""
-        return self.tensor() is grad and self.version == grad._version
+        return result
 
 
 class ScaledOptimizer(Wrapped):
@@ -115,17 +102,15 @@ class ScaledOptimizer(Wrapped):
 
     def unscale_(self) -> None:
         """Divide the gradients by the scale now, to clip or read them; step() does it otherwise."""
-        if not self.scaler.is_enabled() or self._unscaled:
+        if not self.scaler.is_enabled() or self._is(OptState.UNSCALED):
             return
         self._check()
         self.scaler.unscale_(self.inner)
-        self._unscaled = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Unscale, then torch's clip_grad_norm_ over what is stepped (FP32 masters where there are); the norm."""
         self.unscale_()
-        params = [p for group in self.inner.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(parameters_of(self.inner), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Unscale, step or skip, and after the last optimizer of the iteration update the scale.
@@ -140,17 +125,21 @@ class ScaledOptimizer(Wrapped):
                 f"{type(self.inner).__name__}.step(closure) under a loss scale: a closure's gradients would not be"
                 " unscaled; decorate with dtype=torch.bfloat16, which needs no scale"
             )
-        if id(self) in self._scaling.stepped:
+        if self._is(OptState.STEPPED):
             raise OptimizerError(
                 "a second step before the other optimizers that were decorated together have taken theirs: their"
                 " gradients hold this scale; decorate them apart, or scaler=False and a GradScaler of your own"
             )
-        if not self._unscaled:
+        if not self._is(OptState.UNSCALED):
             self._check()
-        result = self.scaler.step(self.inner)
+        result = self._scaling.step(self)
         self._forget()
-        self._scaling.ended(self)
         return result
+
+    def _is(self, stage: OptState) -> bool:
+        """Whether the scaler, which keeps the stages of an iteration, has this optimizer at that one."""
+        state = self.scaler._per_optimizer_states.get(id(self.inner))  # get: asking must not begin an iteration
+        return state is not None and state["stage"] is stage
 
     def _check(self) -> None:
         gradients = list(self._gradients())
@@ -181,7 +170,7 @@ class ScaledOptimizer(Wrapped):
 
     def _before_pass(self) -> None:
         """Record, for step(), gradients that a scaled pass may add to."""
-        if self._unscaled:
+        if self._is(OptState.UNSCALED):
             self._record_scaled()
             return
         gradients = dict(self._gradients())
@@ -192,7 +181,7 @@ class ScaledOptimizer(Wrapped):
                 self._unscaled_amax[i] = (values._values() if values.is_sparse else values).abs().max()
 
     def _after_pass(self) -> None:
-        if self._unscaled and not all(self._is_scaled(i, grad) for i, grad in self._gradients()):
+        if self._is(OptState.UNSCALED) and not all(self._is_scaled(i, grad) for i, grad in self._gradients()):
             raise OptimizerError(
                 "optimizer.backward(loss) has added to gradients that were unscaled already: call unscale_() and"
                 " clip_grad_norm_() after the last backward, and step() after them (it skips what is not finite)"
@@ -201,23 +190,19 @@ class ScaledOptimizer(Wrapped):
 
     def _forget(self) -> None:
         """An iteration begins."""
-        self._unscaled = False
-        self._scaled: dict[int, ScaledGradient] = {}
+        self._scaled: dict[int, Stamp] = {}
         self._unscaled_amax: dict[int, torch.Tensor] = {}  # of what stood there before a scaled pass
 
     def _record_scaled(self) -> None:
-        self._scaled = {i: ScaledGradient(grad) for i, grad in self._gradients()}
+        self._scaled = {i: Stamp(grad) for i, grad in self._gradients()}
 
     def _is_scaled(self, i: int, grad: torch.Tensor) -> bool:
         return i in self._scaled and self._scaled[i].unchanged(grad)
 
     def _gradients(self) -> Iterator[tuple[int, torch.Tensor]]:
-        return ((i, p.grad) for i, p in enumerate(self._parameters()) if p.grad is not None)
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        if isinstance(self.inner, MasterWeights):
-            return self.inner.model_parameters()
-        return (p for group in self.inner.param_groups for p in group["params"])
+        inner = self.inner
+        parameters = inner.model_parameters() if isinstance(inner, MasterWeights) else parameters_of(inner)
+        return ((i, p.grad) for i, p in enumerate(parameters) if p.grad is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with {"scaler": the scaler's} added."""

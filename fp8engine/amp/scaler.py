@@ -15,14 +15,15 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.utils.hooks import RemovableHandle
 
 from fp8engine.amp import scale_rules
-from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, Tally, fp32
+from fp8engine.amp.scale_rules import Counts, Factors, ScaleRules, ScaleStats, fp32
+from fp8engine.amp.wrapped import parameters_of
 from fp8engine.errors import LossScaleError, OptimizerError
 from fp8engine.files import HostCopy
 
@@ -68,18 +69,17 @@ class GradScaler(torch.amp.GradScaler):
         self.rules = rules if decrease_every_n is None else replace(rules, decrease_every_n=decrease_every_n)
         if enabled:
             scale_rules.check(init_scale, growth_factor, backoff_factor, growth_interval)
-            if not self.rules.floor <= init_scale <= self.rules.ceiling:
-                raise LossScaleError(f"init_scale={init_scale} is outside the floor and ceiling of {self.rules}")
+            self.rules.check(init_scale, f"init_scale={init_scale}")
         kind = torch.device(device).type
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._init_bad, self._bad_tracker = 0, None
-        self._counts: Counts | None = None
+        self._bad_tracker: torch.Tensor | None = None
+        self._counts = Counts(init_scale)  # of the rule, on the host
         self._seen: tuple[object, ...] | None = None  # the scale and tracker as this class wrote them last
         self._skips: dict[int, bool | torch.Tensor] = {}  # of the latest iteration, by optimizer
         self._ended = False  # that iteration has been updated: the next step begins another
         self._late: deque[tuple[HostCopy, Factors]] = deque()
         self._hooks: OrderedDict[int, Callable[[float], None]] = OrderedDict()
-        self._tally = Tally()
+        self._stats = ScaleStats()
 
     # Public queries
 
@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
     def stats(self) -> ScaleStats:
         """Iterations, skipped ones and changes of the scale so far; waits for the device only after a fused step."""
         self._catch_up(wait=True)
-        return self._tally.stats()
+        return self._stats
 
     def on_scale_change(self, hook: Callable[[float], None]) -> RemovableHandle:
         """Call hook(new scale / old scale) after each update that changes it, before the next backward pass.
@@ -165,7 +165,7 @@ class GradScaler(torch.amp.GradScaler):
             raise OptimizerError(
                 f"{type(optimizer).__name__} has stepped already in this iteration: scaler.update() ends the iteration"
             )
-        params = (p for group in optimizer.param_groups for p in group["params"])
+        params = parameters_of(optimizer)
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not scales_itself and all(p.grad is None for p in params):
             raise OptimizerError(
@@ -195,8 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is not None:
             value = fp32(float(new_scale))
             scale_rules.check(value)
-            if not self.rules.floor <= value <= self.rules.ceiling:
-                raise LossScaleError(f"update({value}) is outside the floor and ceiling of {self.rules}")
+            self.rules.check(value, f"update({value})")
             before = self._known()
             super().update(value)
             self._remember(before._replace(scale=value))
@@ -211,10 +210,10 @@ class GradScaler(torch.amp.GradScaler):
                 "update() without a step that looked for Inf and NaN: call scaler.step(optimizer) before it; a step"
                 " that takes a grad_scaler must call grad_scaler.unscale_(self)"
             )
-        read = [found for key in checked if isinstance(found := self._skips.get(key), bool)]
+        read = [self._skips.get(key) for key in checked]
         self._per_optimizer_states.clear()
         self._ended = True
-        if len(read) == len(checked):
+        if all(isinstance(found, bool) for found in read):
             self._replay(any(read), self._factors, write=True)
         elif self._at_hand(scale):
             self._replay(bool(self._combined(checked.values())), self._factors, write=True)
@@ -235,29 +234,28 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
-        self._remember(Counts(fp32(self._init_scale), self._init_growth_tracker, self._init_bad))
+        self._remember(self._counts._replace(scale=fp32(self._counts.scale)))
 
     def _written(self) -> tuple[object, ...]:
         scale, good = self._scale, self._growth_tracker
         return (scale, good) if scale is None or good is None else (id(scale), scale._version, id(good), good._version)
 
-    def _remember(self, counts: Counts | None) -> None:
+    def _remember(self, counts: Counts) -> None:
         """Take these as the counts on the device, now or once the flags still being copied are applied."""
         self._counts, self._seen = counts, self._written()
 
     def _known(self) -> Counts:
         """The state of the rule; waits for the device after a fused step, or if other code wrote the scale."""
         if self._scale is None or self._growth_tracker is None:
-            return Counts(self._init_scale, self._init_growth_tracker, self._init_bad)
+            return self._counts
         self._catch_up(wait=True)
-        if self._counts is None or self._seen != self._written():
-            bad = self._counts.bad if self._counts else 0
-            self._remember(Counts(self._scale.item(), int(self._growth_tracker.item()), bad))
-        return cast(Counts, self._counts)
+        if self._seen != self._written():
+            self._remember(Counts(self._scale.item(), int(self._growth_tracker.item()), self._counts.bad))
+        return self._counts
 
     def _replay(self, found: bool, factors: Factors, write: bool) -> None:
         """Apply the rule on the host; write: the device has not."""
-        before = self._known() if write else cast(Counts, self._counts)
+        before = self._known() if write else self._counts
         after, fell = scale_rules.following(before, found, factors, self.rules)
         if write:
             scale, good = self._check_scale_growth_tracker("update")
@@ -268,14 +266,14 @@ class GradScaler(torch.amp.GradScaler):
             self._remember(after)
         else:
             self._counts = after
-        self._tally.enter(found, fell)
+        self._stats = self._stats.after(found, fell)
         self._changed(before.scale, after.scale)
-        if fell and self._tally.falls_in_a_row == self.rules.collapse_after:
+        if fell and self._stats.falls_in_a_row == self.rules.collapse_after:
             (self.rules.on_collapse or scale_rules.warn_of_collapse)(self)
 
     def _changed(self, before: float, after: float) -> None:
         if after != before:
-            self._tally.history.append((self._tally.iterations, after))
+            self._stats = self._stats.moved(after)
             for hook in list(self._hooks.values()):
                 hook(after / before)
 
@@ -318,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().state_dict()
         if self._enabled:
             rules = {name: getattr(self.rules, name) for name in STORED_RULES}
-            state[EXTRA] = {"bad": self._known().bad, **rules, "stats": self._tally.to_dict()}
+            state[EXTRA] = {"bad": self._known().bad, **rules, "stats": self._stats.to_dict()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -337,15 +335,14 @@ class GradScaler(torch.amp.GradScaler):
         within = min(max(scale, rules.floor), rules.ceiling)
         self._catch_up(wait=True)
         super().load_state_dict({**loaded, "scale": within})
-        self.rules, self._init_bad, self._bad_tracker = rules, bad, None
+        self.rules, self._bad_tracker = rules, None
         self._skips, self._ended = {}, False
-        self._tally = Tally(**extra.get("stats", {}))
-        if self._scale is not None:
-            self._remember(Counts(within, loaded["_growth_tracker"], bad))
+        stats = dict(extra.get("stats", {}))
+        self._stats = ScaleStats(**{**stats, "history": tuple(map(tuple, stats.get("history", ())))})
+        self._remember(Counts(within, loaded["_growth_tracker"], bad))
         if within != scale:
             warnings.warn(f"the loaded loss scale {scale} is moved to {within}, within {rules}", stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._catch_up(wait=True)
-        state, bad = super().__getstate__(), self._known().bad if self._enabled else 0
-        return {**state, "_init_bad": bad, "_bad_tracker": None, "_counts": None, "_seen": None, "_skips": {}}
+        counts = self._known() if self._enabled else self._counts  # before torch's, which forgets the tensors
+        return {**super().__getstate__(), "_counts": counts, "_bad_tracker": None, "_seen": None, "_skips": {}}

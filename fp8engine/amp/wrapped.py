@@ -7,6 +7,16 @@ from typing import Any
 import torch
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Every parameter that an optimizer steps, group by group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of amp's around another, or one that has masters already."""
+    return isinstance(optimizer, Wrapped) or getattr(optimizer, "_has_masters", False)
+
+
 class Wrapped(torch.optim.Optimizer):
     """An optimizer around another: groups, state and defaults are the inner one's."""
 

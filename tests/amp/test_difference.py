@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8engine.amp.difference import Call, Difference, on_calls
+from fp8engine.amp.difference import Call, Difference, on_calls, run_both
 
 
 def test_every_call_is_numbered_and_no_hook_stays():
@@ -30,6 +30,35 @@ def test_every_call_is_numbered_and_no_hook_stays():
     (y,) = last.tensors()  # the integers are none of the floating tensors
     assert not y.requires_grad
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_two_runs_are_paired_call_by_call():
+    """The second run calls one module less often than the first, and another one more often."""
+    inner, outer = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    modules, x, matched = {"inner": inner, "outer": outer}, torch.ones(1, 2), []
+    high, low, only_high = run_both(
+        (modules, lambda: outer(inner(inner(x)))),
+        (modules, lambda: outer(outer(inner(x)))),
+        keep=lambda call: call.key[0] * 2,
+        match=lambda call, kept: matched.append((call.key, kept)),
+    )
+    assert matched == [(("inner", 0), "innerinner"), (("outer", 0), "outerouter"), (("outer", 1), None)]
+    assert only_high == {("inner", 1): "innerinner"}
+    assert torch.equal(high, outer(inner(inner(x))))
+    assert torch.equal(low, outer(outer(inner(x))))
+    assert not inner._forward_hooks
+
+
+def test_a_tensor_without_its_counterpart_compares_nothing():
+    found = Difference()
+    assert found.sqnr_db_or_none is None
+    found.add(torch.ones(2), torch.ones(2))
+    assert found.sqnr_db_or_none == math.inf
+    for missing in (None, torch.ones(3)):
+        apart = Difference()
+        apart.add(torch.ones(2), torch.ones(2))
+        apart.add(torch.ones(2), missing)
+        assert apart.sqnr_db_or_none is None
 
 
 def test_differences_add_up_over_tensors():

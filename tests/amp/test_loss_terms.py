@@ -4,6 +4,7 @@ The reference is the same script in FP32.  Terms that go past the model's output
 auxiliary loss that the model keeps, a penalty on the gradient of the input.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +252,12 @@ def test_a_discriminators_gradients_of_the_generators_pass():
         one.step()
     assert one.scaler.stats.skipped == 0
     assert one.scaler.stats.iterations == 3
+
+
+def test_an_optimizer_is_copied_between_backward_and_step():
+    """Only unscale_ and step give an optimizer a stage in the iteration, with which torch's scaler refuses a copy."""
+    model: Any = nn.Linear(2, 1)
+    model, optimizer = decorate(model, torch.optim.SGD(model.parameters(), 0.1), scaler=GradScaler("cpu"))
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(1, 2)).sum())
+        assert copy.deepcopy(optimizer).scaler.get_scale() == optimizer.scaler.get_scale()

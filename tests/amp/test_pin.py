@@ -1,6 +1,7 @@
 """fe.amp.pin_fp32: a module in FP32 inside an FP16 model, and as it was once unpinned."""
 
 import copy
+import inspect
 import io
 from typing import Any
 
@@ -221,3 +222,11 @@ def test_bad_input():
     patched.forward = lambda x: x
     with pytest.raises(ConversionError, match="forward of this Linear was replaced on the instance"):
         pin_fp32(patched)
+
+
+def test_a_pinned_module_keeps_the_signature_that_callers_inspect():
+    layer = nn.MultiheadAttention(4, 1)
+    before = inspect.signature(layer.forward)
+    with pin_fp32(layer):
+        assert inspect.signature(layer.forward) == before
+    assert type(layer) is nn.MultiheadAttention

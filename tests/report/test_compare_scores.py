@@ -130,7 +130,7 @@ def test_padding_is_no_answer_of_a_token_classifier():
     scores = Scores()
     scores.add(SimpleNamespace(logits=low), SimpleNamespace(logits=high), Batch((), real, None))
     assert (scores.same, scores.answers) == ([2, 1], [3, 1])
-    assert scores.output.sqnr_db() == pytest.approx(10 * math.log10(4 / 2), abs=1e-12)
+    assert scores.output.sqnr_db == pytest.approx(10 * math.log10(4 / 2), abs=1e-12)
     with pytest.raises(ConversionError, match=r"logits are \[5, 2\] for \[2, 3\] tokens"):
         scores.add(
             SimpleNamespace(logits=low[0, :1].expand(5, 2)),

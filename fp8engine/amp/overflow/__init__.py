@@ -3,7 +3,7 @@
 | file | what it does |
 | --- | --- |
 | `reading` | smallest and largest value of a tensor, in one reduction that the host does not wait for |
-| `trace` | calls of modules and readings of their tensors, in order of time |
+| `trace` | calls of modules, readings of their tensors and what their ops made, in order of time |
 | `opwise` | check of every op of a pass, forward and backward, for the first that makes NaN or Inf of finite inputs |
 | `recorder` | hooks on a model that write the trace, and the choice of passes to watch op by op |
 | `finding` | one overflow: layer, operand, op, step |

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,39 +51,57 @@ class Finding:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        numbers = {"input_amax": number(self.input_amax), "output_amax": number(self.output_amax)}
-        return vars(self) | numbers | {"dtype": word(self.dtype) if self.dtype else None}
+        return plain(vars(self))
 
     def __str__(self) -> str:
         where = "outside the model" if self.layer is None else repr(self.layer) if self.layer else "the model itself"
-        parts = [f"step {self.step}: {self.operand} of {where}"]
-        if self.parameter:
-            parts.append(f"({self.parameter})")
         kind = f" in {str(self.dtype).removeprefix('torch.')}" if self.dtype else ""
-        parts.append(f"is {'NaN' if math.isnan(self.output_amax) else 'Inf'}{kind}")
-        if self.op:
-            parts.append(f"made by {self.op}")
-        if not math.isnan(self.input_amax):
-            parts.append(f"from values up to {self.input_amax:.4g}")
-        if self.backward and self.loss_scale is not None:
-            parts.append(f"at loss scale {self.loss_scale:g}")
-        if self.operand == "grad_output":
-            parts.append("before it reached the model: look at the loss function and the loss scale")
-        elif self.operand == "input":
-            parts.append("before the model saw it: look at the data")
-        if not self.exact:
-            parts.append("(a guess until a backward is watched op by op)")
-        elif not self.op and self.guilty and self.operand not in ("weight", "input", "grad_output"):
-            parts.append('(which op: told when it comes again in the next pass, or by mode="ops")')
+        told = {
+            f"step {self.step}: {self.operand} of {where}": True,
+            f"({self.parameter})": self.parameter,
+            f"is {shown(abs(self.output_amax))}{kind}": True,
+            f"made by {self.op}": self.op,
+            f"from values up to {self.input_amax:.4g}": not math.isnan(self.input_amax),
+            f"at loss scale {self.loss_scale or 0:g}": self.backward and self.loss_scale is not None,
+            "before it reached the model: look at the loss function and the loss scale": self.operand == "grad_output",
+            "before the model saw it: look at the data": self.operand == "input",
+            "(a guess until a backward is watched op by op)": not self.exact,
+            '(which op: told when it comes again in the next pass, or by mode="ops")': self._op_is_open,
+            self._verdict: True,
+        }
+        return " ".join(part for part, holds in told.items() if holds and part)
+
+    @property
+    def _op_is_open(self) -> bool:
+        return self.exact and not self.op and self.guilty and self.in_a_layer
+
+    @property
+    def _verdict(self) -> str:
+        """What a loss scale has to do with it."""
         if self.cured_by is not None:
-            parts.append(f"- loss scale {self.cured_by:g} cures it, nothing to pin")
-        elif not self.guilty and self.loss_scale is None:
-            parts.append("- a loss scale may be why: give find_overflow the scaler to know")
-        elif not self.guilty:
-            parts.append("- a smaller loss scale may cure it: watch until a step passes before anything is pinned")
-        return " ".join(parts)
+            return f"- loss scale {self.cured_by:g} cures it, nothing to pin"
+        if self.guilty:
+            return ""
+        if self.loss_scale is None:
+            return "- a loss scale may be why: give find_overflow the scaler to know"
+        return "- a smaller loss scale may cure it: watch until a step passes before anything is pinned"
 
 
-def number(value: float) -> float | str:
-    """JSON has no NaN and no Inf."""
-    return value if math.isfinite(value) else str(value)
+def shown(magnitude: float) -> str:
+    """A magnitude in four digits, NaN and Inf by these names.
+
+    >>> shown(123456.0), shown(math.inf), shown(-math.inf), shown(math.nan)
+    ('1.235e+05', 'Inf', '-Inf', 'NaN')
+    """
+    return f"{magnitude:.4g}".replace("inf", "Inf").replace("nan", "NaN")
+
+
+def plain(value: Any) -> Any:
+    """A value in types that JSON knows: NaN and Inf as text, a dtype as its name."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, torch.dtype):
+        return word(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

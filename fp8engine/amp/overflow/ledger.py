@@ -22,7 +22,7 @@ import torch
 
 from fp8engine.amp.overflow.finding import GRADIENTS, Finding
 from fp8engine.amp.overflow.locate import same_overflow
-from fp8engine.amp.overflow.trace import Batch
+from fp8engine.amp.overflow.trace import Batch, Event
 
 GROWN = 2  # once is an outlier among the batches, which every scaler lives with
 NOISE = 4.0  # between the scales at which batches of one training overflow
@@ -58,9 +58,8 @@ class Ledger:
         self._passed = 0.0  # the largest
         self._counted = False  # whether this search, which ends with a step that passes, has shown a gradient to grow
         self._latest: list[Entry] = []  # of the last batch in which something overflowed
-        self._scale = 1.0
-        self._step: int | None = None  # the step under way, once it has gradients
-        self._finite = True  # and whether all of these are finite
+        self._latest_gradient: Event | None = None  # of the step under way
+        self._finite = True  # whether all gradients of that step are
 
     def enter(self, batch: Batch, findings: Iterable[Finding]) -> bool:
         """Enter a batch and what was found in it; returns whether an overflow came whose op is to be found."""
@@ -107,18 +106,21 @@ class Ledger:
         return scale < 1 or (wide and scale <= HIGHEST) or entry.grown >= GROWN
 
     def _follow_scale(self, batch: Batch) -> None:
-        passed = None
+        """Whether the steps under way in a batch have passed, each once the scaler has counted it."""
         for event in batch.events:
+            before = self._latest_gradient
             if event.kind in GRADIENTS:
-                self._finite = event.reading.finite and (self._finite or self._step is None)
-                self._step = event.step
-            elif event.kind == "scale":
-                if self._step is not None and event.step > self._step:
-                    if self._finite and self._scale >= 1:
-                        passed, self._counted = self._scale, False
-                        self._cure, self._passed = min(passed, self._cure or passed), max(passed, self._passed)
-                    self._step = None
-                self._scale = event.reading.high
-        for entry in self.entries if passed is not None else ():
+                self._finite = event.reading.finite and (self._finite or before is None)
+                self._latest_gradient = event
+            elif event.kind == "scale" and before is not None and event.step > before.step:
+                self._latest_gradient = None
+                if self._finite and before.loss_scale is not None and before.loss_scale >= 1:
+                    self._pass(before.loss_scale)
+
+    def _pass(self, scale: float) -> None:
+        """A step has passed at this scale."""
+        self._counted = False
+        self._cure, self._passed = min(scale, self._cure or scale), max(scale, self._passed)
+        for entry in self.entries:
             if not entry.finding.guilty and entry.finding.cured_by is None:
-                entry.finding = replace(entry.finding, cured_by=passed)
+                entry.finding = replace(entry.finding, cured_by=scale)

@@ -22,29 +22,40 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.reading import Reading, largest
-from fp8engine.amp.overflow.trace import Batch, Call, Creation, Event
+from fp8engine.amp.overflow.trace import Batch, Call, Event
 
 
 @dataclass
 class Seen:
-    """What a batch has shown so far: calls with an overflow inside, bad readings, layers whose weights are bad."""
+    """What a batch has shown so far.
 
+    ops: what ops of its forward made.  overflowed: calls with an overflow inside.  bad: readings.  bad_weights: layers
+    that hold one.  gradient: the first bad one.  last_good: the gradient before it.  given: modules whose grad_output
+    was finite before it.  weights: those whose gradient became bad.
+    """
+
+    ops: list[Event]
     overflowed: set[Call] = field(default_factory=set)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[str] = field(default_factory=list)
+    gradient: Finding | None = None
+    last_good: Event | None = None
+    given: dict[str, None] = field(default_factory=dict)
+    weights: list[Event] = field(default_factory=list)
 
 
 class Locator:
     """Turns batches into findings; remembers the weights it has named and the masks it has seen made.
 
-    leaves: names of the modules without parts.  names: of all.  compiled: of those whose parts cannot be seen.
+    layers: the modules by name.  compiled: the names of those whose parts cannot be seen.
     """
 
-    def __init__(self, leaves: set[str], names: set[str], compiled: set[str]):
-        self._leaves, self._names, self._compiled = leaves, names, compiled
-        self._scale: float | None = None
+    def __init__(self, layers: dict[str, nn.Module], compiled: set[str]):
+        self._layers, self._compiled = layers, compiled
         self._named: set[str] = set()  # weights
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
@@ -58,16 +69,19 @@ class Locator:
     def locate(self, batch: Batch) -> list[Finding]:
         """The findings of one batch, the first in time first."""
         found: list[Finding] = []
-        seen, creations = Seen(), batch.creations()
+        seen = Seen([event for event in batch.events if event.kind == "op"])
+        self._stale -= batch.without_gradient
         for event in batch.events:
-            if event.kind == "scale":
-                self._scale = event.reading.high
-            event.loss_scale = self._scale
             if event.kind in ("weight", "buffer"):
                 found += self._weight(event, seen)
-            elif event.kind in ("input", "output") and self._overflows(event, batch, creations):
-                found += self._forward(event, creations, seen)
-        backward = self._backward(batch)
+            elif event.kind in ("input", "output"):
+                if self._overflows(event, batch, seen):
+                    found += self._forward(event, seen)
+            elif event.kind in ("grad_weight", "grad_before"):
+                self._weight_gradient(event, seen)
+            elif seen.gradient is None:
+                self._gradient(event, seen)
+        backward = self._first_gradient(seen)
         if backward and not seen.bad and not seen.bad_weights:  # else it is a gradient of a forward gone bad
             found.append(backward)
         return found
@@ -76,25 +90,29 @@ class Locator:
         if event.reading.finite or (event.kind == "buffer" and event.reading.masked):
             return []
         new = not seen.bad_weights and event.name not in self._named
-        layer = self._owner(event.name)
+        layer = self._owner(event)
         self._named.add(event.name)
         seen.bad_weights.append(layer)
         return [_finding(event, layer, "weight", parameter=event.name)] if new else []
 
-    def _owner(self, parameter: str) -> str:
+    def _owner(self, parameter: Event) -> str:
         """The module that holds a parameter."""
-        layer = parameter.rpartition(".")[0]
-        while layer and layer not in self._names:
+        layer = parameter.name.rpartition(".")[0]
+        while layer and layer not in self._layers:
             layer = layer.rpartition(".")[0]
         return layer
 
-    def _overflows(self, event: Event, batch: Batch, creations: list[Creation]) -> bool:
+    def _is_leaf(self, layer: str) -> bool:
+        """Whether a module has no parts."""
+        return not list(self._layers[layer].children())
+
+    def _overflows(self, event: Event, batch: Batch, seen: Seen) -> bool:
         """Whether a reading that is not finite is overflow rather than a mask."""
         reading, call, maker = event.reading, event.call, event.maker
         if reading.finite or reading.nan or call is None or maker is None:
             return reading.bad
-        if batch.opwise and call.opwise:
-            if any(made.call is not None and maker in made.call.around() for made in creations):
+        if call.opwise:
+            if any(made.call is not None and maker in made.call.around() for made in seen.ops):
                 return True
             if reading.masked or any(maker in masking.around() for masking in batch.masking):
                 self._masks.add(maker.name)
@@ -103,87 +121,80 @@ class Locator:
             return True
         if event.kind == "input" or any(given.inf for given in call.inputs):
             return False
-        if call.module.__module__.startswith("torch.nn.modules") and call.name in self._leaves:
+        if type(call.module).__module__.startswith("torch.nn.modules") and self._is_leaf(call.name):
             return True
         self._maybe_masks.add(call.name)
         return False
 
-    def _forward(self, event: Event, creations: list[Creation], seen: Seen) -> list[Finding]:
+    def _forward(self, event: Event, seen: Seen) -> list[Finding]:
         culprit = event.maker
         known = culprit in seen.overflowed if culprit else bool(seen.overflowed)
         seen.overflowed.update(event.call.around() if event.call else ())
         seen.bad.add(event.reading)
-        if known or any(_inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
+        if known or any(inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
             return []
         if culprit is None:
             return [_finding(event, "", "input")]
         if any(reading.bad or reading in seen.bad for reading in culprit.inputs):
             return []
-        made = [creation for creation in creations if creation.call is culprit]
+        made = [op.finding for op in seen.ops if op.call is culprit and op.finding]
         if not made:
             return [_finding(event, culprit.name, "output", input_amax=largest(culprit.inputs))]
-        first = next((creation for creation in made if creation.made != "-Inf"), made[0])
-        weight = first.parameter if first.operand == "weight" else None
-        return [_finding(event, culprit.name, first.operand, op=first.op, input_amax=first.amax, parameter=weight)]
+        op = next((one for one in made if one.output_amax != -math.inf), made[0])
+        weight = op.parameter if op.operand == "weight" else None
+        return [_finding(event, culprit.name, op.operand, op=op.op, input_amax=op.input_amax, parameter=weight)]
 
-    def _backward(self, batch: Batch) -> Finding | None:
-        self._stale -= batch.without_gradient
-        found = last_good = None
-        good: dict[
-            str, int
-        ] = {}  # modules whose grad_output was finite before the first bad gradient, in order of time
-        weights: list[tuple[str, Event]] = []  # (owner, gradient) of weights whose gradient became bad
-        for event in batch.events:
-            if event.kind in ("grad_weight", "grad_before"):
-                stale = event.kind == "grad_before" or event.name in self._stale
-                (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
-                if not stale and not event.reading.finite:
-                    weights.append((self._owner(event.name), event))
-            elif found is None and event.creation is not None and event.creation.backward:
-                found = _node(event, event.creation)
-            elif found is None and event.kind in ("grad_output", "grad_input"):
-                if not event.reading.finite:
-                    found = _gradient(event, last_good)
-                elif event.kind == "grad_output":
-                    good.setdefault(event.name, len(good))
-                last_good = event
-        if found is not None and found.exact:
-            return found
+    def _weight_gradient(self, event: Event, seen: Seen) -> None:
+        stale = event.kind == "grad_before" or event.name in self._stale
+        (self._stale.discard if event.reading.finite else self._stale.add)(event.name)
+        if not stale and not event.reading.finite:
+            seen.weights.append(event)
+
+    def _gradient(self, event: Event, seen: Seen) -> None:
+        """A gradient of a tensor or a node that made one bad, before anything was bad."""
+        if event.kind == "node" and event.finding is not None:
+            seen.gradient = replace(event.finding, loss_scale=event.loss_scale)
+        elif event.kind in ("grad_output", "grad_input"):
+            if not event.reading.finite:
+                seen.gradient = _guess(event, seen.last_good or event)
+            elif event.kind == "grad_output":
+                seen.given.setdefault(event.name)
+            seen.last_good = event
+
+    def _first_gradient(self, seen: Seen) -> Finding | None:
+        if seen.gradient is not None and seen.gradient.exact:
+            return seen.gradient
         # Gradients of weights are read when the whole backward has ended, so time does not order them: a layer that was
         # given a finite gradient made its own weight's.
-        made = [(good[owner], event) for owner, event in weights if owner in good and owner in self._leaves]
-        if made:
-            return self._weight_gradient(min(made, key=lambda one: one[0])[1])
-        return self._weight_gradient(weights[0][1]) if found is None and weights else found
+        first_of = {self._owner(event): event for event in reversed(seen.weights)}
+        for layer in seen.given:
+            if layer in first_of and self._is_leaf(layer):
+                return self._of_weight(first_of[layer])
+        return self._of_weight(seen.weights[0]) if seen.gradient is None and seen.weights else seen.gradient
 
-    def _weight_gradient(self, event: Event) -> Finding:
-        layer = self._owner(event.name)
+    def _of_weight(self, event: Event) -> Finding:
+        layer = self._owner(event)
         for region in self._compiled:  # whose gradients come all at once
-            if _inside(layer, region):
+            if inside(layer, region):
                 return _finding(event, region, "grad_weight", exact=False)
         return _finding(event, layer, "grad_weight", parameter=event.name, exact=False)
 
 
-def _gradient(event: Event, last_good: Event | None) -> Finding:
+def _guess(event: Event, near: Event) -> Finding:
     """A bad gradient: of the module whose gradient was the last good one, or of the forward around it."""
     if event.source is not None and event.source.returned:
         return _finding(event, None, "grad_output")
-    near = last_good or event
     return _finding(event, near.maker.name if near.maker else near.name, "grad_input", exact=False)
-
-
-def _node(event: Event, made: Creation) -> Finding:
-    found = _finding(event, made.layer, made.operand, op=made.op, input_amax=made.amax, parameter=made.parameter)
-    return replace(found, dtype=made.dtype, output_amax=math.nan if made.made == "NaN" else math.inf)
 
 
 def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Finding:
     reading = event.reading
-    bad = {"output_amax": reading.amax, "dtype": reading.dtype} if reading.taken else {}
-    return Finding(layer, operand, event.step, loss_scale=event.loss_scale, **bad, **more)
+    more |= {"output_amax": reading.amax, "dtype": reading.dtype, "loss_scale": event.loss_scale}
+    return Finding(layer, operand, event.step, **more)
 
 
-def _inside(layer: str, of: str) -> bool:
+def inside(layer: str, of: str) -> bool:
+    """Whether a layer is another one or a part of it, by their names."""
     return not of or layer == of or layer.startswith(of + ".")
 
 
@@ -197,4 +208,4 @@ def same_overflow(seen: Finding, first: Finding, compiled: set[str]) -> bool:
         return False
     if seen.layer == first.layer or first.backward:
         return True
-    return first.layer in compiled and _inside(seen.layer or "", first.layer)
+    return first.layer in compiled and inside(seen.layer or "", first.layer)

@@ -17,16 +17,16 @@ device at each op: this is for one pass, or for mode="ops".
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.amp.overflow.reading import Reading, largest, read_now, readable
-from fp8engine.amp.overflow.trace import Call, Creation, Trace
+from fp8engine.amp.overflow.finding import Finding
+from fp8engine.amp.overflow.reading import Known, Reading, largest, read_now, readable
+from fp8engine.amp.overflow.trace import Call, Trace
 from fp8engine.amp.tensors import tensors
 
 TAGGED = "fp8engine.amp"
@@ -44,67 +44,54 @@ class OpMode(TorchDispatchMode):
     def __init__(self, trace: Trace):
         super().__init__()
         self._trace = trace
-        self._known: dict[int, tuple[weakref.ref, int, Reading]] = {}
+        self._known = Known()
         self._kept = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._trace.is_quiet:
+        if self._trace.thread.quiet:
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         given = [x for x in tensors((args, kwargs)) if readable(x) is not None]
         if name in OVERWRITES:
             given = given[1:]
-        before = [self._read(x) for x in given]
+        before = [self._known.find(x) or self._read(x) for x in given]
         output = func(*args, **kwargs)
         if name not in UNWRITTEN and self._kept < ENOUGH:
             inf_given = any(isinstance(x, float) and not math.isfinite(x) for x in (*args, *kwargs.values()))
-            for made in tensors(output):
-                self._check(name, (given, before, inf_given), self._read(made, fresh=True))
+            for tensor in tensors(output):
+                after = self._read(tensor)
+                made = creates(before, inf_given, after)
+                log_of_mask = made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)
+                if log_of_mask or (inf_given and after.inf):
+                    self._trace.mask()
+                elif made is not None:
+                    self._kept += 1
+                    self._add(name, given, made, largest(before), after.dtype)
         return output
 
-    def _read(self, tensor: torch.Tensor, fresh: bool = False) -> Reading:
-        known = self._known.get(id(tensor))
-        if not fresh and known and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
+    def _read(self, tensor: torch.Tensor) -> Reading:
         reading = read_now(tensor)
         if not tensor.is_inference():  # it counts no versions, so a kept reading may be old
-            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, reading
+            self._known.keep(tensor, reading)
         return reading
 
-    def _check(self, name: str, source: tuple[list[torch.Tensor], list[Reading], bool], after: Reading) -> None:
-        given, before, inf_given = source
-        made = creates(before, inf_given, after)
-        if (inf_given and after.inf) or (made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)):
-            self._trace.masked()
-            made = made if made == "NaN" else None
-        if made is None:
-            return
-        self._kept += 1
-        names = self._trace.parameters
+    def _add(self, name: str, given: list[torch.Tensor], made: str, amax: float, dtype: torch.dtype | None) -> None:
+        call, names = self._trace.current(), self._trace.parameters
         weight = next((names[id(x)] for x in given if isinstance(x, nn.Parameter) and id(x) in names), None)
-        call = self._trace.current()
         cast = name == "_to_copy"
-        self._trace.created(
-            Creation(
-                layer=call.name if call else "",
-                op=f"cast to {str(after.dtype).removeprefix('torch.')}" if cast else name,
-                made=made,
-                amax=largest(before),
-                dtype=after.dtype,
-                operand="weight" if cast and weight else "output",
-                parameter=weight,
-                call=call,
-            )
-        )
+        op = f"cast to {str(dtype).removeprefix('torch.')}" if cast else name
+        operand = "weight" if cast and weight else "output"
+        step = call.step if call else self._trace.step
+        layer = call.name if call else ""
+        self._trace.add_op(Finding(layer, operand, step, op, amax, float(made), dtype, weight), call)
 
 
-def creates(before: Iterable[Reading], inf_given: bool, after: Reading) -> str | None:
+def creates(before: Sequence[Reading], inf_given: bool, after: Reading) -> str | None:
     """What an op made that it was not given: "NaN", "Inf", "-Inf" or None.  inf_given: Inf is among its arguments."""
-    before = list(before)
     if after.nan:
         return None if any(reading.nan for reading in before) else "NaN"
-    if not after.inf or inf_given or any(reading.nan or reading.inf for reading in before):
+    if after.finite or inf_given or not all(reading.finite for reading in before):
         return None
     return "Inf" if after.high == math.inf else "-Inf"
 
@@ -131,15 +118,9 @@ def watch_nodes(call: Call, output: Any, trace: Trace) -> None:
 
 def _parameter(node: Any, names: dict[int, str]) -> str | None:
     """The parameter that a gradient goes to through casts and views alone."""
-    for _ in range(8):  # more than any layer puts between a weight and its matmul
-        if node is None:
-            return None
-        if hasattr(node, "variable"):
-            return names.get(id(node.variable))
-        if node.name() not in PASSED_BY_WEIGHTS:
-            return None
-        node = node.next_functions[0][0]
-    return None
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if node.name() in PASSED_BY_WEIGHTS else None
+    return None if node is None else names.get(id(node.variable))
 
 
 def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Callable[..., None]:
@@ -148,13 +129,12 @@ def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Ca
             return
         before = [read_now(g) for g in given if g is not None]
         for name, gradient in zip(names, gradients, strict=False):
-            after = read_now(gradient) if gradient is not None else Reading()
-            made = creates(before, False, after)
-            if made is None:
+            if gradient is None:
                 continue
-            operand = "grad_weight" if name else "grad_input"
-            trace.created(
-                Creation(call.name, op, made, largest(before), after.dtype, operand, name, backward=True, call=call)
-            )
+            after = read_now(gradient)
+            if (made := creates(before, False, after)) is not None:
+                operand, amax = "grad_weight" if name else "grad_input", abs(float(made))
+                found = Finding(call.name, operand, call.step, op, largest(before), amax, after.dtype, name)
+                trace.add_op(found, call)
 
     return check

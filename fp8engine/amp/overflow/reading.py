@@ -13,26 +13,30 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fp8engine import _torch
 from fp8engine._torch import is_functorch_wrapped_tensor
+from fp8engine.amp.tensors import Stamp
 from fp8engine.files import HostCopy
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@dataclass(eq=False, slots=True)
 class Reading:
-    """Smallest and largest value of one tensor: tensors on its device, numbers once copied, None if never taken."""
+    """Smallest and largest value of one tensor: tensors on its device, numbers once copied, None if never taken.
 
-    __slots__ = ("dtype", "high", "low", "returned")
+    returned: the watched model returned the tensor.
+    """
 
-    def __init__(self, low: Any = None, high: Any = None, dtype: torch.dtype | None = None):
-        self.low, self.high, self.dtype = low, high, dtype
-        self.returned = False  # the watched model returned the tensor
+    low: Any = None
+    high: Any = None
+    dtype: torch.dtype | None = None
+    returned: bool = False
 
     @property
     def taken(self) -> bool:
@@ -42,32 +46,49 @@ class Reading:
     @property
     def amax(self) -> float:
         """Largest magnitude; NaN where there is a NaN."""
-        return math.nan if self.nan else max(abs(self.low), abs(self.high))
+        return max(abs(self.low), abs(self.high))
 
     @property
     def nan(self) -> bool:
         """Whether there is a NaN."""
-        return self.taken and (math.isnan(self.low) or math.isnan(self.high))
+        return self.taken and math.isnan(self.amax)
 
     @property
     def inf(self) -> bool:
-        """Whether there is an Inf of either sign."""
-        return self.taken and (math.isinf(self.low) or math.isinf(self.high))
+        """Whether there is an Inf of either sign, and no NaN."""
+        return not self.finite and not self.nan
 
     @property
     def finite(self) -> bool:
         """Whether nothing in it is NaN or Inf (or nothing is known)."""
-        return not self.nan and not self.inf
+        return not self.taken or math.isfinite(self.amax)
 
     @property
     def masked(self) -> bool:
         """-Inf, and neither NaN nor +Inf: what a mask leaves."""
-        return self.taken and not self.nan and self.low == -math.inf and self.high < math.inf
+        return self.taken and self.low == -math.inf and self.high < math.inf
 
     @property
     def bad(self) -> bool:
         """NaN or +Inf, which no mask leaves."""
         return not self.finite and not self.masked
+
+
+class Known:
+    """Readings of tensors that were not written since."""
+
+    def __init__(self):
+        self._kept: dict[int, tuple[Stamp, Reading]] = {}
+
+    def find(self, tensor: torch.Tensor) -> Reading | None:
+        """The reading kept of this tensor, if it still holds."""
+        kept = self._kept.get(id(tensor))
+        return kept[1] if kept is not None and kept[0].unchanged(tensor) else None
+
+    def keep(self, tensor: torch.Tensor, reading: Reading) -> Reading:
+        """Keep a reading, and return it."""
+        self._kept[id(tensor)] = Stamp(tensor), reading
+        return reading
 
 
 def largest(readings: Iterable[Reading]) -> float:
@@ -77,9 +98,6 @@ def largest(readings: Iterable[Reading]) -> float:
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values to read: this rank's part, a complex number as two; None for integers and what holds no values."""
-    usual = type(tensor) in PLAIN and tensor.dtype in FLOATS and tensor.device.type in ("cpu", "cuda")
-    if usual and tensor.layout is torch.strided and tensor.numel() and not is_functorch_wrapped_tensor(tensor):
-        return tensor.detach()  # nearly all of them: this runs for every tensor of a step
     if hasattr(tensor, "to_local"):  # DTensor
         tensor = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     tensor = tensor.detach()
@@ -95,10 +113,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 def read(tensor: torch.Tensor) -> Reading:
     """One reduction; the host does not wait for it."""
     values = readable(tensor)
-    if values is None:
-        return Reading()
-    low, high = torch.aminmax(values)
-    return Reading(low, high, values.dtype)
+    return Reading() if values is None else Reading(*torch.aminmax(values), values.dtype)
 
 
 def read_now(tensor: torch.Tensor) -> Reading:
@@ -111,18 +126,18 @@ def read_now(tensor: torch.Tensor) -> Reading:
 
 def read_all(given: Sequence[torch.Tensor]) -> list[Reading]:
     """A reading of each; on CUDA in a few launches for all, which see magnitudes only."""
-    found: list[Reading] = [Reading() for _ in given]
-    together: defaultdict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for index, tensor in enumerate(given):
-        values = readable(tensor)
-        if values is not None and values.is_cuda:
-            together[values.device, values.dtype].append((index, values))
-        elif values is not None:
-            found[index] = Reading(*torch.aminmax(values), values.dtype)
-    for (_, dtype), group in together.items():
+    found: list[Reading] = []
+    together: defaultdict[Any, list[tuple[Reading, torch.Tensor]]] = defaultdict(list)
+    for tensor in given:
+        if not tensor.is_cuda or (values := readable(tensor)) is None:
+            found.append(read(tensor))
+        else:
+            found.append(Reading(dtype=values.dtype))
+            together[values.device, values.dtype].append((found[-1], values))
+    for group in together.values():
         norms = _torch.foreach_norm([values for _, values in group], math.inf)
-        for (index, _), norm in zip(group, norms, strict=True):
-            found[index] = Reading(norm, norm, dtype)
+        for (reading, _), norm in zip(group, norms, strict=True):
+            reading.low = reading.high = norm
     return found
 
 

@@ -13,7 +13,6 @@ tensors do carry gradients where the first run had none (use_reentrant=True).
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -24,8 +23,8 @@ from torch import nn
 from fp8engine import _torch
 from fp8engine._torch import plain_name
 from fp8engine.amp.overflow.opwise import OpMode, watch_nodes
-from fp8engine.amp.overflow.reading import Reading, read, read_all
-from fp8engine.amp.overflow.trace import Batch, Call, Event, Trace
+from fp8engine.amp.overflow.reading import Known, Reading, read, read_all
+from fp8engine.amp.overflow.trace import Batch, Call, Trace
 from fp8engine.amp.tensors import tensors
 
 # Passes watched op by op until a backward comes: enough for a contrastive pair or two, and few where none comes.
@@ -43,33 +42,29 @@ class Recorder:
         self.passes = self.backwards = 0
         self.layers = list(named_layers(model))
         self._parameters = [(plain_name(model, name), p) for name, p in model.named_parameters()]
-        self.trace = Trace({id(p): name for name, p in self._parameters})
+        self.trace = Trace({id(p): name for name, p in self._parameters}, step=-1 if scaler is None else 0)
         self._roots: set[str] = set()  # outermost calls so far: parts of a model may be called by themselves
-        # Outermost calls to watch op by op, and the (backwards, passes) when that began.
-        self._rewatched: dict[str, tuple[int, int] | None] = {}
-        self._known: dict[int, tuple[weakref.ref, int, Reading]] = {}  # tensors of this pass that were read
+        self._rewatched: dict[str, int] = {}  # how many passes of an outermost call are still to be watched op by op
+        self._known = Known()  # tensors of this pass
         self._inside_graphs: list[tuple[str, nn.Module]] = []
         self._accumulated: list[torch.Tensor] = []  # parameters whose gradients this backward has added to
-        self._updates = 0  # of the loss scale
         # What is undone when the ops of a pass end, when a pass run eagerly ends, and when the watch ends.
         self._ops, self._eager, self._attached = ExitStack(), ExitStack(), ExitStack()
 
     def attach(self) -> None:
         """Hook the model; nothing of it changes otherwise."""
         self.trace.closed = False
-        self._inside_graphs = []
         inside = {id(part) for _, m in self.layers if is_compiled(m) for part in _compiled_parts(m)}
+        self._inside_graphs = [(n, m) for n, m in self.layers if id(m) in inside and not _compiled_in_place(m)]
         for name, module in self.layers:
             if _compiled_in_place(module):
                 self._wrap_compiled(name, module)
-            elif id(module) in inside:
-                self._inside_graphs.append((name, module))
-            else:
+            elif id(module) not in inside:
                 self._hook(self._attached, name, module)
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 self._attached.callback(parameter.register_post_accumulate_grad_hook(self._gradient).remove)
-        self._read("grad_before", [(name, p.grad) for name, p in self._parameters if p.is_leaf], step=0)
+        self._read("grad_before", [(name, p.grad) for name, p in self._parameters if p.is_leaf])
         if self.scaler is not None:
             self._follow_scaler()
 
@@ -81,11 +76,8 @@ class Recorder:
             undone.close()
 
     def rewatch(self, wanted: bool) -> None:
-        """Watch the next pass of each outermost call op by op, or no longer."""
-        if wanted:
-            self._rewatched |= dict.fromkeys(self._roots)
-        else:
-            self._rewatched.clear()
+        """Watch the next passes of each outermost call op by op, until a backward has come; or no longer."""
+        self._rewatched = dict.fromkeys(self._roots, SHARE_A_BACKWARD) if wanted else {}
 
     def _hook(self, undone: ExitStack, name: str, module: nn.Module) -> None:
         enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
@@ -113,8 +105,8 @@ class Recorder:
 
         def update(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._updates += 1
-            self._read_scale(self._updates)
+            self.trace.step += 1
+            self._read_scale()
             return result
 
         self.scaler.update = update
@@ -126,21 +118,23 @@ class Recorder:
         self._eager.close()
         self.trace.seal()
         self.poll()
-        self._known.clear()
+        self._known = Known()
         self._accumulated.clear()
-        self.passes += 1
-        self.trace.step = self._updates if self.scaler is not None else self.passes - 1
-        opwise = self._opwise(name)
         self._roots.add(name)
+        self.passes += 1
+        self.trace.step += self.scaler is None
+        left = self._rewatched.pop(name, 0)
+        if left > 1:
+            self._rewatched[name] = left - 1
+        opwise = self.always or left > 0
         self.trace.batch = Batch(opwise, {name for name, p in self._parameters if p.grad is None})
         # Every pass: a write of a weight through .data, as some optimizers do, changes no version.
-        self._read("weight", self._parameters, self.trace.step)
+        self._read("weight", self._parameters)
         for path, module in self.layers:
             for key, buffer in module._buffers.items():
                 if isinstance(buffer, torch.Tensor):
-                    event = Event("buffer", f"{path}.{key}" if path else key, read(buffer), self.trace.step)
-                    self.trace.add(event)
-        self._read_scale(self.trace.step)
+                    self.trace.add("buffer", f"{path}.{key}" if path else key, read(buffer))
+        self._read_scale()
         if opwise:
             if any(is_compiled(m) for _, m in self.layers):
                 # until the next pass: a checkpoint's second forward must do what its first did
@@ -149,46 +143,38 @@ class Recorder:
                     self._hook(self._eager, path, module)
             self._ops.enter_context(OpMode(self.trace))
 
-    def _opwise(self, name: str) -> bool:
-        """Whether to watch this pass op by op: until a backward has come, which several passes may share."""
-        if name in self._rewatched:
-            backwards, passes = self._rewatched[name] or (self.backwards, self.passes)
-            self._rewatched[name] = backwards, passes
-            if self.backwards > backwards or self.passes - passes >= SHARE_A_BACKWARD:
-                del self._rewatched[name]
-        return self.always or name in self._rewatched
-
-    def _read(self, kind: str, named: list[tuple[str, Any]], step: int) -> None:
+    def _read(self, kind: str, named: list[tuple[str, Any]]) -> None:
         """Read parameters or gradients, those that are there, and record them."""
         named = [(name, tensor) for name, tensor in named if tensor is not None]
         for (name, _), reading in zip(named, read_all([tensor for _, tensor in named]), strict=True):
-            self.trace.add(Event(kind, name, reading, step))
+            self.trace.add(kind, name, reading)
 
-    def _read_scale(self, step: int) -> None:
+    def _read_scale(self) -> None:
         # the tensor, made by the first scale(loss); get_scale() would wait for it
         scale = getattr(self.scaler, "_scale", None)
         kept = scale.detach().clone() if isinstance(scale, torch.Tensor) else getattr(self.scaler, "_init_scale", None)
-        self.trace.add(Event("scale", "", Reading(kept, kept), step))
+        if kept is not None:
+            self.trace.scale = Reading(kept, kept)
+            self.trace.add("scale", "", self.trace.scale)
 
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling():
             return
-        trace, stack, recomputed = self.trace, self.trace.stack, _torch.graph_task() >= 0
+        trace, calls, recomputed = self.trace, self.trace.thread.calls, _torch.graph_task() >= 0
         if module is self.model and not recomputed:
-            stack.clear()
-        parent = stack[-1] if stack else None if recomputed else trace.outermost
+            calls.clear()
+        parent = calls[-1] if calls else None if recomputed else trace.outermost
         outermost = parent is None and not recomputed
         if outermost:
             self._begin_pass(name)
-        call = Call(name, module, parent, trace.step)
-        call.recomputed = recomputed
-        call.opwise = trace.batch.opwise and _torch.dispatch_modes() > 0
-        stack.append(call)
+        opwise = trace.batch.opwise and _torch.dispatch_modes() > 0
+        call = Call(name, module, parent, trace.step, recomputed, opwise)
+        calls.append(call)
         if outermost:
             trace.outermost = call
         with trace.quiet():
             for tensor in tensors((args, kwargs)):
-                reading = self._find(tensor)
+                reading = self._known.find(tensor)
                 if reading is None:
                     reading = self._read_new("input", tensor, call)
                     if not tensor.is_leaf:
@@ -199,14 +185,14 @@ class Recorder:
     def _leave(self, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        trace, stack = self.trace, self.trace.stack
-        if not any(call.name == name for call in stack):
+        trace, calls = self.trace, self.trace.thread.calls
+        if not any(call.name == name for call in calls):
             return
-        while (call := stack.pop()).name != name:  # those above were left by an exception
+        while (call := calls.pop()).name != name:  # those above were left by an exception
             pass
         with trace.quiet():
             for tensor in tensors(output):
-                reading = self._find(tensor)
+                reading = self._known.find(tensor)
                 if reading is None:
                     reading = self._read_new("output", tensor, call)
                     self._follow_gradient("grad_output", tensor, call, reading)
@@ -217,14 +203,9 @@ class Recorder:
             trace.outermost = None
             self._ops.close()
 
-    def _find(self, tensor: torch.Tensor) -> Reading | None:
-        known = self._known.get(id(tensor))
-        return known[2] if known and known[0]() is tensor and known[1] == _version(tensor) else None
-
     def _read_new(self, kind: str, tensor: torch.Tensor, call: Call) -> Reading:
-        reading = Reading() if call.recomputed else read(tensor)
-        self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), reading
-        self.trace.add(Event(kind, call.name, reading, call.step, call))
+        reading = self._known.keep(tensor, Reading() if call.recomputed else read(tensor))
+        self.trace.add(kind, call.name, reading, call)
         return reading
 
     def _follow_gradient(self, kind: str, tensor: torch.Tensor, call: Call, source: Reading) -> None:
@@ -234,7 +215,7 @@ class Recorder:
         def record(gradient: torch.Tensor) -> None:
             if not self.trace.closed:
                 with self.trace.quiet():
-                    self.trace.add(Event(kind, call.name, read(gradient), call.step, call, source))
+                    self.trace.add(kind, call.name, read(gradient), call, source)
 
         handle = tensor.register_hook(record)
         if tensor.is_leaf:  # it outlives the pass
@@ -250,8 +231,9 @@ class Recorder:
         self._accumulated = []
         if named:
             self.backwards += 1
+            self._rewatched = {name: left for name, left in self._rewatched.items() if left == SHARE_A_BACKWARD}
             with self.trace.quiet():
-                self._read("grad_weight", named, self.trace.step)
+                self._read("grad_weight", named)
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -274,7 +256,3 @@ def _compiled_in_place(module: nn.Module) -> bool:
 def _compiled_parts(module: Any) -> Iterator[nn.Module]:
     """The modules whose hooks are part of the compiled graph."""
     return module._orig_mod.modules() if hasattr(module, "_orig_mod") else (m for m in module.modules() if m != module)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8engine.amp.overflow.finding import Finding, number
+from fp8engine.amp.overflow.finding import Finding, plain, shown
 from fp8engine.amp.overflow.trace import Event
 from fp8engine.amp.tensors import SIXTEEN_BIT
-from fp8engine.amp.text import as_text
+from fp8engine.amp.text import FOLD, as_text
 from fp8engine.numerics.formats import word
 
 SHOWN = 24  # rows of a table: the rest are the layers farthest from trouble
@@ -71,9 +71,7 @@ class LayerStats:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        dtype = word(self.dtype) if self.dtype else None
-        numbers = {"made": number(self.made), "grad_made": number(self.grad_made)}
-        return vars(self) | {"dtype": dtype, "share": self.share} | numbers
+        return plain(vars(self) | {"share": self.share})
 
 
 @dataclass(frozen=True)
@@ -93,40 +91,32 @@ class OverflowReport:
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""
-        return {
-            "passes": self.passes,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "layers": [layer.to_dict() for layer in self.layers],
-            "scales": [[step, number(scale)] for step, scale in self.scales],
-            "pinned": self.pinned,
-            "hidden": [dict(zip(("layer", "op", "made", "times"), what, strict=True)) for what in self.hidden],
-        }
+        hidden = [dict(zip(("layer", "op", "made", "times"), what, strict=True)) for what in self.hidden]
+        findings, layers = ([one.to_dict() for one in some] for some in (self.findings, self.layers))
+        return plain(vars(self) | {"findings": findings, "layers": layers, "hidden": hidden})
 
     def table(self, width: int = 120) -> str:
         """The layers worst first, and the findings, as text `width` columns wide."""
-        from rich.table import Table  # here: importing rich draws from Python's random numbers
-
         ran = [layer for layer in self.layers if layer.calls or layer.guilty or layer.scaled]
         worst = sorted(ran, key=lambda x: (-x.guilty, -x.scaled, -(x.nonfinite + x.grad_nonfinite), -x.share))
-        table = Table(title=f"Overflow: {self.passes} passes watched", title_justify="left", expand=True)
-        table.add_column("layer", overflow="fold", ratio=1)
-        table.add_column("kind", overflow="fold", max_width=20)
-        for heading in ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict"):
-            table.add_column(heading, no_wrap=True)
-        for layer in worst[:SHOWN]:
-            row = layer.to_dict()
-            table.add_row(
+        columns = [("layer", FOLD | {"ratio": 1}), ("kind", FOLD | {"max_width": 20})]
+        numbers = ("dtype", "amax", "of range", "NaN/Inf", "gradient", "NaN/Inf", "verdict")
+        columns += [(heading, {"no_wrap": True}) for heading in numbers]
+        rows = [
+            [
                 layer.name or "(model)",
                 layer.kind,
-                row["dtype"] or "-",
-                _shown(layer.made or layer.peak),
+                word(layer.dtype) if layer.dtype else "-",
+                shown(layer.made or layer.peak),
                 "over" if layer.made else f"{layer.share:.1%}" if layer.low else "-",
                 str(layer.nonfinite),
-                _shown(layer.grad_made or layer.grad_peak),
+                shown(layer.grad_made or layer.grad_peak),
                 str(layer.grad_nonfinite),
                 self._verdict(layer),
-            )
-        return as_text(table, self._lines(len(worst)), width)
+            ]
+            for layer in worst[:SHOWN]
+        ]
+        return as_text(f"Overflow: {self.passes} passes watched", columns, rows, self._lines(len(worst)), width)
 
     def _verdict(self, layer: LayerStats) -> str:
         words = []
@@ -157,7 +147,3 @@ class OverflowReport:
 
     def __str__(self) -> str:
         return self.table()
-
-
-def _shown(magnitude: float) -> str:
-    return f"{magnitude:.4g}" if math.isfinite(magnitude) else "NaN" if math.isnan(magnitude) else "Inf"

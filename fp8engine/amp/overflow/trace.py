@@ -11,24 +11,28 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
+from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.reading import Reading
 
 
+@dataclass(eq=False, slots=True)
 class Call:
-    """One call of one module."""
+    """One call of one module.
 
-    __slots__ = ("inputs", "module", "name", "opwise", "parent", "recomputed", "sequence", "step")
+    recomputed: a checkpoint's second forward.  opwise: its ops are checked one by one.  sequence: of the first node
+    that it could add to the autograd graph.
+    """
 
-    def __init__(self, name: str, module: nn.Module, parent: Call | None, step: int):
-        self.name, self.parent, self.step = name, parent, step
-        self.module = type(module)
-        self.inputs: list[Reading] = []
-        self.recomputed = False  # a checkpoint's second forward
-        self.opwise = False  # its ops are checked one by one
-        self.sequence = 0  # of the first node it could add to the autograd graph
+    name: str
+    module: nn.Module
+    parent: Call | None
+    step: int
+    recomputed: bool
+    opwise: bool
+    inputs: list[Reading] = field(default_factory=list)
+    sequence: int = 0
 
     def around(self) -> Iterator[Call]:
         """This call and every call around it, from the inside."""
@@ -38,43 +42,29 @@ class Call:
             call = call.parent
 
 
-@dataclass(frozen=True, eq=False)
-class Creation:
-    """One op that made NaN or Inf of inputs without.
-
-    layer: whose forward it is part of.  op: as torch names it.  made: "NaN", "Inf" or "-Inf".  amax: of its inputs (of
-    the gradients it was given).  operand: what it made bad.  parameter: the weight it read, or whose gradient it is.
-    backward: it is a node of the autograd graph.
-    """
-
-    layer: str
-    op: str
-    made: str
-    amax: float
-    dtype: torch.dtype | None
-    operand: str
-    parameter: str | None = None
-    backward: bool = False
-    call: Call | None = None
-
-
 @dataclass(eq=False)
 class Event:
-    """One reading, or one op that made NaN or Inf.
+    """One reading, or one op that made NaN or Inf of inputs without.
 
     kind: "input", "output"; "grad_output", "grad_input" (of the tensor whose own reading is `source`); "grad_weight"
-    (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or "op"
-    (see creation).  name: of the layer or parameter.  loss_scale: filled in when the batch is judged.
+    (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or an op
+    of the forward, "op", or a node of the autograd graph, "node" (see finding, whose output_amax is what it made).
+    name: of the layer or parameter.  scale: the loss scale's reading, where there is a scaler.
     """
 
     kind: str
     name: str
     reading: Reading
     step: int
+    scale: Reading | None
     call: Call | None = None
     source: Reading | None = None
-    creation: Creation | None = None
-    loss_scale: float | None = None
+    finding: Finding | None = None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale as a number, once it is on the host."""
+        return self.scale.high if self.scale else None
 
     @property
     def maker(self) -> Call | None:
@@ -97,26 +87,30 @@ class Batch:
     events: list[Event] = field(default_factory=list)
     masking: list[Call] = field(default_factory=list)
 
-    def creations(self) -> list[Creation]:
-        """What ops of the forward made."""
-        return [e.creation for e in self.events if e.creation is not None and not e.creation.backward]
+
+class _Thread(threading.local):
+    """The calls that run in one thread, innermost last; whether the recorder itself is at work there."""
+
+    def __init__(self):
+        self.calls: list[Call] = []
+        self.quiet = False
 
 
 class Trace:
     """Batches, and the call that is running in each thread.
 
-    parameters: names by id.  sealed: finished batches; the owner of the recorder takes them out.  step: of the pass
-    under way.  outermost: its call, while it runs.  closed: the watch is over, and nothing is recorded.
+    parameters: names by id.  sealed: finished batches; the owner of the recorder takes them out.  step: the one under
+    way.  scale: the latest loss scale.  outermost: the call of the pass, while it runs.  closed: nothing is recorded.
     """
 
-    def __init__(self, parameters: dict[int, str]):
-        self.parameters = parameters
+    def __init__(self, parameters: dict[int, str], step: int):
+        self.parameters, self.step = parameters, step
         self.batch = Batch(opwise=False)
         self.sealed: list[Batch] = []
-        self.step = -1
+        self.scale: Reading | None = None
         self.outermost: Call | None = None
         self.closed = True
-        self._thread = threading.local()
+        self.thread = _Thread()
 
     def seal(self) -> None:
         """Close the batch, so that it can be judged; events that follow go to a new one."""
@@ -124,45 +118,35 @@ class Trace:
             self.sealed.append(self.batch)
         self.batch = Batch(self.batch.opwise)
 
-    def add(self, event: Event) -> None:
-        """Record an event, if anything was read."""
-        if event.reading.taken:
-            self.batch.events.append(event)
+    def add(
+        self, kind: str, name: str, reading: Reading, call: Call | None = None, source: Reading | None = None
+    ) -> None:
+        """Record a reading, if anything was read."""
+        if reading.taken:
+            step = call.step if call else self.step
+            self.batch.events.append(Event(kind, name, reading, step, self.scale, call, source))
 
-    def created(self, creation: Creation) -> None:
-        """Record that an op made NaN or Inf."""
-        step = creation.call.step if creation.call else self.step
-        event = Event("op", creation.layer, Reading(), step, creation.call, creation=creation)
-        self.batch.events.append(event)
+    def add_op(self, finding: Finding, call: Call | None) -> None:
+        """Record that an op of this call made NaN or Inf."""
+        kind = "node" if finding.backward else "op"
+        self.batch.events.append(
+            Event(kind, finding.layer or "", Reading(), finding.step, self.scale, call, finding=finding)
+        )
 
-    def masked(self) -> None:
+    def mask(self) -> None:
         """Record that the running call has an op with an Inf among its arguments: a mask."""
-        call = self.current()
-        if call is not None and (not self.batch.masking or self.batch.masking[-1] is not call):
+        if (call := self.current()) is not None and call not in self.batch.masking[-1:]:
             self.batch.masking.append(call)
-
-    @property
-    def stack(self) -> list[Call]:
-        """The calls that run in this thread, innermost last."""
-        if not hasattr(self._thread, "calls"):
-            self._thread.calls = []
-        return self._thread.calls
 
     def current(self) -> Call | None:
         """The innermost call that is running in this thread; in a thread the model has started, the outermost."""
-        return self.stack[-1] if self.stack else self.outermost
+        return self.thread.calls[-1] if self.thread.calls else self.outermost
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """The recorder's own ops in the block are not checked."""
-        depth = getattr(self._thread, "quiet", 0)
-        self._thread.quiet = depth + 1
+        before, self.thread.quiet = self.thread.quiet, True
         try:
             yield
         finally:
-            self._thread.quiet = depth
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether this thread is in such a block."""
-        return getattr(self._thread, "quiet", 0) > 0
+            self.thread.quiet = before

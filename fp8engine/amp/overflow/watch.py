@@ -25,9 +25,9 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine.amp.overflow.finding import Finding
+from fp8engine.amp.overflow.finding import Finding, shown
 from fp8engine.amp.overflow.ledger import Ledger
-from fp8engine.amp.overflow.locate import Locator
+from fp8engine.amp.overflow.locate import Locator, inside
 from fp8engine.amp.overflow.reading import ReadingsCopy
 from fp8engine.amp.overflow.recorder import Recorder, is_compiled
 from fp8engine.amp.overflow.report import LayerStats, OverflowReport
@@ -49,14 +49,13 @@ class OverflowWatch:
         self.pinned: dict[str, Pin] = {}
         self._recorder = Recorder(model, scaler, mode == "ops", self._poll)
         self._copies: list[tuple[Batch, ReadingsCopy]] = []
-        layers = self._recorder.layers
-        self.layers = {name: LayerStats(name, type(module).__name__) for name, module in layers}
-        leaves = {name for name, module in layers if not list(module.children())}
-        compiled = {name for name, module in layers if is_compiled(module)}
-        self._locator = Locator(leaves, {name for name, _ in layers}, compiled)
+        self._modules = dict(self._recorder.layers)  # of a wrapper and what it holds, which share a name, the inner one
+        self.layers = {name: LayerStats(name, type(module).__name__) for name, module in self._modules.items()}
+        compiled = {name for name, module in self._recorder.layers if is_compiled(module)}
+        self._locator = Locator(self._modules, compiled)
         self._ledger = Ledger(compiled)
-        # When pin() last saw new passes: their number, how often each layer had been guilty, and the newly guilty ones.
-        self._pinned_at, self._guilty_then, self._newly_guilty = 0, Counter(), Counter()
+        # When pin() last saw new passes: their number, how often each layer had been guilty, and the worst since then.
+        self._pinned_at, self._guilty_then, self._worst = 0, Counter(), []
 
     def __enter__(self) -> OverflowWatch:
         if not self._recorder.trace.closed:
@@ -66,7 +65,7 @@ class OverflowWatch:
 
     def __exit__(self, *exc: object) -> None:
         self._recorder.detach()
-        self._start_copies()
+        self._poll()
         if exc[0] is None and not self._recorder.passes and self._recorder.backwards:
             warnings.warn(
                 "find_overflow saw gradients and no forward: the model ran inside a compiled graph that it was not "
@@ -109,50 +108,41 @@ class OverflowWatch:
         blamed = [finding for finding in self.findings if finding.guilty]
         if blamed and all(finding.layer is None for finding in blamed):
             raise ConversionError(f"no layer to pin: {blamed[0]}")
+        self._choose()
         names: list[str] = []
-        modules = dict(self._recorder.layers)
-        for name in self._worst():
+        for name in self._worst:
             if len(names) == k:
                 break
-            if any(isinstance(modules[outer], Fp32Pinned) for outer in _around(name) if outer in modules):
-                continue
-            self.pinned[name] = pin_fp32(modules[name])
-            names.append(name)
+            if not any(isinstance(m, Fp32Pinned) and inside(name, outer) for outer, m in self._modules.items()):
+                self.pinned[name] = pin_fp32(self._modules[name])
+                names.append(name)
         searched = next((str(finding) for finding in self.findings if not finding.guilty), "no layer is guilty")
-        why = "what overflows is pinned already" if self._newly_guilty else searched
+        why = "what overflows is pinned already" if self._worst else searched
         shown = ", ".join(name or type(self.model).__name__ for name in names) or f"nothing: {why}"
         logging.getLogger(__name__).warning("pinned to FP32: %s", shown)
         return names
 
-    def _worst(self) -> list[str]:
-        """The layers that were guilty since the last call before the latest passes, then those near their range."""
+    def _choose(self) -> None:
+        """The worst: the layers that were guilty since the last call before the latest passes, then those near Inf."""
         if self._recorder.passes > self._pinned_at:
             guilty = Counter({name: layer.guilty for name, layer in self.layers.items() if layer.guilty})
-            self._newly_guilty = guilty - self._guilty_then
+            newly = [name for name, _ in (guilty - self._guilty_then).most_common()]
+            low = (layer for layer in self.layers.values() if layer.low and layer.share >= NEAR)
+            near = [layer.name for layer in sorted(low, key=lambda layer: -layer.share)] if newly else []
+            self._worst = list(dict.fromkeys([*newly, *near]))
             self._pinned_at, self._guilty_then = self._recorder.passes, guilty
-        if not self._newly_guilty:
-            return []
-        low = (layer for layer in self.layers.values() if layer.low and layer.share >= NEAR)
-        near = sorted(low, key=lambda layer: -layer.share)
-        worst = [name for name, _ in self._newly_guilty.most_common()]
-        return list(dict.fromkeys([*worst, *(layer.name for layer in near)]))
 
-    def _start_copies(self) -> None:
+    def _poll(self, wait: bool = False) -> None:
+        """Judge the batches whose readings are on the host; wait: all of them."""
         sealed, self._recorder.trace.sealed = self._recorder.trace.sealed, []
         self._copies += [(batch, ReadingsCopy(event.reading for event in batch.events)) for batch in sealed]
-
-    def _poll(self) -> None:
-        """Judge the batches whose readings are on the host."""
-        self._start_copies()
-        while self._copies and self._copies[0][1].done():
+        while self._copies and (wait or self._copies[0][1].done()):
             self._judge(*self._copies.pop(0))
 
     def _settle(self) -> None:
         """Judge everything up to now, and count how often each layer was named."""
         self._recorder.trace.seal()
-        self._start_copies()
-        while self._copies:
-            self._judge(*self._copies.pop(0))
+        self._poll(wait=True)
         for layer in self.layers.values():
             layer.guilty = layer.scaled = 0
         for entry in self._ledger.entries:
@@ -170,7 +160,8 @@ class OverflowWatch:
                 self.layers[event.name].add(event)
         found = self._locator.locate(batch)
         if not found:  # what ops made and no module's output shows: 1 / Inf is 0
-            self.hidden.update((made.layer, made.op, made.made) for made in batch.creations())
+            made = [event.finding for event in batch.events if event.kind == "op" and event.finding]
+            self.hidden.update((op.layer or "", op.op or "", shown(op.output_amax)) for op in made)
         for finding in found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
@@ -223,9 +214,3 @@ def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters
             "optimizer that fe.amp.decorate has returned"
         )
     return OverflowWatch(model, scaler, mode)
-
-
-def _around(name: str) -> list[str]:
-    """The layer itself and every one around it."""
-    parts = name.split(".") if name else []
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]

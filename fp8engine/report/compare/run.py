@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8engine._torch import tree_map
-from fp8engine.amp.difference import Call, on_calls
+from fp8engine.amp.difference import Call, Difference, call, run_both
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
@@ -27,7 +27,7 @@ from fp8engine.report.collect import inspect
 from fp8engine.report.compare.batches import NOTHING, Batch, real_rows
 from fp8engine.report.compare.chosen import chosen
 from fp8engine.report.compare.result import BlockResult, Comparison, LayerResult, RecipeResult, least
-from fp8engine.report.compare.scores import Noise, Scores, first, ratio
+from fp8engine.report.compare.scores import ROWS, Scores, first, ratio
 from fp8engine.report.flow.fold import FIRST_NUMBER
 from fp8engine.report.state import controllers_of
 
@@ -103,7 +103,7 @@ def _compare(
         ratio(scores.same, scores.answers),
         ratio(scores.cosines, [1] * len(scores.cosines)),
         min(scores.cosines, default=None),
-        scores.output.found.sqnr_db,
+        scores.output.sqnr_db,
         report.totals["fp8_flops_share"],
         any(layer["emulated"] for layer in report.layers),
         layers.results(),
@@ -170,13 +170,9 @@ def _copy(model: nn.Module) -> nn.Module:
         raise ConversionError(f"{type(model).__name__} cannot be copied to convert the copy: {error}") from error
 
 
-def _call(model: nn.Module, batch: Batch) -> Any:
-    return model(**batch.inputs) if isinstance(batch.inputs, dict) else model(*batch.inputs)
-
-
 def _run(model: nn.Module, batch: Batch) -> Any:
     try:
-        return _call(model, batch)
+        return call(model, batch.inputs)
     except Exception as error:  # the user's model: anything
         raise ConversionError(
             f"{type(model).__name__} cannot be run on token ids: {type(error).__name__}: {error}"
@@ -212,31 +208,29 @@ class _Layers:
         watched = dict.fromkeys([*self.decisions, *self.inner])
         self.modules = {name: exacts[name] for name in watched}
         self.twins = {name: twins[name] for name in watched}
-        self.own = {name: Noise() for name in self.decisions}
-        self.inside = {name: Noise() for name in watched}
+        self.own = {name: Difference() for name in self.decisions}
+        self.inside = {name: Difference() for name in watched}
 
     def run(self, batch: Batch) -> tuple[Any, Any]:
         """(output of the copy, output of the model); the noise of every layer on the way is added."""
-        reference: dict[tuple[str, int], torch.Tensor] = {}
 
         def rows(call: Call) -> torch.Tensor:
             return real_rows(call.tensors()[0], batch.real)
 
-        def keep(call: Call) -> None:
+        def keep(call: Call) -> torch.Tensor:
             name, _ = call.key
-            high = reference[call.key] = rows(call).clone()  # a clone: a later function may work in place
-            decision = self.decisions.get(name)
+            high, decision = rows(call).clone(), self.decisions.get(name)
             if decision is not None and not (decision.recipe is None and self.same_dtype):
-                self.own[name].add(rows(call._replace(output=self._alone(call))), high)
+                self.own[name].add(rows(call._replace(output=self._alone(call))), high, ROWS)
+            return high
 
-        def match(call: Call) -> None:
-            self.inside[call.key[0]].add(rows(call), reference.pop(call.key, None))
+        def match(call: Call, kept: torch.Tensor | None) -> None:
+            self.inside[call.key[0]].add(rows(call), kept, ROWS)
 
-        with on_calls(self.modules, keep):
-            high = _run(self.exact, batch)
-        with on_calls(self.twins, match):
-            low = _call(self.twin, batch)
-        for name, _ in reference:  # the copy called it less often: an expert that no token was sent to
+        exact = (self.modules, lambda: _run(self.exact, batch))
+        twin = (self.twins, lambda: call(self.twin, batch.inputs))
+        high, low, only_high = run_both(exact, twin, keep, match)
+        for name, _ in only_high:  # the copy called it less often: an expert that no token was sent to
             self.inside[name].comparable = False
         return low, high
 
@@ -255,13 +249,15 @@ class _Layers:
         found = []
         for name, decision in self.decisions.items():
             recipe = "none" if decision.recipe is None else decision.recipe.name
-            own, inside = self.own[name].sqnr_db(), self.inside[name].sqnr_db()
+            own, inside = self.own[name].sqnr_db_or_none, self.inside[name].sqnr_db_or_none
             found.append(LayerResult(name, decision.shape, recipe, decision.reason, own, inside))
         return found
 
     def blocks(self) -> list[BlockResult]:
         """The blocks in the model's order, each with its worst layer's own SQNR."""
         return [
-            BlockResult(name, least(self.own[layer].sqnr_db() for layer in layers), self.inside[name].sqnr_db())
+            BlockResult(
+                name, least(self.own[layer].sqnr_db_or_none for layer in layers), self.inside[name].sqnr_db_or_none
+            )
             for name, layers in self.inner.items()
         ]

@@ -57,27 +57,6 @@ def ratio(sums: Sequence[float], counts: Sequence[int]) -> Estimate | None:
 
 
 @dataclass
-class Noise:
-    """The difference of one tensor between the two runs, over all batches.  comparable: shapes agreed so far."""
-
-    found: Difference = field(default_factory=Difference)
-    calls: int = 0
-    comparable: bool = True
-
-    def add(self, low: torch.Tensor, high: torch.Tensor | None) -> None:
-        """Add the tensor of one call, high None where the model's own run has no such call."""
-        self.calls += 1
-        if high is None or low.shape != high.shape:
-            self.comparable = False
-            return
-        self.found.add(low, high, ROWS)
-
-    def sqnr_db(self) -> float | None:
-        """None where there was nothing to compare."""
-        return self.found.sqnr_db if self.calls and self.comparable else None
-
-
-@dataclass
 class Scores:
     """What the outputs of all batches add up to, in a list for each score with one number a text."""
 
@@ -87,7 +66,7 @@ class Scores:
     same: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     cosines: list[float] = field(default_factory=list)
-    output: Noise = field(default_factory=Noise)
+    output: Difference = field(default_factory=Difference)
 
     def add(self, low: Any, high: Any, batch: Batch) -> None:
         """Add one batch's outputs, of the copy and of the model itself."""
@@ -109,7 +88,7 @@ class Scores:
             pairs = pooled(ours.double(), batch.real), pooled(theirs.double(), batch.real)
             self.cosines += F.cosine_similarity(*pairs, dim=-1).tolist()
             ours, theirs = real_rows(ours, batch.real), real_rows(theirs, batch.real)
-        self.output.add(ours, theirs)
+        self.output.add(ours, theirs, ROWS)
 
     def _agree(self, ours: torch.Tensor, theirs: torch.Tensor, text: torch.Tensor, batch: Batch) -> None:
         """An answer with a NaN in it agrees with none: argmax would name the NaN's place."""

@@ -1,0 +1,41 @@
+"""Classes made at run time, by which one module runs its forward in another precision.
+
+    type(module) = mixed(mixin, kind)       mixin.forward calls super().forward, which is kind's
+
+The module stays the same object: its names, hooks, ties, state_dict and isinstance stay, and its forward keeps the
+signature that callers inspect.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+
+@functools.cache
+def mixed(mixin: type, kind: type[nn.Module]) -> type:
+    """The class `kind` with `mixin` before it."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
+    return type(kind.__name__, (mixin, kind), body)
+
+
+def plain(mixin: type, kind: type) -> type:
+    """The class that a module had before `mixin`."""
+    return kind.__mro__[kind.__mro__.index(mixin) + 1]
+
+
+def reduced(mixin: type, module: Any) -> tuple:
+    """What `__reduce_ex__` of a mixin returns: pickle finds a class by its name, and one made at run time has none."""
+    return _rebuild, (mixin, plain(mixin, type(module))), module.__getstate__()
+
+
+def _rebuild(mixin: type, kind: type[nn.Module]) -> Any:
+    made: Any = mixed(mixin, kind)
+    return made.__new__(made)
