@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_946,
-    "auto": 2_620,
+    "amp": 2_888,
+    "auto": 1_446,
     "autograd": 1_952,
     "bench": 1_659,
     "cli": 1_037,
-    "convert": 1_549,
+    "convert": 1_498,
     "demo": 1_060,
     "distributed": 2_294,
-    "export": 1_314,
+    "export": 1_241,
     "integrations": 199,
     "kernels": 3_454,
-    "nn": 1_319,
+    "nn": 1_277,
     "numerics": 595,
     "ops": 3_115,
-    "report": 2_139,
+    "report": 3_119,
     "scaling": 1_226,
-    "top level": 362,
+    "top level": 364,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -18,8 +18,7 @@ from torch import nn
 from fp8engine._torch import divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan
 from fp8engine.auto.calibration import calibrate
-from fp8engine.auto.flow.record import arguments
-from fp8engine.auto.flow.untouched import untouched
+from fp8engine.auto.untouched import arguments, untouched
 from fp8engine.autograd import Numerics
 from fp8engine.autograd.features import STORED
 from fp8engine.convert import attention as attending
