@@ -1,4 +1,4 @@
-"""`fp8engine bench gemm | quantize | linear | block | model | tune`: benchmarks of this machine, and the tuner.
+"""`fp8engine bench gemm | linear | model`: benchmarks of this machine.
 
 `bench predict` is in predict.py.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -16,13 +15,13 @@ import typer
 from rich.table import Table
 
 from fp8engine import files
-from fp8engine.bench import cases, casts, generate, linear, steps
+from fp8engine.bench import cases, linear, steps
 from fp8engine.bench import gemm as matmuls
-from fp8engine.bench.tune import OPERATIONS, difference, dump, tune
 from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
 from fp8engine.errors import BackendError
 
-HELP = "Measure the matmuls on this machine; tune the kernels on a card; predict without one."
+HELP = "Measure the matmuls, layers and models on this machine; predict without a card."
+MOVED = {"amp": "amp", "block": "block", "quantize": "casts", "tune": "tune"}  # command -> module of benchmarks/
 bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
 
@@ -51,20 +50,6 @@ def gemm(
         tell(result)
 
 
-@bench.command("quantize")
-def quantize(
-    shapes: Annotated[str | None, typer.Option(help="M,K; several joined by semicolons.", show_default="a few")] = None,
-    device: Device = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Every cast there is here: checked bit for bit, then its bytes over its time, beside the machine's copy."""
-    where = _where(device)
-    asked = casts.parse(shapes) if shapes is not None else casts.SHAPES[where.type]
-    _give(casts.casts(asked, where), casts.line, out, as_json)
-
-
 @bench.command("linear")
 def linear_layer(
     shapes: Annotated[
@@ -81,74 +66,32 @@ def linear_layer(
     _give(linear.linear(asked, where), linear.line, out, as_json)
 
 
-@bench.command("amp", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def amp(debug: Debug = False) -> None:
-    """Moved out of the package: it needs a checkout."""
-    raise BackendError("'bench amp' has left the package: run python benchmarks/amp.py in a checkout of the repository")
-
-
-@bench.command("block")
-def block(
-    device: Device = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """A decoder block's forward and backward under every recipe, checked, then timed beside BF16's; bytes saved."""
-    where = _where(device)
-    _give(steps.steps(steps.CASES[where.type], where), steps.line, out, as_json)
-
-
 @bench.command("model")
 def model(
-    writing: Annotated[bool, typer.Option("--generate", help="Write tokens one by one, instead of training.")] = False,
     device: Device = None,
     out: Out = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Models like Llama, BERT and ViT: forward and backward under every recipe, or generation, beside BF16's."""
+    """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
     where = _where(device)
-    if writing:
-        _give(generate.generate(generate.CASES[where.type], where), generate.line, out, as_json)
-    else:
-        _give(steps.steps(steps.MODELS[where.type], where), steps.line, out, as_json)
+    _give(steps.steps(steps.MODELS[where.type], where), steps.line, out, as_json)
 
 
-@bench.command("tune")
-def command(
-    operation: Annotated[
-        list[str] | None,
-        typer.Option("--operation", help=f"May be repeated: {', '.join(OPERATIONS)}.", show_default="all"),
-    ] = None,
-    shapes: Annotated[str, typer.Option(help=LISTS)] = "tune",
-    device: Device = None,
-    replace: Annotated[
-        bool, typer.Option("--write/--dry-run", help="Replace kernels/tuning.json, or only show the difference.")
-    ] = False,
-    limit: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="After it, no further candidates.", show_default="none")
-    ] = math.inf,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Search the kernels' configurations on this card: each verified, then timed; the fastest goes into the table.
+def _moved(name: str, module: str) -> None:
+    """A hidden command that says where it is now."""
 
-    Candidates that are predicted to be fast come first; what is measured decides.
-    """
-    where = _where(device)
-    table, tried = tune(operation, cases.parse(shapes), where, lambda line: typer.echo(line, err=True), limit)
-    from fp8engine.kernels.tuning import TABLE  # optional, and there once `tune` has run
+    def command() -> None:
+        raise BackendError(
+            f"'bench {name}' has left the package: run python -m benchmarks.{module} in a checkout of the repository"
+        )
 
-    new = dump(table)
-    diff = difference(TABLE.read_text(), new)
-    if replace:
-        files.write(TABLE, new)
-    if as_json:
-        print_json({"table": table, "tried": tried, "diff": diff, "written": str(TABLE) if replace else None})
-    else:
-        typer.echo(diff or "nothing changes", nl=not diff)
-        typer.echo(f"written to {TABLE}" if replace else "not written: --write replaces the table", err=True)
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    bench.command(name, hidden=True, context_settings=anything)(command)
+
+
+for _name, _module in MOVED.items():
+    _moved(_name, _module)
 
 
 def _where(name: str | None) -> torch.device:

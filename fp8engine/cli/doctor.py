@@ -22,7 +22,7 @@ from fp8engine.ops import device, matmul, triton_backend
 BROKEN = 1
 NOT_TUNED = (
     "nobody has measured our Triton matmuls on such a card, so torch's scaled matmul is used where it can be; "
-    "'fp8engine bench tune --write' measures them"
+    "'python -m benchmarks.tune --write' in a checkout measures them"
 )
 # Installed versions that work: at least the first, below the second.  As pyproject.toml says.
 NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}

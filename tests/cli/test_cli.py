@@ -254,7 +254,7 @@ def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, no
     monkeypatch.setattr(doctor.triton_backend, "measured", lambda *operation_and_size: ratio)
     found = doctor._card_notes(torch.device("cuda", 0))
     assert len(found) == notes
-    assert all("fp8engine bench tune --write" in note for note in found)
+    assert all("python -m benchmarks.tune --write" in note for note in found)
 
 
 class Small(nn.Module):
