@@ -172,8 +172,10 @@ def saved_bytes(network: nn.Module, step: Callable[[], object]) -> int:
         return x.detach()  # x itself may be the result of the node that saves it, which then is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        step()
-    return sum(sizes.values())
+        made = step()  # held: the address of what is freed could be taken again
+    total = sum(sizes.values())
+    del made
+    return total
 
 
 def _on_card(step: Callable[[int], object], where: torch.device) -> dict[str, int]:
