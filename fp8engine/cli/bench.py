@@ -17,7 +17,7 @@ from rich.table import Table
 from fp8engine import files
 from fp8engine.bench import cases, linear, steps
 from fp8engine.bench import gemm as matmuls
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json
+from fp8engine.cli.shared import Answer, Device, app, command, console, device_name
 from fp8engine.errors import BackendError
 
 HELP = "Measure the matmuls, layers and models on this machine; predict without a card."
@@ -25,57 +25,41 @@ MOVED = {"amp": "amp", "block": "block", "quantize": "casts", "tune": "tune"}  #
 bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
 
-Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")]
 LISTS = f"{', '.join(cases.LISTS)} or M,N,K; several joined by semicolons."
 
 
-@bench.command("gemm")
+@command("gemm", bench)
 def gemm(
     shapes: Annotated[str | None, typer.Option(help=LISTS, show_default="llm on a card, small on a CPU")] = None,
     device: Device = None,
     out: Out = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Every matmul there is here: checked against float64, then timed beside torch's; no ratio for a wrong result."""
     where = _where(device)
     asked = cases.parse(shapes if shapes is not None else "llm" if where.type == "cuda" else "small")
-    result = matmuls.gemm(asked, where)
-    if out is not None:
-        _save(out, result)
-    if as_json:
-        print_json(result)
-    else:
-        tell(result)
+    return _answer(matmuls.gemm(asked, where), tell, out)
 
 
-@bench.command("linear")
+@command("linear", bench)
 def linear_layer(
     shapes: Annotated[
         str | None, typer.Option(help="M,N,K; several joined by semicolons.", show_default="a few")
     ] = None,
     device: Device = None,
     out: Out = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """A Linear's forward and backward under every recipe, checked, then timed beside nn.Linear in BF16."""
     where = _where(device)
     asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
-    _give(linear.linear(asked, where), linear.line, out, as_json)
+    return _answer(linear.linear(asked, where), lambda result: _tell_lines(result, linear.line), out)
 
 
-@bench.command("model")
-def model(
-    device: Device = None,
-    out: Out = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+@command("model", bench)
+def model(device: Device = None, out: Out = None) -> Answer:
     """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
     where = _where(device)
-    _give(steps.steps(steps.MODELS[where.type], where), steps.line, out, as_json)
+    return _answer(steps.steps(steps.MODELS[where.type], where), lambda result: _tell_lines(result, steps.line), out)
 
 
 def _moved(name: str, module: str) -> None:
@@ -97,7 +81,7 @@ for _name, _module in MOVED.items():
 def _where(name: str | None) -> torch.device:
     """The device meant.  Raises BackendError for one that is not there."""
     try:
-        where = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = torch.device(device_name(name))
     except RuntimeError:
         raise BackendError(f"no device {name!r}; want cpu, cuda or cuda:1") from None
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
@@ -105,24 +89,22 @@ def _where(name: str | None) -> torch.device:
     return where
 
 
-def _give(result: dict, line: Callable[[dict], str], out: Path | None, as_json: bool) -> None:
-    """Print a result as JSON or a line a row; `out` gets it as JSON."""
+def _answer(result: dict, tell: Callable[[dict], None], out: Path | None) -> Answer:
+    """A result for --json and for a person; `out` gets it as JSON."""
     if out is not None:
-        _save(out, result)
-    if as_json:
-        print_json(result)
-        return
+        try:
+            files.write(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise BackendError(f"cannot write {out}: {error.strerror}") from None
+    return Answer(result, lambda: tell(result))
+
+
+def _tell_lines(result: dict, line: Callable[[dict], str]) -> None:
+    """Print the machine, and a line a row."""
     about = result["machine"]
     typer.echo(f"{about['card'] or about['cpu']}, torch {about['torch']}: {result['what']}")
     for row in result["rows"]:
         typer.echo(line(row))
-
-
-def _save(path: Path, result: dict) -> None:
-    try:
-        files.write(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise BackendError(f"cannot write {path}: {error.strerror}") from None
 
 
 def tell(result: dict) -> None:

@@ -11,9 +11,8 @@ import platform
 import re
 
 import torch
-import typer
 
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
+from fp8engine.cli.shared import Answer, command, console, say, table
 from fp8engine.nn import Linear
 from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
@@ -30,16 +29,11 @@ OPTIONAL = {"transformers": "hf", "matplotlib": "report", "scikit-learn": "examp
 FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
 
 
-@app.command("doctor")
-def command(as_json: AsJson = False, debug: Debug = False) -> None:
+@command("doctor")
+def run() -> Answer:
     """Check this machine: versions, cards, what runs where, what is emulated and why."""
     found = examine()
-    if as_json:
-        print_json(found)
-    else:
-        _tell(found)
-    if found["problems"]:
-        raise typer.Exit(BROKEN)
+    return Answer(found, lambda: _tell(found), BROKEN if found["problems"] else 0)
 
 
 def examine() -> dict:

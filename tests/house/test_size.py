@@ -78,7 +78,7 @@ def _parameters(node: ast.AST, prefix: str, in_class: bool) -> Iterator[tuple[st
                 count = len(named) + (arguments.vararg is not None) + (arguments.kwarg is not None)
                 if in_class and named and named[0].arg in ("self", "cls", "ctx"):
                     count -= 1
-                commands = ("app.command(", "bench.command(")  # `fp8engine X`, `fp8engine bench X`
+                commands = ("app.command(", "command(")  # in a script, in fp8engine/cli
                 if not any(ast.unparse(decorator).startswith(commands) for decorator in child.decorator_list):
                     yield prefix + child.name, count
                 yield from _parameters(child, f"{prefix}{child.name}.", in_class=False)
