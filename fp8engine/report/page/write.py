@@ -12,9 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
-from typing import Protocol
-
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from typing import TYPE_CHECKING, Protocol
 
 from fp8engine import files
 from fp8engine.auto.flow import Flow
@@ -26,6 +24,9 @@ from fp8engine.report.page.decided import decisions
 from fp8engine.report.page.svg import colour, format_map, loss_curve, row_height
 from fp8engine.report.page.words import WORDS, explained
 from fp8engine.scaling.table import ROLES
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 class Drawn(Protocol):
@@ -73,6 +74,8 @@ def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = Non
 @functools.cache
 def _template() -> Template:
     """page.html.  What it is given is escaped, but for the drawings, numbers, style and script of this package."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined  # torch brings it; few programs write a page
+
     made = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
