@@ -16,7 +16,7 @@ so whoever takes a kernel from 1.0 on takes only what was measured faster at eve
 matmul (padded where it must be), torch's 16-bit matmul for matmul_fp16; for matmul_block the emulated matmul where
 torch's scaled matmul has no scales in blocks.
 
-    python -m benchmarks.tune [--operation NAME] [--shapes tune] [--device cuda:0] [--write] [--limit SECONDS] [--json]
+    python -m benchmarks.tune [--operation NAME] [--shapes tune] [--write] [--limit SECONDS] [--json]
 """
 
 from __future__ import annotations
@@ -342,16 +342,13 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--operation", action="append", help=f"may be repeated: {', '.join(OPERATIONS)}; default: all")
     options.add_argument("--shapes", default="tune", help="names of lists, or M,N,K; several joined by semicolons")
-    options.add_argument("--device", type=torch.device, default=WHERE, help="as torch names it")
     options.add_argument("--write", action="store_true", help="replace kernels/tuning.json; else only the difference")
     options.add_argument("--limit", type=float, default=math.inf, help="seconds; after it, no further candidates")
     options.add_argument("--json", action="store_true", help="print the table, all that was tried and the difference")
     asked = options.parse_args()
     try:
         shapes = parse(asked.shapes)
-        table, tried = tune(
-            asked.operation, shapes, asked.device, lambda line: print(line, file=sys.stderr), asked.limit
-        )
+        table, tried = tune(asked.operation, shapes, WHERE, lambda line: print(line, file=sys.stderr), asked.limit)
     except Fp8EngineError as error:
         options.error(str(error))
     new, path = dump(table), tuning.TABLE
@@ -362,7 +359,7 @@ def main() -> None:
         told = {"table": table, "tried": tried, "diff": diff, "written": str(path) if asked.write else None}
         print(json.dumps(told, indent=1, allow_nan=False))
     else:
-        print(diff or "nothing changes")
+        print(diff or "nothing changes\n", end="")
         print(f"written to {path}" if asked.write else "not written: --write replaces the table", file=sys.stderr)
 
 

@@ -65,13 +65,13 @@ def model(device: Device = None, out: Out = None) -> Answer:
 def _moved(name: str, module: str) -> None:
     """A hidden command that says where it is now."""
 
-    def command() -> None:
+    def elsewhere() -> None:
         raise BackendError(
             f"'bench {name}' has left the package: run python -m benchmarks.{module} in a checkout of the repository"
         )
 
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    bench.command(name, hidden=True, context_settings=anything)(command)
+    bench.command(name, hidden=True, context_settings=anything)(elsewhere)
 
 
 for _name, _module in MOVED.items():

@@ -323,7 +323,8 @@ def test_only_write_writes_the_table(option: str | None, tmp_path, monkeypatch: 
 
 
 def test_the_script_refuses_in_one_line_without_a_card(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tune", "--device", "cpu"])
+    monkeypatch.setattr(tune, "WHERE", CPU)
+    monkeypatch.setattr(sys, "argv", ["tune"])
     with pytest.raises(SystemExit) as stopped:
         tune.main()
     assert stopped.value.code == 2
