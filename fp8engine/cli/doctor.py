@@ -6,12 +6,12 @@ needed works, 1 when something is broken; what is merely absent (a GPU, an extra
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 
 import torch
 
+from fp8engine.bench.harness import version
 from fp8engine.cli.shared import Answer, command, console, say, table
 from fp8engine.nn import Linear
 from fp8engine.numerics.formats import word
@@ -39,7 +39,7 @@ def run() -> Answer:
 def examine() -> dict:
     """All findings as plain values; "problems" is empty where everything needed works."""
     problems, notes = [], []
-    versions = {name: _installed(name) for name in (*NEEDED, *OPTIONAL)}
+    versions = {name: version(name) for name in (*NEEDED, *OPTIONAL)}
     for name in NEEDED:
         problems += _version_problems(name, versions[name])
     for name, extra in OPTIONAL.items():
@@ -69,20 +69,13 @@ def examine() -> dict:
     }
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _version_problems(name: str, installed: str | None) -> list[str]:
     lowest, beyond = NEEDED[name]
     needed = f">={_dotted(lowest)}" + (f",<{_dotted(beyond)}" if beyond else "")
     if installed is None:
         return [] if name == "triton" else [f"{name} is not installed; needed: {name}{needed}"]
-    version = tuple(map(int, re.findall(r"\d+", installed)[:2]))
-    if version < lowest or (beyond and version >= beyond):
+    numbers = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+    if numbers < lowest or (beyond and numbers >= beyond):
         return [f"{name} {installed} is installed; needed: {name}{needed} (pip install '{name}{needed}')"]
     return []
 

@@ -287,7 +287,7 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
         "nvidia-smi",
         "git",
     )
-    assert harness._version("no-such-package") is None
+    assert harness.version("no-such-package") is None
 
 
 def test_a_program_that_is_not_there_says_nothing():
