@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fp8engine.demo import config as disk
 from fp8engine.demo.report import Result, Summary
-from fp8engine.report.page.svg import smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,9 +81,9 @@ def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
     last = max(result.steps for result in results)
     for result in results:
         plain = result.recipe == "fp32"
-        line = smooth(result.curve.losses)
+        smooth = _smooth(result.curve.losses)
         colour = COLOURS.get(result.recipe, INK)
-        panel.plot(range(1, len(line) + 1), line, color=colour, linewidth=2.4 if plain else 1.1)
+        panel.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.4 if plain else 1.1)
     panel.axhline(pairs, color="#9aa3ad", linewidth=1, linestyle=(0, (4, 3)))
     told = f"a table of byte pairs: {pairs:.2f}"
     panel.annotate(told, (last, pairs), xytext=(-2, 4), textcoords="offset points", ha="right", color=DIM, fontsize=8.5)
@@ -112,7 +111,7 @@ def _difference(panel: Axes, results: list[Result]) -> None:
             continue
         colour = COLOURS.get(result.recipe, INK)
         pairs = zip(result.curve.losses, base.losses, strict=False)  # one of both may have been stopped
-        far = smooth([100 * (loss / other - 1) for loss, other in pairs], reach=40)
+        far = _smooth([100 * (loss / other - 1) for loss, other in pairs], keep=0.97)
         dots = [
             (step, 100 * (loss / validation[step] - 1))
             for step, loss in result.curve.validation
@@ -142,3 +141,12 @@ def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -
 def _finite(values: Iterable[float]) -> list[float]:
     """Without the NaN and Inf of a diverged run."""
     return [value for value in values if math.isfinite(value)]
+
+
+def _smooth(losses: list[float], keep: float = 0.9) -> list[float]:
+    """An exponential average that starts at the first value."""
+    smooth, last = [], losses[0]
+    for loss in losses:
+        last = keep * last + (1 - keep) * loss
+        smooth.append(last)
+    return smooth

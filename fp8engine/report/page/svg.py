@@ -65,7 +65,7 @@ def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> str:
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
         return '<p class="quiet">No loss was finite.</p>'
-    line = smooth(losses)
+    smooth = _smooth(losses)
     low, high = min(finite), max(finite)
     room = 0.06 * (high - low) or max(abs(high), 1.0) * 0.05
     low, high = low - room, high + room
@@ -84,7 +84,7 @@ def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> str:
                 f'<path class="mark" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(label)}</title></path>'
             )
     parts.append(f'<path class="raw" d="{_line(losses, x, y)}"/>')
-    parts.append(f'<path class="smooth" d="{_line(line, x, y)}"/>')
+    parts.append(f'<path class="smooth" d="{_line(smooth, x, y)}"/>')
     label = f"Loss over {len(losses)} steps: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
     return (
         f'<svg class="loss" role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {HEIGHT}">'
@@ -132,11 +132,11 @@ def _line(values: Sequence[float], x, y) -> str:
     return "".join(path)
 
 
-def smooth(losses: Sequence[float], reach: int = 10) -> list[float]:
+def _smooth(losses: Sequence[float], reach: int = 10) -> list[float]:
     """Means of up to `reach` finite neighbours on either side, as many on both: the ends stay where they are."""
-    found = []
+    smooth = []
     for i, loss in enumerate(losses):
         side = min(reach, i, len(losses) - 1 - i)
         near = [value for value in losses[i - side : i + side + 1] if math.isfinite(value)]
-        found.append(sum(near) / len(near) if math.isfinite(loss) else math.nan)
-    return found
+        smooth.append(sum(near) / len(near) if math.isfinite(loss) else math.nan)
+    return smooth
