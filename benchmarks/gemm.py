@@ -3,16 +3,34 @@
 On a card: torch in 16 bits, torch's scaled matmul and our Triton kernels.  On a CPU, where FP8 is emulated: torch and
 the reference.  Variants and checks: fp8engine/bench/gemm.py and cases.py.  Needs torch, from a bare checkout too.
 
-    python benchmarks/gemm.py [--shapes llm|square|M,N,K;...] [--turns 30] [--json]
+    python -m benchmarks.gemm [--shapes llm|square|M,N,K;...] [--turns 30] [--json]
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
-from common import WHERE, parser, save
+from benchmarks.common import WHERE, parser, save
+from fp8engine.bench import cases, gemm, harness
 
-from fp8engine.bench import cases, gemm
+HEADINGS = f"{'':40s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>9s} {'of max':>7s} {'x same':>7s} {'x 16 bits':>9s}"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row as plain text, under HEADINGS; no number but the error for a wrong one."""
+    ratios = {key: "" if row.get(key) is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits")}
+    return harness.line(
+        f"{row['name']:26s} {'x'.join(map(str, row['shape'])):13s}",
+        {**row, **ratios},
+        ("ms", "{:9.3f}"),
+        ("spread", " {:7.0%}"),
+        ("tflops", " {:9.4g}"),
+        ("of_16_bit_rate", " {:7.0%}"),
+        ("over_peer", " {:>7s}"),
+        ("over_16_bits", " {:>9s}"),
+    )
 
 
 def show(result: dict) -> None:
@@ -21,9 +39,9 @@ def show(result: dict) -> None:
     print(f"{m['card'] or m['cpu']}, {m['threads']} threads, torch {m['torch']}, commit {m['commit']}, {m['date']}")
     print(result["what"])
     print(f"limits: {most['matmul_16_bits_tflops']:.3g} TFLOP/s in 16 bits, {most['copy_gb_per_s']:.4g} GB/s copied")
-    print(f"\n{gemm.HEADINGS}")
+    print(f"\n{HEADINGS}")
     for row in result["rows"]:
-        print(gemm.line(row))
+        print(line(row))
     print("\nspeed over torch's, geometric mean and least over the shapes")
     for name, found in result["summary"].items():
         if name == "best_tflops":

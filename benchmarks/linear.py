@@ -1,6 +1,6 @@
 """A Linear's forward and backward under every recipe, checked against float64, then timed beside nn.Linear in BF16.
 
-    python benchmarks/linear.py [--shapes M,N,K;M,N,K]
+    python -m benchmarks.linear [--shapes M,N,K;M,N,K]
 
 Cases, variants and checks: fp8engine/bench/linear.py.  Needs torch, from a bare checkout too; torchao joins where it
 is.
@@ -8,8 +8,7 @@ is.
 
 from __future__ import annotations
 
-from common import WHERE, parser, save, show
-
+from benchmarks.common import WHERE, parser, save, show
 from fp8engine.bench import cases, linear
 
 

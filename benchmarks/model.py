@@ -1,15 +1,15 @@
 """Models like Llama, BERT and ViT under every recipe, forward, backward and generation, timed beside BF16's.
 
-    python benchmarks/model.py
+    python -m benchmarks.model
 
-Cases, variants and checks: fp8engine/bench/steps.py and generate.py.  Needs torch, from a bare checkout too.
+Cases, variants and checks: fp8engine/bench/steps.py and benchmarks/generate.py.  Needs torch, from a bare checkout too.
 """
 
 from __future__ import annotations
 
-from common import WHERE, parser, save, show
-
-from fp8engine.bench import generate, steps
+from benchmarks import generate
+from benchmarks.common import WHERE, parser, save, show
+from fp8engine.bench import steps
 
 
 def main() -> None:

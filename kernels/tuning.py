@@ -1,4 +1,4 @@
-"""The tuning table of the matmuls: committed configurations, read by `pick`, rewritten by `fp8engine bench tune`.
+"""The tuning table of the matmuls: committed configurations, read by `pick`, rewritten by `python -m benchmarks.tune`.
 
     tuning.json   {operation: {architecture: {shape class: configuration}}}
 

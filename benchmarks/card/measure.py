@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import checks
+from benchmarks import block, casts, checks, experts, generate, peers
+from benchmarks.card.gluon import gluon_variants
 from benchmarks.card.plan import CHUNKS
 from benchmarks.card.records import Sink
 from benchmarks.checks import smoke
-from fp8engine.bench import cases, casts, experts, gemm, generate, harness, linear, peers, steps
+from fp8engine.bench import cases, gemm, harness, linear, steps
 from fp8engine.bench.harness import Limits, Timer
 from fp8engine.ops import device, triton_backend
 
@@ -172,7 +173,7 @@ def run_compiled(group: Group) -> None:
     names = (steps.BASE, steps.COMPILED, "torchao tensorwise, compiled", "layer current, compiled")
     blocks = {name: way for name, way in steps.variants(group.where, compiled=True).items() if name in names}
     group.each(
-        steps.CASES["cuda"][:1],
+        block.CASES["cuda"][:1],
         lambda it: group.sink.rows("steps", steps.compare(it, group.where, blocks, timer)),
         lambda it: f"compiled block {it[1]}",
     )
@@ -193,7 +194,7 @@ def run_gluon(group: Group) -> None:
         group.sink.write("note", text="not measured: the Gluon kernel is written for sm_90")
         return
     group.checks((name, one) for name, one in checks.card_checks(group.where) if "gluon" in name)
-    ways, timer = gemm.gluon_variants(), group.timer(30)
+    ways, timer = gluon_variants(), group.timer(30)
     limits = _limits(group, timer)
 
     def one(shape: cases.Shape) -> None:
@@ -239,7 +240,7 @@ WORK: dict[str, Callable[[Group], None]] = {
     "casts": run_casts,
     "experts": run_experts,
     "linear": run_linear,
-    "block": lambda group: run_steps(group, steps.CASES["cuda"]),
+    "block": lambda group: run_steps(group, block.CASES["cuda"]),
     "host": run_host,
     "compiled": run_compiled,
     "few": lambda group: run_gemm(group, by_value((*cases.FEW_TOKENS, *cases.SQUARE))),

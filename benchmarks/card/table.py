@@ -92,7 +92,8 @@ def _failures(every: list[Record], plan: Sequence[Group]) -> list[str]:
 
 def _benches() -> dict[str, tuple[str, Callable[[Record], str]]]:
     """Heading and line of each benchmark, in the order of the table."""
-    from fp8engine.bench import casts, experts, gemm, generate, linear, peers, steps
+    from benchmarks import casts, experts, gemm, generate, peers
+    from fp8engine.bench import linear, steps
 
     return {
         "gemm": (f"matmuls\n{gemm.HEADINGS}", gemm.line),

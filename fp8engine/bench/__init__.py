@@ -1,13 +1,13 @@
-"""Measurements of a machine that a user runs: matmuls, casts, layers and models, beside torch's and its own limits.
+"""Measurements of a machine that a user runs: matmuls, layers and models, beside torch's and its own limits.
 
 | file | what it holds |
 | --- | --- |
 | timing.py | clocks, and timing of calls in turns |
 | harness.py | checked first, then timed: rows, ratios, limits of the machine, text |
 | cases.py, networks.py | what is measured: shapes and operands; blocks and models |
-| gemm.py, casts.py, linear.py, steps.py, generate.py | one benchmark each: its cases, its variants, its check |
-| tune.py | search for the fastest configuration of each kernel |
+| gemm.py, linear.py, steps.py | one benchmark each: its cases, its variants, its check |
 | predict.py | predicted times of a model's linear layers, without a card |
 
-Needs torch and nothing else; Triton where there is a card for it.
+Needs torch and nothing else; Triton where there is a card for it.  Casts, experts, generation and the tuner are in
+benchmarks/, and need a checkout.
 """

@@ -118,44 +118,6 @@ def _triton_fp8(peers: Mapping[str, Variant]) -> dict[str, Variant]:
     return found
 
 
-def gluon_variants() -> dict[str, Variant]:
-    """The warp-specialised kernels beside the Triton ones that they are variants of, and torch's; sm_90 alone."""
-    config = importlib.import_module("fp8engine.kernels.tuning").Config
-    end, tile = Epilogue(None, torch.bfloat16), config(128, 128, 128)
-    wide, scaled = config(128, 256, 128, parts=2), tile._replace(stages=5, parts=2, kernel="gluon")
-    found = {
-        BASE: Variant("bf16", _plain),
-        "torch fp8 tensor fast": Variant("tensor", _torch_scaled(True), FAST),
-        "torch fp8 tensor promoted": Variant("tensor", _torch_scaled(False), PROMOTED),
-    }
-    ways: dict[str, tuple[str, float, Any, Any]] = {
-        "tensor fast": (
-            "tensor",
-            FAST,
-            lambda pair: kernel("matmul_fp8")(pair.a, pair.b, end, False, wide),
-            lambda pair: kernel("matmul_gluon")(pair.a, pair.b, end, wide),
-        ),
-        "tensor promoted": (
-            "tensor",
-            PROMOTED,
-            lambda pair: kernel("matmul_fp8")(pair.a, pair.b, end, True, tile),
-            lambda pair: kernel("matmul_gluon_scaled")(pair.a, pair.b, end, scaled),
-        ),
-    }
-    for kind in _BLOCKS:
-        ways[kind] = (
-            kind,
-            PROMOTED,
-            lambda pair: kernel("matmul_block")(pair.a, pair.b, end, tile),
-            lambda pair: kernel("matmul_gluon_scaled")(pair.a, pair.b, end, scaled),
-        )
-    for name, (kind, sums, triton, gluon) in ways.items():
-        peer = f"torch fp8 {name}" if kind == "tensor" else None
-        found[f"triton fp8 {name}"] = Variant(kind, triton, sums, peer)
-        found[f"gluon fp8 {name}"] = Variant(kind, gluon, sums, peer or f"triton fp8 {name}")
-    return found
-
-
 _PER, _BLOCKS = ("tensor", "row"), ("block", "block by block")
 
 
@@ -285,30 +247,6 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "shapes": len(ratios),
         "note": f"wrong at {wrong} of {len(rows)} shapes" if wrong else None if valid else harness.NOT_MEASURED,
     }
-
-
-def limits_of(result: Mapping[str, Any]) -> Limits:
-    """The limits that a result was held against, to hold another against the same."""
-    found = result["limits"]
-    return Limits(found["matmul_16_bits_tflops"] * 1e12, found["copy_gb_per_s"] * 1e9)
-
-
-HEADINGS = f"{'':40s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>9s} {'of max':>7s} {'x same':>7s} {'x 16 bits':>9s}"
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row as plain text, under HEADINGS; no number but the error for a wrong one."""
-    ratios = {key: "" if row.get(key) is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits")}
-    return harness.line(
-        f"{row['name']:26s} {'x'.join(map(str, row['shape'])):13s}",
-        {**row, **ratios},
-        ("ms", "{:9.3f}"),
-        ("spread", " {:7.0%}"),
-        ("tflops", " {:9.4g}"),
-        ("of_16_bit_rate", " {:7.0%}"),
-        ("over_peer", " {:>7s}"),
-        ("over_16_bits", " {:>9s}"),
-    )
 
 
 def _what(where: torch.device, ways: Mapping[str, Variant]) -> str:

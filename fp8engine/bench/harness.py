@@ -157,7 +157,7 @@ def machine(where: torch.device) -> dict[str, Any]:
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"),
@@ -171,7 +171,8 @@ def _cpu() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

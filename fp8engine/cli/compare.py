@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
-from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
+from fp8engine.cli.shared import Answer, Device, Model, command, console, device_name, say, say_files
 from fp8engine.demo import config as disk
 from fp8engine.numerics.recipe import RECIPES, Auto, resolve
 from fp8engine.report.compare import Comparison, batches, compare_recipes, picture, pieces, show
@@ -17,9 +17,9 @@ from fp8engine.report.compare import Comparison, batches, compare_recipes, pictu
 NOISE = "bf16"  # always the first row: the error that 16 bits have already
 
 
-@app.command("compare")
-def command(
-    target: Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)],
+@command("compare")
+def run(
+    target: Model,
     recipe: Annotated[
         list[str] | None,
         typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default="auto"),
@@ -34,9 +34,7 @@ def command(
     length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,
     device: Device = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where JSON and picture go.")] = Path("report"),
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Compare a model in bf16 and under FP8 with itself in fp32: loss, top-1 agreement, embeddings, SQNR by layer."""
     recipes = [resolve(name) for name in dict.fromkeys([NOISE, *(recipe or ["auto"])])]
     chosen = pieces(read_text(text), texts)
@@ -60,10 +58,7 @@ def command(
     content = {"target": target, "text": str(text or "Python's manual (pydoc_data.topics)"), "notes": notes}
     content |= found.to_dict()
     written = _write(out, found, content)
-    if as_json:
-        print_json(content | {"files": [str(path) for path in written]})
-    else:
-        _tell(found, notes, written)
+    return Answer(content | {"files": [str(path) for path in written]}, lambda: _tell(found, notes, written))
 
 
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:

@@ -6,14 +6,13 @@ needed works, 1 when something is broken; what is merely absent (a GPU, an extra
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 
 import torch
-import typer
 
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
+from fp8engine.bench.harness import version
+from fp8engine.cli.shared import Answer, command, console, say, table
 from fp8engine.nn import Linear
 from fp8engine.numerics.formats import word
 from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
@@ -22,7 +21,7 @@ from fp8engine.ops import device, matmul, triton_backend
 BROKEN = 1
 NOT_TUNED = (
     "nobody has measured our Triton matmuls on such a card, so torch's scaled matmul is used where it can be; "
-    "'fp8engine bench tune --write' measures them"
+    "'python -m benchmarks.tune --write' in a checkout measures them"
 )
 # Installed versions that work: at least the first, below the second.  As pyproject.toml says.
 NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}
@@ -30,22 +29,17 @@ OPTIONAL = {"transformers": "hf", "matplotlib": "report", "scikit-learn": "examp
 FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
 
 
-@app.command("doctor")
-def command(as_json: AsJson = False, debug: Debug = False) -> None:
+@command("doctor")
+def run() -> Answer:
     """Check this machine: versions, cards, what runs where, what is emulated and why."""
     found = examine()
-    if as_json:
-        print_json(found)
-    else:
-        _tell(found)
-    if found["problems"]:
-        raise typer.Exit(BROKEN)
+    return Answer(found, lambda: _tell(found), BROKEN if found["problems"] else 0)
 
 
 def examine() -> dict:
     """All findings as plain values; "problems" is empty where everything needed works."""
     problems, notes = [], []
-    versions = {name: _installed(name) for name in (*NEEDED, *OPTIONAL)}
+    versions = {name: version(name) for name in (*NEEDED, *OPTIONAL)}
     for name in NEEDED:
         problems += _version_problems(name, versions[name])
     for name, extra in OPTIONAL.items():
@@ -75,20 +69,13 @@ def examine() -> dict:
     }
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _version_problems(name: str, installed: str | None) -> list[str]:
     lowest, beyond = NEEDED[name]
     needed = f">={_dotted(lowest)}" + (f",<{_dotted(beyond)}" if beyond else "")
     if installed is None:
         return [] if name == "triton" else [f"{name} is not installed; needed: {name}{needed}"]
-    version = tuple(map(int, re.findall(r"\d+", installed)[:2]))
-    if version < lowest or (beyond and version >= beyond):
+    numbers = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+    if numbers < lowest or (beyond and numbers >= beyond):
         return [f"{name} {installed} is installed; needed: {name}{needed} (pip install '{name}{needed}')"]
     return []
 

@@ -13,7 +13,7 @@ import typer
 from safetensors import SafetensorError
 
 from fp8engine.cli.models import load_weights, quiet, read_text, token_ids, tokens_of
-from fp8engine.cli.shared import All, AsJson, Debug, Skip, app, console, match_skips, print_json, say, say_columns
+from fp8engine.cli.shared import All, Answer, Skip, command, console, match_skips, say, say_columns
 from fp8engine.convert.select import linear_layers
 from fp8engine.convert.swap import convert
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
@@ -29,8 +29,8 @@ SIZE = r" *\d+(\.\d*)? *[KMGT]B *"
 TEXTS, LENGTH = 64, 128  # paragraphs that auto decides from, and most tokens of each, as in `fp8engine compare`
 
 
-@app.command("export")
-def command(
+@command("export")
+def run(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; new or empty.", show_default=False)],
     recipe: Annotated[
@@ -48,9 +48,7 @@ def command(
         str | None, typer.Option(metavar="FOLDER|bytes", help="For --text.", show_default="in the model's folder")
     ] = None,
     every: All = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Write a model's linear weights in FP8; say what was written, what was left and why."""
     if dtype not in DTYPES:
         raise UnknownName("dtype", dtype, DTYPES)
@@ -92,10 +90,7 @@ def command(
         except (OSError, SafetensorError) as error:  # no permission, no space
             raise ConversionError(f"cannot write {out}: {error}; nothing was written") from error
     report = replace(report, notes=[*notes, *report.notes])
-    if as_json:
-        print_json(report.to_dict())
-    else:
-        _tell(report, every)
+    return Answer(report.to_dict(), lambda: _tell(report, every))
 
 
 def _tell(report: ExportReport, every: bool) -> None:

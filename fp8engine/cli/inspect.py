@@ -12,7 +12,7 @@ import typer
 from torch import nn
 
 from fp8engine.cli.models import load_structure
-from fp8engine.cli.shared import All, AsJson, Debug, Skip, app, console, match_skips, print_json, say, say_columns
+from fp8engine.cli.shared import All, Answer, Model, Skip, command, console, match_skips, say, say_columns
 from fp8engine.convert.select import Decision, experts_run
 from fp8engine.convert.swap import plan
 from fp8engine.errors import ConversionError, InvalidRecipe
@@ -20,31 +20,31 @@ from fp8engine.nn.grouped import GroupedLinear
 from fp8engine.report.folded import groups, shape_of
 
 
-@app.command("inspect")
-def command(
-    target: Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)],
+@command("inspect")
+def run(
+    target: Model,
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="For every layer that can.")] = "auto",
     skip: Skip = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="GLOB=RECIPE", help="Another recipe for some; repeatable.")
     ] = None,
     every: All = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Show what would be converted, what would be left alone, and why."""
     model = load_structure(target)
     decisions = _skipping(plan(model, recipe, overrides=dict(map(_pair, override or []))), skip or [])
     if not decisions:
         raise ConversionError(f"{target}: {type(model).__name__} has no linear layers")
     content = describe(model, decisions)
-    if as_json:
-        print_json({"model": target, "class": type(model).__name__, **content})
-        return
+    kind = type(model).__name__
+    return Answer({"model": target, "class": kind, **content}, lambda: _tell(f"{kind} under {recipe}", content, every))
+
+
+def _tell(title: str, content: dict, every: bool) -> None:
     totals = content["totals"]
     say(
         console(),
-        f"{type(model).__name__} under {recipe}: {totals['in_fp8']} of {totals['layers']} linear layers would be in "
+        f"{title}: {totals['in_fp8']} of {totals['layers']} linear layers would be in "
         f"FP8, {totals['fp8_flops_share']:.1%} of all their FLOPs",
     )
     converted = [["layer", "kind", "shape", "FLOPs", "recipe", "why"]]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 
 from fp8engine.cli.models import LLAMAS, load_sizes
-from fp8engine.cli.shared import AsJson, Debug, app, console, print_json, say, table
+from fp8engine.cli.shared import Answer, command, console, say, table
 from fp8engine.distributed import plan
 
 NAMES = ", ".join(LLAMAS)
 
 
-@app.command("plan")
-def command(
+@command("plan")
+def run(
     target: Annotated[
         str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {NAMES}.", show_default=False)
     ],
@@ -28,18 +29,17 @@ def command(
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute each block again in backward, and keep its input alone.")
     ] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Plan a training step on many cards: what each sends and holds, and the predicted time."""
     made = plan(load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence, checkpointing=checkpointing)
     found = made.to_dict()
-    if as_json:
-        print_json({"model": target, **found})
-        return
+    return Answer({"model": target, **found}, lambda: _tell(target, found, made.verdict()))
+
+
+def _tell(target: str, found: dict, verdict: Iterable[str]) -> None:
     screen = console()
-    size = f"{found['parameters'] / 1e9:.2f} B parameters, {ranks} ranks, {tokens} tokens a rank, {found['recipe']}"
-    say(screen, f"{target}: {size}")
+    size = f"{found['parameters'] / 1e9:.2f} B parameters, {found['ranks']} ranks, {found['tokens']} tokens a rank"
+    say(screen, f"{target}: {size}, {found['recipe']}")
     _show_sizes(screen, "sent by a rank in a step, GB", _sent(found["traffic"]))
     _show_sizes(screen, "held by a rank, GB", found["memory"])
     times = table("predicted seconds of a step", ("cluster", "", "compute", "communication", "step", "hides from"))
@@ -48,9 +48,9 @@ def command(
             cells = (f"{seconds[key]:.3f}" for key in ("compute", "communication", "step"))
             times.add_row(cluster, way, *cells, f"{seconds['hidden_from_tokens']} tokens a card")
     screen.print(times)
-    say(screen, *made.verdict())
-    if tp > 1:
-        say(screen, f"tensor parallel over {tp}: {found['tensor_parallel']}")
+    say(screen, *verdict)
+    if found["tp"] > 1:
+        say(screen, f"tensor parallel over {found['tp']}: {found['tensor_parallel']}")
     run = " and ".join(map(str, found["blocks_run"]))
     say(screen, f"bytes: exact, of {run} blocks run, for {found['blocks']}; times: predicted; docs/plan.md")
 

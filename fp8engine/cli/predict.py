@@ -9,15 +9,15 @@ import typer
 from fp8engine.bench import cases, predict
 from fp8engine.cli.bench import bench
 from fp8engine.cli.models import LLAMAS, load_sizes
-from fp8engine.cli.shared import AsJson, Debug, console, print_json, say, table
+from fp8engine.cli.shared import Answer, command, console, say, table
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.cards import CARDS, card_named
 
 ERROR = "the model's median error against published measurements is 8 %, the largest 50 % (docs/performance.md)"
 
 
-@bench.command("predict")
-def command(
+@command("predict", bench)
+def run(
     target: Annotated[
         str,
         typer.Argument(
@@ -28,9 +28,7 @@ def command(
     ],
     card: Annotated[str, typer.Option(help=f"{', '.join(CARDS)}.")] = "h100-sxm",
     tokens: Annotated[int, typer.Option(min=1, help="Of a step, for a model.")] = 8192,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Predict the time of linear layers in BF16 and under each recipe; nothing is measured, and no card is needed."""
     on = card_named(card)
     if "," in target:
@@ -40,11 +38,12 @@ def command(
         found = predict.of_shape(shapes[0], on)
     else:
         found = predict.of_model(load_sizes(target), tokens, on)
-    if as_json:
-        print_json({"target": target, **found})
-        return
+    return Answer({"target": target, **found}, lambda: _tell(f"{target} on {on.title}", found))
+
+
+def _tell(title: str, found: dict[str, Any]) -> None:
     screen = console()
-    say(screen, f"{target} on {on.title}: PREDICTED times of a training step, nothing was measured; casts are included")
+    say(screen, f"{title}: PREDICTED times of a training step, nothing was measured; casts are included")
     screen.print(_layers(found))
     if len(found["rows"]) == 1 and found["rows"][0]["recipes"]:
         screen.print(_matmuls(found["rows"][0]["recipes"]))

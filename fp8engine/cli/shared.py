@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+import inspect
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -18,15 +20,18 @@ from fp8engine.errors import Fp8EngineError, UnknownName
 from fp8engine.report.columns import columns, terminal_width
 
 IMPOSSIBLE = 2  # exit code, as for a wrong option
-DEBUG = "fp8engine.debug"
+DEBUG, JSON = "fp8engine.debug", "fp8engine.as_json"  # in a context's meta
 
 
-def _keep(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[DEBUG] = value  # meta is shared with the parent context
+def _keep(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:
+    ctx.meta[f"fp8engine.{param.name}"] = value  # meta is shared with the parent context
     return value
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines on standard output, nothing else.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", callback=_keep, help="Print JSON for machines on standard output, nothing else.")
+]
+Model = Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
 Skip = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")]
 All = Annotated[bool, typer.Option("--all", help="A row for every layer, also where blocks repeat.")]
@@ -56,6 +61,39 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="FP8 for PyTorch: train a demo in every precision, inspect, compare and export models, check this machine.",
 )
+
+
+class Answer(NamedTuple):
+    """What a command found.  content: what --json prints.  tell: prints it for a person.  code: the exit code."""
+
+    content: dict
+    tell: Callable[[], None]
+    code: int = 0
+
+
+def command(name: str, group: typer.Typer = app) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Make a command of a function that gives an Answer; --json and --debug are added to its options."""
+
+    def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(function)
+        def run(as_json: bool, debug: bool, **options) -> None:
+            answer = function(**options)
+            if as_json:
+                print_json(answer.content)
+            else:
+                answer.tell()
+            if answer.code:
+                raise typer.Exit(answer.code)
+
+        more = {"as_json": AsJson, "debug": Debug}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added = [inspect.Parameter(key, kind, default=False, annotation=hint) for key, hint in more.items()]
+        own = inspect.signature(function, eval_str=True)
+        run.__dict__["__signature__"] = own.replace(parameters=[*own.parameters.values(), *added])
+        group.command(name)(run)
+        return function
+
+    return register
 
 
 def device_name(asked: str | None) -> str:

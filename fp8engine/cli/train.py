@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fp8engine.cli.shared import AsJson, Debug, Device, app, console, device_name, print_json, say, say_files
+from fp8engine.cli.shared import JSON, Answer, Device, command, console, device_name, say, say_files
 from fp8engine.demo import DEFAULT, Config, DemoError, Outcome, Result, Session, train
 from fp8engine.demo.model import SIZES
 from fp8engine.demo.progress import shown
@@ -18,8 +18,9 @@ from fp8engine.numerics.recipe import RECIPES
 INTERRUPTED = 128  # plus the signal's number: 130 after Ctrl-C
 
 
-@app.command("train")
-def command(
+@command("train")
+def run(
+    ctx: typer.Context,
     recipe: Annotated[
         list[str] | None,
         typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default=" ".join(DEFAULT)),
@@ -40,9 +41,7 @@ def command(
     watch: Annotated[
         bool, typer.Option("--watch", help="On a terminal: every layer's formats, SQNR and warnings, live.")
     ] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> Answer:
     """Train a small GPT on real text under every recipe, and compare.
 
     Ctrl-C finishes the step, keeps checkpoint and report, and exits with 130; --resume goes on from there.
@@ -50,7 +49,7 @@ def command(
     config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=device_name(device))
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
-    screen = console(stderr=as_json)
+    screen = console(stderr=ctx.meta[JSON])
     if resume and overwrite:
         raise DemoError("--resume goes on with a run, --overwrite replaces it: give one of them")
     if not (resume or overwrite) and (held := _held(session)):
@@ -60,12 +59,9 @@ def command(
         )
     with shown(screen, recipes, steps, watch) as progress:
         outcome = train(config, session, progress)
-    if as_json:
-        print_json(outcome.summary.to_dict() | {"files": [str(path) for path in outcome.files]})
-    else:
-        _tell(screen, outcome)
-    if outcome.signal is not None:
-        raise typer.Exit(INTERRUPTED + outcome.signal)
+    content = outcome.summary.to_dict() | {"files": [str(path) for path in outcome.files]}
+    code = 0 if outcome.signal is None else INTERRUPTED + outcome.signal
+    return Answer(content, lambda: _tell(screen, outcome), code)
 
 
 def _held(session: Session) -> list[str]:

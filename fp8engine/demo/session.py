@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from fp8engine.bench.steps import saved_bytes
 from fp8engine.demo import config as disk
 from fp8engine.demo.config import Config, DemoError, read
 from fp8engine.demo.model import loss_of
+from fp8engine.demo.picture import draw
 from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
-from fp8engine.demo.report import Result, Summary, about, draw
+from fp8engine.demo.report import Result, Summary, about
 from fp8engine.demo.trainer import Keeping, OnStep, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
@@ -99,26 +100,13 @@ def activation_bytes(trainer: Trainer) -> int:
     its counters and scales stand still.
     """
     model, config = copy.deepcopy(trainer.model), trainer.config
-    once, twice = (
-        trainer.text.batch(trainer.seed, 0, batch, config.shape.context) for batch in (config.batch, 2 * config.batch)
-    )
-    return _saved(trainer, model, twice) - _saved(trainer, model, once)
 
+    def saved(batch: int) -> int:
+        ids = trainer.text.batch(trainer.seed, 0, batch, config.shape.context).to(trainer.device)
+        with trainer.precision.step(), trainer.precision.forward():
+            return saved_bytes(model, lambda: loss_of(model, ids))
 
-def _saved(trainer: Trainer, model: nn.Module, ids: torch.Tensor) -> int:
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an output that its own graph holds would keep the graph for ever
-
-    watching = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with watching, trainer.precision.step(), trainer.precision.forward():
-        loss = loss_of(model, ids.to(trainer.device))  # held: a freed address could be taken again
-    total = sum(sizes.values())
-    del loss
-    return total
+    return saved(2 * config.batch) - saved(config.batch)
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from ticks import Ticks
 from torch import nn
 from typer.testing import CliRunner
 
-from fp8engine.bench import casts, harness, linear
+from benchmarks import casts
+from fp8engine.bench import harness, linear
 from fp8engine.bench.cases import Shape
 from fp8engine.bench.harness import Limits, Timer
 from fp8engine.cli import app
@@ -109,17 +110,28 @@ def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_
     assert "RuntimeError: no kernel [here]" in linear.line(failed)
 
 
-@pytest.mark.parametrize(("command", "shapes"), [("quantize", "64,64"), ("linear", "32,48,64")])
-def test_the_commands(command: str, shapes: str, monkeypatch: pytest.MonkeyPatch, tmp_path):
+def test_the_command_of_a_linear(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(harness, "limits", lambda where, ticks: COPY)
     out = tmp_path / "found.json"
-    result = CliRunner().invoke(app, ["bench", command, "--shapes", shapes, "--json", "--out", str(out)])
+    result = CliRunner().invoke(app, ["bench", "linear", "--shapes", "32,48,64", "--json", "--out", str(out)])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed == json.loads(out.read_text())
     assert all(row["correct"] for row in printed["rows"])
-    told = CliRunner().invoke(app, ["bench", command, "--shapes", shapes]).stdout
+    told = CliRunner().invoke(app, ["bench", "linear", "--shapes", "32,48,64"]).stdout
     assert all(row["name"] in told for row in printed["rows"])
-    refused = CliRunner().invoke(app, ["bench", command, "--shapes", "7"])
+    refused = CliRunner().invoke(app, ["bench", "linear", "--shapes", "7"])
     assert refused.exit_code == 2
+
+
+def test_the_script_of_casts(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(harness, "limits", lambda where, ticks: COPY)
+    monkeypatch.setattr(casts, "WHERE", CPU)
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["casts", "--shapes", "64,64"])
+    casts.main()
+    told = capsys.readouterr().out
+    (written,) = tmp_path.rglob("*-quantize.json")
+    rows = json.loads(written.read_text())["rows"]
+    assert all(row["correct"] and row["name"] in told for row in rows)

@@ -13,7 +13,6 @@ import fp8engine
 from fp8engine.bench import gemm, harness
 from fp8engine.bench.harness import Limits
 from fp8engine.cli import app, bench
-from fp8engine.kernels import tuning
 
 ROOT = Path(fp8engine.__file__).parents[1]
 
@@ -76,8 +75,10 @@ def test_a_table_shows_no_number_for_what_is_wrong(capsys: pytest.CaptureFixture
         (("gemm", "--shapes", "8,8,8", "--device", "gpu"), "no device 'gpu'"),
         (("gemm", "--shapes", "8,8,8", "--device", "meta"), "no matmul benchmark on meta"),
         (("gemm", "--shapes", "8,8,8", "--out", "/no/such/folder/x.json"), "cannot write"),
-        (("tune",), "torch finds none"),
-        (("amp", "--quick", "--device", "cpu"), "run python benchmarks/amp.py in a checkout"),
+        (("amp", "--quick", "--device", "cpu"), "run python -m benchmarks.amp in a checkout"),
+        (("block", "--json"), "run python -m benchmarks.block in a checkout"),
+        (("quantize", "--shapes", "64,64"), "run python -m benchmarks.casts in a checkout"),
+        (("tune", "--write"), "run python -m benchmarks.tune in a checkout"),
     ],
 )
 def test_what_it_refuses(arguments: tuple, told: str):
@@ -89,28 +90,6 @@ def test_what_it_refuses(arguments: tuple, told: str):
     assert told in result.stderr
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--write", None])
-def test_only_write_writes_the_table(option: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    old = tuning.TABLE.read_text()
-    path = tmp_path / "tuning.json"
-    path.write_text(old)
-    table = json.loads(old)
-    table["operations"]["matmul_fp8"]["sm_90"]["large"]["ratio"] = 1.125
-    monkeypatch.setattr(tuning, "TABLE", path)
-    monkeypatch.setattr(bench, "tune", lambda operation, *rest: (table, [{"operation": operation}]))
-    options = () if option is None else (option,)
-    printed = json.loads(call("tune", "--operation", "matmul_fp8", "--json", *options).stdout)
-    assert printed["tried"] == [{"operation": ["matmul_fp8"]}]
-    assert printed["written"] == (str(path) if option == "--write" else None)
-    assert '+    "large"' in printed["diff"]
-    changed = path.read_text() != old
-    assert changed == (option == "--write")
-    if changed:
-        assert json.loads(path.read_text()) == table
-    told = call("tune", *options)
-    assert told.stdout.rstrip("\n") == (printed["diff"].rstrip("\n") if not changed else "nothing changes")
-
-
 WITHOUT = """
 import sys
 for name in ("rich", "typer", "safetensors", "triton", "pytest"):
@@ -118,7 +97,7 @@ for name in ("rich", "typer", "safetensors", "triton", "pytest"):
 import warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {root!r})
-from fp8engine.bench import cases, gemm, harness, timing, tune
+from fp8engine.bench import cases, gemm, harness, linear, predict, steps, timing
 import torch
 ticks = timing.WallClock()
 result = gemm.gemm([cases.Shape(16, 16, 16)], torch.device("cpu"), None, ticks, harness.Limits(1.0, 1.0), 2)

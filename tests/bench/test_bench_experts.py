@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8engine.bench import experts
+from benchmarks import experts
 from fp8engine.bench.harness import Timer
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from ticks import Ticks
 
+from benchmarks.card.gluon import gluon_variants
+from benchmarks.gemm import line
 from fp8engine.bench import gemm as matmuls
 from fp8engine.bench import harness
 from fp8engine.bench.cases import LLM, Shape
@@ -19,8 +21,6 @@ from fp8engine.bench.gemm import (
     Variant,
     compare,
     gemm,
-    limits_of,
-    line,
     summary,
     variants,
 )
@@ -157,11 +157,6 @@ def test_the_targets_are_for_the_llm_shapes_among_them():
     assert summary([row(name, 1.0)])[name]["llm"]["note"] == "not measured"
 
 
-def test_the_limits_of_one_result_serve_another():
-    found = gemm([SHAPE], CPU, {"ok": Variant("tensor", right, roundings=2)}, Ticks(1), Limits(2e12, 3e9), turns=1)
-    assert limits_of(found) == pytest.approx(Limits(2e12, 3e9))
-
-
 def test_a_line_has_numbers_only_for_what_is_right():
     rows = measured({BASE: Variant("bf16", matmuls._plain), "bad": Variant("tensor", lost_tile)}, 1)
     assert line(rows[BASE]).split()[-1] == "1.00"
@@ -292,7 +287,7 @@ def test_the_machine_is_named(monkeypatch: pytest.MonkeyPatch):
         "nvidia-smi",
         "git",
     )
-    assert harness._version("no-such-package") is None
+    assert harness.version("no-such-package") is None
 
 
 def test_a_program_that_is_not_there_says_nothing():
@@ -302,7 +297,7 @@ def test_a_program_that_is_not_there_says_nothing():
 
 
 def test_the_warp_specialised_kernel_is_held_against_triton_and_torch():
-    found = matmuls.gluon_variants()
+    found = gluon_variants()
     assert {name for name in found if name.startswith("gluon")} == {
         "gluon fp8 tensor fast",
         "gluon fp8 tensor promoted",

@@ -1,10 +1,10 @@
-"""fp8engine bench model: what writes tokens is checked against the model that reads a text at once."""
+"""Generation, measured: what writes tokens is checked against the model that reads a text at once."""
 
 import pytest
 import torch
 from torch import nn
 
-from fp8engine.bench import generate
+from benchmarks import generate
 from fp8engine.bench.cases import sqnr
 from fp8engine.bench.networks import NETWORKS, Size
 from fp8engine.bench.timing import WallClock

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8engine.bench import linear, peers
+from benchmarks import peers
+from benchmarks.peers import Graph
+from fp8engine.bench import linear
 from fp8engine.bench.cases import Shape
 from fp8engine.bench.harness import Limits, Timer
-from fp8engine.bench.peers import Graph
 from fp8engine.bench.timing import WallClock
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import tune, tuning_table
 from fp8engine import files
-from fp8engine.bench import tune
 from fp8engine.bench.cases import Operands, Shape, parse
 from fp8engine.bench.gemm import PROMOTED, Variant
 from fp8engine.bench.timing import WallClock
@@ -32,7 +32,7 @@ def given(results: dict[Config, list]):
 
 
 def test_the_committed_table_is_written_as_it_is_byte_for_byte():
-    assert tune.dump(committed()) == tuning.TABLE.read_text()
+    assert tuning_table.dump(committed()) == tuning.TABLE.read_text()
 
 
 def test_the_best_geometric_mean_wins_and_its_least_ratio_is_written():
@@ -192,22 +192,22 @@ def test_the_shapes_it_tunes_for_are_of_every_class():
 def test_merging_replaces_these_rows_and_says_where_they_come_from():
     content = committed()
     row = BASE._replace(ratio=1.25)._asdict()
-    new = tune.merged(content, "sm_90", {("matmul_fp8", "large"): row}, ABOUT | {"threads": 3})
+    new = tuning_table.merged(content, "sm_90", {("matmul_fp8", "large"): row}, ABOUT | {"threads": 3})
     assert content == committed()
     assert new["source"] == {"matmul_fp8 sm_90 large": ABOUT}
     assert tuning.parse(new)["matmul_fp8"]["sm_90"]["large"] == BASE._replace(ratio=1.25)
     new["operations"]["matmul_fp8"]["sm_90"]["large"] = content["operations"]["matmul_fp8"]["sm_90"]["large"]
     assert new["operations"] == content["operations"]
-    assert json.loads(tune.dump(new)) == new
+    assert json.loads(tuning_table.dump(new)) == new
 
 
 def test_the_difference_is_the_changed_lines():
     old = tuning.TABLE.read_text()
-    new = tune.dump(tune.merged(committed(), "sm_90", {("matmul_fp8", "large"): BASE._asdict()}, ABOUT))
-    lines = tune.difference(old, new).splitlines()
+    new = tuning_table.dump(tuning_table.merged(committed(), "sm_90", {("matmul_fp8", "large"): BASE._asdict()}, ABOUT))
+    lines = tuning_table.difference(old, new).splitlines()
     assert lines[:2] == ["--- a/kernels/tuning.json", "+++ b/kernels/tuning.json"]
     assert sum(line.startswith("-") and "block_m" in line for line in lines) == 1
-    assert tune.difference(old, old) == ""
+    assert tuning_table.difference(old, old) == ""
 
 
 def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -293,3 +293,39 @@ def test_a_job_launches_its_operation_under_the_candidate(operation: str, monkey
     want = {"matmul_fp8": (False, BASE), "matmul_fp8_promoted": (True, BASE)}
     assert seen == [want.get(operation, (BASE,))]
     torch.testing.assert_close(ours, other, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize("option", ["--write", None])
+def test_only_write_writes_the_table(option: str | None, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    old = tuning.TABLE.read_text()
+    path = tmp_path / "tuning.json"
+    path.write_text(old)
+    table = json.loads(old)
+    table["operations"]["matmul_fp8"]["sm_90"]["large"]["ratio"] = 1.125
+    monkeypatch.setattr(tuning, "TABLE", path)
+    monkeypatch.setattr(tune, "tune", lambda operation, *rest: (table, [{"operation": operation}]))
+    options = [] if option is None else [option]
+
+    def call(*more: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["tune", *more, *options])
+        tune.main()
+        return capsys.readouterr().out
+
+    printed = json.loads(call("--operation", "matmul_fp8", "--json"))
+    assert printed["tried"] == [{"operation": ["matmul_fp8"]}]
+    assert printed["written"] == (str(path) if option else None)
+    assert '+    "large"' in printed["diff"]
+    changed = path.read_text() != old
+    assert changed == (option is not None)
+    if changed:
+        assert json.loads(path.read_text()) == table
+    assert call().rstrip("\n") == ("nothing changes" if changed else printed["diff"].rstrip("\n"))
+
+
+def test_the_script_refuses_in_one_line_without_a_card(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(tune, "WHERE", CPU)
+    monkeypatch.setattr(sys, "argv", ["tune"])
+    with pytest.raises(SystemExit) as stopped:
+        tune.main()
+    assert stopped.value.code == 2
+    assert "torch finds none" in capsys.readouterr().err

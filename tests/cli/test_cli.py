@@ -214,7 +214,7 @@ def test_doctor_finds_this_machine_well():
 )
 def test_doctor_names_a_version_that_does_not_fit(package, installed, told, monkeypatch: pytest.MonkeyPatch):
     versions = {"torch": "2.13.0", "triton": "3.6.0"} | {package: installed}
-    monkeypatch.setattr(doctor, "_installed", versions.get)
+    monkeypatch.setattr(doctor, "version", versions.get)
     result = call("doctor", "--json")
     assert result.exit_code == 1
     (problem,) = json.loads(result.stdout)["problems"]
@@ -224,7 +224,7 @@ def test_doctor_names_a_version_that_does_not_fit(package, installed, told, monk
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0.0a1"])
 def test_doctor_takes_a_version_that_fits_and_does_without_triton(version, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "_installed", {"torch": version}.get)
+    monkeypatch.setattr(doctor, "version", {"torch": version}.get)
     told = doctor.examine()
     assert told["problems"] == []
     assert any("fp8engine[hf]" in note for note in told["notes"])
@@ -254,7 +254,7 @@ def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, no
     monkeypatch.setattr(doctor.triton_backend, "measured", lambda *operation_and_size: ratio)
     found = doctor._card_notes(torch.device("cuda", 0))
     assert len(found) == notes
-    assert all("fp8engine bench tune --write" in note for note in found)
+    assert all("python -m benchmarks.tune --write" in note for note in found)
 
 
 class Small(nn.Module):

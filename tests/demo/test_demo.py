@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, precision, report, run, session, train
+from fp8engine.demo import DEFAULT, Config, DemoError, Session, config, picture, precision, run, session, train
 from fp8engine.demo.config import Text, read
 from fp8engine.demo.precision import SumsInFP32
 from fp8engine.demo.progress import Silent
@@ -310,7 +310,7 @@ def test_the_picture_pairs_losses_with_fp32s_step_by_step():
     curve = base.curve
     double = Curve([2 * loss for loss in curve.losses[:3]], curve.seconds[:3], [(1, 2 * curve.validation[0][1])])
     panel: Any = Figure().subplots()
-    report._difference(panel, [base, replace(base, recipe="current", steps=3, curve=double)])
+    picture._difference(panel, [base, replace(base, recipe="current", steps=3, curve=double)])
     zero, line, dots = panel.lines
     assert list(zero.get_ydata()) == [0, 0]
     assert list(line.get_xdata()) == [1, 2, 3]

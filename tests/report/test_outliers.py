@@ -97,7 +97,7 @@ def test_a_planted_outlier_is_told_everywhere_with_its_remedy():
     under = f"largest {first['ratio']:.0f} × rms: 0.down.input"
     assert cards(text)["standing outliers"] == ("warn", "1", under)
     assert '<td class="n">stands</td>' in text
-    assert "<code>fe.smooth(model, &#x27;0.down&#x27;)</code></td>" in text
+    assert "<code>fe.smooth(model, &#39;0.down&#39;)</code></td>" in text
     assert CALM not in text
     assert pickle.loads(pickle.dumps(report)).outliers == report.outliers
 

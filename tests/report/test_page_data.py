@@ -178,7 +178,7 @@ def test_alarms_are_in_the_report_everywhere():
     )
     text = page(report, losses)
     assert "×8.2 in 128 steps" in text
-    assert "fe.smooth(model, &#x27;&lt;up&gt;&#x27;)" in text
+    assert "fe.smooth(model, &#39;&lt;up&gt;&#39;)" in text
 
 
 @pytest.mark.parametrize(

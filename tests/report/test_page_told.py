@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from made_reports import of_auto
+from made_reports import EVIL, of_auto
 from support import converted
 from torch import nn
 
@@ -55,7 +55,7 @@ def test_equal_sentences_are_told_once_with_the_range_of_their_numbers():
     text = page(report_of([*many, other], {}))
     first, second = rows(text)
     assert first.startswith("1E5M2/tensor → E5M2/row2.0% of the rows lost")
-    assert second == "20E5M2/tensor → E4M3/row" + SENTENCE.format("24.9 to 26.8").replace("'", "&#x27;")
+    assert second == "20E5M2/tensor → E4M3/row" + SENTENCE.format("24.9 to 26.8").replace("'", "&#39;")
     assert "layers.0-19.up.grad_output × 20" in text
     assert "SQNR 25.3 dB where" in text, "each one is inside"
     assert "30.0 dB or more" in plain(text)
@@ -132,3 +132,26 @@ def test_the_flow_has_residual_lines_formats_and_a_dark_form():
     text = page(fe.inspect(model), flow=drawn)
     (code,) = re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)
     assert base64.b64decode(code).decode() == svg
+
+
+def test_nothing_that_a_model_names_is_markup():
+    """Names, kinds, recipes, casts, reasons and remedies, each an attack: the page has the same elements as without."""
+
+    def told(text: str) -> str:
+        layer = fe.inspect(converted(nn.Sequential(nn.Linear(2, 2)), "current")).layers[0]
+        layer |= dict.fromkeys(("name", "kind", "recipe", "backend", "reason", "kept_why"), text) | {"kept_bytes": 1}
+        layer["input"] = layer["input"] | {"cast": text}
+        samples = {f"{text}.input": Samples([Sample(16, text, 9.0, 1.0, 3.0, 29.2, 0.0, 0.0, 0)])}
+        slot = f"{text}.input"
+        made = decision(0, text, slot=slot, before=text, after=text)
+        alarm = Alarm(8, slot, 40.0, 5.0, 128, text)._asdict()
+        standing_one = {"step": 8, "slot": text, "ratio": 99.0, "cast": text, "sqnr_db": 20.0, "remedy": text}
+        totals = fe.inspect(nn.Linear(2, 2)).totals | {"kept_weight_bytes": 1}
+        report = fe.Report([layer], totals, [made], of_auto(samples), [alarm], outliers=[standing_one])
+        return page(report, [1.0])
+
+    def tags(html: str) -> list[str]:
+        return re.findall(r"<[a-zA-Z!/][^\s>]*", html)
+
+    assert tags(told(EVIL)) == tags(told("calm"))
+    assert EVIL not in told(EVIL)

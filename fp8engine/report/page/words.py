@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from html import escape
+
+from markupsafe import Markup, escape
 
 WORDS = {
     "amax": "The largest finite magnitude of a tensor, or of a group of its elements.",
@@ -25,16 +26,11 @@ WORDS = {
 FOUND = re.compile(rf"\b({'|'.join(WORDS)})(?=s?\b)")
 
 
-def explained(text: str) -> str:
+def explained(text: str) -> Markup:
     """Text as HTML whose known words say on hover what they mean.
 
-    >>> explained("amax < 3")
-    '<abbr title="The largest finite magnitude of a tensor, or of a group of its elements.">amax</abbr> &lt; 3'
+    >>> print(explained("amax < 3"))
+    <abbr title="The largest finite magnitude of a tensor, or of a group of its elements.">amax</abbr> &lt; 3
     """
-    return FOUND.sub(lambda found: f'<abbr title="{escape(WORDS[found[1]])}">{found[1]}</abbr>', escape(text))
-
-
-def listed() -> str:
-    """All words with their meanings, for readers without a pointer."""
-    rows = "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>" for word, meaning in WORDS.items())
-    return f"<dl>{rows}</dl>"
+    word = Markup('<abbr title="{}">{}</abbr>')
+    return Markup(FOUND.sub(lambda found: word.format(WORDS[found[1]], found[1]), escape(text)))

@@ -1,4 +1,4 @@
-"""The page of a report as one HTML file: its sections in order, with style, script and numbers inside.
+"""The page of a report as one HTML file: the template page.html, with style, script and numbers inside.
 
 The page loads nothing: its Content-Security-Policy allows what is written in it, and pictures in data: URLs.
 """
@@ -6,25 +6,27 @@ The page loads nothing: its Content-Security-Policy allows what is written in it
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from importlib import resources
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fp8engine import files
 from fp8engine.errors import ReportError
 from fp8engine.report.flow import Flow
+from fp8engine.report.outliers import ABOVE
 from fp8engine.report.page import parts
 from fp8engine.report.page.data import blob, samples_of, to_json
 from fp8engine.report.page.decided import decisions
-from fp8engine.report.page.svg import format_map, loss_curve, row_height
-from fp8engine.report.page.words import listed
+from fp8engine.report.page.svg import colour, format_map, loss_curve, row_height
+from fp8engine.report.page.words import WORDS, explained
 from fp8engine.scaling.table import ROLES
 
-DECISIONS_NOTE = "one sentence once; those about the greatest outliers first"
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 class Drawn(Protocol):
@@ -49,66 +51,53 @@ def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = Non
     measured = None if losses is None else _numbers(losses)
     samples = samples_of(report)
     numbers = blob(report, samples)
-    sections = [
-        parts.section("loss", "Loss", _loss(report, measured)) if measured is not None else "",
-        parts.section("formats", "Format of every tensor", _maps(report, numbers), parts.FORMATS_NOTE),
-        parts.section("detail", "One layer", parts.detail(numbers)) if numbers["layers"] else "",
-        parts.section("outliers", "Outliers", parts.outliers(report), parts.OUTLIERS_NOTE),
-        parts.section("decisions", "Decisions", decisions(report, samples), DECISIONS_NOTE),
-        parts.section("layers", "Layers", parts.layers(report, numbers)),
-        parts.section("left", "Left alone, and why", parts.left(report)),
-        parts.section("flow", "Who consumes what", _picture(flow, report)) if flow is not None else "",
-        parts.section("memory", "Memory", parts.memory(report)),
-        parts.section("words", "Words", listed()),
-    ]
-    filled = {
-        "style": _asset("page.css"),
-        "script": _asset("page.js"),
-        "subtitle": escape(parts.subtitle(report)),
-        "cards": parts.cards(report, samples, measured),
-        "sections": "\n".join(filter(None, sections)),
-        "data": to_json(numbers),
-    }
-    pieces = _asset("page.html").split("\u00a7")  # each odd piece is a name; § in what is filled in stays
-    return "".join(filled[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-
-
-def _loss(report, losses: Sequence[float]) -> str:
-    marks = Counter(decision["step"] for decision in report.decisions)
-    legend = '<p class="quiet">pale: each step; strong: smoothed; dotted: steps at which formats changed</p>'
-    return loss_curve(losses, marks) + legend
-
-
-def _maps(report, numbers: dict) -> str:
-    if not numbers["layers"]:
-        return f'<p class="quiet">{escape(parts.why_no_maps(report))}</p>'
-    names = "".join(f"<span><bdi>{escape(layer['name'])}</bdi></span>" for layer in numbers["layers"])
-    first, last = numbers["steps"][0], numbers["steps"][-1]
-    height = row_height(len(numbers["layers"]))
-    columns = "".join(
-        f'<figure><figcaption>{role}</figcaption><div class="field">{format_map(numbers, role)}</div>'
-        f'<div class="axis"><span>step {first}</span><span>{last}</span></div></figure>'
-        for role in numbers["roles"]
+    return _template().render(
+        report=report,
+        numbers=numbers,
+        recipes=parts.recipes(report),
+        cards=parts.cards(report, samples, measured),
+        curve=measured and loss_curve(measured, Counter(decision["step"] for decision in report.decisions)),
+        why_no_maps=parts.why_no_maps(report),
+        casts=parts.casts(numbers),
+        drawings={role: format_map(numbers, role) for role in numbers["roles"]},
+        row_height=row_height(len(numbers["layers"])),
+        names=parts.short_names(numbers),
+        places={layer["name"]: i for i, layer in enumerate(numbers["layers"])},
+        outliers=parts.outliers(report),
+        decided=decisions(report, samples),
+        left=parts.left(report),
+        flow=None if flow is None else _picture(flow, report),
+        data=to_json(numbers),
     )
-    thin = "; a column is the worst of several samples" if numbers["thinned"] else ""
-    return (
-        f"{parts.legend(numbers)}"
-        f'<div class="maps" style="--row:{height}px"><div class="names" aria-hidden="true">{names}</div>{columns}</div>'
-        f'<p class="quiet">{len(numbers["steps"])} columns{thin}. Point, or use the arrow keys, to read a cell; '
-        "click, or press Enter, to see its layer below.</p>"
-        '<p id="status" role="status" aria-live="polite"></p>'
+
+
+@functools.cache
+def _template() -> Template:
+    """page.html.  What it is given is escaped, but for the drawings, numbers, style and script of this package."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined  # torch brings it; few programs write a page
+
+    made = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    made.filters.update(colour=colour, decibel=parts.decibel, explained=explained, shares=parts.shares)
+    made.globals.update(style=_asset("page.css"), script=_asset("page.js"), words=WORDS)
+    made.globals.update(paints=parts.PAINTS, above=ABOVE)
+    return made.get_template("page.html")
 
 
 def _picture(flow: Drawn, report) -> str:
-    """A drawing as an image: its styles and ids do not mix with the page's, and a script in it does not run."""
+    """A drawing in base64, for an image: its styles and ids do not mix with the page's, and no script in it runs."""
     formats = {x["name"]: [x[role]["format"] for role in ROLES] for x in report.layers if x["recipe"] != "none"}
     try:
         drawn = flow.to_svg(formats) if isinstance(flow, Flow) else flow.to_svg()
-        code = base64.b64encode(drawn.encode()).decode()
+        return base64.b64encode(drawn.encode()).decode()
     except (AttributeError, UnicodeError) as error:
         raise ReportError(f"flow: {type(flow).__name__} has no to_svg() that gives text; leave flow= out") from error
-    return f'<div class="flow"><img alt="Who consumes what, as a graph" src="data:image/svg+xml;base64,{code}"></div>'
 
 
 def _numbers(losses: Sequence[float]) -> list[float]:

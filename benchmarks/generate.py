@@ -6,7 +6,7 @@
 
 A result is right if the logits of a given text, read piece by piece, are no further from the FP32 model's, which reads
 it at once, than the formats explain.  At one token a step the matmuls are bound by reading weights, so that what counts
-is bytes; on a CPU FP8 is emulated.
+is bytes; on a CPU FP8 is emulated.  Run by `python -m benchmarks.model`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 `reads` and `writes` are the fewest that the cast can do with: current scaling reads a tensor twice (its amax first),
 predicted scales and scales of a row or block once; each orientation stored is a byte an element.
 A result is right if it is the reference's bit for bit.
+
+    python -m benchmarks.casts [--shapes M,K;M,K]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import WHERE, parser, save, show
 from fp8engine.bench import cases, harness
 from fp8engine.bench.harness import Limits, Row, Timer
 from fp8engine.bench.timing import Clock
@@ -149,3 +152,18 @@ def line(row: Row) -> str:
         ("of_copy", " {:6.1%} of copy"),
         ("target", "   target {:.0%}"),
     )
+
+
+def main() -> None:
+    """Measure, print, write the result."""
+    options = parser(__doc__)
+    options.add_argument("--shapes", help="M,K joined by semicolons")
+    asked = options.parse_args().shapes
+    result = casts(parse(asked) if asked else SHAPES[WHERE.type], WHERE)
+    print(f"a copy moves {result['limits']['copy_gb_per_s']:.4g} GB/s")
+    show(result, line)
+    print(f"written to {save('quantize', result)}")
+
+
+if __name__ == "__main__":
+    main()

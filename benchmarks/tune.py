@@ -15,35 +15,37 @@ rest is left untried, and its rows say so: the prediction gives the order, the m
 so whoever takes a kernel from 1.0 on takes only what was measured faster at every shape.  The other is torch's scaled
 matmul (padded where it must be), torch's 16-bit matmul for matmul_fp16; for matmul_block the emulated matmul where
 torch's scaled matmul has no scales in blocks.
+
+    python -m benchmarks.tune [--operation NAME] [--shapes tune] [--write] [--limit SECONDS] [--json]
 """
 
 from __future__ import annotations
 
-import copy
-import difflib
-import importlib
 import itertools
 import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fp8engine.bench.cases import Operands, Pair, Shape, Truth
+from benchmarks.common import WHERE, parser
+from benchmarks.tuning_table import difference, dump, merged
+from fp8engine import files
+from fp8engine.bench.cases import Operands, Pair, Shape, Truth, parse
 from fp8engine.bench.gemm import FAST, PROMOTED, SETS, Variant, kernel
 from fp8engine.bench.harness import Call, Row, Timer, compare, machine
 from fp8engine.bench.timing import Clock, clock
-from fp8engine.errors import BackendError, UnknownName
+from fp8engine.errors import BackendError, Fp8EngineError, UnknownName
+from fp8engine.kernels import tuning
+from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.cards import Card, card_of
 from fp8engine.ops import device, predicted, reference, scaled_mm, triton_backend
 from fp8engine.ops.reference import Epilogue
-
-if TYPE_CHECKING:
-    from fp8engine.kernels.tuning import Config
 
 TURNS = 15
 BATCH = 8  # candidates timed together: so many are under way when the time is up
@@ -59,7 +61,6 @@ FEW_TILES = ("small", "unaligned")  # classes of shapes that may leave multiproc
 # K less this: 4 bytes or 8 from a multiple of 16, so no descriptor can describe the rows.
 UNALIGNING = 4
 UNALIGNED_SHAPES = 3  # of a list: pointers are one kernel, and slower
-SOURCE = ("card", "driver", "capability", "torch", "triton", "date", "commit")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Tried:
         return 0.0 if self.why or not self.ratios else statistics.geometric_mean(self.ratios)
 
 
-Trial = Callable[[Shape, "Sequence[Config]"], "list[float | str]"]
+Trial = Callable[[Shape, Sequence[Config]], list[float | str]]
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,6 @@ def steps(operation: str, name: str, tma: bool, gluon: bool) -> list[Callable[[C
 
 def classes(shapes: Sequence[Shape]) -> dict[str, list[Shape]]:
     """The shapes by shape class; the first ones, a little narrower along K, are the class "unaligned"."""
-    tuning = _tuning()
     found: dict[str, list[Shape]] = {}
     for shape in shapes:
         found.setdefault(tuning.shape_class(shape.m, shape.n), []).append(shape)
@@ -272,7 +272,6 @@ def tune(
             "tuning measures kernels on a card, and torch finds none; 'fp8engine bench gemm' runs on a CPU"
         )
     triton_backend.require()
-    tuning = _tuning()
     content = json.loads(tuning.TABLE.read_text())
     capability = device.capability(where)
     architecture = "sm_{}{}".format(*capability)
@@ -316,48 +315,6 @@ def job_of(operation: str, where: torch.device, ticks: Clock) -> Job:
     return Job(check, lambda pair, config: launch(pair.a, pair.b, out, promoted, config), where, ticks)
 
 
-def merged(
-    content: Mapping[str, Any], architecture: str, rows: Mapping[tuple[str, str], dict], about: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The table with some rows replaced, and where each of them comes from.  rows: (operation, class) -> row.
-
-    about: the machine.  Everything else stays as it was.
-    """
-    new = copy.deepcopy(dict(content))
-    for (operation, name), row in rows.items():
-        new["operations"][operation][architecture][name] = row
-        new["source"][f"{operation} {architecture} {name}"] = {key: about.get(key) for key in SOURCE}
-    return new
-
-
-def dump(content: Mapping[str, Any]) -> str:
-    """The table as its file has it: one configuration a line."""
-    return "\n".join(_lines(content, 0)) + "\n"
-
-
-def _lines(value: Any, depth: int) -> Iterator[str]:
-    nested = isinstance(value, Mapping) and any(isinstance(inner, Mapping) for inner in value.values())
-    if not nested:
-        yield json.dumps(value)
-        return
-    yield "{"
-    for index, (key, inner) in enumerate(value.items()):
-        first, *rest = _lines(inner, depth + 1)
-        block = [f"{' ' * (depth + 1)}{json.dumps(key)}: {first}", *rest]
-        block[-1] += "," if index < len(value) - 1 else ""
-        yield from block
-    yield " " * depth + "}"
-
-
-def difference(old: str, new: str) -> str:
-    """What changes in the table's file, as a unified diff; empty where nothing does."""
-    return "".join(
-        difflib.unified_diff(
-            old.splitlines(True), new.splitlines(True), "a/kernels/tuning.json", "b/kernels/tuning.json"
-        )
-    )
-
-
 def _order(operation: str, card: Card, end: float) -> Order:
     return Order(
         lambda config, shape: predicted.seconds(operation, config, shape, card), lambda: end - time.monotonic()
@@ -380,5 +337,31 @@ def _as_row(operation: str, name: str, one: Tried, mean: float | None) -> dict[s
     return config | {"ratios": list(one.ratios), "predicted_us": mean and 1e6 * mean, "why": one.why}
 
 
-def _tuning():
-    return importlib.import_module("fp8engine.kernels.tuning")
+def main() -> None:
+    """Tune, show the difference, write the table where that is asked for."""
+    options = parser(__doc__)
+    options.add_argument("--operation", action="append", help=f"may be repeated: {', '.join(OPERATIONS)}; default: all")
+    options.add_argument("--shapes", default="tune", help="names of lists, or M,N,K; several joined by semicolons")
+    options.add_argument("--write", action="store_true", help="replace kernels/tuning.json; else only the difference")
+    options.add_argument("--limit", type=float, default=math.inf, help="seconds; after it, no further candidates")
+    options.add_argument("--json", action="store_true", help="print the table, all that was tried and the difference")
+    asked = options.parse_args()
+    try:
+        shapes = parse(asked.shapes)
+        table, tried = tune(asked.operation, shapes, WHERE, lambda line: print(line, file=sys.stderr), asked.limit)
+    except Fp8EngineError as error:
+        options.error(str(error))
+    new, path = dump(table), tuning.TABLE
+    diff = difference(path.read_text(), new)
+    if asked.write:
+        files.write(path, new)
+    if asked.json:
+        told = {"table": table, "tried": tried, "diff": diff, "written": str(path) if asked.write else None}
+        print(json.dumps(told, indent=1, allow_nan=False))
+    else:
+        print(diff or "nothing changes\n", end="")
+        print(f"written to {path}" if asked.write else "not written: --write replaces the table", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
     Inductor's cast   torch.compile of scale, clamp and cast, with a scale given and with the tensor's own amax
     CUDA graph        a Linear's forward and backward captured once and replayed, no host in it
 
-Each is checked like the rest: casts against the reference bit for bit, a graph against eager code.
+Each is checked like the rest: casts against the reference bit for bit, a graph against eager code.  Run by `make gpu`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.casts import PER_TENSOR, SETS, WAYS, Way
 from fp8engine.bench import harness, linear
 from fp8engine.bench.cases import Shape, sqnr
-from fp8engine.bench.casts import PER_TENSOR, SETS, WAYS, Way
 from fp8engine.bench.harness import Limits, Row, Timer
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.formats import E4M3
