@@ -21,7 +21,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import E4M3, FLOATS
 from fp8engine.ops import casts
 
-BLOCK = 32  # measured: docs/kv-cache.md
+BLOCK = 32  # measured: docs/serving.md
 PER_BLOCK = Cast.parse("e4m3 1x-1 p2")
 
 

@@ -52,7 +52,7 @@ def _tell(target: str, found: dict, verdict: Iterable[str]) -> None:
     if found["tp"] > 1:
         say(screen, f"tensor parallel over {found['tp']}: {found['tensor_parallel']}")
     run = " and ".join(map(str, found["blocks_run"]))
-    say(screen, f"bytes: exact, of {run} blocks run, for {found['blocks']}; times: predicted; docs/plan.md")
+    say(screen, f"bytes: exact, of {run} blocks run, for {found['blocks']}; times: predicted; docs/distributed.md")
 
 
 def _sent(traffic: dict) -> dict[str, dict[str, int]]:

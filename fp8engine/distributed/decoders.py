@@ -164,7 +164,7 @@ def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def _stack(model: nn.Module) -> tuple[str, nn.Module]:
     """The name of the stack of the decoder's blocks, and the first of them.  Raises ParallelError."""
     here = "decoder_plan"
-    known = f"the plans of {', '.join(KNOWN)} are known; for others write one by hand, docs/tensor-parallel.md"
+    known = f"the plans of {', '.join(KNOWN)} are known; for others write one by hand, docs/distributed.md"
     configs = (getattr(module, "config", None) for module in model.modules())
     kind = next((found for config in configs if (found := getattr(config, "model_type", None))), None)
     if kind is None:

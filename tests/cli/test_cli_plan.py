@@ -31,7 +31,7 @@ def test_the_screen_and_json_tell_what_plan_found():
     ):
         assert text in shown.stdout
     assert "fits an H100's 80 GB, an H200's 141 GB" in shown.stdout
-    assert "times: predicted; docs/plan.md" in shown.stdout
+    assert "times: predicted; docs/distributed.md" in shown.stdout
     assert "2 and 3 blocks run, for 5" in shown.stdout
 
 

@@ -1,9 +1,7 @@
-"""The pages tell the truth: the file tree of docs/architecture.md is the disk, examples run, links and targets exist.
+"""The pages tell the truth: examples run, links and targets exist, and the printed file tree is the disk.
 
-Four kinds of fenced block, by the words after the fence:
+Three kinds of fenced block, by the words after the fence:
 
-    ```text tree               one path a line, two spaces of indent a level, folders end in `/`, then two or more
-                               spaces and what it holds; every file of fp8engine/ and kernels/ is listed
     ```python                  run, in order, in one namespace a page; as a doctest if it opens with >>>
     ```python no-run: reason   not run, for the reason a reader sees
     ```diff                    of the README: the script that the diff ends in runs, and warns once
@@ -14,20 +12,22 @@ in each page.
 
 import doctest
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tiny_models import byte_llama
-from tree import tree
 
+from benchmarks.tree import tree
 from fp8engine.errors import EmulationWarning
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-FOLDERS = (".", "docs", "docs/notes", "kernels", "benchmarks", "examples")
+FOLDERS = (".", "docs", "kernels", "benchmarks", "examples")
 PAGES = [README, *sorted({page for folder in FOLDERS for page in (ROOT / folder).glob("*.md")} - {README})]
 MISNAMED = "a python block is `python`, or `python no-run: the reason`"
 
@@ -42,14 +42,25 @@ class Block(NamedTuple):
     line: int
 
 
-def test_every_path_of_the_tree_exists():
-    assert [path for path in listed(ARCHITECTURE) if not (ROOT / path).exists()] == []
+def test_the_printed_tree_lists_every_file_and_what_it_is():
+    command = [sys.executable, str(ROOT / "benchmarks" / "tree.py")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    files = [path for room in ("fp8engine", "kernels") for path in (ROOT / room).rglob("*.py")]
+    on_disk = {str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"}
+    on_disk = {path for path in on_disk if not path.startswith("fp8engine/kernels/")}  # a link to kernels/
+    assert {path for path in paths(shown) if path.endswith(".py")} == on_disk
+    assert [row for row in shown.splitlines() if row.endswith(".py")] == []  # a file without a docstring
 
 
-def test_the_tree_says_what_every_file_is():
-    """Made from the docstrings of today: `python tests/helpers/tree.py` writes it anew."""
-    (block,) = [block for block in blocks(ARCHITECTURE.read_text()) if block.info == "text tree"]
-    assert block.text == tree()
+def test_the_tree_has_the_first_sentence_of_a_docstring(tmp_path: Path):
+    for file, source in {
+        "fp8engine/ops/a.py": '"""Casts by row. More of it."""\n',
+        "kernels/b.py": '"""One: two."""\n',
+    }.items():
+        (path := tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    rows = [re.sub(" {2,}", " | ", row.strip()) for row in tree(tmp_path).splitlines()]
+    assert rows == ["fp8engine/", "ops/", "a.py | Casts by row", "kernels/", "b.py | One"]
 
 
 def test_every_file_that_the_architecture_names_exists():
@@ -111,9 +122,7 @@ def test_make_targets_exist(page: Path):
 
 
 def test_a_tree_reads_as_paths():
-    text = "```text tree\nfp8engine/        the library\n  amp/\n    scaler.py  loss scaling\n  ops.py\nMakefile\n```\n"
-    (tree,) = blocks(text)
-    assert paths(tree) == [
+    assert paths("fp8engine/        the library\n  amp/\n    scaler.py  loss scaling\n  ops.py\nMakefile\n") == [
         "fp8engine",
         "fp8engine/amp",
         "fp8engine/amp/scaler.py",
@@ -131,17 +140,11 @@ def test_a_wrong_example_is_found():
         run(session, page, {})
 
 
-def listed(page: Path) -> list[str]:
-    """The paths of a page's one file tree."""
-    (found,) = [block for block in blocks(page.read_text()) if block.info == "text tree"]
-    return paths(found)
-
-
-def paths(tree: Block) -> list[str]:
-    """A tree's lines as paths from the repository's root."""
+def paths(tree: str) -> list[str]:
+    """A tree's lines as paths from the repository's root: two spaces of indent a level, folders end in `/`."""
     found, folders = [], []
-    for row in tree.text.splitlines():
-        name = row.strip().split("  ")[0]
+    for row in tree.splitlines():
+        name = row.strip().split(" ")[0]
         if name:
             depth = (len(row) - len(row.lstrip())) // 2
             folders[depth:] = [name.rstrip("/")]

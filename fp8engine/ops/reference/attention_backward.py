@@ -10,7 +10,7 @@ L and delta are found in the pass that finds dQ, which so needs two sums and nei
     dQ = scale (A - delta B) / l      p = 2^(s - M), M the largest score so far
     A = sum_j (p dP) k                B = sum_j p k            l = sum_j p
 
-Why only dP is in FP8: scores in FP8 as well leave fewer than 25 dB of dQ and dK (docs/attention.md has the table).  In
+Why only dP is in FP8: scores in FP8 as well leave fewer than 25 dB of dQ and dK (docs/layers.md has the table).  In
 place of dP they would cost as much on normal inputs, and more where outliers make scores large.  And the forward's own
 o and L, which rounding to FP8 has moved, would leave a dS that does not sum to zero over the keys.
 

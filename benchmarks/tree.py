@@ -1,12 +1,10 @@
-"""The file tree of docs/architecture.md, made from docstrings: `python tests/helpers/tree.py` rewrites it."""
+"""The tree of all files, each with the first sentence of its docstring: `python benchmarks/tree.py` prints it."""
 
 import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
-TREE = re.compile(r"(?<=```text tree\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[1]
 COLUMN, WIDTH = 30, 150  # where what a file is begins, and where a long sentence is cut
 
 
@@ -33,5 +31,4 @@ def _line(name: str, depth: int, file: Path | None) -> str:
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    PAGE.write_text(TREE.sub(lambda _: tree(), text, count=1))
+    print(tree(), end="")
