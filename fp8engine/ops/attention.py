@@ -14,9 +14,9 @@ import torch
 
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.formats import FLOATS
-from fp8engine.ops import device, reference, triton_backend
-from fp8engine.ops.casts import choose
-from fp8engine.ops.library import OPERATORS, direct, operation, refuse_gradient
+from fp8engine.ops import device
+from fp8engine.ops.casts import twin
+from fp8engine.ops.library import operation, refuse_gradient
 from fp8engine.ops.reference.attention import HEAD_DIMS, TINY, Form
 from fp8engine.ops.reference.attention_backward import Gradients
 
@@ -52,9 +52,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     several devices.  Sources: arXiv 2407.08608, section 3.3.
     """
     _check("attention", q, k, v, form)
-    if all(direct(x) for x in (q, k, v)):
-        return _attention(q, k, v, *form)
-    return OPERATORS.attention.default(q, k, v, *form)
+    return _attention(q, k, v, *form)
 
 
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> Gradients:
@@ -65,9 +63,7 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     _check("attention_backward", q, k, v, form, do=do)
     if do.shape != q.shape or do.dtype != q.dtype:
         raise ShapeError(f"attention_backward: do is {do.dtype} {list(do.shape)}; want q's, {q.dtype} {list(q.shape)}")
-    if all(direct(x) for x in (do, q, k, v)):
-        return Gradients(*_backward(do, q, k, v, *form))
-    return Gradients(*OPERATORS.attention_backward.default(do, q, k, v, *form))
+    return Gradients(*_backward(do, q, k, v, *form))
 
 
 def _check(
@@ -91,16 +87,14 @@ FORM = "float scale, bool causal, SymInt window, SymInt offset, bool rotated"
 
 @operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", _fake)
 def _attention(q, k, v, *form):
-    module = triton_backend if choose(q.device) == "triton" else reference
-    return module.attention(q, k, v, Form(*form))
+    return twin(q.device).attention(q, k, v, Form(*form))
 
 
 @operation(
     f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {FORM}) -> (Tensor, Tensor, Tensor)", _backward_fake
 )
 def _backward(do, q, k, v, *form):
-    module = triton_backend if choose(q.device) == "triton" else reference
-    return tuple(module.attention_backward(do, q, k, v, Form(*form)))
+    return tuple(twin(q.device).attention_backward(do, q, k, v, Form(*form)))
 
 
 refuse_gradient("attention", "attention_backward")
