@@ -66,32 +66,28 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     return Gradients(*_backward(do, q, k, v, *form))
 
 
-def _check(
-    operation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, **others: torch.Tensor
-) -> None:
+def _check(operation: str, q, k, v, form: Form, **others: torch.Tensor) -> None:
     if reason := unsupported(q, k, v, form.scale):
         raise ShapeError(f"{operation}: {reason}; use torch's scaled_dot_product_attention")
     device.check_one(operation, q, k=k, v=v, **others)
 
 
-def _fake(q, k, v, *form):
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
-
-
-def _backward_fake(do, q, k, v, *form):
-    return tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """Memory of a result [B, T, H, D] for an x [B, H, T, D]."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3])
 
 
 FORM = "float scale, bool causal, SymInt window, SymInt offset, bool rotated"
 
 
-@operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", _fake)
+@operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", lambda q, *rest: _turned(q))
 def _attention(q, k, v, *form):
     return twin(q.device).attention(q, k, v, Form(*form))
 
 
 @operation(
-    f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {FORM}) -> (Tensor, Tensor, Tensor)", _backward_fake
+    f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {FORM}) -> (Tensor, Tensor, Tensor)",
+    lambda do, q, k, v, *form: tuple(map(_turned, (q, k, v))),
 )
 def _backward(do, q, k, v, *form):
     return tuple(twin(q.device).attention_backward(do, q, k, v, Form(*form)))

@@ -32,10 +32,11 @@ import torch.distributed as dist
 from fp8engine import _torch, environment
 from fp8engine.errors import BackendError, StateError
 from fp8engine.numerics.cards import card_of
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import choice_file, device, predicted, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice, Job
-from fp8engine.ops.reference import Epilogue, Operand
+from fp8engine.ops.reference import Epilogue, Operand, operand
 
 BUDGET = 2.0  # seconds in all
 FIRST_TRIAL = 0.7  # seconds that a trial may take before one is known: a compilation takes 0.2 to 0.6
@@ -90,7 +91,7 @@ class CardTrials:
 
     def measure(self) -> None:
         """Time what is wanted, the most work first, within the budget; keep it and say so once."""
-        start, longest, timed = self.now(), FIRST_TRIAL, 0
+        start, longest = self.now(), FIRST_TRIAL
         missing = [job for job in self.wanted if job not in self.choices]
         for job in sorted(missing, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
             us: dict[str, float] = {}
@@ -109,13 +110,12 @@ class CardTrials:
                 longest = max(longest, self.now() - began)
             # Where torch has no scales in blocks ours are compared with each other; else never without cuBLASLt's time.
             if us.keys() - {CUBLAS} and (CUBLAS in us or "block" in job.kind):
-                timed += 1
                 best = min(us, key=us.__getitem__)
                 config = tried[best]
                 self.choices[job] = Choice("triton" if config else CUBLAS, config and config._asdict(), us)
         if missing:
             self.runner.forget()
-            self._tell(timed, len(missing), self.now() - start)
+            self._tell(sum(job in self.choices for job in missing), len(missing), self.now() - start)
 
     def _tell(self, timed: int, wanted: int, seconds: float) -> None:
         ours = sum(choice.backend == "triton" for choice in self.choices.values())
@@ -228,13 +228,13 @@ def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
     >>> list(a.scale.shape), list(b.scale.shape)
     ([4, 2], [2, 2])
     """
-    rows = {"tensor": (-1, -1), "row": (1, 1), "block": (1, BLOCK), "block by block": (1, 1)}[job.kind]
+    whole, row, line = "-1x-1", "1x-1", "1x128"
+    kinds = {"tensor": (whole, whole), "row": (row, row), "block": (line, "128x128"), "block by block": (line, line)}
     made = []
-    for size, group in zip((job.m, job.n), rows, strict=True):
-        codes = torch.randn(size, job.k, dtype=torch.bfloat16, device=where).to(torch.float8_e4m3fn)
-        cols = BLOCK if job.kind.startswith("block") else -1
-        shape = () if group == -1 else (-(-size // group), 1 if cols == -1 else -(-job.k // cols))
-        made.append(Operand(codes, torch.ones(shape, device=where), group, cols))
+    for size, groups in zip((job.m, job.n), kinds[job.kind], strict=True):
+        cast = Cast.parse(f"e4m3 {groups}")
+        codes = torch.randn(size, job.k, dtype=torch.bfloat16, device=where).to(cast.dtype)
+        made.append(operand(codes, torch.ones(cast.scale_shape(size, job.k), device=where), cast))
     return made[0], made[1]
 
 
@@ -243,7 +243,6 @@ def kind_of(a: Any, b: Any) -> str | None:
 
     None for blocks other than 1x128 and 128x128, which are not measured.
 
-    >>> from fp8engine.numerics.cast import Cast
     >>> row, line, square = (Cast.parse(f"e4m3 {groups}") for groups in ("1x-1", "1x128", "128x128"))
     >>> kind_of(row, row), kind_of(line, square), kind_of(line, line)
     ('row', 'block', 'block by block')

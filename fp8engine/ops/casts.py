@@ -54,7 +54,7 @@ def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: tor
         return joined.under_one_scale(lambda *given: quantize(*given, held=held), x_MK, cast, slot)
     if held is not None and direct(x_MK):
         return operand(*reference.quantize(x_MK, cast, slot, held), cast)
-    return operand(*_quantize(x_MK, cast, slot=slot), cast)
+    return operand(*_quantize(x_MK, cast, slot=slot), cast=cast)
 
 
 def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False) -> tuple:
@@ -64,7 +64,7 @@ def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sum
     sums: a third result, the sums of x's columns, FP32 [K], which the same read gives.
     """
     if slot is not None and slot.group and cast.per_tensor:
-        return joined.under_one_scale(lambda *given: cast_transpose(*given, sums), x_MK, cast, slot)
+        return joined.under_one_scale(lambda *given: cast_transpose(*given, sums=sums), x_MK, cast, slot)
     *codes, sums_K = _cast_transpose(x_MK, cast, sums, slot=slot)
     both = operands(codes, cast, transposed=True)
     return (*both, sums_K) if sums else both
@@ -102,17 +102,6 @@ def quantize_given(x_MK: torch.Tensor, cast: Cast, scale: torch.Tensor) -> Opera
     return Operand(data, scale, cast.rows, cast.cols)  # the caller's scale is not known to be a power of two
 
 
-def encode(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
-    """FP8 codes of x * s; s: FP32, the factor of each group (1 / scale), of shape `cast.scale_shape`, or one number.
-
-    What does not fit saturates.  Casting with s and not with its inverse keeps the last bit that the inverse loses.
-
-    >>> encode(torch.tensor([[1.0, -2.0]]), Cast.parse("e4m3"), torch.tensor(128.0)).tolist()
-    [[128.0, -256.0]]
-    """
-    return _quantize_given(x_MK, cast, s)
-
-
 def _shapes(x, cast):
     m, k = x.shape
     return x.new_empty(m, k, dtype=cast.dtype), x.new_empty(cast.scale_shape(m, k), dtype=torch.float32)
@@ -138,13 +127,20 @@ def _quantize(x_MK, cast, slot=None):
     _shapes_and_sums,
     slot=True,
 )
-def _cast_transpose(x_MK, cast, sums, slot=None):
+def _cast_transpose(x_MK, cast, sums, slot=None) -> tuple:
     q, q_t, *rest = _twin(x_MK, cast).cast_transpose(x_MK, cast, slot, sums)
     return *taken_apart(q, q_t, cast), rest[0] if rest else None
 
 
 @operation("quantize_given(Tensor x, str cast, Tensor s) -> Tensor", lambda x, cast, s: _shapes(x, cast)[0])
-def _quantize_given(x_MK, cast, s):
+def encode(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
+    """FP8 codes of x * s; s: FP32, the factor of each group (1 / scale), of shape `cast.scale_shape`, or one number.
+
+    What does not fit saturates.  Casting with s and not with its inverse keeps the last bit that the inverse loses.
+
+    >>> encode(torch.tensor([[1.0, -2.0]]), Cast.parse("e4m3"), torch.tensor(128.0)).tolist()
+    [[128.0, -256.0]]
+    """
     return _twin(x_MK, cast).quantize_given(x_MK, cast, s)
 
 

@@ -92,15 +92,6 @@ def transpose(q: Operand, bounds_2E1: torch.Tensor) -> Operand:
     return Operand(_transpose(q.data, bounds_2E1), q.scale, -1, -1, q.power_of_2)
 
 
-def column_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
-    """The sums of each expert's rows, FP32 [E, N]: the gradient of a bias.
-
-    >>> column_sums(torch.ones(3, 1), twin.bounds_of(torch.tensor([1, 0, 2]))).tolist()
-    [[1.0], [0.0], [2.0]]
-    """
-    return _expert_sums(x_TN, bounds_2E1)
-
-
 def rows(
     a: Operand, b: Operand, bounds_2E1, bias_EN=None, out=torch.bfloat16, way: tuple[str, bool] = ("exact", False)
 ) -> torch.Tensor:
@@ -266,5 +257,10 @@ def _transpose(q_TK, bounds_2E1):
     "expert_sums(Tensor x, Tensor bounds) -> Tensor",
     lambda x, bounds: x.new_empty(bounds.shape[1] - 1, x.shape[1], dtype=torch.float32),
 )
-def _expert_sums(x_TN, bounds_2E1):
+def column_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
+    """The sums of each expert's rows, FP32 [E, N]: the gradient of a bias.
+
+    >>> column_sums(torch.ones(3, 1), twin.bounds_of(torch.tensor([1, 0, 2]))).tolist()
+    [[1.0], [0.0], [2.0]]
+    """
     return casts.twin(x_TN.device).expert_sums(x_TN, bounds_2E1)

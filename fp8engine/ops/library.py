@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -35,6 +35,7 @@ from fp8engine.ops.reference import Operand, Slot
 
 LIBRARY = torch.library.Library("fp8engine", "DEF")
 OPERATORS = torch.ops.fp8engine
+F = TypeVar("F", bound=Callable)
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 CAST, GROUPS = "str cast", "int[] groups"  # arguments that stand for a Cast, and for what Operands have beside tensors
 TABLES, FLAGS = "Tensor live, Tensor counts", "bool record, bool count"  # the fields of a Slot, less its index
@@ -69,7 +70,7 @@ def in_backward() -> bool:
     return _torch.graph_task() != -1
 
 
-def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False):
+def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False) -> Callable[[F], F]:
     """Register the decorated function as an operator; what is returned calls the one or the other, as `direct` says.
 
     schema: with its name first.  The function and `fake` take its arguments in order, but for these:
@@ -83,7 +84,7 @@ def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = Fa
     name, arguments = schema.split("(")[0], schema[schema.index("(") + 1 : schema.index(")")].split(", ")
     multiplies = GROUPS in arguments
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: F) -> F:
         def run(*flat):
             given, fields = _values(flat[: len(arguments)], arguments), flat[len(arguments) :]
             found = function(*given, slot=Slot(*fields)) if fields else function(*given)
@@ -107,7 +108,7 @@ def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = Fa
         if slot:
             _define_recorded(schema, run, run_fake)
             recorded = getattr(OPERATORS, f"{name}_recorded").default
-        return dispatched
+        return cast(F, dispatched)
 
     return decorate
 

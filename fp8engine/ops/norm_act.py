@@ -82,8 +82,7 @@ def norm_quantize_backward(
     _check_norm(name, norm, x_MK, weight_K, None)
     _same(name, "dy", dy_MK, x_MK.shape, "y's")
     for what, value in statistics.items():
-        if value is not None:
-            _same(name, what, value, x_MK.shape[:1], "one for each row of x")
+        _same(name, what, value, x_MK.shape[:1], "one for each row of x")
     if (rows.mean_M is None) != (norm.kind == "rms"):
         raise ShapeError(
             f"{name}: rows {'have no' if rows.mean_M is None else 'have a'} mean, and the norm is {norm.kind!r}; "
@@ -186,8 +185,7 @@ def _check_norm(operation: str, norm: Norm, x_MK: torch.Tensor, weight_K, bias_K
     if norm.kind not in KINDS:
         raise UnknownName("norm", norm.kind, KINDS)
     for what, value in (("weight", weight_K), ("bias", bias_K)):
-        if value is not None:
-            _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
+        _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
 
 
 def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> int:
@@ -195,21 +193,22 @@ def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tenso
     if kind not in ACTIVATIONS:
         raise UnknownName("activation", kind, ACTIVATIONS)
     k, gated = x_MK.shape[1], ACTIVATIONS[kind].gated
-    if up_MN is not None:
-        if not gated:
-            raise ShapeError(f"{operation}: {kind} has no gate; leave up out")
-        _same(operation, "up", up_MN, x_MK.shape, "the gate's")
-        if up_MN.dtype != x_MK.dtype:
-            raise UnsupportedDtype(f"{operation}: up is {up_MN.dtype} and the gate {x_MK.dtype}; convert one of them")
-    if not gated or up_MN is not None:
-        return k
-    if k % 2:
-        raise ShapeError(f"{operation}: {kind} takes [gate | up], an even number of columns; x is {list(x_MK.shape)}")
-    return k // 2
+    if up_MN is None:
+        if gated and k % 2:
+            raise ShapeError(
+                f"{operation}: {kind} takes [gate | up], an even number of columns; x is {list(x_MK.shape)}"
+            )
+        return k // 2 if gated else k
+    if not gated:
+        raise ShapeError(f"{operation}: {kind} has no gate; leave up out")
+    _same(operation, "up", up_MN, x_MK.shape, "the gate's")
+    if up_MN.dtype != x_MK.dtype:
+        raise UnsupportedDtype(f"{operation}: up is {up_MN.dtype} and the gate {x_MK.dtype}; convert one of them")
+    return k
 
 
-def _same(operation: str, what: str, value: torch.Tensor, shape, whose: str) -> None:
-    if tuple(value.shape) != tuple(shape):
+def _same(operation: str, what: str, value: torch.Tensor | None, shape, whose: str) -> None:
+    if value is not None and tuple(value.shape) != tuple(shape):
         raise ShapeError(f"{operation}: {what} is {list(value.shape)}; want {list(shape)}, {whose}")
 
 
@@ -271,7 +270,7 @@ def _act_backward_fake(dy, x, up, kind, *to):
     slot=True,
 )
 def _norm_quantize(x, weight, bias, *rest, slot=None):
-    norm, to = Norm(*rest[:3]), Store(*rest[3:], slot)
+    norm, to = Norm(*rest[:3]), Store(*rest[3:], slot=slot)
     y, q, q_t, rows = _twin(x).norm_quantize(x, weight, bias, norm, to)
     return *_flat(y, q, q_t, to), *rows
 
@@ -281,13 +280,13 @@ def _norm_quantize(x, weight, bias, *rest, slot=None):
     " -> (Tensor, Tensor, Tensor)",
     _norm_backward_fake,
 )
-def _norm_quantize_backward(dy, x, weight, rstd, mean, *norm):
+def _norm_quantize_backward(dy, x, weight, rstd, mean, *norm) -> tuple:
     return tuple(_twin(x).norm_quantize_backward(dy, x, weight, RowStatistics(rstd, mean), Norm(*norm)))
 
 
 @operation(f"act_quantize(Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE})", _act_fake, slot=True)
 def _act_quantize(x, up, kind, *to, slot=None):
-    to = Store(*to, slot)
+    to = Store(*to, slot=slot)
     return _flat(*casts.twin(x.device).act_quantize(x, kind, to, up), to)
 
 
@@ -297,7 +296,7 @@ def _act_quantize(x, up, kind, *to, slot=None):
     slot=True,
 )
 def _act_quantize_backward(dy, x, up, kind, *to, slot=None):
-    to = Store(*to, slot)
+    to = Store(*to, slot=slot)
     dx, q, q_t, *others = casts.twin(x.device).act_quantize_backward(dy, x, kind, to, up)
     return *_flat(dx, q, q_t, to), *others
 

@@ -8,21 +8,17 @@ from fp8engine.ops import casts, ranks
 from fp8engine.ops.library import in_backward, operation
 
 
+@operation(
+    "scale_update(Tensor history, Tensor live, Tensor rules, str ranks='', Tensor? saved=None) -> ()",
+    lambda history, live, rules, ranks="", saved=None: None,
+    effect=True,
+)
 def scale_update(history_HS, live_2S, rules_3S, group: str = "", saved_1: torch.Tensor | None = None) -> None:
     """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
 
     saved_1: where given, the amaxes of several ranks are joined first, as ranks.py says.
     group: name of the process group that is joined; "" for DistributedDataParallel's, inside of one.
     """
-    _scale_update(history_HS, live_2S, rules_3S, group, saved_1)
-
-
-@operation(
-    "scale_update(Tensor history, Tensor live, Tensor rules, str ranks='', Tensor? saved=None) -> ()",
-    lambda history, live, rules, ranks="", saved=None: None,
-    effect=True,
-)
-def _scale_update(history_HS, live_2S, rules_3S, group="", saved_1=None) -> None:
     if in_backward():  # a checkpoint around the graph runs all of it again
         return
     if not len(history_HS):

@@ -57,7 +57,7 @@ def test_the_gradient_of_the_bias_comes_with_the_cast_of_dy(recipe: str, monkeyp
 
     def spy(x_MK, how, sums=False, slot=None):
         asked.append((tuple(x_MK.shape), sums))
-        found = real(x_MK, how, sums, slot)
+        found = real(x_MK, how, sums, slot=slot)
         return *found[:-1], found[-1] + 1.0  # so that nobody else can have summed
 
     monkeypatch.setattr(operations, "_cast_transpose", spy)
