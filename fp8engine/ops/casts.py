@@ -41,8 +41,7 @@ def twin(where: torch.device):
 
 def _twin(x_MK: torch.Tensor, cast: Cast):
     """The module whose functions cast x here."""
-    found = twin(x_MK.device)
-    return found if found is reference or triton_backend.castable(x_MK, cast) else reference
+    return triton_backend if choose(x_MK.device) == "triton" and triton_backend.castable(x_MK, cast) else reference
 
 
 def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: torch.dtype | None = None) -> Operand:
@@ -54,7 +53,8 @@ def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: tor
         return joined.under_one_scale(lambda *given: quantize(*given, held=held), x_MK, cast, slot)
     if held is not None and direct(x_MK):
         return operand(*reference.quantize(x_MK, cast, slot, held), cast)
-    return operand(*_quantize(x_MK, cast, slot=slot), cast=cast)
+    data, scale = _quantize(x_MK, cast, slot=slot)
+    return operand(data, scale, cast)
 
 
 def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False) -> tuple:

@@ -82,25 +82,26 @@ def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = Fa
     effect: the function writes a table.
     """
     name, arguments = schema.split("(")[0], schema[schema.index("(") + 1 : schema.index(")")].split(", ")
-    multiplies = GROUPS in arguments
+    place = next((i for i, argument in enumerate(arguments) if argument in (CAST, GROUPS)), None)
+    named = len(arguments) - 5 if GROUPS in arguments else None
 
     def decorate(function: F) -> F:
         def run(*flat):
-            given, fields = _values(flat[: len(arguments)], arguments), flat[len(arguments) :]
+            given, fields = _values(flat[: len(arguments)], place, named), flat[len(arguments) :]
             found = function(*given, slot=Slot(*fields)) if fields else function(*given)
             return owned(found) if isinstance(found, tuple) else found
 
         def run_fake(*flat):
-            found = fake(*_values(flat[: len(arguments)], arguments))
+            found = fake(*_values(flat[: len(arguments)], place, named))
             if isinstance(found, tuple):
                 return tuple(found[0].new_empty(0) if x is None else x for x in found)
             return found
 
         @functools.wraps(function)
         def dispatched(*values, slot=None):
-            if direct(values[0].data) if multiplies else direct(*values):
+            if direct(*values) if named is None else direct(values[0].data):
                 return function(*values) if slot is None else function(*values, slot=slot)
-            flat = _flat(values, arguments)
+            flat = _flat(values, place, named)
             return operator(*flat) if slot is None else recorded(*flat, *slot[:5])
 
         define(schema, run, run_fake, effect)
@@ -113,30 +114,33 @@ def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = Fa
     return decorate
 
 
-def _flat(values: Sequence, arguments: list[str]) -> Sequence:
-    """What an operator of these arguments is given for the values that its function takes."""
-    if CAST in arguments:
-        flat, place = list(values), arguments.index(CAST)
+def _flat(values: Sequence, place: int | None, named: int | None) -> Sequence:
+    """What an operator is given for the values that its function takes.
+
+    place: of the cast or of the groups among its arguments.  named: of two Operands, how many of the other values the
+    schema names; those behind them are flags.
+    """
+    if place is None:
+        return values
+    if named is None:
+        flat = list(values)
         flat[place] = "" if flat[place] is None else flat[place].text
         return flat
-    if GROUPS not in arguments:
-        return values
     a, b, *rest = values
-    most, place = len(arguments) - 5, arguments.index(GROUPS) - 4
-    groups = [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2), *map(int, rest[most:])]
-    return a.data, b.data, a.scale, b.scale, *rest[:place], groups, *rest[place:most]
+    groups = [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2), *map(int, rest[named:])]
+    return a.data, b.data, a.scale, b.scale, *rest[: place - 4], groups, *rest[place - 4 : named]
 
 
-def _values(flat: Sequence, arguments: list[str]) -> Sequence:
+def _values(flat: Sequence, place: int | None, named: int | None) -> Sequence:
     """The inverse of `_flat`."""
-    if CAST in arguments:
-        values, place = list(flat), arguments.index(CAST)
+    if place is None:
+        return flat
+    if named is None:
+        values = list(flat)
         values[place] = Cast.parse(values[place]) if values[place] else None
         return values
-    if GROUPS not in arguments:
-        return flat
     a, b, scale_a, scale_b, *rest = flat
-    rows_a, cols_a, rows_b, cols_b, power_of_2, *flags = rest.pop(arguments.index(GROUPS) - 4)
+    rows_a, cols_a, rows_b, cols_b, power_of_2, *flags = rest.pop(place - 4)
     first = Operand(a, scale_a, rows_a, cols_a, bool(power_of_2))
     return first, Operand(b, scale_b, rows_b, cols_b, bool(power_of_2)), *rest, *flags
 

@@ -138,15 +138,6 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     return _matmul(a, b, bias_N, out, precision)
 
 
-@operation(
-    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
-    " str precision) -> Tensor",
-    lambda a, b, bias, out, precision: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
-)
-def _matmul(a, b, bias_N, out, precision):
-    return _multiply(a, b, bias_N, out, precision)
-
-
 def _multiply(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
     name = _backend_of(a, b, precision)
     if name == "triton":
@@ -154,6 +145,13 @@ def _multiply(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) 
     if name == "cublas":
         return scaled_mm.matmul(a, b, bias_N, out, fast=precision == "fast")
     return reference.emulate(a, b, bias_N, out, precision)
+
+
+_matmul = operation(
+    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
+    " str precision) -> Tensor",
+    lambda a, b, bias, out, precision: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
+)(_multiply)
 
 
 def _on_triton(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
