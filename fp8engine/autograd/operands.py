@@ -356,22 +356,29 @@ def take_over(use: Use, source: Slot, slot: Slot, size: int) -> None:
     if use.where.compiling:
         torch.ops.fp8engine.count_again.default(source[0], *slot[:2], slot.record, size)
     else:
-        _take_over(source, slot, size)
+        enter_again(source, slot, size)
 
 
-def _take_over(source: Slot, slot: Slot, size: int) -> None:
-    live, counts, before = slot.live_2S, slot.counts_CS, source.live_2S
-    if slot.record:
-        live[0, slot.index] = torch.maximum(live[0, slot.index], before[0, source.index])
-        live[1, slot.index] = before[1, source.index]
+def enter_again(source: Slot | None, slot: Slot, size: int) -> None:
+    """Enter one more use of a tensor into a slot, with the amax and the scale of the slot that has counted it.
+
+    source: that slot; None: it is not known, and the tensor is counted alone.
+    """
+    on_host = slot.host is not None and (source is None or source.host is not None)
+    live, counts = slot.host if on_host and slot.host else (slot.live_2S, slot.counts_CS)
     if slot.count:
         counts[0, slot.index] += 1
         counts[1, slot.index] += size
+    if slot.record and source is not None:
+        before = source.host[0] if on_host and source.host else source.live_2S
+        largest = max if on_host else torch.maximum
+        live[0, slot.index] = largest(live[0, slot.index], before[0, source.index])
+        live[1, slot.index] = before[1, source.index]
 
 
 def _count_again(source, live, counts, record: bool, size: int) -> None:
     """Of columns, as graphs have them."""
-    _take_over(Slot(source, counts, 0), Slot(live, counts, 0, record, not in_backward()), size)
+    enter_again(Slot(source, counts, 0), Slot(live, counts, 0, record, not in_backward()), size)
 
 
 library.define(
