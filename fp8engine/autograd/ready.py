@@ -88,7 +88,7 @@ def take(
     values = None
     if use.sampled and not gathered:
         values = x.values().view(q.data.shape)
-        use.observe("input", values)
+        numerics.observe("input", values)
     if not use.needs_w:
         return q, None
     saved: Cast = use.recipe.wgrad[1]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
+from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import casts, device, reference, triton_backend
 from fp8engine.ops.backends import asked
@@ -82,7 +83,8 @@ def norm_quantize_backward(
     _check_norm(name, norm, x_MK, weight_K, None)
     _same(name, "dy", dy_MK, x_MK.shape, "y's")
     for what, value in statistics.items():
-        _same(name, what, value, x_MK.shape[:1], "one for each row of x")
+        if value is not None:
+            _same(name, what, value, x_MK.shape[:1], "one for each row of x")
     if (rows.mean_M is None) != (norm.kind == "rms"):
         raise ShapeError(
             f"{name}: rows {'have no' if rows.mean_M is None else 'have a'} mean, and the norm is {norm.kind!r}; "
@@ -145,17 +147,17 @@ def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
     if to.cast is None or (to.slot is not None and to.slot.group and to.cast.per_tensor):
         own = IN_16_BITS  # no codes; or under one scale for all ranks, which a cast of its own finds
     y, *found = run(*arguments, own.cast, own.transposed, slot=own.slot)
-    codes = casts.operands(found[:4], own.cast, own.transposed) if own is to else _cast(y, to)
+    if to.cast is None:
+        return y, None, None, *found[4:]
+    codes = casts.operands(found[:4], own.cast, own.transposed) if own is to else _cast(y, to.cast, to)
     return y, *codes, *found[4:]
 
 
-def _cast(y_MK: torch.Tensor, to: Store) -> tuple[Operand | None, Operand | None]:
-    """The codes of y that `to` asks for."""
-    if to.cast is None:
-        return None, None
+def _cast(y_MK: torch.Tensor, cast: Cast, to: Store) -> tuple[Operand | None, Operand | None]:
+    """The codes of y that `to`, which has that cast, asks for."""
     if to.transposed:
-        return casts.cast_transpose(y_MK, to.cast, to.slot)
-    return casts.quantize(y_MK, to.cast, to.slot), None
+        return casts.cast_transpose(y_MK, cast, to.slot)
+    return casts.quantize(y_MK, cast, to.slot), None
 
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -185,7 +187,8 @@ def _check_norm(operation: str, norm: Norm, x_MK: torch.Tensor, weight_K, bias_K
     if norm.kind not in KINDS:
         raise UnknownName("norm", norm.kind, KINDS)
     for what, value in (("weight", weight_K), ("bias", bias_K)):
-        _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
+        if value is not None:
+            _same(operation, what, value, x_MK.shape[1:], "one for each column of x")
 
 
 def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tensor | None) -> int:
@@ -207,8 +210,8 @@ def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tenso
     return k
 
 
-def _same(operation: str, what: str, value: torch.Tensor | None, shape, whose: str) -> None:
-    if value is not None and tuple(value.shape) != tuple(shape):
+def _same(operation: str, what: str, value: torch.Tensor, shape, whose: str) -> None:
+    if tuple(value.shape) != tuple(shape):
         raise ShapeError(f"{operation}: {what} is {list(value.shape)}; want {list(shape)}, {whose}")
 
 
@@ -230,8 +233,10 @@ def _flat(y: torch.Tensor, q: tuple | None, q_t: tuple | None, to: Store) -> tup
 
     q, q_t: the codes that were made with y; those that `to` asks for and that were not are made here.
     """
+    if to.cast is None:
+        return y, None, None, None, None
     if q is None:
-        q, q_t = _cast(y, to)
+        q, q_t = _cast(y, to.cast, to)
     return y, *casts.taken_apart(q, q_t, to.cast)
 
 
