@@ -3,9 +3,9 @@
     short   of each test function MOST cases, spread over its parameters; of functions marked slow those marked `short`
     rest    all others
 
-Other functions have other cases of one parameter, so that together they have all of its values.  The short part has to
-hold a case of every room and of every recipe, and of every kernel that the emulated card or the interpreter has:
-`missing` says which it has not, and the run ends with an error.
+Functions begin at different cases, so that together they have all values of a parameter.  The short part has to hold a
+case of every room, of every recipe, and of every file of the emulated card and of the interpreter, which are the
+kernels': `missing` says what it has not, and the run ends with an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from fp8engine.numerics.recipe import RECIPES
 
-MOST = 3
+MOST = 2
 PARTS = ("short", "rest")
 
 
@@ -59,8 +59,7 @@ def divide(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--part")
     names = short(items)
     kept = [item for item in items if (item.nodeid in names) == (part == "short")]
-    everything = not config.getoption("file_or_dir")
-    if part == "short" and everything and (lacks := missing(kept, items)):
-        raise pytest.UsageError(f"the short part of the tests has no case of {', '.join(lacks)}: mark one `short`")
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    if part == "short" and (lacks := missing(kept, items)):
+        raise pytest.UsageError(f"the short part of these tests has no case of {', '.join(lacks)}: mark one `short`")
+    config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in names) != (part == "short")])
     items[:] = kept
