@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test titan serve-check test-oldest check static types codegen codegen-all resolve emulated gpu gpu-pack bench distributed mutants \
+.PHONY: help demo test test-all titan serve-check test-oldest check static types codegen codegen-all resolve emulated gpu gpu-pack bench distributed mutants \
 	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
@@ -23,12 +23,16 @@ help:  ## this list
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
 	$(PY) -m fp8engine train --overwrite
 
-test: $(VENV)/dev.stamp browser  ## every test and doctest; then the kernels in Triton's interpreter
-	$(PYTEST) -n $(JOBS)
-	$(INTERPRET) -n $(JOBS)
+test: $(VENV)/dev.stamp browser  ## a few cases of every test: each room, recipe and kernel; every doctest
+	$(PYTEST) -n $(JOBS) --part short
+	$(INTERPRET) -n $(JOBS) --part short
+
+test-all: $(VENV)/dev.stamp browser  ## all other cases, after `make test`; CI runs both
+	$(PYTEST) -n $(JOBS) --part rest
+	$(INTERPRET) -n $(JOBS) --part rest
 
 test-oldest:  ## before a release: the same tests on the oldest torch there may be (5 GB in .venv-oldest)
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt PYTEST_ADDOPTS='$(OLDEST)'
+	$(MAKE) test test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt PYTEST_ADDOPTS='$(OLDEST)'
 
 titan:  ## torchtitan's debug Llama in FP8 on two processes, in an environment of its own
 	$(MAKE) .venv-titan/titan.stamp VENV=.venv-titan

@@ -94,7 +94,7 @@ def gradient_sqnr(plain: nn.Module, change: Callable[[nn.Module], nn.Module], x:
 def measure(turns: int) -> dict:
     """Both cases, every variant."""
     torch.manual_seed(0)
-    result: dict = {"machine": machine(), "matmul_ms": vars(device.cpu_timings()), "cases": {}}
+    result: dict = {"machine": machine(), "matmul_ms": device.cpu_timings(), "cases": {}}
     for case, make, rows in (("small", small, 16), ("three", three, 512)):
         plain = make()
         x = torch.randn(rows, 16 if case == "small" else 512)

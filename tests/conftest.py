@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from parts import PARTS, divide
 
 if importlib.util.find_spec("hypothesis"):  # a GPU machine may lack it, and its tests do not need it
     from hypothesis import settings
@@ -24,8 +25,16 @@ collect_ignore = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`make emulated` gives it."""
+    """`make emulated` gives --whole, `make test` and `make test-all` give --part."""
     parser.addoption("--whole", action="store_true", help="tests/emulated: every case under every seed, and more cases")
+    parser.addoption("--part", choices=PARTS, help="of all tests: a few cases of each function, or all other cases")
+
+
+@pytest.hookimpl(trylast=True)  # after the rooms have left out what they leave out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The part that is asked for."""
+    if config.getoption("--part"):
+        divide(config, items)
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores

@@ -158,7 +158,8 @@ class _Experts:
         """(X for forward, what wgrad will read)."""
         use, recipe = self.use, self.recipe
         first, to_save = recipe.forward[0], recipe.wgrad[1]
-        use.observe("input", x_TK)
+        if use.sampled:
+            use.numerics.observe("input", x_TK)
         serves = use.needs_w and to_save is first and (first.per_tensor or not self.blocks)
         held = None if serves else self._holding(x_TK)
         a = self._rows(x_TK, first, kept_of(use, x_TK, asks=False), self.slot(INPUT, use.record, use.count), held)
@@ -173,7 +174,8 @@ class _Experts:
     def experts_forward(self, a: Either, weight_ENK, bias_EN, out: torch.dtype) -> torch.Tensor:
         """y [T, N]; the weight's operands wait here for backward where that is worth their memory."""
         use, second = self.use, self.recipe.forward[1]
-        use.observe("weight", weight_ENK.flatten(0, 1))
+        if use.sampled:
+            use.numerics.observe("weight", weight_ENK.flatten(0, 1))
         weights, wait, outlive = kept_of_weight(use, weight_ENK)
         slot, held = self.slot(WEIGHT, use.record, use.count), self._holding(weight_ENK)
         b = _of_weight(weight_ENK, second, weights, slot, held)
@@ -187,7 +189,8 @@ class _Experts:
     def experts_backward(self, dy_TN: torch.Tensor, saved: tuple, weight_ENK, dtype: torch.dtype) -> tuple:
         """(dx [T, K], dw [E, N, K], db [E, N]), None for what is not needed."""
         use, recipe = self.use, self.recipe
-        use.observe("grad_output", dy_TN)
+        if use.sampled:
+            use.numerics.observe("grad_output", dy_TN)
         held, made, slot = self._holding(dy_TN), {}, self.slot(GRAD_OUTPUT, True, True)
         dx_TK = dw_ENK = db_EN = None
         if use.needs_x:

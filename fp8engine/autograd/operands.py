@@ -96,11 +96,6 @@ class Use(NamedTuple):
     sampled: bool
     bias_dtype: torch.dtype | None
 
-    def observe(self, role: str, x_MK: torch.Tensor) -> None:
-        """Describe a tensor in a step that is sampled."""
-        if self.sampled:
-            self.numerics.observe(role, x_MK)
-
 
 def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N) -> Use:
     """The use of a layer in FP8 by a call that begins.  Raises for what refusals.py lists, naming the layer.
@@ -197,7 +192,8 @@ def input_pair(use: Use, x_MK: torch.Tensor, kept: Made) -> tuple[Operand | None
     recipe = use.recipe
     first, second = recipe.forward[0], recipe.wgrad[1]
     slot = use.slots[use.first + INPUT, use.record, use.count]
-    use.observe("input", x_MK)
+    if use.sampled:
+        use.numerics.observe("input", x_MK)
     if use.needs_w and use.where.on_codes and recipe.input_serves_both:
         return *both(use, x_MK, first, kept, slot), True
     serves = use.needs_w and second is first
@@ -224,7 +220,8 @@ def weight_pair(use: Use, weight_NK: torch.Tensor) -> tuple[Either, tuple, Made]
     second = recipe.forward[1]
     if type(weight_NK) is gathered.GatheredWeight:  # distributed/weight_samples.py describes it
         return gathered.for_forward(weight_NK, second, slot, use.where.compiling), NOTHING, {}
-    use.observe("weight", weight_NK)
+    if use.sampled:
+        use.numerics.observe("weight", weight_NK)
     made, wait, outlive = kept_of_weight(use, weight_NK)
     holds, weight_KN, transposes = use.needs_x and wait, NOTHING, use.where.on_codes and recipe.weight_serves_both
     if not second.is_fp8:
@@ -264,7 +261,8 @@ def gradient_pair(use: Use, dy_MN: torch.Tensor, made: dict) -> tuple[Either | N
     recipe = use.recipe
     first, second = recipe.dgrad[0], recipe.wgrad[0]
     slot = use.slots[use.first + GRAD_OUTPUT, True, True]
-    use.observe("grad_output", dy_MN)
+    if use.sampled:
+        use.numerics.observe("grad_output", dy_MN)
     d = d_t = db_N = None
     held = use.where.emulation(dy_MN.device, dy_MN.numel())
     if use.where.on_codes and use.needs_x and use.needs_w and recipe.grad_serves_both:
@@ -356,22 +354,29 @@ def take_over(use: Use, source: Slot, slot: Slot, size: int) -> None:
     if use.where.compiling:
         torch.ops.fp8engine.count_again.default(source[0], *slot[:2], slot.record, size)
     else:
-        _take_over(source, slot, size)
+        enter_again(source, slot, size)
 
 
-def _take_over(source: Slot, slot: Slot, size: int) -> None:
-    live, counts, before = slot.live_2S, slot.counts_CS, source.live_2S
-    if slot.record:
-        live[0, slot.index] = torch.maximum(live[0, slot.index], before[0, source.index])
-        live[1, slot.index] = before[1, source.index]
+def enter_again(source: Slot | None, slot: Slot, size: int) -> None:
+    """Enter one more use of a tensor into a slot, with the amax and the scale of the slot that has counted it.
+
+    source: that slot; None: it is not known, and the tensor is counted alone.
+    """
+    on_host = slot.host is not None and (source is None or source.host is not None)
+    live, counts = slot.host if on_host and slot.host else (slot.live_2S, slot.counts_CS)
     if slot.count:
         counts[0, slot.index] += 1
         counts[1, slot.index] += size
+    if slot.record and source is not None:
+        before = source.host[0] if on_host and source.host else source.live_2S
+        largest = max if on_host else torch.maximum
+        live[0, slot.index] = largest(live[0, slot.index], before[0, source.index])
+        live[1, slot.index] = before[1, source.index]
 
 
 def _count_again(source, live, counts, record: bool, size: int) -> None:
     """Of columns, as graphs have them."""
-    _take_over(Slot(source, counts, 0), Slot(live, counts, 0, record, not in_backward()), size)
+    enter_again(Slot(source, counts, 0), Slot(live, counts, 0, record, not in_backward()), size)
 
 
 library.define(

@@ -15,14 +15,13 @@ from collections.abc import Callable
 import torch
 
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Use, one, plain
+from fp8engine.autograd.operands import GRAD_OUTPUT, INPUT, Either, Use, enter_again, one, plain
 from fp8engine.autograd.stored_tensor import StoredTensor
 from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops.reference import Operand, Slot
 from fp8engine.ops.tensor import Float8Tensor
 from fp8engine.scaling.operands import Made
-from fp8engine.scaling.table import ScalingState
 
 TAKEN = ""  # in place of a reason
 WRITTEN = "other code wrote into it, or took its memory (.data, .numpy())"
@@ -84,11 +83,12 @@ def take(
     numerics, q = use.numerics, x.operand()
     gathered, slot = isinstance(x, GatheredTensor), use.slots[use.first + INPUT, use.record, use.count]
     if not (gathered and _counted_by(x.source, slot)):
-        _count(numerics.state, x.source, slot, x.numel())
+        known = x.source is not None and x.source.live_2S is numerics.state.live_2S
+        enter_again(x.source if known else None, slot, x.numel())
     values = None
     if use.sampled and not gathered:
         values = x.values().view(q.data.shape)
-        use.observe("input", values)
+        numerics.observe("input", values)
     if not use.needs_w:
         return q, None
     saved: Cast = use.recipe.wgrad[1]
@@ -125,18 +125,3 @@ def _counted_by(source: Slot | None, slot: Slot) -> bool:
 def _reads_codes(saved: Cast, q: Operand) -> bool:
     """Whether wgrad reads the very codes of forward: one scale serves both directions."""
     return saved.per_tensor and q.rows == q.cols == -1
-
-
-def _count(state: ScalingState, source: Slot | None, slot: Slot, size: int) -> None:
-    """Calls and elements; amax and scale of the slot that counted the tensor when it was stored, if that is known."""
-    if slot.host is not None:
-        live, counts = slot.host
-    else:
-        live, counts = slot.live_2S, slot.counts_CS
-    if slot.count:
-        counts[0, slot.index] += 1
-        counts[1, slot.index] += size
-    if slot.record and source is not None and source.live_2S is state.live_2S:
-        largest = max if slot.host is not None else torch.maximum
-        live[0, slot.index] = largest(live[0, slot.index], live[0, source.index])
-        live[1, slot.index] = live[1, source.index]

@@ -97,10 +97,9 @@ def _device(where: torch.device) -> dict:
         found["capability"] = "sm_{}{}".format(*device.capability(where))
         found["memory_gib"] = round(torch.cuda.get_device_properties(where).total_memory / 2**30, 1)
     else:
-        timings = device.cpu_timings()
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["threads"] = torch.get_num_threads()
-        found["milliseconds"] = {"fp32": timings.fp32, "bf16": timings.bf16, "torch_scaled_fp8": timings.scaled_mm}
+        found["milliseconds"] = device.cpu_timings()
     return found
 
 

@@ -14,9 +14,9 @@ import torch
 
 from fp8engine.errors import ShapeError
 from fp8engine.numerics.formats import FLOATS
-from fp8engine.ops import device, reference, triton_backend
-from fp8engine.ops.casts import choose
-from fp8engine.ops.library import OPERATORS, direct, operation, refuse_gradient
+from fp8engine.ops import device
+from fp8engine.ops.casts import twin
+from fp8engine.ops.library import operation, refuse_gradient
 from fp8engine.ops.reference.attention import HEAD_DIMS, TINY, Form
 from fp8engine.ops.reference.attention_backward import Gradients
 
@@ -52,9 +52,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> 
     several devices.  Sources: arXiv 2407.08608, section 3.3.
     """
     _check("attention", q, k, v, form)
-    if all(direct(x) for x in (q, k, v)):
-        return _attention(q, k, v, *form)
-    return OPERATORS.attention.default(q, k, v, *form)
+    return _attention(q, k, v, *form)
 
 
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> Gradients:
@@ -65,42 +63,34 @@ def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: to
     _check("attention_backward", q, k, v, form, do=do)
     if do.shape != q.shape or do.dtype != q.dtype:
         raise ShapeError(f"attention_backward: do is {do.dtype} {list(do.shape)}; want q's, {q.dtype} {list(q.shape)}")
-    if all(direct(x) for x in (do, q, k, v)):
-        return Gradients(*_backward(do, q, k, v, *form))
-    return Gradients(*OPERATORS.attention_backward.default(do, q, k, v, *form))
+    return Gradients(*_backward(do, q, k, v, *form))
 
 
-def _check(
-    operation: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, **others: torch.Tensor
-) -> None:
+def _check(operation: str, q, k, v, form: Form, **others: torch.Tensor) -> None:
     if reason := unsupported(q, k, v, form.scale):
         raise ShapeError(f"{operation}: {reason}; use torch's scaled_dot_product_attention")
     device.check_one(operation, q, k=k, v=v, **others)
 
 
-def _fake(q, k, v, *form):
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
-
-
-def _backward_fake(do, q, k, v, *form):
-    return tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """Memory of a result [B, T, H, D] for an x [B, H, T, D]."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3])
 
 
 FORM = "float scale, bool causal, SymInt window, SymInt offset, bool rotated"
 
 
-@operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", _fake)
+@operation(f"attention(Tensor q, Tensor k, Tensor v, {FORM}) -> Tensor", lambda q, *rest: _turned(q))
 def _attention(q, k, v, *form):
-    module = triton_backend if choose(q.device) == "triton" else reference
-    return module.attention(q, k, v, Form(*form))
+    return twin(q.device).attention(q, k, v, Form(*form))
 
 
 @operation(
-    f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {FORM}) -> (Tensor, Tensor, Tensor)", _backward_fake
+    f"attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, {FORM}) -> (Tensor, Tensor, Tensor)",
+    lambda do, q, k, v, *form: tuple(map(_turned, (q, k, v))),
 )
 def _backward(do, q, k, v, *form):
-    module = triton_backend if choose(q.device) == "triton" else reference
-    return tuple(module.attention_backward(do, q, k, v, Form(*form)))
+    return tuple(twin(q.device).attention_backward(do, q, k, v, Form(*form)))
 
 
 refuse_gradient("attention", "attention_backward")

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,11 @@ import torch.distributed as dist
 from fp8engine import _torch, environment
 from fp8engine.errors import BackendError, StateError
 from fp8engine.numerics.cards import card_of
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import choice_file, device, predicted, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice, Job
-from fp8engine.ops.reference import Epilogue, Operand
+from fp8engine.ops.reference import Epilogue, Operand, operand
 
 BUDGET = 2.0  # seconds in all
 FIRST_TRIAL = 0.7  # seconds that a trial may take before one is known: a compilation takes 0.2 to 0.6
@@ -49,29 +50,13 @@ BLOCK = 128
 log = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """Times the matmuls of a card."""
-
-    def configs(self, job: Job) -> list[Any]:
-        """Our configurations to try, at most CONFIGURATIONS."""
-        ...
-
-    def time(self, job: Job, config: Any | None) -> float:
-        """Seconds of one call under a configuration; None: cuBLASLt.  Raises whatever fails."""
-        ...
-
-    def forget(self) -> None:
-        """Give back the memory of what was timed."""
-        ...
-
-
 class CardTrials:
     """What one card has measured of itself, and what it still has to.
 
-    key: choice_file.key_of; None: nothing is kept.  now: the clock, in seconds.
+    runner: has the methods of CardRunner.  key: choice_file.key_of; None: nothing is kept.  now: the clock, in seconds.
     """
 
-    def __init__(self, runner: Runner, key: dict[str, Any] | None, now: Callable[[], float] = time.monotonic):
+    def __init__(self, runner: Any, key: dict[str, Any] | None, now: Callable[[], float] = time.monotonic):
         self.runner, self.key, self.now = runner, key, now
         self.wanted: Counter[Job] = Counter()
         self.choices: dict[Job, Choice] = {}
@@ -99,37 +84,38 @@ class CardTrials:
                 self.choices |= self.kept
                 self.measure()
             finally:  # the others wait
-                _torch.default_store().set(STORE_KEY, self._message())
+                message = {"card": self._card(), "choices": choice_file.to_rows(self.choices)}
+                _torch.default_store().set(STORE_KEY, json.dumps(message))
         else:
             self._take()
 
     def measure(self) -> None:
         """Time what is wanted, the most work first, within the budget; keep it and say so once."""
-        start, longest, timed = self.now(), FIRST_TRIAL, 0
+        start, longest = self.now(), FIRST_TRIAL
         missing = [job for job in self.wanted if job not in self.choices]
         for job in sorted(missing, key=lambda job: -self.wanted[job] * job.m * job.n * job.k):
             us: dict[str, float] = {}
-            configs = {}
-            for config in [None, *self.runner.configs(job)[:CONFIGURATIONS]]:
+            tried = {
+                CUBLAS: None,
+                **{f"triton {config}": config for config in self.runner.configs(job)[:CONFIGURATIONS]},
+            }
+            for name, config in tried.items():
                 began = self.now()
                 if began - start + longest > BUDGET:
                     break
-                name = CUBLAS if config is None else f"triton {config}"
-                configs[name] = config
                 try:
                     us[name] = 1e6 * self.runner.time(job, config)
                 except Exception as error:  # any: out of memory, a compiler, a driver, a wrong result
                     self.failed[job] = f"{name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 longest = max(longest, self.now() - began)
             # Where torch has no scales in blocks ours are compared with each other; else never without cuBLASLt's time.
-            if any(name != CUBLAS for name in us) and (CUBLAS in us or "block" in job.kind):
-                timed += 1
-                best = min(us, key=lambda name: us[name])
-                chosen = None if configs[best] is None else configs[best]._asdict()
-                self.choices[job] = Choice("cublas" if best == CUBLAS else "triton", chosen, us)
+            if us.keys() - {CUBLAS} and (CUBLAS in us or "block" in job.kind):
+                best = min(us, key=us.__getitem__)
+                config = tried[best]
+                self.choices[job] = Choice("triton" if config else CUBLAS, config and config._asdict(), us)
         if missing:
             self.runner.forget()
-            self._tell(timed, len(missing), self.now() - start)
+            self._tell(sum(job in self.choices for job in missing), len(missing), self.now() - start)
 
     def _tell(self, timed: int, wanted: int, seconds: float) -> None:
         ours = sum(choice.backend == "triton" for choice in self.choices.values())
@@ -158,9 +144,6 @@ class CardTrials:
     def _card(self) -> list[Any]:
         return [self.key and self.key[name] for name in ("card", "capability", "triton", "kernels")]
 
-    def _message(self) -> str:
-        return json.dumps({"card": self._card(), "choices": choice_file.to_rows(self.choices)})
-
     def _take(self) -> None:
         """Rank 0's choices, for a card like its own."""
         try:
@@ -181,8 +164,14 @@ class CardRunner:
 
     def __init__(self, where: torch.device):
         self.where = where
-        self._made: tuple[Job, Operand, Operand] | None = None
-        self._exact: tuple[Job, torch.Tensor] | None = None  # cuBLASLt's result
+        self.forget()
+
+    def forget(self) -> None:
+        """Give back the memory of what was timed."""
+        self._job: Job | None = None
+        self._operands: tuple = ()
+        self._exact: torch.Tensor | None = None  # cuBLASLt's result
+        torch.cuda.empty_cache()
 
     def configs(self, job: Job) -> list[Any]:
         """Committed configurations that are predicted to be the fastest; their machine code is checked in CI."""
@@ -196,37 +185,27 @@ class CardRunner:
         return predicted.fastest(job.operation, dict.fromkeys([*found, *more]), job[2:], card)[:CONFIGURATIONS]
 
     def time(self, job: Job, config: Any | None) -> float:
-        """Seconds of one call, the median of REPEATS."""
-        a, b = self._operands(job)
+        """Seconds of one call under a configuration, the median of REPEATS; None: cuBLASLt.
+
+        Raises whatever fails, and BackendError where our result is not cuBLASLt's but for the order of sums.
+        """
+        if self._job != job:
+            self.forget()  # the last job's memory first
+            self._job, self._operands = job, operands(job, self.where)
         end, fast = Epilogue(None, torch.bfloat16), job.operation == "matmul_fp8"
-        if config is None:
-            call = lambda: scaled_mm.matmul(a, b, fast=fast)  # noqa: E731
-        else:
-            call = lambda: triton_backend.matmul(a, b, end, fast, config)  # noqa: E731
+        call = functools.partial(scaled_mm.matmul, *self._operands, fast=fast)
+        if config is not None:
+            call = functools.partial(triton_backend.matmul, *self._operands, end, fast, config)
         with torch.no_grad():
-            self._check(job, config, call())
+            y_MN = call()
+            if config is None:
+                self._exact = y_MN
+            elif self._exact is not None:
+                wanted = self._exact.float()
+                error = float((y_MN.float() - wanted).norm() / wanted.norm())
+                if not error <= DIFFERENT:
+                    raise BackendError(f"{config} is {error:.1e} from cuBLASLt's result for {job}")
             return self._median(call)
-
-    def forget(self) -> None:
-        """Give back the memory of what was timed."""
-        self._made = self._exact = None
-        torch.cuda.empty_cache()
-
-    def _operands(self, job: Job) -> tuple[Operand, Operand]:
-        if self._made is None or self._made[0] != job:
-            self._made = self._exact = None  # the last job's memory first
-            self._made = (job, *operands(job, self.where))
-        return self._made[1:]
-
-    def _check(self, job: Job, config: Any | None, y_MN: torch.Tensor) -> None:
-        """Raise BackendError where our result is not cuBLASLt's but for the order of sums."""
-        if config is None:
-            self._exact = (job, y_MN)
-        elif self._exact is not None and self._exact[0] == job:
-            wanted = self._exact[1]
-            error = float((y_MN.float() - wanted.float()).norm() / wanted.float().norm())
-            if not error <= DIFFERENT:
-                raise BackendError(f"{config} is {error:.1e} from cuBLASLt's result for {job}")
 
     def _median(self, call: Callable[[], object]) -> float:
         flush = torch.empty(1 << 27, dtype=torch.uint8, device=self.where)  # more than twice the L2 cache
@@ -249,13 +228,13 @@ def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
     >>> list(a.scale.shape), list(b.scale.shape)
     ([4, 2], [2, 2])
     """
-    rows = {"tensor": (-1, -1), "row": (1, 1), "block": (1, BLOCK), "block by block": (1, 1)}[job.kind]
+    whole, row, line = "-1x-1", "1x-1", "1x128"
+    kinds = {"tensor": (whole, whole), "row": (row, row), "block": (line, "128x128"), "block by block": (line, line)}
     made = []
-    for size, group in zip((job.m, job.n), rows, strict=True):
-        codes = torch.randn(size, job.k, dtype=torch.bfloat16, device=where).to(torch.float8_e4m3fn)
-        cols = BLOCK if job.kind.startswith("block") else -1
-        shape = () if group == -1 else (-(-size // group), 1 if cols == -1 else -(-job.k // cols))
-        made.append(Operand(codes, torch.ones(shape, device=where), group, cols))
+    for size, groups in zip((job.m, job.n), kinds[job.kind], strict=True):
+        cast = Cast.parse(f"e4m3 {groups}")
+        codes = torch.randn(size, job.k, dtype=torch.bfloat16, device=where).to(cast.dtype)
+        made.append(operand(codes, torch.ones(cast.scale_shape(size, job.k), device=where), cast))
     return made[0], made[1]
 
 
@@ -264,7 +243,6 @@ def kind_of(a: Any, b: Any) -> str | None:
 
     None for blocks other than 1x128 and 128x128, which are not measured.
 
-    >>> from fp8engine.numerics.cast import Cast
     >>> row, line, square = (Cast.parse(f"e4m3 {groups}") for groups in ("1x-1", "1x128", "128x128"))
     >>> kind_of(row, row), kind_of(line, square), kind_of(line, line)
     ('row', 'block', 'block by block')
@@ -296,13 +274,9 @@ def step_begins(where: torch.device) -> None:
 @functools.cache
 def trials_of(where: torch.device) -> CardTrials | None:
     """The trials of a card; None where there is nothing to choose between, or the setting switches it off."""
-    if where.type != "cuda" or not environment.measures():
+    if not device.has_fp8(where) or device.capability(where)[0] in triton_backend.TCGEN05:
         return None
-    if (
-        not device.has_fp8(where)
-        or not triton_backend.usable()
-        or device.capability(where)[0] in triton_backend.TCGEN05
-    ):
+    if not environment.measures() or not triton_backend.usable():
         return None
     return CardTrials(CardRunner(where), choice_file.key_of(where))
 

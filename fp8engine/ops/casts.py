@@ -9,7 +9,7 @@ reference/ (`_twin`).  Both give the same codes and scales bit for bit.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from fp8engine.errors import ShapeError
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import device, joined, reference, triton_backend
 from fp8engine.ops.backends import asked
-from fp8engine.ops.library import OPERATORS, call, direct, operation
+from fp8engine.ops.library import direct, operation
 from fp8engine.ops.reference import Operand, Slot, operand
 
 
@@ -34,11 +34,14 @@ def choose(where: torch.device) -> str:
     return "triton" if name == "triton" and triton_backend.no_card(where) is None else "reference"
 
 
+def twin(where: torch.device):
+    """The module of that backend, `reference` or `triton_backend`, whose functions share names and signatures."""
+    return triton_backend if choose(where) == "triton" else reference
+
+
 def _twin(x_MK: torch.Tensor, cast: Cast):
-    """The module whose functions cast x here: `reference` or `triton_backend`, which share names and signatures."""
-    if choose(x_MK.device) == "triton" and triton_backend.castable(x_MK, cast):
-        return triton_backend
-    return reference
+    """The module whose functions cast x here."""
+    return triton_backend if choose(x_MK.device) == "triton" and triton_backend.castable(x_MK, cast) else reference
 
 
 def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: torch.dtype | None = None) -> Operand:
@@ -48,43 +51,42 @@ def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, held: tor
     """
     if slot is not None and slot.group and cast.per_tensor:
         return joined.under_one_scale(lambda *given: quantize(*given, held=held), x_MK, cast, slot)
-    if direct(x_MK):
-        data, scale = _quantize(x_MK, cast, slot, held)
-    else:
-        data, scale = call("quantize", slot, x_MK, cast.text)
+    if held is not None and direct(x_MK):
+        return operand(*reference.quantize(x_MK, cast, slot, held), cast)
+    data, scale = _quantize(x_MK, cast, slot=slot)
     return operand(data, scale, cast)
 
 
-@overload
-def cast_transpose(
-    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: Literal[False] = False
-) -> tuple[Operand, Operand]: ...
-
-
-@overload
-def cast_transpose(
-    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, *, sums: Literal[True]
-) -> tuple[Operand, Operand, torch.Tensor]: ...
-
-
-def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False):
+def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False) -> tuple:
     """x quantised for the matmul that reduces its columns, and its transpose [K, M] for the one that reduces its rows.
 
     Both contiguous, from one read of x.  Groups of 1 x 128 of x are joined by groups of 1 x 128 of its transpose.
     sums: a third result, the sums of x's columns, FP32 [K], which the same read gives.
     """
     if slot is not None and slot.group and cast.per_tensor:
-        return joined.under_one_scale(lambda *given: cast_transpose(*given, sums), x_MK, cast, slot)  # pyright: ignore[reportCallIssue] - a bool fits no overload
-    if direct(x_MK):
-        found = _cast_transpose(x_MK, cast, sums, slot)
-    else:
-        found = call("cast_transpose", slot, x_MK, cast.text, sums)
-    data, scale, data_t, scale_t, sums_K = found
-    first = operand(data, scale, cast)
+        return joined.under_one_scale(lambda *given: cast_transpose(*given, sums=sums), x_MK, cast, slot)
+    *codes, sums_K = _cast_transpose(x_MK, cast, sums, slot=slot)
+    both = operands(codes, cast, transposed=True)
+    return (*both, sums_K) if sums else both
+
+
+def operands(codes: Sequence, cast: Cast | None, transposed: bool) -> tuple:
+    """(x quantised, its transpose quantised), of what `taken_apart` gives; None for what there is not."""
+    if cast is None:
+        return None, None
+    data, scale, data_t, scale_t = codes
     # Row scaling of x.T is column scaling of x: one cast describes both.
     # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
-    second = operand(data_t, scale if cast.per_tensor else scale_t, cast)
-    return (first, second, sums_K) if sums else (first, second)
+    other = operand(data_t, scale if cast.per_tensor else scale_t, cast) if transposed else None
+    return operand(data, scale, cast), other
+
+
+def taken_apart(q: tuple | None, q_t: tuple | None, cast: Cast | None) -> tuple:
+    """(data, scale, data of the transpose, its scale where it has one of its own), None for what there is not."""
+    if q is None or cast is None:
+        return None, None, None, None
+    data_t, scale_t = (None, None) if q_t is None else q_t[:2]
+    return *q[:2], data_t, None if cast.per_tensor else scale_t
 
 
 def quantize_given(x_MK: torch.Tensor, cast: Cast, scale: torch.Tensor) -> Operand:
@@ -100,6 +102,37 @@ def quantize_given(x_MK: torch.Tensor, cast: Cast, scale: torch.Tensor) -> Opera
     return Operand(data, scale, cast.rows, cast.cols)  # the caller's scale is not known to be a power of two
 
 
+def _shapes(x, cast):
+    m, k = x.shape
+    return x.new_empty(m, k, dtype=cast.dtype), x.new_empty(cast.scale_shape(m, k), dtype=torch.float32)
+
+
+def shapes_of_both(x, cast, transposed):
+    """What `taken_apart` gives of the codes of x, without values."""
+    other = _shapes(x.t(), cast) if cast and transposed else None
+    return taken_apart(_shapes(x, cast) if cast else None, other, cast)
+
+
+def _shapes_and_sums(x, cast, sums):
+    return *shapes_of_both(x, cast, True), x.new_empty(x.shape[1], dtype=torch.float32) if sums else None
+
+
+@operation("quantize(Tensor x, str cast) -> (Tensor, Tensor)", _shapes, slot=True)
+def _quantize(x_MK, cast, slot=None):
+    return _twin(x_MK, cast).quantize(x_MK, cast, slot)
+
+
+@operation(
+    "cast_transpose(Tensor x, str cast, bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _shapes_and_sums,
+    slot=True,
+)
+def _cast_transpose(x_MK, cast, sums, slot=None) -> tuple:
+    q, q_t, *rest = _twin(x_MK, cast).cast_transpose(x_MK, cast, slot, sums)
+    return *taken_apart(q, q_t, cast), rest[0] if rest else None
+
+
+@operation("quantize_given(Tensor x, str cast, Tensor s) -> Tensor", lambda x, cast, s: _shapes(x, cast)[0])
 def encode(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
     """FP8 codes of x * s; s: FP32, the factor of each group (1 / scale), of shape `cast.scale_shape`, or one number.
 
@@ -108,53 +141,10 @@ def encode(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
     >>> encode(torch.tensor([[1.0, -2.0]]), Cast.parse("e4m3"), torch.tensor(128.0)).tolist()
     [[128.0, -256.0]]
     """
-    return OPERATORS.quantize_given(x_MK, cast.text, s)
-
-
-def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP8 codes as values in `dtype`, exact."""
-    return OPERATORS.decode(codes, dtype)
-
-
-def _shapes(x, text, *slot):
-    cast = Cast.parse(text)
-    m, k = x.shape
-    return x.new_empty(m, k, dtype=cast.dtype), x.new_empty(cast.scale_shape(m, k), dtype=torch.float32)
-
-
-def _shapes_of_both(x, text, sums, *slot):
-    data, scale = _shapes(x, text)
-    data_t, scale_t = _shapes(x.t(), text)
-    sums_K = scale.new_empty(x.shape[1] if sums else 0)
-    return data, scale, data_t, scale.new_empty(0) if Cast.parse(text).per_tensor else scale_t, sums_K
-
-
-@operation("quantize(Tensor x, str cast) -> (Tensor, Tensor)", _shapes, slot=True)
-def _quantize(x_MK, cast, slot=None, held=None):
-    return reference.quantize(x_MK, cast, slot, held) if held else _twin(x_MK, cast).quantize(x_MK, cast, slot)
-
-
-@operation(
-    "cast_transpose(Tensor x, str cast, bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _shapes_of_both,
-    slot=True,
-)
-def _cast_transpose(x_MK, cast, sums=False, slot=None):
-    """(data, scale, data of the transpose, its scale, sums of columns); empty: what is not needed."""
-    first, second, *rest = _twin(x_MK, cast).cast_transpose(x_MK, cast, slot, sums)
-    nothing = first[1].new_empty(0)
-    return *first[:2], second[0], nothing if cast.per_tensor else second[1], rest[0] if sums else first[1].new_empty(0)
-
-
-@operation("quantize_given(Tensor x, str cast, Tensor s) -> Tensor", lambda x, text, s: _codes(x, text))
-def _quantize_given(x_MK, cast, s):
     return _twin(x_MK, cast).quantize_given(x_MK, cast, s)
 
 
-def _codes(x, text):
-    return x.new_empty(x.shape, dtype=Cast.parse(text).dtype)
-
-
-operation(
-    "decode(Tensor codes, ScalarType dtype) -> Tensor", lambda codes, dtype: torch.empty_like(codes, dtype=dtype)
-)(reference.decode)
+@operation("decode(Tensor codes, ScalarType dtype) -> Tensor", lambda codes, to: torch.empty_like(codes, dtype=to))
+def decode(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP8 codes as values in `dtype`, exact."""
+    return reference.decode(codes, dtype)

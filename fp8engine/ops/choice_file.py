@@ -57,17 +57,12 @@ class Choice(NamedTuple):
         return "measured on this card: " + ", ".join(f"{name} {us:.0f} us" for name, us in self.us.items())
 
 
-def folder() -> Path:
-    """Where the files are."""
-    return environment.caches() / "fp8engine"
-
-
 def key_of(where: torch.device) -> dict[str, Any] | None:
     """All that a card's choices depend on; None where the driver's version cannot be read: nothing is then kept."""
     try:
         driver = re.search(r"Kernel Module\D*([\d.]+)", DRIVER.read_text())
     except OSError:
-        return None
+        driver = None
     if driver is None:
         return None
     return {
@@ -92,50 +87,45 @@ def kernels_digest() -> str:
     return found.hexdigest()
 
 
-def path_of(key: Mapping[str, Any]) -> Path:
+def path_of(key: dict[str, Any]) -> Path:
     """The file of a key."""
     card = re.sub(r"[^a-z0-9]+", "-", str(key["card"]).lower()).strip("-")
-    return folder() / f"{card}-{_digest(key)[:12]}.json"
+    return environment.caches() / "fp8engine" / f"{card}-{_digest(key)[:12]}.json"
 
 
-def read(key: Mapping[str, Any]) -> dict[Job, Choice]:
+def read(key: dict[str, Any]) -> dict[Job, Choice]:
     """The choices kept under a key; none where there is no file.
 
     Raises StateError with the file's name for a file that is damaged, of another key, or of another version.
     """
     path = path_of(key)
     try:
-        text = path.read_text()
+        content = json.loads(path.read_text())
+        reason = _why_refused(content, key)
+        if not reason:
+            return from_rows(content["choices"])
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise StateError(f"{path} cannot be read ({error}): measured anew") from None
-    try:
-        content = json.loads(text)
-        reason = _why_refused(content, key)
-        found = {} if reason else from_rows(content["choices"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found, reason = {}, f"{type(error).__name__}: {error}"
-    if reason:
-        raise StateError(f"{path} is not a measurement of this card ({reason}): measured anew")
-    return found
+        reason = f"{type(error).__name__}: {error}"
+    raise StateError(f"{path} is not a measurement of this card ({reason}): measured anew")
 
 
-def _why_refused(content: Any, key: Mapping[str, Any]) -> str:
+def _why_refused(content: Any, key: dict[str, Any]) -> str:
     if content["format"] != FORMAT:
         return f"format {content['format']}, not {FORMAT}"
-    if content["key"] != dict(key):
+    if content["key"] != key:
         return "of another card, driver or version"
-    if content["sum"] != _digest([content["key"], content["choices"]]):
-        return "its checksum does not fit its content"
-    return ""
+    return "" if content["sum"] == _digest([key, content["choices"]]) else "its checksum does not fit its content"
 
 
-def write(key: Mapping[str, Any], choices: Mapping[Job, Choice]) -> Path:
+def write(key: dict[str, Any], choices: Mapping[Job, Choice]) -> Path:
     """Keep choices under a key, in place of what was there.  Raises OSError."""
     path, rows = path_of(key), to_rows(choices)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "key": dict(key), "choices": rows, "sum": _digest([dict(key), rows])}
+    content = {"format": FORMAT, "key": key, "choices": rows, "sum": _digest([key, rows])}
     files.write(path, json.dumps(content, indent=1) + "\n")
     return path
 

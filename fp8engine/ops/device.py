@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import functools
 import platform
-import time
-from typing import NamedTuple
+import timeit
 
 import torch
 
@@ -101,38 +100,26 @@ def cpu_scales_rows() -> bool:
     return True
 
 
-class CpuTimings(NamedTuple):
-    """Milliseconds of one 256x512x512 matmul on this CPU; scaled_mm: torch's scaled FP8 matmul, None without one."""
-
-    fp32: float
-    bf16: float
-    scaled_mm: float | None
-
-
 @functools.cache
-def cpu_timings() -> CpuTimings:
-    """Measured in about 30 ms, for `fp8engine doctor` and the benchmarks; nothing is chosen by it."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(256, 512, generator=generator), torch.randn(512, 512, generator=generator)
-    a_bf16, b_bf16 = a.bfloat16(), b.bfloat16()
-    scaled = None
-    if hasattr(torch, "_scaled_mm"):
-        a_fp8, b_fp8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
+def cpu_timings() -> dict[str, float | None]:
+    """Milliseconds of one 256x512x512 matmul on this CPU, None where it has none: in FP32, BF16, and FP8 by torch.
 
-        def scaled_mm():
-            return _torch.scaled_mm(a_fp8, b_fp8.t(), one, one, out_dtype=torch.bfloat16)
+    Measured in about 30 ms, for `fp8engine doctor` and the benchmarks; nothing is chosen by it.
+    """
+    generator, one, found = torch.Generator().manual_seed(0), torch.ones(()), {}
+    values = torch.randn(256, 512, generator=generator), torch.randn(512, 512, generator=generator)
 
+    def plain(a, b):
+        return a @ b.t()
+
+    def scaled(a, b):
+        return _torch.scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    ways = {"fp32": (torch.float32, plain), "bf16": (torch.bfloat16, plain)}
+    for name, (dtype, multiply) in {**ways, "torch_scaled_fp8": (torch.float8_e4m3fn, scaled)}.items():
+        call = functools.partial(multiply, *(x.to(dtype) for x in values))
         try:
-            scaled = _best_ms(scaled_mm)
-        except RuntimeError:  # a CPU build without it
-            scaled = None
-    return CpuTimings(_best_ms(lambda: a @ b.t()), _best_ms(lambda: a_bf16 @ b_bf16.t()), scaled)
-
-
-def _best_ms(call, repeats: int = 4) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e3
+            found[name] = 1e3 * min(timeit.repeat(call, number=1, repeat=4))
+        except (RuntimeError, AttributeError):  # a CPU build, or a torch, without it
+            found[name] = None
+    return found

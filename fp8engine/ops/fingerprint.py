@@ -39,16 +39,14 @@ def fingerprint(x: torch.Tensor, whole: bool = True) -> list[float]:
     >>> fingerprint(x) == before
     False
     """
-    size, by_row = x.numel(), x.is_contiguous()
-    if (
-        x.device.type != "cpu"
-        or not size
-        or isinstance(x, FakeTensor)
-        or not (by_row or (x.dim() > 1 and x.mT.is_contiguous()))
-    ):
+    if x.device.type != "cpu" or not x.numel() or isinstance(x, FakeTensor):
         return []
-    memory, per_word = x.detach().as_strided((size,), (1,)), WORD // x.itemsize
-    samples = memory[:: _stride(size, x.shape[-1 if by_row else -2] if x.dim() > 1 else size)].tolist()
+    rows = x if x.dim() < 2 or x.is_contiguous() else x.mT
+    if not rows.is_contiguous():
+        return []
+    size, per_word = x.numel(), WORD // x.itemsize
+    memory = x.detach().as_strided((size,), (1,))
+    samples = memory[:: _stride(size, rows.shape[-1] if x.dim() else 1)].tolist()
     if not whole:
         return samples
     if memory.storage_offset() % per_word:
@@ -69,12 +67,10 @@ def _stride(size: int, columns: int) -> int:
     """
     if size <= SAMPLES:
         return 1
-    wanted = size / SAMPLES
-    part = columns * GOLDEN
-    while wanted < columns and part > wanted:
+    wanted, part = size / SAMPLES, columns * GOLDEN
+    while part > wanted:
         part *= GOLDEN
-    stride = wanted // columns * columns + part if wanted >= columns else part
-    stride = max(round(stride), 1)
+    stride = max(round(wanted // columns * columns + part), 1)
     while math.gcd(stride, columns) > 1:
         stride += 1
     return stride

@@ -19,9 +19,9 @@ from __future__ import annotations
 import torch
 
 from fp8engine.numerics.cast import Cast
-from fp8engine.ops import casts, device, matmul, scaled_grouped, triton_backend
+from fp8engine.ops import casts, device, matmul, reference, scaled_grouped, triton_backend
 from fp8engine.ops.backends import asked
-from fp8engine.ops.library import OPERATORS, call, direct, operation
+from fp8engine.ops.library import OPERATORS, direct, operation
 from fp8engine.ops.reference import Operand, Slot, operand
 from fp8engine.ops.reference import grouped as twin
 
@@ -78,10 +78,10 @@ def quantize(
     >>> quantize(torch.ones(2, 3), Cast.parse("e4m3 -1x1"), bounds).scale.shape
     torch.Size([2, 3])
     """
-    if direct(x_TK):
-        data, scale = _quantize(x_TK, cast, bounds_2E1, transposed, slot, held)
+    if held is not None and direct(x_TK):
+        data, scale = reference.quantize_experts(x_TK, cast, bounds_2E1, slot, transposed, held)
     else:
-        data, scale = call("quantize_experts", slot, x_TK, cast.text, bounds_2E1, transposed)
+        data, scale = _quantize(x_TK, cast, bounds_2E1, transposed, slot=slot)
     if not transposed:
         return operand(data, scale, cast)
     return Operand(data, scale, cast.cols, cast.rows, cast.power_of_2)
@@ -89,16 +89,7 @@ def quantize(
 
 def transpose(q: Operand, bounds_2E1: torch.Tensor) -> Operand:
     """The transpose, in blocks, of rows of experts under one scale."""
-    return Operand(OPERATORS.transpose_experts.default(q.data, bounds_2E1), q.scale, -1, -1, q.power_of_2)
-
-
-def column_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
-    """The sums of each expert's rows, FP32 [E, N]: the gradient of a bias.
-
-    >>> column_sums(torch.ones(3, 1), twin.bounds_of(torch.tensor([1, 0, 2]))).tolist()
-    [[1.0], [0.0], [2.0]]
-    """
-    return OPERATORS.expert_sums.default(x_TN, bounds_2E1)
+    return Operand(_transpose(q.data, bounds_2E1), q.scale, -1, -1, q.power_of_2)
 
 
 def rows(
@@ -109,12 +100,7 @@ def rows(
     way: precision, as `matmul.matmul` takes it; and whether b holds matrices [K, N], whose transposes are meant, cast
     per tensor or in squares.  Rows behind the last expert's give 0.  Raises BackendError as `matmul.matmul` does.
     """
-    precision, transposed = way
-    groups = [*_groups(a, b), int(transposed)]
-    flat = a.data, b.data, a.scale, b.scale, bias_EN, bounds_2E1
-    if direct(a.data):
-        return _rows(*flat, groups, out, precision)
-    return OPERATORS.grouped_rows.default(*flat, groups, out, precision)
+    return _rows(a, b, bias_EN, bounds_2E1, out, *way)
 
 
 def sums(a: Operand, b: Operand, bounds_2E1, out: torch.dtype, way: tuple[str, bool]) -> torch.Tensor:
@@ -122,12 +108,7 @@ def sums(a: Operand, b: Operand, bounds_2E1, out: torch.dtype, way: tuple[str, b
 
     Else they are rows, [T, M] and [T, N].
     """
-    precision, blocks = way
-    groups = [*_groups(a, b), int(blocks)]
-    flat = a.data, b.data, a.scale, b.scale, bounds_2E1
-    if direct(a.data):
-        return _sums(*flat, groups, out, precision)
-    return OPERATORS.grouped_sums.default(*flat, groups, out, precision)
+    return _sums(a, b, bounds_2E1, out, *way)
 
 
 def sums_16(a_TM: torch.Tensor, b_TN: torch.Tensor, bounds_2E1, out: torch.dtype) -> torch.Tensor:
@@ -158,36 +139,32 @@ def _kernels_take(a: Operand, b: Operand) -> bool:
 @operation(
     "grouped_rows(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, Tensor bounds, int[] groups,"
     " ScalarType out, str precision) -> Tensor",
-    lambda a, b, scale_a, scale_b, bias, bounds, groups, out, precision: a.new_empty(
-        a.shape[0], b.shape[1] if groups[-1] else b.shape[0] // (bounds.shape[1] - 1), dtype=out
+    lambda a, b, bias, bounds, out, precision, transposed: a.data.new_empty(
+        a.data.shape[0], b.data.shape[1] if transposed else b.data.shape[0] // (bounds.shape[1] - 1), dtype=out
     ),
 )
-def _rows(a, b, scale_a, scale_b, *rest):
-    bias_EN, bounds_2E1, (*shared, transposed), out, precision = rest
-    a, b = matmul.operands(a, b, scale_a, scale_b, shared)
+def _rows(a, b, bias_EN, bounds_2E1, out, *way):
+    precision, transposed = way
     experts = bounds_2E1.shape[1] - 1
     name = runs_on(a, b, experts, precision)
     if name == "torch":
         return _by_torch(a, b, bounds_2E1[0, 1:], bias_EN, precision == "fast", bool(transposed)).to(out)
     if name == "triton":
-        return triton_backend.grouped_rows(
-            a, _along_k(b, experts) if transposed else b, bounds_2E1, bias_EN, out, precision == "fast"
-        )
+        b = _along_k(b, experts) if transposed else b
+        return triton_backend.grouped("grouped_rows", a, b, bounds_2E1, (out, bias_EN), precision == "fast")
     return twin.grouped_rows(a, b, bounds_2E1, bias_EN, out, _each(precision, bool(transposed)))
 
 
 @operation(
     "grouped_sums(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor bounds, int[] groups, ScalarType out,"
     " str precision) -> Tensor",
-    lambda a, b, scale_a, scale_b, bounds, groups, out, precision: a.new_empty(
-        bounds.shape[1] - 1, *(x.shape[0 if groups[-1] else 1] for x in (a, b)), dtype=out
+    lambda a, b, bounds, out, precision, blocks: a.data.new_empty(
+        bounds.shape[1] - 1, *(x.data.shape[0 if blocks else 1] for x in (a, b)), dtype=out
     ),
 )
-def _sums(a, b, scale_a, scale_b, *rest):
-    bounds_2E1, (*shared, blocks), out, precision = rest
-    a, b = matmul.operands(a, b, scale_a, scale_b, shared)
+def _sums(a, b, bounds_2E1, out, precision, blocks):
     if blocks and _kernels_take(a, b):
-        return triton_backend.grouped_sums(a, b, bounds_2E1, out, precision == "fast")
+        return triton_backend.grouped("grouped_sums", a, b, bounds_2E1, (out,), precision == "fast")
     return twin.grouped_sums(a, b, bounds_2E1, out, bool(blocks), _each(precision))
 
 
@@ -234,10 +211,6 @@ def of_rows(table_EN: torch.Tensor, ends_E: torch.Tensor, rows: int) -> torch.Te
     return table_EN[torch.searchsorted(ends_E, rows_T, right=True)]
 
 
-def _groups(a: Operand, b: Operand) -> list[int]:
-    return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
-
-
 def _along_k(b: Operand, experts: int) -> Operand:
     """The stack [E * K, N] of the transposes of a stack [E * N, K] under a cast per tensor or in squares."""
     k = b.data.shape[1]
@@ -255,8 +228,8 @@ def _each(precision: str, transposed: bool = False):
     return lambda a, b, bias_N, out: matmul.matmul(a, b.t() if transposed else b, bias_N, out, precision)
 
 
-def _shapes(x, text, bounds, transposed, *slot):
-    cast, (t, k), experts = Cast.parse(text), x.shape, bounds.shape[1] - 1
+def _shapes(x, cast, bounds, transposed):
+    (t, k), experts = x.shape, bounds.shape[1] - 1
     wide = twin.most_blocks(t, experts) * twin.BLOCK
     down, across = (experts, k) if cast.rows == -1 else (wide // cast.rows, -(-k // cast.cols))
     turned = transposed and cast.rows != -1
@@ -267,10 +240,9 @@ def _shapes(x, text, bounds, transposed, *slot):
 @operation(
     "quantize_experts(Tensor x, str cast, Tensor bounds, bool transposed) -> (Tensor, Tensor)", _shapes, slot=True
 )
-def _quantize(x_TK, cast, bounds_2E1, transposed, slot=None, held=None):
-    if held:
-        return twin.quantize_experts(x_TK, cast, bounds_2E1, slot, transposed, held)
-    return _backend(x_TK.device, cast).quantize_experts(x_TK, cast, bounds_2E1, slot, transposed)
+def _quantize(x_TK, cast, bounds_2E1, transposed, slot=None):
+    found = casts.twin(x_TK.device) if triton_backend.casts_groups(cast) else reference
+    return found.quantize_experts(x_TK, cast, bounds_2E1, slot, transposed)
 
 
 @operation(
@@ -278,18 +250,17 @@ def _quantize(x_TK, cast, bounds_2E1, transposed, slot=None, held=None):
     lambda q, bounds: q.new_empty(q.shape[1], twin.most_blocks(q.shape[0], bounds.shape[1] - 1) * twin.BLOCK),
 )
 def _transpose(q_TK, bounds_2E1):
-    return _backend(q_TK.device).transpose_experts(q_TK, bounds_2E1)
+    return casts.twin(q_TK.device).transpose_experts(q_TK, bounds_2E1)
 
 
 @operation(
     "expert_sums(Tensor x, Tensor bounds) -> Tensor",
     lambda x, bounds: x.new_empty(bounds.shape[1] - 1, x.shape[1], dtype=torch.float32),
 )
-def _expert_sums(x_TN, bounds_2E1):
-    return _backend(x_TN.device).expert_sums(x_TN, bounds_2E1)
+def column_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
+    """The sums of each expert's rows, FP32 [E, N]: the gradient of a bias.
 
-
-def _backend(where: torch.device, cast: Cast | None = None):
-    """The module whose functions cast here: the twin or triton_backend, which share names and signatures."""
-    suits = cast is None or triton_backend.casts_groups(cast)
-    return triton_backend if suits and casts.choose(where) == "triton" else twin
+    >>> column_sums(torch.ones(3, 1), twin.bounds_of(torch.tensor([1, 0, 2]))).tolist()
+    [[1.0], [0.0], [2.0]]
+    """
+    return casts.twin(x_TN.device).expert_sums(x_TN, bounds_2E1)

@@ -3,9 +3,12 @@
     @operation("quantize(Tensor x, str cast) -> (Tensor, Tensor)", shapes, slot=True)
     def _quantize(x_MK, cast, slot=None): ...
 
+    data, scale = _quantize(x_MK, cast, slot=slot)
+
 Eager code on plain tensors (`direct`) calls the decorated function itself.  torch.compile, dispatch modes and tensor
-subclasses call the operator: a cast travels as its text, a Slot as five fields.  `Library.define` and `impl` cost 1-2
-us a call where `custom_op` costs 6-9; the price is that aliasing must be right by construction (`owned`).
+subclasses call the operator, with the same values: a cast travels as its text, a Slot as five fields, two Operands as
+their tensors and groups.  `Library.define` and `impl` cost 1-2 us a call where `custom_op` costs 6-9; the price is
+that aliasing must be right by construction (`owned`).
 
 An operator that writes a slot, or another table of a model, does not declare it in its schema.  A declared write is
 functionalised: a graph works on its own copy of the table and copies all of it back, over what other graphs (the next
@@ -16,9 +19,10 @@ backward: tests/nn/test_compile.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -27,11 +31,13 @@ from torch.utils import checkpoint
 from fp8engine import _torch
 from fp8engine.errors import GradientError
 from fp8engine.numerics.cast import Cast
-from fp8engine.ops.reference import Slot
+from fp8engine.ops.reference import Operand, Slot
 
 LIBRARY = torch.library.Library("fp8engine", "DEF")
 OPERATORS = torch.ops.fp8engine
+F = TypeVar("F", bound=Callable)
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+CAST, GROUPS = "str cast", "int[] groups"  # arguments that stand for a Cast, and for what Operands have beside tensors
 TABLES, FLAGS = "Tensor live, Tensor counts", "bool record, bool count"  # the fields of a Slot, less its index
 
 
@@ -64,39 +70,79 @@ def in_backward() -> bool:
     return _torch.graph_task() != -1
 
 
-def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False):
-    """Register the decorated function as an operator, and return it as it is.
+def operation(schema: str, fake: Callable, slot: bool = False, effect: bool = False) -> Callable[[F], F]:
+    """Register the decorated function as an operator; what is returned calls the one or the other, as `direct` says.
 
-    schema: with its name first; an argument `str cast` reaches the function as a Cast ("": None).
-    fake: takes what the operator takes, and returns what it gives for fake tensors.
+    schema: with its name first.  The function and `fake` take its arguments in order, but for these:
+        str cast        a Cast, or None for ""
+        int[] groups    with Tensor a, b, scale_a and scale_b first: two Operands, a and b, in their place; what the
+                        function takes beyond the schema's arguments are flags, which travel behind the groups
+    fake: returns what the operator gives for fake tensors.  Of several results one that is not there is None.
     slot: the function takes a Slot as its keyword `slot` too, and writes it: `name_recorded` is registered as well.
     effect: the function writes a table.
     """
-    arguments = schema[schema.index("(") + 1 : schema.index(")")].split(", ")
-    place = arguments.index("str cast") if "str cast" in arguments else None
+    name, arguments = schema.split("(")[0], schema[schema.index("(") + 1 : schema.index(")")].split(", ")
+    place = next((i for i, argument in enumerate(arguments) if argument in (CAST, GROUPS)), None)
+    named = len(arguments) - 5 if GROUPS in arguments else None
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: F) -> F:
         def run(*flat):
-            given = list(flat[: len(arguments)])
-            if place is not None:
-                given[place] = Cast.parse(given[place]) if given[place] else None
-            fields = flat[len(arguments) :] if slot else ()
+            given, fields = _values(flat[: len(arguments)], place, named), flat[len(arguments) :]
             found = function(*given, slot=Slot(*fields)) if fields else function(*given)
             return owned(found) if isinstance(found, tuple) else found
 
-        define(schema, run, fake, effect)
+        def run_fake(*flat):
+            found = fake(*_values(flat[: len(arguments)], place, named))
+            if isinstance(found, tuple):
+                return tuple(found[0].new_empty(0) if x is None else x for x in found)
+            return found
+
+        @functools.wraps(function)
+        def dispatched(*values, slot=None):
+            if direct(*values) if named is None else direct(values[0].data):
+                return function(*values) if slot is None else function(*values, slot=slot)
+            flat = _flat(values, place, named)
+            return operator(*flat) if slot is None else recorded(*flat, *slot[:5])
+
+        define(schema, run, run_fake, effect)
+        operator = recorded = getattr(OPERATORS, name).default
         if slot:
-            _define_recorded(schema, run, fake)
-        return function
+            _define_recorded(schema, run, run_fake)
+            recorded = getattr(OPERATORS, f"{name}_recorded").default
+        return cast(F, dispatched)
 
     return decorate
 
 
-def call(name: str, slot: Slot | None, *flat):
-    """The operator of that name, or the one that writes the slot."""
-    if slot is None:
-        return getattr(OPERATORS, name).default(*flat)
-    return getattr(OPERATORS, f"{name}_recorded").default(*flat, *slot[:5])
+def _flat(values: Sequence, place: int | None, named: int | None) -> Sequence:
+    """What an operator is given for the values that its function takes.
+
+    place: of the cast or of the groups among its arguments.  named: of two Operands, how many of the other values the
+    schema names; those behind them are flags.
+    """
+    if place is None:
+        return values
+    if named is None:
+        flat = list(values)
+        flat[place] = "" if flat[place] is None else flat[place].text
+        return flat
+    a, b, *rest = values
+    groups = [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2), *map(int, rest[named:])]
+    return a.data, b.data, a.scale, b.scale, *rest[: place - 4], groups, *rest[place - 4 : named]
+
+
+def _values(flat: Sequence, place: int | None, named: int | None) -> Sequence:
+    """The inverse of `_flat`."""
+    if place is None:
+        return flat
+    if named is None:
+        values = list(flat)
+        values[place] = Cast.parse(values[place]) if values[place] else None
+        return values
+    a, b, scale_a, scale_b, *rest = flat
+    rows_a, cols_a, rows_b, cols_b, power_of_2, *flags = rest.pop(place - 4)
+    first = Operand(a, scale_a, rows_a, cols_a, bool(power_of_2))
+    return first, Operand(b, scale_b, rows_b, cols_b, bool(power_of_2)), *rest, *flags
 
 
 def owned(results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

@@ -32,7 +32,7 @@ from fp8engine.errors import BackendError, ShapeError, UnknownName, UnsupportedD
 from fp8engine.ops import card_trials, device, reference, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice
-from fp8engine.ops.library import LIBRARY, OPERATORS, direct, operation
+from fp8engine.ops.library import LIBRARY, operation
 from fp8engine.ops.reference import Epilogue, Operand
 
 E5M2 = torch.float8_e5m2
@@ -58,17 +58,14 @@ def choose(
         return "cublas" if not by_block and device.cpu_multiplies("fp8") else "reference"
     if not device.has_fp8(where):
         return "reference"
-    if by_block:
-        torch_can = scaled_mm.no_blocks(where) is None
-        if not triton_backend.usable():
-            return "cublas" if torch_can else "reference"
-        ratio, found = _measured(where, "matmul_block", shape, kind)
-        if found is not None:
-            return found.backend
-        return "cublas" if torch_can and 0.0 < ratio < 1.0 else "triton"
-    ratio, found = _measured(where, _operation(precision), shape, kind)
+    torch_can = not by_block or scaled_mm.no_blocks(where) is None
+    if by_block and not triton_backend.usable():
+        return "cublas" if torch_can else "reference"
+    ratio, found = _measured(where, _operation(precision, by_block), shape, kind)
     if found is not None:
         return found.backend
+    if by_block:
+        return "cublas" if torch_can and 0.0 < ratio < 1.0 else "triton"
     return "triton" if ratio >= 1.0 else "cublas"
 
 
@@ -76,7 +73,7 @@ def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str,
     """Why an FP8 matmul runs on the backend that `choose` names, on a card with FP8 Tensor Cores; "" elsewhere."""
     if not device.has_fp8(where):
         return ""
-    ratio, found = _measured(where, "matmul_block" if "block" in kind else _operation(precision), shape, kind)
+    ratio, found = _measured(where, _operation(precision, "block" in kind), shape, kind)
     if found is not None:
         return str(found)
     if ratio:
@@ -84,7 +81,9 @@ def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str,
     return "our kernels were not measured on this card for this shape"
 
 
-def _operation(precision: str) -> str:
+def _operation(precision: str, by_block: bool) -> str:
+    if by_block:
+        return "matmul_block"
     return "matmul_fp8" if precision == "fast" else "matmul_fp8_promoted"
 
 
@@ -136,12 +135,10 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     devices, a backend that was asked for and cannot run them, or E5M2 by E5M2.
     """
     _check(a, b, bias_N)
-    if direct(a.data):
-        return _matmul(a, b, bias_N, out, precision)
-    return OPERATORS.matmul.default(a.data, b.data, a.scale, b.scale, bias_N, _groups(a, b), out, precision)
+    return _matmul(a, b, bias_N, out, precision)
 
 
-def _matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
+def _multiply(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -> torch.Tensor:
     name = _backend_of(a, b, precision)
     if name == "triton":
         return _on_triton(a, b, Epilogue(bias_N, out), precision)
@@ -150,11 +147,18 @@ def _matmul(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) ->
     return reference.emulate(a, b, bias_N, out, precision)
 
 
+_matmul = operation(
+    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
+    " str precision) -> Tensor",
+    lambda a, b, bias, out, precision: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
+)(_multiply)
+
+
 def _on_triton(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
     """On our kernels, under the configuration that the card measured, if it did."""
     found = None
     if asked() is None and a.data.device.type == "cuda":
-        operation = "matmul_block" if a.scaled_along_k or b.scaled_along_k else _operation(precision)
+        operation = _operation(precision, a.scaled_along_k or b.scaled_along_k)
         _, found = _measured(a.data.device, operation, _sizes(a, b), card_trials.kind_of(a, b))
     return triton_backend.matmul(a, b, epilogue, precision == "fast", found and found.config)
 
@@ -177,15 +181,20 @@ def matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str =
     _check(a, b, epilogue.bias_N)
     if epilogue.activation not in reference.KINDS:
         raise UnknownName("activation of a matmul", epilogue.activation, reference.KINDS)
-    if direct(a.data):
-        return _matmul_epilogue(a, b, epilogue, precision)
-    return OPERATORS.matmul_epilogue.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, *epilogue[:6])
+    return _matmul_epilogue(a, b, precision, *epilogue[:6])
 
 
-def _matmul_epilogue(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> torch.Tensor:
+@operation(
+    "matmul_epilogue(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor? bias,"
+    " ScalarType out, str activation, Tensor? scale, Tensor? amax, Tensor? counts) -> Tensor",
+    lambda a, b, precision, bias, out, *rest: a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=out),
+    effect=True,
+)
+def _matmul_epilogue(a, b, precision, *fields):
+    epilogue = Epilogue(*fields)
     if _backend_of(a, b, precision) == "triton":
         return _on_triton(a, b, epilogue, precision)
-    return reference.finish(_matmul(a, b, None, torch.float32, precision), epilogue)
+    return reference.finish(_multiply(a, b, None, torch.float32, precision), epilogue)
 
 
 def accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str = "exact") -> None:
@@ -204,18 +213,20 @@ def accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str = "
         raise ShapeError(f"accumulate: into is {list(into_MN.shape)}; want {[len(a.data), len(b.data)]}, the result's")
     if into_MN.dtype != torch.float32:
         raise UnsupportedDtype(f"accumulate: into is {into_MN.dtype}; sums of several matmuls are kept in float32")
-    if direct(a.data):
-        _accumulate(a, b, into_MN, precision)
-    else:
-        OPERATORS.accumulate.default(a.data, b.data, a.scale, b.scale, _groups(a, b), precision, into_MN)
+    _accumulate(a, b, precision, into_MN)
 
 
-def _accumulate(a: Operand, b: Operand, into_MN: torch.Tensor, precision: str) -> None:
+@operation(
+    "accumulate(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor into) -> ()",
+    lambda *values: None,
+    effect=True,
+)
+def _accumulate(a, b, precision, into_MN) -> None:
     name = _backend_of(a, b, precision)
     if fused(name, into_MN):
         triton_backend.matmul(a, b, Epilogue(None, torch.float32, into=into_MN), fast=precision == "fast")
     else:
-        into_MN.add_(_matmul(a, b, None, torch.float32, precision))
+        into_MN.add_(_multiply(a, b, None, torch.float32, precision))
 
 
 def fused(name: str, into_MN: torch.Tensor) -> bool:
@@ -232,7 +243,7 @@ def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, bias_N=None, out: torch.
     out = out or a_MK.dtype
     if a_MK.dtype.itemsize != 2 or choose_16_bits(a_MK.device, (a_MK.shape[0], b_NK.shape[0])) == "torch":
         return reference.matmul_fp16(a_MK, b_NK, bias_N, out)
-    return OPERATORS.matmul_fp16.default(a_MK, b_NK, bias_N, out)
+    return _matmul_fp16(a_MK, b_NK, bias_N, out)
 
 
 def _check(a: Operand, b: Operand, bias_N) -> None:
@@ -271,47 +282,6 @@ def _backend_of(a: Operand, b: Operand, precision: str) -> str:
     return "reference"
 
 
-def _groups(a: Operand, b: Operand) -> list[int]:
-    return [a.rows, a.cols, b.rows, b.cols, int(a.power_of_2 and b.power_of_2)]
-
-
-def operands(a, b, scale_a, scale_b, groups) -> tuple[Operand, Operand]:
-    """The inverse of taking operands apart for an operator."""
-    rows_a, cols_a, rows_b, cols_b, power_of_2 = groups
-    return Operand(a, scale_a, rows_a, cols_a, bool(power_of_2)), Operand(b, scale_b, rows_b, cols_b, bool(power_of_2))
-
-
-@operation(
-    "matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, int[] groups, ScalarType out,"
-    " str precision) -> Tensor",
-    lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[0], dtype=rest[4]),
-)
-def _matmul_operator(a, b, scale_a, scale_b, *rest):
-    bias, groups, out, precision = rest
-    return _matmul(*operands(a, b, scale_a, scale_b, groups), bias, out, precision)
-
-
-@operation(
-    "matmul_epilogue(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor? bias,"
-    " ScalarType out, str activation, Tensor? scale, Tensor? amax, Tensor? counts) -> Tensor",
-    lambda a, b, *rest: a.new_empty(a.shape[0], b.shape[0], dtype=rest[5]),
-    effect=True,
-)
-def _matmul_epilogue_operator(a, b, scale_a, scale_b, *rest):
-    groups, precision, *epilogue = rest
-    return _matmul_epilogue(*operands(a, b, scale_a, scale_b, groups), Epilogue(*epilogue), precision)
-
-
-@operation(
-    "accumulate(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, int[] groups, str precision, Tensor into) -> ()",
-    lambda *arguments: None,
-    effect=True,
-)
-def _accumulate_operator(a, b, scale_a, scale_b, *rest):
-    groups, precision, into = rest
-    _accumulate(*operands(a, b, scale_a, scale_b, groups), into, precision)
-
-
 @operation(
     "matmul_fp16(Tensor a, Tensor b, Tensor? bias, ScalarType out) -> Tensor",
     lambda a, b, bias, out: a.new_empty(a.shape[0], b.shape[0], dtype=out),
@@ -330,8 +300,8 @@ def _matmul_fp16_backward(ctx, dy):
     a, b = ctx.saved_tensors
     needs_a, needs_b, needs_bias, _ = ctx.needs_input_grad
     dy_16 = dy.to(a.dtype)
-    da = OPERATORS.matmul_fp16.default(dy_16, b.t(), None, a.dtype) if needs_a else None
-    db = OPERATORS.matmul_fp16.default(dy_16.t(), a.t(), None, b.dtype) if needs_b else None
+    da = _matmul_fp16(dy_16, b.t(), None, a.dtype) if needs_a else None
+    db = _matmul_fp16(dy_16.t(), a.t(), None, b.dtype) if needs_b else None
     return da, db, dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None, None
 
 

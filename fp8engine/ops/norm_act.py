@@ -23,8 +23,8 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.formats import FLOATS
 from fp8engine.ops import casts, device, reference, triton_backend
 from fp8engine.ops.backends import asked
-from fp8engine.ops.library import call, direct, operation, refuse_gradient
-from fp8engine.ops.reference import Norm, Operand, RowStatistics, Store, operand
+from fp8engine.ops.library import operation, refuse_gradient
+from fp8engine.ops.reference import Norm, Operand, RowStatistics, Store
 from fp8engine.ops.reference.act_quantize import ActGradients
 from fp8engine.ops.reference.activations import ACTIVATIONS
 from fp8engine.ops.reference.cast_transpose import IN_16_BITS
@@ -49,6 +49,7 @@ def norm_quantize(
     BackendError for tensors on several devices or a backend asked for that cannot.
     Sources: arXiv 1607.06450 (LayerNorm), arXiv 1910.07467 (RMSNorm).
 
+    >>> from fp8engine.numerics.cast import Cast
     >>> to = Store(Cast.parse("e4m3 p2"), transposed=True)
     >>> y, q, q_t, _ = norm_quantize(torch.tensor([[1.0, -1.0, 1.0]]), None, None, Norm("rms", eps=0.0), to)
     >>> (q.data.float() * q.scale).tolist() == y.tolist(), q_t.data.shape
@@ -89,11 +90,7 @@ def norm_quantize_backward(
             f"{name}: rows {'have no' if rows.mean_M is None else 'have a'} mean, and the norm is {norm.kind!r}; "
             "pass the row statistics that this norm's forward returned"
         )
-    arguments = dy_MK, x_MK, weight_K, *rows, *norm
-    if direct(*arguments):
-        dx_MK, dweight_K, dbias_K = _norm_quantize_backward(*arguments)
-    else:
-        dx_MK, dweight_K, dbias_K = call(name, None, *arguments)
+    dx_MK, dweight_K, dbias_K = _norm_quantize_backward(dy_MK, x_MK, weight_K, *rows, *norm)
     return NormGradients(dx_MK, None if weight_K is None else dweight_K, None if rows.mean_M is None else dbias_K)
 
 
@@ -108,6 +105,7 @@ def act_quantize(
     Raises UnknownName for a kind, ShapeError, also for a gated kind of an odd K, UnsupportedDtype, InvalidRecipe for a
     transposed copy in 16 bits, BackendError for a backend asked for that cannot.
 
+    >>> from fp8engine.numerics.cast import Cast
     >>> y, q, _ = act_quantize(torch.tensor([[-1.0, 2.0]]), "relu", Store(Cast.parse("e4m3 1x-1")))
     >>> y.tolist(), q.data.tolist(), round(q.scale.item() * 448, 6)
     ([[0.0, 2.0]], [[0.0, 448.0]], 2.0)
@@ -144,39 +142,22 @@ def act_quantize_backward(
 
 
 def _made(run: Callable[..., tuple], arguments: tuple, to: Store) -> tuple:
-    """(y, its codes, those of its transpose, whatever else there is) by a function below, or by its operator."""
+    """(y, its codes, those of its transpose, whatever else there is) by one of the operations below."""
     own = to
     if to.cast is None or (to.slot is not None and to.slot.group and to.cast.per_tensor):
         own = IN_16_BITS  # no codes; or under one scale for all ranks, which a cast of its own finds
-    if direct(*arguments):
-        found = run(*arguments, own.cast, own.transposed, slot=own.slot)
-    else:
-        text = "" if own.cast is None else own.cast.text
-        found = call(run.__name__[1:], own.slot, *arguments, text, own.transposed)
-    y, *codes = found[:5]
-    return y, *(_operands(codes, own) if own is to else _cast(y, to)), *found[5:]
-
-
-def _operands(codes, to: Store) -> tuple[Operand | None, Operand | None]:
-    """What there is of (data, scale, data of the transpose, its scale), as Operands."""
-    data, scale, data_t, scale_t = codes
-    cast = to.cast
-    if cast is None:
-        return None, None
-    q = operand(data, scale, cast)
-    if not to.transposed:
-        return q, None
-    # Not by _replace: torch 2.11 compiles no graph that returns what _replace made.
-    return q, operand(data_t, scale if cast.per_tensor else scale_t, cast)
-
-
-def _cast(y_MK: torch.Tensor, to: Store) -> tuple[Operand | None, Operand | None]:
-    """The codes of y that `to` asks for."""
+    y, *found = run(*arguments, own.cast, own.transposed, slot=own.slot)
     if to.cast is None:
-        return None, None
+        return y, None, None, *found[4:]
+    codes = casts.operands(found[:4], own.cast, own.transposed) if own is to else _cast(y, to.cast, to)
+    return y, *codes, *found[4:]
+
+
+def _cast(y_MK: torch.Tensor, cast: Cast, to: Store) -> tuple[Operand | None, Operand | None]:
+    """The codes of y that `to`, which has that cast, asks for."""
     if to.transposed:
-        return casts.cast_transpose(y_MK, to.cast, to.slot)
-    return casts.quantize(y_MK, to.cast, to.slot), None
+        return casts.cast_transpose(y_MK, cast, to.slot)
+    return casts.quantize(y_MK, cast, to.slot), None
 
 
 def _check(operation: str, to: Store, x: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -215,17 +196,18 @@ def _check_act(operation: str, kind: str, x_MK: torch.Tensor, up_MN: torch.Tenso
     if kind not in ACTIVATIONS:
         raise UnknownName("activation", kind, ACTIVATIONS)
     k, gated = x_MK.shape[1], ACTIVATIONS[kind].gated
-    if up_MN is not None:
-        if not gated:
-            raise ShapeError(f"{operation}: {kind} has no gate; leave up out")
-        _same(operation, "up", up_MN, x_MK.shape, "the gate's")
-        if up_MN.dtype != x_MK.dtype:
-            raise UnsupportedDtype(f"{operation}: up is {up_MN.dtype} and the gate {x_MK.dtype}; convert one of them")
-    if not gated or up_MN is not None:
-        return k
-    if k % 2:
-        raise ShapeError(f"{operation}: {kind} takes [gate | up], an even number of columns; x is {list(x_MK.shape)}")
-    return k // 2
+    if up_MN is None:
+        if gated and k % 2:
+            raise ShapeError(
+                f"{operation}: {kind} takes [gate | up], an even number of columns; x is {list(x_MK.shape)}"
+            )
+        return k // 2 if gated else k
+    if not gated:
+        raise ShapeError(f"{operation}: {kind} has no gate; leave up out")
+    _same(operation, "up", up_MN, x_MK.shape, "the gate's")
+    if up_MN.dtype != x_MK.dtype:
+        raise UnsupportedDtype(f"{operation}: up is {up_MN.dtype} and the gate {x_MK.dtype}; convert one of them")
+    return k
 
 
 def _same(operation: str, what: str, value: torch.Tensor, shape, whose: str) -> None:
@@ -233,13 +215,12 @@ def _same(operation: str, what: str, value: torch.Tensor, shape, whose: str) -> 
         raise ShapeError(f"{operation}: {what} is {list(value.shape)}; want {list(shape)}, {whose}")
 
 
-def _twin(x_MK: torch.Tensor, of_norm: bool = False):
-    """The module whose functions run here, `reference` or `triton_backend`: that of casts, unless no kernel can."""
-    if casts.choose(x_MK.device) == "reference":
-        return reference
-    reason = triton_backend.norm_unsupported(x_MK.shape) if of_norm else None
+def _twin(x_MK: torch.Tensor):
+    """The module whose functions compute a norm here: that of casts, unless no kernel can."""
+    found = casts.twin(x_MK.device)
+    reason = None if found is reference else triton_backend.norm_unsupported(x_MK.shape)
     if reason is None:
-        return triton_backend
+        return found
     if asked() == "triton":
         raise BackendError(
             f"backend 'triton' cannot produce this from x {list(x_MK.shape)}: {reason}; use fe.backend('reference')"
@@ -252,25 +233,11 @@ def _flat(y: torch.Tensor, q: tuple | None, q_t: tuple | None, to: Store) -> tup
 
     q, q_t: the codes that were made with y; those that `to` asks for and that were not are made here.
     """
+    if to.cast is None:
+        return y, None, None, None, None
     if q is None:
-        q, q_t = _cast(y, to)
-    data, scale = (None, None) if q is None else q[:2]
-    data_t, scale_t = (None, None) if q_t is None else q_t[:2]
-    return y, data, scale, data_t, None if scale_t is scale else scale_t
-
-
-def _stored_fake(x: torch.Tensor, shape, text: str, transposed: bool) -> tuple[torch.Tensor, ...]:
-    (m, k), y = shape, x.new_empty(shape)
-    if not text:
-        return y, *(x.new_empty(0) for _ in range(4))
-    cast = Cast.parse(text)
-
-    def codes(rows, columns) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = x.new_empty(cast.scale_shape(rows, columns), dtype=torch.float32)
-        return x.new_empty(rows, columns, dtype=cast.dtype), scale
-
-    data_t, scale_t = codes(k, m) if transposed else (x.new_empty(0), x.new_empty(0))
-    return y, *codes(m, k), data_t, x.new_empty(0) if cast.per_tensor else scale_t
+        q, q_t = _cast(y, to.cast, to)
+    return y, *casts.taken_apart(q, q_t, to.cast)
 
 
 NORM, STORE = "str kind, float eps, bool zero_centered", "str cast, bool transposed"
@@ -279,26 +246,27 @@ FIVE = "(Tensor, Tensor, Tensor, Tensor, Tensor"  # y, codes, scale, and both of
 
 def _norm_fake(x, weight, bias, kind, *rest):
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    mean = torch.empty_like(rstd) if kind == "layer" else x.new_empty(0)
-    return *_stored_fake(x, x.shape, *rest[2:4]), rstd, mean
+    mean = torch.empty_like(rstd) if kind == "layer" else None
+    return x.new_empty(x.shape), *casts.shapes_of_both(x, *rest[2:]), rstd, mean
 
 
-def _norm_backward_fake(dy, x, weight, rstd, mean, *rest):
+def _norm_backward_fake(dy, x, weight, rstd, mean, *norm):
     dtype = x.dtype if weight is None else weight.dtype
-    sums = (x.new_empty(0) if of is None else x.new_empty(x.shape[1], dtype=dtype) for of in (weight, mean))
-    return x.new_empty(x.shape), *sums
+    return x.new_empty(x.shape), *(
+        None if of is None else x.new_empty(x.shape[1], dtype=dtype) for of in (weight, mean)
+    )
 
 
-def _act_fake(x, up, kind, text, transposed, *slot):
+def _act_fake(x, up, kind, *to):
     m, k = x.shape
-    return _stored_fake(x, (m, k // 2 if ACTIVATIONS[kind].gated and up is None else k), text, transposed)
+    y = x.new_empty(m, k // 2 if ACTIVATIONS[kind].gated and up is None else k)
+    return y, *casts.shapes_of_both(y, *to)
 
 
-def _act_backward_fake(dy, x, up, kind, *rest):
-    nothing = x.new_empty(0)
+def _act_backward_fake(dy, x, up, kind, *to):
     sums = x.new_empty(x.shape[1], dtype=torch.float32)
-    others = (nothing, sums) if up is None else (x.new_empty(x.shape), nothing)
-    return *_stored_fake(x, x.shape, *rest[:2]), *others
+    others = (None, sums) if up is None else (x.new_empty(x.shape), None)
+    return x.new_empty(x.shape), *casts.shapes_of_both(x, *to), *others
 
 
 @operation(
@@ -307,8 +275,8 @@ def _act_backward_fake(dy, x, up, kind, *rest):
     slot=True,
 )
 def _norm_quantize(x, weight, bias, *rest, slot=None):
-    norm, to = Norm(*rest[:3]), Store(rest[3], rest[4], slot)
-    y, q, q_t, rows = _twin(x, of_norm=True).norm_quantize(x, weight, bias, norm, to)
+    norm, to = Norm(*rest[:3]), Store(*rest[3:], slot=slot)
+    y, q, q_t, rows = _twin(x).norm_quantize(x, weight, bias, norm, to)
     return *_flat(y, q, q_t, to), *rows
 
 
@@ -317,16 +285,14 @@ def _norm_quantize(x, weight, bias, *rest, slot=None):
     " -> (Tensor, Tensor, Tensor)",
     _norm_backward_fake,
 )
-def _norm_quantize_backward(dy, x, weight, *rest):
-    dx, *sums = _twin(x, of_norm=True).norm_quantize_backward(dy, x, weight, RowStatistics(*rest[:2]), Norm(*rest[2:]))
-    return dx, *sums
+def _norm_quantize_backward(dy, x, weight, rstd, mean, *norm) -> tuple:
+    return tuple(_twin(x).norm_quantize_backward(dy, x, weight, RowStatistics(rstd, mean), Norm(*norm)))
 
 
 @operation(f"act_quantize(Tensor x, Tensor? up, str kind, {STORE}) -> {FIVE})", _act_fake, slot=True)
-def _act_quantize(x, up, kind, cast, transposed, slot=None):
-    to = Store(cast, transposed, slot)
-    y, q, q_t = _twin(x).act_quantize(x, kind, to, up)
-    return _flat(y, q, q_t, to)
+def _act_quantize(x, up, kind, *to, slot=None):
+    to = Store(*to, slot=slot)
+    return _flat(*casts.twin(x.device).act_quantize(x, kind, to, up), to)
 
 
 @operation(
@@ -334,9 +300,9 @@ def _act_quantize(x, up, kind, cast, transposed, slot=None):
     _act_backward_fake,
     slot=True,
 )
-def _act_quantize_backward(dy, x, up, kind, *rest, slot=None):
-    to = Store(rest[0], rest[1], slot)
-    dx, q, q_t, *others = _twin(x).act_quantize_backward(dy, x, kind, to, up)
+def _act_quantize_backward(dy, x, up, kind, *to, slot=None):
+    to = Store(*to, slot=slot)
+    dx, q, q_t, *others = casts.twin(x.device).act_quantize_backward(dy, x, kind, to, up)
     return *_flat(dx, q, q_t, to), *others
 
 

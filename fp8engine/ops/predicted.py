@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8engine.numerics.cards import Card
-from fp8engine.numerics.matmul_time import CEILINGS, Kernel, Prediction, predict
+from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
 
 HOPPER = torch.device("cpu")  # for which kernels/tuning.py answers as for Hopper, the model's only architecture
 SUMS = {"matmul_fp8": "fast", "matmul_fp8_promoted": "promoted", "matmul_block": "block", "matmul_fp16": "fast"}
@@ -50,13 +50,9 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
 
 def seconds(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> float:
     """Predicted time of a matmul of that shape, M, N, K, by one call after a pause: as a tuner times it."""
-    return _prediction(operation, config, shape, card).seconds
+    return predict(card, kernel_of(operation, config), shape, sustained=False).seconds
 
 
 def fastest(operation: str, configs: Iterable[Any], shape: tuple[int, int, int], card: Card) -> list[Any]:
     """The configurations, the one that is predicted to be the fastest first; equals stay in their order."""
     return sorted(configs, key=lambda config: seconds(operation, config, shape, card))
-
-
-def _prediction(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> Prediction:
-    return predict(card, kernel_of(operation, config), shape, sustained=False)

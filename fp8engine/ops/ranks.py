@@ -29,14 +29,10 @@ def join(amax_S: torch.Tensor, name: str, saved_1: torch.Tensor) -> None:
     saved_1: 1 where this rank has saved or loaded its amaxes since the last join, else 0, which it then becomes.
     Raises ParallelError for a group that is gone.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        if name:
-            raise ParallelError(
-                f"amaxes are joined over process group {name!r}, which was destroyed: join over another"
-            )
-        return
-    group = named(name) if name else _of_data_parallel()
-    if group is None or dist.get_world_size(group) == 1:
+    if name and not running():
+        raise ParallelError(f"amaxes are joined over process group {name!r}, which was destroyed: join over another")
+    group = _several(name)
+    if group is None:
         return
     # Above the 32 bits of each number stands the priority of its rank, 0 where nothing was saved.  The bits of floats
     # that are not negative are ordered as the floats are, and those of -1 are below them.
@@ -52,26 +48,33 @@ def agree(table: torch.Tensor, name: str) -> bool:
 
     Returns whether there are other ranks.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    group = named(name) if name else _of_data_parallel()
-    if group is not None and dist.get_world_size(group) > 1:
+    group = _several(name)
+    if group is not None:
         dist.broadcast(table, group=group, group_src=0)
-        return True
-    return False
+    return group is not None
+
+
+def running() -> bool:
+    """Whether this process is one of torch.distributed's."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def first() -> bool:
     """Whether this process is the first of all, or the only one: the one that says what all ranks would say."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not running() or dist.get_rank() == 0
 
 
 def several(name: str) -> bool:
     """Whether `agree` would find other ranks."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
+    return _several(name) is not None
+
+
+def _several(name: str) -> dist.ProcessGroup | None:
+    """The group of that name, or with "" of DDP, where it has other ranks."""
+    if not running():
+        return None
     group = named(name) if name else _of_data_parallel()
-    return group is not None and dist.get_world_size(group) > 1
+    return None if group is None or dist.get_world_size(group) == 1 else group
 
 
 def named(name: str) -> dist.ProcessGroup:

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8engine.ops import casts, ranks, reference, triton_backend
-from fp8engine.ops.library import OPERATORS, in_backward, operation
-
-
-def scale_update(history_HS, live_2S, rules_3S, group: str = "", saved_1: torch.Tensor | None = None) -> None:
-    """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
-
-    saved_1: where given, the amaxes of several ranks are joined first, as ranks.py says.
-    group: name of the process group that is joined; "" for DistributedDataParallel's, inside of one.
-    """
-    OPERATORS.scale_update(history_HS, live_2S, rules_3S, group, saved_1)
+from fp8engine.ops import casts, ranks
+from fp8engine.ops.library import in_backward, operation
 
 
 @operation(
@@ -22,7 +13,12 @@ def scale_update(history_HS, live_2S, rules_3S, group: str = "", saved_1: torch.
     lambda history, live, rules, ranks="", saved=None: None,
     effect=True,
 )
-def _scale_update(history_HS, live_2S, rules_3S, group="", saved_1=None) -> None:
+def scale_update(history_HS, live_2S, rules_3S, group: str = "", saved_1: torch.Tensor | None = None) -> None:
+    """Enter a step's amaxes into the windows and predict the next scales: one call for a whole model.
+
+    saved_1: where given, the amaxes of several ranks are joined first, as ranks.py says.
+    group: name of the process group that is joined; "" for DistributedDataParallel's, inside of one.
+    """
     if in_backward():  # a checkpoint around the graph runs all of it again
         return
     if not len(history_HS):
@@ -30,5 +26,4 @@ def _scale_update(history_HS, live_2S, rules_3S, group="", saved_1=None) -> None
         return
     if saved_1 is not None:
         ranks.join(live_2S[0], group, saved_1)
-    twin = triton_backend if casts.choose(history_HS.device) == "triton" else reference
-    twin.scale_update(history_HS, live_2S, rules_3S)
+    casts.twin(history_HS.device).scale_update(history_HS, live_2S, rules_3S)

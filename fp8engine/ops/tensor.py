@@ -348,5 +348,3 @@ KEEPING = {
 
 # Our own classes and nothing else, so that torch.load(weights_only=True), the default, reads our tensors.
 torch.serialization.add_safe_globals([_rebuild, PerTensor, PerRow, PerBlock])
-OF_0_1 = {"tensor": (_rebuild,), "recipe": (PerTensor, PerRow, PerBlock), "cast": (PerTensor, PerRow, PerBlock)}
-torch.serialization.add_safe_globals([(x, f"fp8engine.{old}.{x.__name__}") for old in OF_0_1 for x in OF_0_1[old]])

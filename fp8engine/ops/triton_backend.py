@@ -14,7 +14,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from fp8engine import environment
 from fp8engine.errors import BackendError, VersionError
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops import device
-from fp8engine.ops.reference import Epilogue, Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops.reference import Epilogue, Operand
 from fp8engine.ops.reference.attention import LOG2_E, Form, factor_of, rotation_of, width_of
 
 OLDEST, TOO_NEW = (3, 6), (3, 10)
@@ -145,56 +146,49 @@ def casts_groups(cast: Cast) -> bool:
     return sizes.issubset(POWERS) and (not whole or sizes <= {1})
 
 
-def quantize(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin of reference.quantize on our kernels, for what `castable` takes."""
-    with _on(x_MK.device):
-        return _kernel("quantize")(_addressable(x_MK), cast, slot)
+def _launched(*kernel: str, copies: bool = False) -> Callable[..., Any]:
+    """A launcher of kernels/ as the twin of a function of reference/: on the card of its first tensor.
+
+    copies: of the first tensor, where its strides are too large (`_addressable`).
+    """
+
+    def launch(x: torch.Tensor, *rest):
+        with _on(x.device):
+            return _kernel(*kernel)(_addressable(x) if copies else x, *rest)
+
+    return launch
 
 
-def quantize_given(x_MK: torch.Tensor, cast: Cast, s: torch.Tensor) -> torch.Tensor:
-    """The twin of reference.quantize_given."""
-    with _on(x_MK.device):
-        return _kernel("quantize", "quantize_given")(_addressable(x_MK), cast, s)
+# Signatures are those of the twins, results plain tuples: (codes, scale) for an Operand; codes of a norm or an
+# activation are None where no kernel makes them with it, and casts do.  What they take: `castable`, `casts_groups`,
+# `norm_unsupported`.
+quantize = _launched("quantize", copies=True)
+quantize_given = _launched("quantize", "quantize_given", copies=True)
+cast_transpose = _launched("cast_transpose", copies=True)
+quantize_experts = _launched("quantize_experts", copies=True)
+transpose_experts = _launched("quantize_experts", "transpose_experts", copies=True)
+expert_sums = _launched("quantize_experts", "expert_sums", copies=True)
+scale_update = _launched("scale_update")
+norm_quantize = _launched("norm_quantize")
+norm_quantize_backward = _launched("norm_quantize", "norm_quantize_backward")
+act_quantize = _launched("act_quantize")
+act_quantize_backward = _launched("act_quantize", "act_quantize_backward")
 
 
-def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False):
-    """((codes, scale), (codes of the transpose, their scale)), and sums of columns where asked, from one read of x."""
-    with _on(x_MK.device):
-        return _kernel("cast_transpose")(_addressable(x_MK), cast, slot, sums)
+def norm_unsupported(shape: Sequence[int]) -> str | None:
+    """Why our kernels do not compute the norm of an x of that shape, forward or backward, or None when they do."""
+    return _kernel("norm_quantize", "unsupported")(shape)
 
 
-def quantize_experts(x_TK: torch.Tensor, cast: Cast, bounds_2E1, slot: Slot | None = None, transposed: bool = False):
-    """The twin of reference/grouped.py's, for groups that `casts_groups` knows."""
-    with _on(x_TK.device):
-        return _kernel("quantize_experts")(_addressable(x_TK), cast, bounds_2E1, slot, transposed)
+def grouped(launcher: str, a: Operand, b: Operand, bounds_2E1, result: tuple, fast: bool) -> torch.Tensor:
+    """`grouped_rows` or `grouped_sums` of kernels/matmul_grouped.py, for operands that `unsupported` takes.
 
-
-def transpose_experts(q_TK: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
-    """Codes [K, 128 * blocks] of codes [T, K] in any strides."""
-    with _on(q_TK.device):
-        return _kernel("quantize_experts", "transpose_experts")(_addressable(q_TK), bounds_2E1)
-
-
-def expert_sums(x_TN: torch.Tensor, bounds_2E1: torch.Tensor) -> torch.Tensor:
-    """The sums of each expert's rows, FP32 [E, N]."""
-    with _on(x_TN.device):
-        return _kernel("quantize_experts", "expert_sums")(_addressable(x_TN), bounds_2E1)
-
-
-def grouped_rows(a: Operand, b: Operand, bounds_2E1, bias_EN, out: torch.dtype, fast: bool) -> torch.Tensor:
-    """Each row of a times its expert's matrix of the stack b, for operands that `unsupported` takes."""
+    result: its dtype, and the bias [E, N] of rows.
+    """
     a, b = _suited(a, b)
     with _on(a.data.device):
-        result = _kernel("matmul_grouped", "Result")(out, bias_EN)
-        return _kernel("matmul_grouped", "grouped_rows")(a, b, bounds_2E1, result, not fast)
-
-
-def grouped_sums(a: Operand, b: Operand, bounds_2E1, out: torch.dtype, fast: bool) -> torch.Tensor:
-    """The sums over each expert's rows, of operands in blocks that `unsupported` takes."""
-    a, b = _suited(a, b)
-    with _on(a.data.device):
-        result = _kernel("matmul_grouped", "Result")(out)
-        return _kernel("matmul_grouped", "grouped_sums")(a, b, bounds_2E1, result, not fast)
+        result = _kernel("matmul_grouped", "Result")(*result)
+        return _kernel("matmul_grouped", launcher)(a, b, bounds_2E1, result, not fast)
 
 
 def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
@@ -204,44 +198,6 @@ def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
         return a, b
     size = a.cols if a.scaled_along_k else b.cols
     return _in_groups(a, size), _in_groups(b, size)
-
-
-def scale_update(history_HS: torch.Tensor, live_2S: torch.Tensor, rules_3S: torch.Tensor) -> None:
-    """The twin of reference.scale_update: one launch for every slot of a model."""
-    with _on(history_HS.device):
-        _kernel("scale_update")(history_HS, live_2S, rules_3S)
-
-
-def norm_unsupported(shape: Sequence[int]) -> str | None:
-    """Why our kernels do not compute the norm of an x of that shape, forward or backward, or None when they do."""
-    return _kernel("norm_quantize", "unsupported")(shape)
-
-
-def norm_quantize(x_MK: torch.Tensor, weight_K, bias_K, norm: Norm, to: Store) -> tuple:
-    """The twin of reference.norm_quantize where `norm_unsupported` says None; codes as (data, scale).
-
-    None for codes that no kernel of a norm makes; so of an activation: casts make them.
-    """
-    with _on(x_MK.device):
-        return _kernel("norm_quantize")(x_MK, weight_K, bias_K, norm, to)
-
-
-def norm_quantize_backward(dy_MK: torch.Tensor, x_MK, weight_K, rows: RowStatistics, norm: Norm) -> tuple:
-    """The twin of reference.norm_quantize_backward, as a tuple, where `norm_unsupported` says None."""
-    with _on(x_MK.device):
-        return _kernel("norm_quantize", "norm_quantize_backward")(dy_MK, x_MK, weight_K, rows, norm)
-
-
-def act_quantize(x_MK: torch.Tensor, kind: str, to: Store, up_MN: torch.Tensor | None = None) -> tuple:
-    """The twin of reference.act_quantize; codes as those of a norm."""
-    with _on(x_MK.device):
-        return _kernel("act_quantize")(x_MK, kind, to, up_MN)
-
-
-def act_quantize_backward(dy_MN: torch.Tensor, x_MK, kind: str, to: Store, up_MN: torch.Tensor | None = None) -> tuple:
-    """The twin of reference.act_quantize_backward, as a tuple; codes as those of a norm."""
-    with _on(x_MK.device):
-        return _kernel("act_quantize", "act_quantize_backward")(dy_MN, x_MK, kind, to, up_MN)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:

@@ -132,6 +132,7 @@ def check(ours: dict, reference: dict, of_sums: float = SUMS) -> None:
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("layout", ["S(1)", "R"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_are_those_of_one_process(recipe: str, layout: str, found: list[dict]):

@@ -121,6 +121,7 @@ def backward_is_its_twin(shape: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.short
 @pytest.mark.parametrize("shape", ["causal, grouped"])
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 def test_backward_is_its_twin_up_to_the_order_of_sums(shape: str, dtype: torch.dtype, card):

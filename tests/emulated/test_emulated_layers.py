@@ -11,6 +11,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
+@pytest.mark.short
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"])
 def test_a_linears_step_is_that_of_its_emulation(recipe: str, card):
     there = card()

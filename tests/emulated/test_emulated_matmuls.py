@@ -92,6 +92,7 @@ def test_a_committed_configuration_is_exact(operation: str, architecture: int, c
 
 
 @pytest.mark.slow
+@pytest.mark.short
 @pytest.mark.parametrize("k", [0, 16, 400])
 def test_a_flattened_loop_computes_the_same_bits(k: int, card):
     """3 x 2 tiles on 4 programs, whose next tile is loaded before the one before is stored; random sums."""

@@ -62,6 +62,7 @@ def right(matmuls: ModuleType, casts: ModuleType) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.short
 def test_without_a_bug_all_is_right(schedule: int):
     with emulated(seed=schedule):
         assert right(matmul_grouped, quantize_experts)

@@ -134,8 +134,8 @@ def transposes_of_kernels(monkeypatch: pytest.MonkeyPatch):
     """Transposes lie as Triton's cast_transpose leaves them: allocated as [K, M], so that [1, M] has strides (M, 1)."""
     real = casts._cast_transpose
 
-    def laid_out(*arguments):
-        data, scale, turned, *rest = real(*arguments)
+    def laid_out(*arguments, slot):
+        data, scale, turned, *rest = real(*arguments, slot=slot)
         fresh = torch.empty(turned.shape, dtype=torch.uint8).copy_(turned.view(torch.uint8)).view(turned.dtype)
         return data, scale, fresh, *rest
 

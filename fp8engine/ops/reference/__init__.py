@@ -23,6 +23,7 @@ from fp8engine.ops.reference.attention import attention, attention_cast
 from fp8engine.ops.reference.attention_backward import attention_backward
 from fp8engine.ops.reference.cast_transpose import Store, cast_transpose
 from fp8engine.ops.reference.epilogue import KINDS, Epilogue, finish
+from fp8engine.ops.reference.grouped import expert_sums, quantize_experts, transpose_experts
 from fp8engine.ops.reference.matmul import (
     column_sums,
     emulate,
@@ -37,39 +38,3 @@ from fp8engine.ops.reference.quantize import quantize, quantize_given
 from fp8engine.ops.reference.rounding import decode, round_to_grid, saturating_cast
 from fp8engine.ops.reference.scale import scale_factor, scale_update
 from fp8engine.ops.reference.split_k import add_parts
-
-__all__ = [
-    "KINDS",
-    "Epilogue",
-    "Norm",
-    "Operand",
-    "RowStatistics",
-    "Slot",
-    "Store",
-    "act_quantize",
-    "act_quantize_backward",
-    "add_parts",
-    "as_groups",
-    "attention",
-    "attention_backward",
-    "attention_cast",
-    "cast_transpose",
-    "column_sums",
-    "decode",
-    "emulate",
-    "emulation_dtype",
-    "finish",
-    "from_groups",
-    "matmul_block",
-    "matmul_fp8",
-    "matmul_fp16",
-    "norm_quantize",
-    "norm_quantize_backward",
-    "operand",
-    "quantize",
-    "quantize_given",
-    "round_to_grid",
-    "saturating_cast",
-    "scale_factor",
-    "scale_update",
-]

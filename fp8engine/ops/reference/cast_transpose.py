@@ -9,7 +9,7 @@ The twin of kernels/cast_transpose.py.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 
@@ -33,23 +33,7 @@ class Store(NamedTuple):
 IN_16_BITS = Store()
 
 
-@overload
-def cast_transpose(
-    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: Literal[False] = False
-) -> tuple[Operand, Operand]: ...
-
-
-@overload
-def cast_transpose(
-    x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, *, sums: Literal[True]
-) -> tuple[Operand, Operand, torch.Tensor]: ...
-
-
-@overload
-def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None, sums: bool) -> tuple: ...
-
-
-def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False):
+def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False) -> tuple:
     """Return (x quantised along K, its transpose [K, M] quantised along M), both contiguous.
 
     cast: groups of the first; a 1 x 128 group becomes 128 x 1 of x for the second.

@@ -1,0 +1,65 @@
+"""Two parts of all tests: the short one, which `make test` runs, and the rest, which `make test-all` runs.
+
+    short   of each test function MOST cases, spread over its parameters; of functions marked slow those marked `short`
+    rest    all others
+
+Functions begin at different cases, so that together they have all values of a parameter.  The short part has to hold a
+case of every room, of every recipe, and of every file of the emulated card and of the interpreter, which are the
+kernels': `missing` says what it has not, and the run ends with an error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fp8engine.numerics.recipe import RECIPES
+
+MOST = 2
+PARTS = ("short", "rest")
+
+
+def short(items: Sequence[pytest.Item]) -> set[str]:
+    """Names (node ids) of the cases in the short part."""
+    functions: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("short") or not item.get_closest_marker("slow"):
+            functions[str(item.path), getattr(item, "originalname", item.name)].append(item)
+    kept: set[str] = set()
+    for (_, function), cases in functions.items():
+        first = zlib.crc32(function.encode()) % len(cases)
+        few = min(MOST, len(cases))
+        kept |= {cases[(first + i * len(cases) // few) % len(cases)].nodeid for i in range(few)}
+    return kept
+
+
+def missing(kept: Iterable[pytest.Item], every: Iterable[pytest.Item]) -> list[str]:
+    """What the kept cases do not have and all have: rooms and files of the tests, recipes among the parameters."""
+    return sorted(_covered(every) - _covered(kept))
+
+
+def _covered(items: Iterable[pytest.Item]) -> set[str]:
+    found = set()
+    for item in items:
+        room = item.path.parent.name if "tests" in item.path.parts else "doctests"
+        found.add(f"room {room}")
+        if room in ("emulated", "interpreted"):  # a file a kernel, or a family of them
+            found.add(f"file {Path(room, item.path.name)}")
+        values = getattr(getattr(item, "callspec", None), "params", {}).values()
+        found |= {f"recipe {name}" for name in RECIPES if name in values}
+    return found
+
+
+def divide(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the part that `--part` names.  Raises UsageError where the short part of all tests lacks something."""
+    part = config.getoption("--part")
+    names = short(items)
+    kept = [item for item in items if (item.nodeid in names) == (part == "short")]
+    if part == "short" and (lacks := missing(kept, items)):
+        raise pytest.UsageError(f"the short part of these tests has no case of {', '.join(lacks)}: mark one `short`")
+    config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in names) != (part == "short")])
+    items[:] = kept

@@ -1,0 +1,70 @@
+"""The two parts of the tests: each case is in one of them, and the short one says what it lacks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from parts import MOST, divide, missing, short
+
+
+def case(name: str, *marks: str, file: str = "tests/nn/test_x.py", **params) -> Any:
+    """A case of a test as pytest collects it."""
+    return SimpleNamespace(
+        path=Path(file),
+        name=name,
+        originalname=name.partition("[")[0],
+        nodeid=f"{file}::{name}",
+        callspec=SimpleNamespace(params=params),
+        get_closest_marker=lambda mark: mark if mark in marks else None,
+    )
+
+
+def config(part: str) -> Any:
+    return SimpleNamespace(getoption=lambda name: part, hook=SimpleNamespace(pytest_deselected=lambda items: None))
+
+
+CASES = [
+    *(case(f"test_many[{i}]") for i in range(9)),
+    case("test_one"),
+    case("test_long", "slow"),
+    case("test_wanted", "slow", "short"),
+]
+
+
+def test_few_cases_of_each_function_and_of_slow_ones_those_that_are_marked():
+    kept = short(CASES)
+    numbers = sorted(int(name[name.index("[") + 1]) for name in kept if "many" in name)
+    assert len(numbers) == MOST
+    assert numbers[1] - numbers[0] in (4, 5), "half of the nine cases apart"
+    assert {name.partition("::")[2] for name in kept if "many" not in name} == {"test_one", "test_wanted"}
+
+
+def test_functions_of_one_name_in_two_files_are_two():
+    cases = [case("test_same", file="tests/nn/test_x.py"), case("test_same", file="tests/nn/test_y.py")]
+    assert short(cases) == {each.nodeid for each in cases}
+
+
+def test_each_case_is_in_one_part():
+    parts = []
+    for part in ("short", "rest"):
+        items = list(CASES)
+        divide(config(part), items)
+        parts.append({item.nodeid for item in items})
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] == {item.nodeid for item in CASES}
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        (case("test_a", "slow", file="tests/export/test_a.py"), "room export"),
+        (case("test_a", "slow", recipe="blockwise"), "recipe blockwise"),
+        (case("test_a", "slow", file="tests/emulated/test_a.py"), "file emulated/test_a.py"),
+    ],
+)
+def test_what_the_short_part_lacks_is_an_error_that_names_it(lost: Any, said: str):
+    assert said in missing(CASES, [*CASES, lost])
+    with pytest.raises(pytest.UsageError, match=said):
+        divide(config("short"), [*CASES, lost])
+    divide(config("rest"), [*CASES, lost])
