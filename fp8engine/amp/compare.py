@@ -112,6 +112,7 @@ class Comparison:
         columns = [*((name, FOLD) for name in names), *((name, RIGHT) for name in numbers), ("note", FOLD)]
         first, rows = self.first(), []
         for layer in self.layers:
+            bad = f"{layer.nonfinite_low} / {layer.nonfinite_high}"
             note = "first to diverge" if layer is first else "diverges" if self.diverges(layer) else ""
             rows.append(
                 [
@@ -120,8 +121,7 @@ class Comparison:
                     " / ".join(dict.fromkeys(layer.dtypes)),
                     "-" if layer.error is None else f"{layer.error:.2e}",
                     "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.1f}",
-                    f"{layer.nonfinite_low} / {layer.nonfinite_high}"
-                    * any((layer.nonfinite_low, layer.nonfinite_high)),
+                    bad if layer.nonfinite_low or layer.nonfinite_high else "",
                     ", ".join(filter(None, (note, layer.note))),
                 ]
             )

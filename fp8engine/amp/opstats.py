@@ -109,8 +109,8 @@ class _Counting(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = floating((args, kwargs))
         if name in CASTS:
-            for source in inputs[CASTS[name] :][:1]:  # none where it is no floating tensor
-                self._cast(source, result)
+            if len(inputs) > CASTS[name]:  # else what it reads is no floating tensor
+                self._cast(inputs[CASTS[name]], result)
         elif name in COPIES or _is_view(func):
             if inputs and inputs[0] in self.widened:
                 self.widened.update(dict.fromkeys(floating(result)))

@@ -99,7 +99,7 @@ def _obstacle(decision: Decision, recipe: Recipe, uses: Counter) -> str | None:
     if not recipe.input.is_fp8 or recipe.weight.format != E4M3:
         return f"recipe {recipe.name!r} does not multiply E4M3 weights in its forward"
     if recipe.stored is not None:
-        return why_excluded(decision.name, (FROZEN,), STORED)
+        return why_excluded("with codes", (FROZEN,), STORED)
     if not bool(torch.isfinite(weight).all()):
         raise StateError(f"frozen='fp8': {decision.name}.weight holds NaN or Inf; nothing in the model was changed")
     return None
