@@ -1,8 +1,8 @@
 """The accumulator in which Tensor Cores add FP8 products, narrower than FP32.
 
 A block of products and the sum so far are aligned to the largest of them.  Each is cut off 13 bits below that one's
-leading bit, and the sum of what is left 13 bits below its own.  A block is 32 products on Hopper and 16 on Ada.  All cuts
-are towards zero, and a sum of zero is +0.
+leading bit, and the sum of what is left 13 bits below its own.  A block is 32 products on Hopper and 16 on Ada.  All
+cuts are towards zero, and a sum of zero is +0.
 
 Source: recordings of an H100 PCIe and an RTX 4060, as `mmaemu` 0.1.0 models them bit for bit (its documentation,
 "validation"); tests/emulated/test_accumulator.py holds this file against it.

@@ -91,7 +91,7 @@ def _wait(cta: Cta, mask: Mask, pending: int) -> None:
 
 def _mma_async(program: Program, ins: Instruction) -> Execute:
     n, k = map(int, SHAPE.match(ins.opcode[4]).groups()[1:])  # pyright: ignore[reportOptionalMemberAccess]
-    kinds = ins.opcode[6:8]
+    kinds = ins.opcode[6], ins.opcode[7]
     itemsize = 1 if kinds[0] in ("e4m3", "e5m2") else 2
     sums = several(ins.operands[0])
     if len(sums) != n // 2 or ins.opcode[5] != "f32" or list(ins.operands[4:6]) != ["1", "1"]:
