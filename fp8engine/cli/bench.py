@@ -7,57 +7,61 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.table import Table
 
-from fp8engine import files
-from fp8engine.bench import cases, linear, steps
-from fp8engine.bench import gemm as matmuls
-from fp8engine.cli.shared import Answer, Device, app, command, console, device_name
+from fp8engine.cli.options import SHAPES, Device, Result
+from fp8engine.cli.shared import Answer, app, command, console, device_name, table
 from fp8engine.errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = "Measure the matmuls, layers and models on this machine; predict without a card."
 MOVED = {"amp": "amp", "block": "block", "quantize": "casts", "tune": "tune"}  # command -> module of benchmarks/
 bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
-
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")]
-LISTS = f"{', '.join(cases.LISTS)} or M,N,K; several joined by semicolons."
+SEVERAL = "M,N,K; several joined by semicolons."
 
 
 @command("gemm", bench)
 def gemm(
-    shapes: Annotated[str | None, typer.Option(help=LISTS, show_default="llm on a card, small on a CPU")] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(SHAPES)} or {SEVERAL}", show_default="llm on a card, small on a CPU"),
+    ] = None,
     device: Device = None,
-    out: Out = None,
+    out: Result = None,
 ) -> Answer:
     """Every matmul there is here: checked against float64, then timed beside torch's; no ratio for a wrong result."""
+    from fp8engine.bench import cases
+    from fp8engine.bench.gemm import gemm
+
     where = _where(device)
     asked = cases.parse(shapes if shapes is not None else "llm" if where.type == "cuda" else "small")
-    return _answer(matmuls.gemm(asked, where), tell, out)
+    return _answer(gemm(asked, where), tell, out)
 
 
 @command("linear", bench)
 def linear_layer(
-    shapes: Annotated[
-        str | None, typer.Option(help="M,N,K; several joined by semicolons.", show_default="a few")
-    ] = None,
+    shapes: Annotated[str | None, typer.Option(help=SEVERAL, show_default="a few")] = None,
     device: Device = None,
-    out: Out = None,
+    out: Result = None,
 ) -> Answer:
     """A Linear's forward and backward under every recipe, checked, then timed beside nn.Linear in BF16."""
+    from fp8engine.bench import cases, linear
+
     where = _where(device)
     asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
     return _answer(linear.linear(asked, where), lambda result: _tell_lines(result, linear.line), out)
 
 
 @command("model", bench)
-def model(device: Device = None, out: Out = None) -> Answer:
+def model(device: Device = None, out: Result = None) -> Answer:
     """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
+    from fp8engine.bench import steps
+
     where = _where(device)
     return _answer(steps.steps(steps.MODELS[where.type], where), lambda result: _tell_lines(result, steps.line), out)
 
@@ -80,6 +84,8 @@ for _name, _module in MOVED.items():
 
 def _where(name: str | None) -> torch.device:
     """The device meant.  Raises BackendError for one that is not there."""
+    import torch
+
     try:
         where = torch.device(device_name(name))
     except RuntimeError:
@@ -89,8 +95,10 @@ def _where(name: str | None) -> torch.device:
     return where
 
 
-def _answer(result: dict, tell: Callable[[dict], None], out: Path | None) -> Answer:
+def _answer(result: dict, tell: Callable[[dict], None], out: Result) -> Answer:
     """A result for --json and for a person; `out` gets it as JSON."""
+    from fp8engine import files
+
     if out is not None:
         try:
             files.write(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -107,6 +115,9 @@ def _tell_lines(result: dict, line: Callable[[dict], str]) -> None:
         typer.echo(line(row))
 
 
+NUMBERS = ("error", "ms", "spread", "TFLOP/s", "of 16-bit rate", "x torch's same", "x torch 16 bits")
+
+
 def tell(result: dict) -> None:
     """Print the result of `bench gemm` as a table a shape."""
     screen, about, most = console(), result["machine"], result["limits"]
@@ -116,14 +127,11 @@ def tell(result: dict) -> None:
         f"{most['copy_gb_per_s']:.4g} GB/s copied"
     )
     for shape in dict.fromkeys(tuple(row["shape"]) for row in result["rows"]):
-        table = Table(title="M, N, K = {}, {}, {}".format(*shape), title_justify="left")
-        table.add_column("matmul")
-        for heading in ("error", "ms", "spread", "TFLOP/s", "of 16-bit rate", "x torch's same", "x torch 16 bits"):
-            table.add_column(heading, justify="right")
+        shown = table("M, N, K = {}, {}, {}".format(*shape), ("matmul", *NUMBERS), right=NUMBERS)
         for row in result["rows"]:
             if tuple(row["shape"]) == shape:
-                table.add_row(row["name"] + (" (emulated)" if row["emulated"] else ""), *_cells(row))
-        screen.print(table)
+                shown.add_row(row["name"] + (" (emulated)" if row["emulated"] else ""), *_cells(row))
+        screen.print(shown)
     for name, found in result["summary"].items():
         if name != "best_tflops":
             mean, least = found["geometric_mean"], found["minimum"]

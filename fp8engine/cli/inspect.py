@@ -6,24 +6,24 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from torch import nn
 
-from fp8engine.cli.models import load_structure
-from fp8engine.cli.shared import All, Answer, Model, Skip, command, console, match_skips, say, say_columns
-from fp8engine.convert.select import Decision, experts_run
-from fp8engine.convert.swap import plan
+from fp8engine.cli.options import All, Model, Skip, recipe_option
+from fp8engine.cli.shared import Answer, command, console, match_skips, say, say_columns
 from fp8engine.errors import ConversionError, InvalidRecipe
-from fp8engine.nn.grouped import GroupedLinear
-from fp8engine.report.folded import groups, shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fp8engine.convert.select import Decision
 
 
 @command("inspect")
 def run(
     target: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="For every layer that can.")] = "auto",
+    recipe: Annotated[str, recipe_option("For every layer that can.")] = "auto",
     skip: Skip = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="GLOB=RECIPE", help="Another recipe for some; repeatable.")
@@ -31,6 +31,9 @@ def run(
     every: All = False,
 ) -> Answer:
     """Show what would be converted, what would be left alone, and why."""
+    from fp8engine.cli.models import load_structure
+    from fp8engine.convert.swap import plan
+
     model = load_structure(target)
     decisions = _skipping(plan(model, recipe, overrides=dict(map(_pair, override or []))), skip or [])
     if not decisions:
@@ -41,6 +44,8 @@ def run(
 
 
 def _tell(title: str, content: dict, every: bool) -> None:
+    from fp8engine.report.folded import groups, shape_of
+
     totals = content["totals"]
     say(
         console(),
@@ -65,10 +70,14 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
     flops_share: of the weights that a row passes, as if every layer saw the same rows.  experts: [chosen, all] of a
     stack of experts, of which a row passes those that its router chooses; None elsewhere.
 
+    >>> from torch import nn
+    >>> from fp8engine.convert.swap import plan
     >>> layer = nn.Linear(4, 8)
     >>> describe(layer, plan(layer, "rowwise"))["totals"]
     {'layers': 1, 'converted': 1, 'in_fp8': 1, 'left_alone': 0, 'fp8_flops_share': 1.0}
     """
+    from fp8engine.convert.select import experts_run
+
     run = experts_run(model)
     experts = [_experts(decision, run) for decision in decisions]
     sizes = [
@@ -105,6 +114,8 @@ def _experts(decision: Decision, run: dict[int, int]) -> list[int] | None:
 
     A GroupedLinear is called with rows that are sent to one expert each.
     """
+    from fp8engine.nn.grouped import GroupedLinear
+
     if len(decision.shape) != 3:
         return None
     default = 1 if isinstance(decision.module, GroupedLinear) else decision.shape[0]

@@ -21,6 +21,7 @@ from fp8engine.errors import ConversionError
 from fp8engine.report.compare import BYTES, Tokens
 
 BYTES_NAME = "bytes"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Llama 3 by its published sizes: (hidden size, of the MLP, layers, heads); 8 heads of keys and values.
 LLAMAS = {
     "llama-3-8b": (4096, 14336, 32, 32),
@@ -79,9 +80,9 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
     return model, tokens_of(folder, tokenizer), notes
 
 
-def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, list[str]]:
+def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
     """(model of the class that the folder's config.json names, names of weights that the folder lacks and that are
-    random); dtype "auto": as stored.
+    random).  dtype: one of DTYPES, or "auto" for the stored one.
 
     Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
     """
@@ -90,7 +91,9 @@ def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, 
         _check_plain(folder, config)
         with quiet():
             kind = kind or transformers.AutoModel
-            made = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+            made = kind.from_pretrained(
+                folder, dtype=DTYPES.get(dtype, dtype), local_files_only=True, output_loading_info=True
+            )
     model, info = made
     return model, sorted(info["missing_keys"])
 

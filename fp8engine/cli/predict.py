@@ -6,12 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fp8engine.bench import cases, predict
 from fp8engine.cli.bench import bench
-from fp8engine.cli.models import LLAMAS, load_sizes
+from fp8engine.cli.options import CARDS, LLAMAS
 from fp8engine.cli.shared import Answer, command, console, say, table
 from fp8engine.errors import ShapeError
-from fp8engine.numerics.cards import CARDS, card_named
 
 ERROR = "the model's median error against published measurements is 8 %, the largest 50 % (docs/performance.md)"
 
@@ -30,6 +28,10 @@ def run(
     tokens: Annotated[int, typer.Option(min=1, help="Of a step, for a model.")] = 8192,
 ) -> Answer:
     """Predict the time of linear layers in BF16 and under each recipe; nothing is measured, and no card is needed."""
+    from fp8engine.bench import cases, predict
+    from fp8engine.cli.models import load_sizes
+    from fp8engine.numerics.cards import card_named
+
     on = card_named(card)
     if "," in target:
         shapes = cases.parse(target)
@@ -55,18 +57,18 @@ def _tell(title: str, found: dict[str, Any]) -> None:
 
 def _layers(found: dict[str, Any]):
     """A row for each group of layers, and their sum."""
-    headings = ("layer", "layers", "M x N x K", "BF16", *predict.RECIPES)
+    sums = found["total"]["recipes"]
+    headings = ("layer", "layers", "M x N x K", "BF16", *sums)
     shown = table("predicted microseconds, and times as fast as BF16", headings, right=headings[1:])
     for row in found["rows"]:
         cells = [row["name"], str(row["count"]), "x".join(map(str, row["shape"]))]
         if "bf16_us" not in row:
-            shown.add_row(*cells, *["-"] * (1 + len(predict.RECIPES)))
+            shown.add_row(*cells, *["-"] * (1 + len(sums)))
             continue
-        recipes = [_cell(row["recipes"].get(recipe)) for recipe in predict.RECIPES]
+        recipes = [_cell(row["recipes"].get(recipe)) for recipe in sums]
         shown.add_row(*cells, f"{row['bf16_us']:.0f}", *recipes)
-    total = found["total"]
-    sums = [_cell(total["recipes"][recipe]) for recipe in predict.RECIPES]
-    shown.add_row("all layers", "", "", f"{total['bf16_us']:.0f}", *sums, style="bold")
+    bf16 = f"{found['total']['bf16_us']:.0f}"
+    shown.add_row("all layers", "", "", bf16, *map(_cell, sums.values()), style="bold")
     return shown
 
 

@@ -26,7 +26,7 @@ from fp8engine.demo.model import loss_of
 from fp8engine.demo.picture import draw
 from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
-from fp8engine.demo.report import Result, Summary, about
+from fp8engine.demo.report import TABLE, Result, Summary, about
 from fp8engine.demo.trainer import Keeping, OnStep, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
@@ -147,6 +147,11 @@ class Session:
     def keeping(self) -> Keeping:
         """Where its checkpoints are."""
         return Keeping(self.out / "checkpoints", self.checkpoint_every, self.resume)
+
+    def held(self) -> list[str]:
+        """The names of an earlier run's checkpoints and report that this session would write over."""
+        paths = [self.keeping.path(recipe, self.seed) for recipe in self.recipes]
+        return [path.name for path in (*paths, self.out / TABLE) if path.exists()]
 
 
 @dataclass(frozen=True)
