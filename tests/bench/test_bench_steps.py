@@ -61,7 +61,7 @@ def shifted(network: Any) -> nn.Module:
 
 @pytest.mark.parametrize("fault", [Halved, shifted], ids=lambda fault: fault.__name__)
 def test_a_wrong_variant_has_no_time(fault):
-    rows = measured({"bf16": steps.Variant(steps._bf16), "broken": steps.Variant(fault)})
+    rows = measured({"bf16": steps.Variant(steps.bf16), "broken": steps.Variant(fault)})
     assert rows["bf16"]["correct"] is True
     assert rows["broken"]["correct"] is False
     assert "seconds" not in rows["broken"]
@@ -72,7 +72,7 @@ def test_what_cannot_run_says_why():
     def refuse(network):
         raise RuntimeError("no such card\nand more")
 
-    rows = measured({"bf16": steps.Variant(steps._bf16), "other": steps.Variant(refuse)})
+    rows = measured({"bf16": steps.Variant(steps.bf16), "other": steps.Variant(refuse)})
     assert rows["other"]["why"] == "RuntimeError: no such card"
     assert "cannot run" in steps.line(rows["other"])
 
