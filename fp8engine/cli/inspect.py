@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -97,14 +96,13 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
         }
         for decision, size, chosen in zip(decisions, sizes, experts, strict=True)
     ]
-    fp8 = sum(d.recipe.fp8_share * size for d, size in zip(decisions, sizes, strict=True) if d.recipe) / total
-    converted = sum(decision.recipe is not None for decision in decisions)
+    recipes = [(decision.recipe, size) for decision, size in zip(decisions, sizes, strict=True) if decision.recipe]
     totals = {
         "layers": len(layers),
-        "converted": converted,
-        "in_fp8": sum(bool(decision.recipe and decision.recipe.is_fp8) for decision in decisions),
-        "left_alone": len(layers) - converted,
-        "fp8_flops_share": fp8,
+        "converted": len(recipes),
+        "in_fp8": sum(recipe.is_fp8 for recipe, _ in recipes),
+        "left_alone": len(layers) - len(recipes),
+        "fp8_flops_share": sum(recipe.fp8_share * size for recipe, size in recipes) / total,
     }
     return {"layers": layers, "totals": totals}
 
@@ -129,15 +127,11 @@ def _pair(text: str) -> tuple[str, str]:
     return pattern, recipe
 
 
-def _skipping(decisions: list[Decision], patterns: Iterable[str]) -> list[Decision]:
+def _skipping(decisions: list[Decision], patterns: list[str]) -> list[Decision]:
     """The decisions with these layers left alone as well."""
-    names = [decision.name for decision in decisions]
-    match_skips(patterns, names)
-    for pattern in patterns:
-        decisions = [
-            dataclasses.replace(decision, recipe=None, reason=f"--skip {pattern}")
-            if decision.recipe and fnmatch.fnmatchcase(decision.name, pattern)
-            else decision
-            for decision in decisions
-        ]
+    match_skips(patterns, [decision.name for decision in decisions])
+    for i, decision in enumerate(decisions):
+        asked = [pattern for pattern in patterns if fnmatch.fnmatchcase(decision.name, pattern)]
+        if decision.recipe and asked:
+            decisions[i] = dataclasses.replace(decision, recipe=None, reason=f"--skip {asked[0]}")
     return decisions

@@ -16,18 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.demo.config import DemoError, read
+from fp8engine.cli.options import DTYPES, LLAMAS
+from fp8engine.demo.config import DemoError, manual
 from fp8engine.errors import ConversionError
 from fp8engine.report.compare import BYTES, Tokens
 
 BYTES_NAME = "bytes"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Llama 3 by its published sizes: (hidden size, of the MLP, layers, heads); 8 heads of keys and values.
-LLAMAS = {
-    "llama-3-8b": (4096, 14336, 32, 32),
-    "llama-3-70b": (8192, 28672, 80, 64),
-    "llama-3-405b": (16384, 53248, 126, 128),
-}
 
 
 def load_structure(target: str) -> nn.Module:
@@ -82,7 +76,7 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
 
 def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
     """(model of the class that the folder's config.json names, names of weights that the folder lacks and that are
-    random).  dtype: one of DTYPES, or "auto" for the stored one.
+    random).  dtype: one of DTYPES; "auto" is the stored one.
 
     Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
     """
@@ -91,9 +85,7 @@ def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
         _check_plain(folder, config)
         with quiet():
             kind = kind or transformers.AutoModel
-            made = kind.from_pretrained(
-                folder, dtype=DTYPES.get(dtype, dtype), local_files_only=True, output_loading_info=True
-            )
+            made = kind.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True)
     model, info = made
     return model, sorted(info["missing_keys"])
 
@@ -115,8 +107,7 @@ def quiet() -> Iterator[None]:
 def read_text(path: Path | None) -> str:
     """The text of a file, or of Python's own manual.  Raises DemoError."""
     if path is None:
-        manual = read(None, 1)
-        return bytes(torch.cat([manual.train, manual.validation]).tolist()).decode()
+        return manual().decode()
     try:
         found = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -198,9 +189,8 @@ def _transformers_refuses(what: str) -> Iterator[None]:
     except ConversionError:
         raise
     except Exception as error:
-        reason = " ".join(
-            str(error).split()
-        )  # transformers' texts may begin with an empty line, or name the cause last
+        # Its texts may begin with an empty line, or name the cause last.
+        reason = " ".join(str(error).split())
         raise ConversionError(f"transformers {what}: {type(error).__name__}: {reason}") from error
 
 

@@ -14,10 +14,15 @@ RECIPES = ("auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"
 TRAINED = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")
 SIZES = ("tiny", "small", "medium")
 LAYOUTS = ("fp8", "compressed-tensors", "fp8engine")
-DTYPES = ("auto", "bf16", "fp16", "fp32")
-CARDS = ("h100-sxm", "h100-pcie", "h200")
 SHAPES = ("llm", "tune", "square", "small")
-LLAMAS = ("llama-3-8b", "llama-3-70b", "llama-3-405b")
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Llama 3 by its published sizes: (hidden size, of the MLP, layers, heads); 8 heads of keys and values.
+LLAMAS = {
+    "llama-3-8b": (4096, 14336, 32, 32),
+    "llama-3-70b": (8192, 28672, 80, 64),
+    "llama-3-405b": (16384, 53248, 126, 128),
+}
+LLAMA_NAMES = ", ".join(LLAMAS)
 
 MANUAL = "Python's own manual"
 OF_THE_MODEL = "in the model's folder"

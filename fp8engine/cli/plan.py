@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fp8engine.cli.options import LLAMAS, recipe_option
+import fp8engine as fe
+from fp8engine.cli.options import LLAMA_NAMES, recipe_option
 from fp8engine.cli.shared import Answer, command, console, say, table
 
 
@@ -15,7 +16,7 @@ from fp8engine.cli.shared import Answer, command, console, say, table
 def run(
     target: Annotated[
         str,
-        typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {', '.join(LLAMAS)}.", show_default=False),
+        typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {LLAMA_NAMES}.", show_default=False),
     ],
     ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
@@ -28,9 +29,10 @@ def run(
 ) -> Answer:
     """Plan a training step on many cards: what each sends and holds, and the predicted time."""
     from fp8engine.cli.models import load_sizes
-    from fp8engine.distributed import plan
 
-    made = plan(load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence, checkpointing=checkpointing)
+    made = fe.distributed.plan(
+        load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence, checkpointing=checkpointing
+    )
     found = made.to_dict()
     return Answer({"model": target, **found}, lambda: _tell(target, found, made.verdict()))
 

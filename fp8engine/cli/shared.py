@@ -83,7 +83,7 @@ def command(name: str, group: typer.Typer = app) -> Callable[[Callable[..., Answ
             import_engine()
             answer = function(**options)
             if as_json:
-                print_json(answer.content)
+                typer.echo(json.dumps(answer.content, indent=1, allow_nan=False))  # NaN would be our error
             else:
                 answer.tell()
             if answer.code:
@@ -146,11 +146,6 @@ def say_files(screen: Console, files: Sequence[Path]) -> None:
     if not any(path.suffix == ".png" for path in files):
         say(screen, "no picture: matplotlib is not installed (pip install 'fp8engine[report]')")
     say(screen, f"written: {', '.join(map(str, files))}")
-
-
-def print_json(content: dict) -> None:
-    """Print one JSON document; NaN is not JSON, and would be an error of the program."""
-    typer.echo(json.dumps(content, indent=1, allow_nan=False))
 
 
 def match_skips(patterns: Iterable[str], names: list[str]) -> None:

@@ -135,7 +135,7 @@ def read(path: str | None, context: int) -> Text:
     >>> len(text.train) > 100_000, round(len(text.train) / len(text.validation))
     (True, 9)
     """
-    raw = _manual() if path is None else _file(path)
+    raw = manual() if path is None else _file(path)
     if len(raw) < 10 * (context + 2):
         name = path or "Python's manual"
         raise DemoError(f"{name} has {len(raw)} bytes; a context of {context} needs at least {10 * (context + 2)}")
@@ -144,7 +144,8 @@ def read(path: str | None, context: int) -> Text:
     return Text(ids[:cut], ids[cut:], hashlib.sha256(raw).hexdigest()[:16])
 
 
-def _manual() -> bytes:
+def manual() -> bytes:
+    """The topics of Python's own manual.  Raises DemoError where this Python has none."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 import fp8engine
 from fp8engine import environment
 from fp8engine.bench.cases import LISTS
-from fp8engine.cli import app, models, options
+from fp8engine.cli import app, options
 from fp8engine.demo import DEFAULT
 from fp8engine.demo.model import SIZES
 from fp8engine.export.layout import LAYOUTS
-from fp8engine.numerics.cards import CARDS
 from fp8engine.numerics.recipe import RECIPES
 
 ROOT = Path(fp8engine.__file__).parents[1]
@@ -103,7 +102,4 @@ def test_the_names_in_the_help_are_the_engines():
     assert options.TRAINED == DEFAULT
     assert tuple(SIZES) == options.SIZES
     assert tuple(LAYOUTS) == options.LAYOUTS
-    assert ("auto", *models.DTYPES) == options.DTYPES
-    assert tuple(CARDS) == options.CARDS
     assert tuple(LISTS) == options.SHAPES
-    assert tuple(models.LLAMAS) == options.LLAMAS
