@@ -29,6 +29,7 @@ COLOURS = {
 }
 WARNING = "#9a3b00"  # of the remark that speeds are emulated
 GOAL = 0.5  # percent: DESIGN section 9
+LEARNT = 4.2  # nats a byte: a run starts near 5.5 and is below this after a few steps, where the curves begin to tell
 
 
 def draw(summary: Summary, path: Path) -> Path | None:
@@ -73,7 +74,8 @@ def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
     told = f"a table of byte pairs: {pairs:.2f}"
     panel.annotate(told, (last, pairs), xytext=(-2, 4), textcoords="offset points", ha="right", color=DIM, fontsize=8.5)
     ends = _finite(min(result.curve.losses) for result in results)
-    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends]) - 0.15, 4.2))
+    top = max([LEARNT, *(end + 0.5 for end in ends)])  # a run of few steps ends above it
+    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends]) - 0.15, top))
     panel.set_title("training loss, nats a byte", loc="left", fontsize=10)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, DIM, FAINT = "#2b2f36", "#6b747e", "#d9dde2"  # of text, of remarks, of lines that only guide the eye
-STYLE = {"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+STYLE: Any = {"font.size": 9, "axes.edgecolor": FAINT}
+STYLE |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 
 
 def png(draw: Callable[[Figure], None], width: float, height: float, dots: int) -> bytes | None:
@@ -21,7 +22,7 @@ def png(draw: Callable[[Figure], None], width: float, height: float, dots: int) 
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    with matplotlib.rc_context({**STYLE, "axes.edgecolor": FAINT}):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure)

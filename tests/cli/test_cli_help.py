@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer.main
 from typer.testing import CliRunner
 
 import fp8engine
@@ -50,7 +49,7 @@ def test_help_and_version_import_no_torch(arguments: tuple[str, ...], tmp_path: 
 def test_completion_names_the_commands_without_torch(tmp_path: Path):
     asked = {"_FP8ENGINE_COMPLETE": "complete_bash", "COMP_WORDS": "fp8engine ", "COMP_CWORD": "1"}
     done = started(tmp_path, **asked)
-    assert done.stdout.split() == sorted(COMMANDS, key=[*typer.main.get_command(app).commands].index)
+    assert sorted(done.stdout.split()) == sorted(COMMANDS)
     assert done.stderr.split() == ["False"]
 
 
