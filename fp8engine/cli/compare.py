@@ -32,13 +32,13 @@ def run(
 ) -> Answer:
     """Compare a model in bf16 and under FP8 with itself in fp32: loss, top-1 agreement, embeddings, SQNR by layer."""
     from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
-    from fp8engine.demo.config import check_writable
+    from fp8engine.demo import disk
     from fp8engine.numerics.recipe import Auto, resolve
     from fp8engine.report.compare import batches, compare_recipes, pieces
 
     recipes = [resolve(name) for name in dict.fromkeys([NOISE, *(recipe or ["auto"])])]
     chosen = pieces(read_text(text), texts)
-    check_writable(out)
+    disk.check_writable(out)
     model, tokens, notes = load_pretrained(target, tokenizer)
     move(model, device_name(device))
     ids, cut = token_ids(chosen, tokens, length)
@@ -62,7 +62,7 @@ def run(
 
 
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
-    from fp8engine.demo import config as disk
+    from fp8engine.demo import disk
     from fp8engine.report.compare import picture
 
     written = [out / "compare.json"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8engine.demo import config as disk
+from fp8engine.demo import disk
 from fp8engine.demo.report import Result, Summary
 from fp8engine.report.figure import DIM, FAINT, INK, png, titles
 
