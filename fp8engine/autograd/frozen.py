@@ -32,12 +32,13 @@ def frozen_linear(
     out = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         out = torch.get_autocast_dtype(x.device.type)
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         rows = math.prod(x.shape[:-1])
         numerics.ran = matmul.choose(x.device, numerics.recipe.by_block, (rows, len(weight.data)))
     wants = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if torch.is_grad_enabled() and wants:
-        return _Frozen.apply(x, bias_N, *weight, given, numerics, out)
+        return _Frozen.apply(x, bias_N, *weight, given, numerics, out, compiling)
     return in_shape_of(x, _forward(matrix(x), weight, bias_N, given, numerics, out))
 
 
@@ -56,7 +57,7 @@ def _forward(x_MK, weight: Operand, bias_N, given, numerics: Numerics, out: torc
 class _Frozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias_N, *given):
-        *weight, given_scale, numerics, out = given
+        *weight, given_scale, numerics, out, ctx.compiling = given
         codes_NK, scale, rows, cols, power_of_2 = weight
         # Of no size that counts: the layer's own codes, here so that a change of them before backward is an error.
         ctx.save_for_backward(codes_NK, scale)
@@ -67,14 +68,14 @@ class _Frozen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         numerics, (shape, dtype) = ctx.numerics, ctx.x_like
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if not ctx.compiling and torch.is_grad_enabled():
             raise no_transform(numerics.name, "create_graph=True: its gradient has no gradient of its own")
         dy_MN, dx, db_N = matrix(dy), None, None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(dy_MN, Operand(*ctx.saved_tensors, *ctx.groups), numerics, dtype).view(shape)
         if ctx.needs_input_grad[1]:
             db_N = column_sums(dy_MN).to(ctx.bias_dtype)
-        return dx, db_N, *[None] * 8
+        return dx, db_N, *[None] * 9
 
 
 def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dtype: torch.dtype) -> torch.Tensor:

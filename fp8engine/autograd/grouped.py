@@ -77,15 +77,15 @@ def grouped_linear(
         raise ShapeError(
             f"{name}: input is {list(x_TK.shape)}; want [T, {k}], the rows of each expert together: flatten and sort it"
         )
-    out = begin(x_TK, weight_ENK[0], bias_EN, numerics)
+    out, compiling = begin(x_TK, weight_ENK[0], bias_EN, numerics)
     if isinstance(x_TK, Float8Tensor):
-        x_TK = suited(x_TK, numerics)
+        x_TK = suited(x_TK, numerics, compiling)
     bounds_2E1 = bounds(sizes, x_TK, experts, name)
     # The result's dtype is decided; autocast would now promote codes where they are concatenated.
     with _without_autocast(x_TK):
         if not numerics.recipe.is_fp8:
             return _in_16_bits(x_TK, weight_ENK, bias_EN, bounds_2E1, numerics.recipe.input.format.dtype).to(out)
-        use = use_of(numerics, x_TK, weight_ENK, bias_EN)
+        use = use_of(numerics, x_TK, weight_ENK, bias_EN, compiling)
         return _GroupedLinear.apply(x_TK, weight_ENK, bias_EN, bounds_2E1, use, out)
 
 
@@ -136,7 +136,7 @@ class _Experts:
         self.copies: Made = {}
         of_dy, of_x = self.recipe.wgrad
         # Whether wgrad reads transposes in blocks, else rows as they are.
-        self.blocks = of_dy.is_fp8 and of_x.is_fp8 and grouped.in_blocks(device, of_dy, of_x)
+        self.blocks = of_dy.is_fp8 and of_x.is_fp8 and grouped.in_blocks(device, of_dy, of_x, use.where.compiling)
 
     def slot(self, place: int, record: bool = False, count: bool = False) -> Slot:
         """The slot of one of the layer's operands."""

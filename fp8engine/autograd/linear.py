@@ -66,12 +66,12 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     Raises ShapeError (with nn.Linear's words), UnsupportedDtype, BackendError (several devices) and, in FP8, for what
     refusals.py lists; all name the layer.
     """
-    out = begin(x, weight_NK, bias_N, numerics)
+    begun = begin(x, weight_NK, bias_N, numerics)
     if isinstance(x, Float8Tensor):
-        x = suited(x, numerics)
+        x = suited(x, numerics, begun.compiling)
     if not numerics.recipe.is_fp8:
-        return in_16_bits(x, weight_NK, bias_N, numerics, out)
-    use, again = use_of(numerics, x, weight_NK, bias_N), None
+        return in_16_bits(x, weight_NK, bias_N, numerics, begun)
+    use, again = use_of(numerics, x, weight_NK, bias_N, begun.compiling), None
     with torch.no_grad():
         if isinstance(x, Float8Tensor):
             (a, kept), is_transposed = take(use, x, lambda values, made: along_m(use, values, made)), False
@@ -88,26 +88,31 @@ def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
     kept_scale = None if kept_scale is scale else kept_scale
     if again is not None and not use.where.compiling:
         again.waiting += 1
-    forms = Forms(groups, kept_groups, one, is_transposed, out, again)
+    forms = Forms(groups, kept_groups, one, is_transposed, begun.out, again)
     remade = () if again is None else again.tensors
     return _Linear.apply(x, weight_NK, bias_N, data, scale, kept_data, kept_scale, use, forms, *remade)
 
 
-def begin(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> torch.dtype:
-    """Check what a layer is given, and let a step begin with it that may change its recipe.  The result's dtype."""
+class Begun(NamedTuple):
+    """A call of a layer that has begun.  out: dtype of its result.  compiling: whether a graph is traced."""
+
+    out: torch.dtype
+    compiling: bool
+
+
+def begin(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, numerics: Numerics) -> Begun:
+    """Check what a layer is given, and let a step begin with it that may change its recipe."""
     check(x, weight_NK, bias_N, numerics.name)
-    out = dtype_of_result(x, weight_NK, numerics.name)
-    if not torch.compiler.is_compiling():
+    out, compiling = dtype_of_result(x, weight_NK, numerics.name), torch.compiler.is_compiling()
+    if not compiling:
         numerics.state.enter()
-    return out
+    return Begun(out, compiling)
 
 
-def in_16_bits(
-    x, weight_NK, bias_N, numerics: Numerics, out: torch.dtype, read: Callable | None = None
-) -> torch.Tensor:
+def in_16_bits(x, weight_NK, bias_N, numerics: Numerics, begun: Begun, read: Callable | None = None) -> torch.Tensor:
     """A layer whose recipe has no FP8.  read: of (x, weight), what FP8 would read, where that is something else."""
-    y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.dtype, out)
-    if numerics.state.samples is None or torch.compiler.is_compiling() or _torch.transforms_active():
+    y = _high_precision(x, weight_NK, bias_N, numerics.recipe.input.dtype, begun.out)
+    if numerics.state.samples is None or begun.compiling or _torch.transforms_active():
         return y
     return _observed(y, x, weight_NK, numerics, read)
 

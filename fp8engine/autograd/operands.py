@@ -97,12 +97,13 @@ class Use(NamedTuple):
     bias_dtype: torch.dtype | None
 
 
-def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N) -> Use:
+def use_of(numerics: Numerics, x: torch.Tensor, weight: torch.Tensor, bias_N, compiling: bool) -> Use:
     """The use of a layer in FP8 by a call that begins.  Raises for what refusals.py lists, naming the layer.
 
     x, weight: its input and its weight [..., N, K], for their device, their sizes and what they are.
+    compiling: whether a graph is traced.
     """
-    recipe, state, compiling = numerics.recipe, numerics.state, torch.compiler.is_compiling()
+    recipe, state = numerics.recipe, numerics.state
     if type(x) not in PLAIN or type(weight) not in PLAIN:
         check_classes(x, weight, numerics.name)
     if not compiling and (transforms_active() or tracing() or forward_ad._current_level >= 0):

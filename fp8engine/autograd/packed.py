@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from fp8engine.autograd.groups import on_host
 from fp8engine.errors import BackendError, ShapeError
 from fp8engine.ops import device
 
@@ -157,7 +158,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, packed: Packed) -> None:
             )
         if cu_seqlens.device != q.device:
             raise ShapeError(f"attention: {what} is on {cu_seqlens.device} and the tokens on {q.device}: move it there")
-        if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if on_host(cu_seqlens):
             ends = cu_seqlens.tolist()
             if ends[0] != 0 or ends[-1] != size or sorted(ends) != ends:
                 raise ShapeError(f"attention: {what} is {ends}; want numbers that rise from 0 to {size}, the tokens")

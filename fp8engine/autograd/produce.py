@@ -52,6 +52,14 @@ class NormOf(NamedTuple):
     bias_K: torch.Tensor | None = None
 
 
+class Target(NamedTuple):
+    """What is written beside a producer's result: codes as `to` says.  compiling: whether a graph is traced."""
+
+    producer: Producer
+    to: Store
+    compiling: bool
+
+
 class Memory(NamedTuple):
     """Memory options of a module: what its norm and its activation keep for backward.
 
@@ -90,19 +98,19 @@ def norm(
     check_memory(memory)
     (which, gamma_K, beta_K), x = of, _in_16_bits(x)
     grad = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, gamma_K, beta_K))
-    to = codes_for(producer, x, reader)
+    target = target_of(producer, x, reader)
     with torch.no_grad():
         x_MK = matrix(x)
-        y_MK, q, q_t, rows = norm_act.norm_quantize(x_MK, gamma_K, beta_K, which, to)
+        y_MK, q, q_t, rows = norm_act.norm_quantize(x_MK, gamma_K, beta_K, which, target.to)
         kept, scale = keep(x_MK, memory) if grad else (None, None)
     if not grad:
-        return attach(_own(x, y_MK), producer, to, (q, q_t))
+        return attach(_own(x, y_MK), target, (q, q_t))
     y = _Norm.apply(x, gamma_K, beta_K, y_MK, rows.rstd_M, rows.mean_M, kept, scale, which)
     again = None
     if memory.recompute_norm:
         given = (_detached(x) if kept is None else kept, scale, _detached(gamma_K), _detached(beta_K))
         again = Again(_norm_again, (which, x.dtype), given)
-    return attach(y, producer, to, (q, q_t), again)
+    return attach(y, target, (q, q_t), again)
 
 
 def activation(
@@ -125,16 +133,16 @@ def activation(
     check_memory(memory)
     x, up = _in_16_bits(x), None if up is None else _in_16_bits(up)
     grad = torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad))
-    to = codes_for(producer, x, reader)
+    target = target_of(producer, x, reader)
     with torch.no_grad():
         x_MK, up_MN = matrix(x), None if up is None else matrix(up)
-        y_MN, q, q_t = norm_act.act_quantize(x_MK, kind, to, up_MN)
+        y_MN, q, q_t = norm_act.act_quantize(x_MK, kind, target.to, up_MN)
         kept, scale = keep(x_MK, memory) if grad else (None, None)
         kept_up, scale_up = keep(up_MN, memory) if grad and up_MN is not None else (None, None)
     if not grad:
-        return attach(_own(x, y_MN), producer, to, (q, q_t))
+        return attach(_own(x, y_MN), target, (q, q_t))
     back = None
-    if up is None and not torch.compiler.is_compiling():
+    if up is None and not target.compiling:
         back = producer.back = producer.back or Producer()
     y = _Activation.apply(x, up, y_MN, kept, scale, kept_up, scale_up, (kind, back))
     again = None
@@ -142,7 +150,7 @@ def activation(
         of_up = None if up is None else _detached(up) if kept_up is None else kept_up
         given = (_detached(x) if kept is None else kept, scale, of_up, scale_up)
         again = Again(_activation_again, (kind, x.dtype), given)
-    return attach(y, producer, to, (q, q_t), again)
+    return attach(y, target, (q, q_t), again)
 
 
 def norm_in_16_bits(x: torch.Tensor, norm: NormOf) -> torch.Tensor:
@@ -164,9 +172,14 @@ def norm_in_16_bits(x: torch.Tensor, norm: NormOf) -> torch.Tensor:
     return n.to(x.dtype)
 
 
-def codes_for(producer: Producer, x: torch.Tensor, reader: Numerics | None = None) -> Store:
-    """The codes to write beside what is made of x.  x: for its device, and for what it is.  reader: if it is known."""
-    known, reader, compiling = reader is not None, reader or producer.reader, torch.compiler.is_compiling()
+def target_of(producer: Producer, x: torch.Tensor, reader: Numerics | None = None) -> Target:
+    """What to write beside what is made of x.  x: for its device, and for what it is.  reader: if it is known."""
+    compiling = torch.compiler.is_compiling()
+    return Target(producer, _codes_for(producer, x, reader, compiling), compiling)
+
+
+def _codes_for(producer: Producer, x: torch.Tensor, reader: Numerics | None, compiling: bool) -> Store:
+    known, reader = reader is not None, reader or producer.reader
     if reader is None or producer.unread >= producer.MOST_UNREAD or (compiling and here() is None):
         return IN_16_BITS
     if compiling and not (known or reader.state.watched):  # its step may begin behind this place of the graph
@@ -195,9 +208,9 @@ def codes_of_gradient(producer: Producer | None, dy: torch.Tensor) -> Store:
     return Store(recipe.dgrad[0], True, reader.slot("grad_output", True))
 
 
-def attach(y: torch.Tensor, producer: Producer, to: Store, codes: tuple, again: Again | None = None) -> torch.Tensor:
-    """y with its operands.  codes: what was made as `to` says."""
-    compiling = torch.compiler.is_compiling()
+def attach(y: torch.Tensor, target: Target, codes: tuple, again: Again | None = None) -> torch.Tensor:
+    """y with its operands.  codes: what was made as the target says."""
+    producer, to, compiling = target
     place = here() if compiling else None
     if place is None and (compiling or not carries(y)):
         return y
@@ -290,7 +303,7 @@ class _Activation(torch.autograd.Function):
         found = norm_act.act_quantize_backward(matrix(dy), kept(data, scale, ctx.dtype), ctx.kind, to, up_MN)
         dx, dup = found.dx_MK.view(ctx.shape), None if found.dup_MN is None else found.dup_MN.view(ctx.shape)
         if ctx.back is not None and keepable(dx) and casts.choose(dx.device) != "reference":
-            attach(dx, ctx.back, to, (found.q, found.q_t))
+            attach(dx, Target(ctx.back, to, False), (found.q, found.q_t))
             if to.cast is not None:
                 vars(dx)["fp8"]["sums"] = found.dbias_K
         return dx, dup, *[None] * 6

@@ -39,19 +39,15 @@ class GatheredTensor(Float8Tensor):
         self.made: Made = {}
 
 
-def suited(x: torch.Tensor, *consumers: Numerics, why: str = TAKEN) -> torch.Tensor:
-    """Return x as FP8 only if every layer can consume it; each counts in `ready` what was done.
+def suited(x: Float8Tensor, numerics: Numerics, compiling: bool, why: str = TAKEN) -> torch.Tensor:
+    """x as it is if the layer can read its codes, else dequantised; the layer counts in `ready` what was done.
 
     why: the caller's reason to dequantise.
     """
-    if not isinstance(x, Float8Tensor):
-        return x
-    if torch.compiler.is_compiling():
+    if compiling:
         return x.dequantize()  # a compiled graph takes plain tensors; nothing in it can be counted on the host
-    for numerics in consumers:
-        why = why or why_not(x, numerics.recipe)
-    for numerics in consumers:
-        numerics.ready[why] = numerics.ready.get(why, 0) + 1
+    why = why or why_not(x, numerics.recipe)
+    numerics.ready[why] = numerics.ready.get(why, 0) + 1
     return x if why == TAKEN else x.dequantize()
 
 

@@ -39,13 +39,14 @@ class Smooth:
 
     def run(self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N, numerics: Numerics) -> torch.Tensor:
         """`linear` of a layer that is smoothed."""
-        out = begin(x, weight_NK, bias_N, numerics)
+        begun = begin(x, weight_NK, bias_N, numerics)
         if isinstance(x, Float8Tensor):
-            x = suited(x, numerics, why="it is smoothed before its cast")
+            x = suited(x, numerics, begun.compiling, why="it is smoothed before its cast")
         if not numerics.recipe.is_fp8:
             read = lambda x_MK, weight_NK: smoothed(x_MK, weight_NK, scales(x_MK))  # noqa: E731 - what FP8 would read
-            return in_16_bits(x, weight_NK, bias_N, numerics, out, read)
-        return _Smoothed.apply(x, weight_NK, bias_N, use_of(numerics, x, weight_NK, bias_N), out)
+            return in_16_bits(x, weight_NK, bias_N, numerics, begun, read)
+        use = use_of(numerics, x, weight_NK, bias_N, begun.compiling)
+        return _Smoothed.apply(x, weight_NK, bias_N, use, begun.out)
 
 
 def scales(x_MK: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ import torch
 
 from fp8engine.bench.harness import version
 from fp8engine.nn import Linear
+from fp8engine.numerics.cast import PerBlock
 from fp8engine.numerics.formats import word
-from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
+from fp8engine.numerics.recipe import RECIPES, Recipe, resolve
 from fp8engine.ops import device, matmul, triton_backend
 
 NOT_TUNED = (

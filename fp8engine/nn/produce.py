@@ -59,7 +59,7 @@ def normed(
     if reader is not None and reader.shard is None:
         own: Any = getattr(layer, "base_layer", layer)
         check(x, own.weight, own.bias, reader.name)
-    if reader is None or not reader.recipe.is_fp8 or _transformed():
+    if reader is None or not reader.recipe.is_fp8 or _torch.transforms_active():  # a layer in FP8 refuses those by name
         return norm_in_16_bits(x, of)
     if reader.shard is not None:
         return reader.shard.normed(x, of, lambda part, own: norm(part, own, producer, memory, reader))
@@ -76,14 +76,9 @@ def activated(
 ) -> torch.Tensor:
     """act(x), or act(x) * up, for a layer that reads it; as torch computes it where the layer's recipe has no FP8."""
     reader = numerics_of(layer)
-    if reader is None or not reader.recipe.is_fp8 or _transformed():
+    if reader is None or not reader.recipe.is_fp8 or _torch.transforms_active():
         return ACTIVATIONS[kind](x) if up is None else ACTIVATIONS[kind].of(x, up)
     return activation(x, kind, producer, memory, up, reader)
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func is active: no Function of ours runs, and the layer in FP8 refuses by name."""
-    return not torch.compiler.is_compiling() and _torch.transforms_active()
 
 
 def begin_in_graph(layer: nn.Module) -> None:
@@ -138,7 +133,7 @@ class Recognised:
 
 def _plain(x: Any) -> bool:
     dense = type(x) in KNOWN and x.dtype in FLOATS and x.layout == torch.strided and not x.is_nested
-    return dense and not _transformed()
+    return dense and not _torch.transforms_active()
 
 
 class ProducingNorm(Mixin):

@@ -263,9 +263,9 @@ def look(where: torch.device, operation: str, kind: str, shape: Sequence[int]) -
 def step_begins(where: torch.device) -> None:
     """A model's next training step begins on a device, after a forward and a backward.
 
-    Nothing is measured in a capture, in a graph, or under `fe.backend`.
+    Nothing is measured in a capture, or under `fe.backend`; eager code alone calls it.
     """
-    if where.type != "cuda" or torch.compiler.is_compiling() or asked() is not None:
+    if where.type != "cuda" or asked() is not None:
         return
     if (found := trials_of(where)) is not None and not found.done and not torch.cuda.is_current_stream_capturing():
         found.step_begins()

@@ -36,14 +36,14 @@ def kernels_run(where: torch.device) -> bool:
     return where.type == "cuda" and device.has_fp8(where) and triton_backend.usable()
 
 
-def in_blocks(where: torch.device, cast_a: Cast, cast_b: Cast) -> bool:
+def in_blocks(where: torch.device, cast_a: Cast, cast_b: Cast, compiling: bool) -> bool:
     """Whether wgrad reads both operands in blocks (reference/grouped.py), as our kernels do; else they stay rows.
 
-    In a graph, which chooses when it runs, a card's do; there both layouts can be multiplied.
+    compiling: in a graph, which chooses when it runs, a card's do; there both layouts can be multiplied.
     """
     if not (castable(cast_a) and castable(cast_b)) or cast_a.rows != cast_b.rows:
         return False
-    return where.type == "cuda" if torch.compiler.is_compiling() else kernels_run(where)
+    return where.type == "cuda" if compiling else kernels_run(where)
 
 
 def castable(cast: Cast) -> bool:

@@ -51,7 +51,7 @@ def test_in_fp32_it_is_the_layer_bit_for_bit(shape: tuple[int, int, int]):
     tensors = uneven(m, k), torch.randn(n, k), torch.randn(n)
 
     def ours(x, w, b):
-        return _Smoothed.apply(x, w, b, use_of(numerics, x, w, b), torch.float32)
+        return _Smoothed.apply(x, w, b, use_of(numerics, x, w, b, False), torch.float32)
 
     for call in (F.linear, ours):
         x, w, b = (each.clone().requires_grad_() for each in tensors)
