@@ -149,8 +149,10 @@ class Run:
             self.model.train()
             return losses
         losses = []
-        if "auto" in self.setting.recipe and operation in ("write", "write data", "freeze", "forget"):
-            # `auto` takes such a change for an optimizer's step, if a training forward has come since a load.
+        watched = any(found.step >= 0 and not found.tentative for found in controllers_of(self.model))
+        if watched and operation in ("write", "write data", "freeze", "forget"):
+            # Between microbatches `auto` takes such a change for an optimizer's step, and a run that was resumed there
+            # can tell only if a training forward has come since.
             losses = [self.call(place).item()]
         self.change(operation, random.Random(place))
         return losses
@@ -164,7 +166,7 @@ class Run:
         elif operation == "forget":
             fe.weights_changed(self.model)
         elif operation == "freeze":
-            chosen = draw.choice(self.parameters)
+            chosen = draw.choice([parameter for parameter in self.parameters if parameter.dim() == 2])
             chosen.requires_grad_(not chosen.requires_grad)
             chosen.grad = None
         else:
