@@ -10,37 +10,43 @@
 1.0
 """
 
-from fp8engine import amp, distributed, errors
-from fp8engine.convert import convert, revert, smooth
-from fp8engine.export import hf, onnx
-from fp8engine.nn import (
-    Attention,
-    GroupedLinear,
-    Heads,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    TransformerLayer,
-    weights_changed,
-)
-from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
-from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
-from fp8engine.numerics.recipe import (
-    Recipe,
-    auto,
-    blockwise,
-    current,
-    delayed,
-    high_precision,
-    rowwise,
-    rowwise_gw_hp,
-)
-from fp8engine.ops.backends import backend
-from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
-from fp8engine.report import flow
-from fp8engine.report.collect import inspect
-from fp8engine.report.state import load_scaling_state_dict, scaling_state, scaling_state_dict
-from fp8engine.report.table import Report
+from typing import TYPE_CHECKING
+
+from fp8engine.environment import starts_command_line
+
+# The command line begins without the engine, and imports it when a command runs (cli/shared.py): help comes at once.
+if TYPE_CHECKING or not starts_command_line():
+    from fp8engine import amp, distributed, errors
+    from fp8engine.convert import convert, revert, smooth
+    from fp8engine.export import hf, onnx
+    from fp8engine.nn import (
+        Attention,
+        GroupedLinear,
+        Heads,
+        LayerNormLinear,
+        LayerNormMLP,
+        Linear,
+        TransformerLayer,
+        weights_changed,
+    )
+    from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
+    from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
+    from fp8engine.numerics.recipe import (
+        Recipe,
+        auto,
+        blockwise,
+        current,
+        delayed,
+        high_precision,
+        rowwise,
+        rowwise_gw_hp,
+    )
+    from fp8engine.ops.backends import backend
+    from fp8engine.ops.tensor import Float8Tensor, matmul, quantize
+    from fp8engine.report import flow
+    from fp8engine.report.collect import inspect
+    from fp8engine.report.state import load_scaling_state_dict, scaling_state, scaling_state_dict
+    from fp8engine.report.table import Report
 
 __version__ = "0.1.0"
 

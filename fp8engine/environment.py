@@ -1,6 +1,6 @@
-"""Environment variables of the process; no other file of the engine reads `os.environ`.
+"""Environment of the process: its variables, which no other file of the engine reads, and what it was started as.
 
-None of them changes a result.  Each is read when it is asked for, so that a test or a script may set it first.
+None of the variables changes a result.  Each is read when it is asked for, so that a test or a script may set it first.
 
     FP8ENGINE_MEASURE   0: a card does not time the kernels that it may choose between       ops/card_trials.py
     FP8ENGINE_GLUON     0: matmuls are left to plain Triton, Gluon's kernels are not used    ops/triton_backend.py
@@ -12,6 +12,7 @@ None of them changes a result.  Each is read when it is asked for, so that a tes
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 MEASURE, GLUON = "FP8ENGINE_MEASURE", "FP8ENGINE_GLUON"
@@ -41,3 +42,14 @@ def local_world_size() -> int | None:
 def caches() -> Path:
     """The folder in which programs keep their caches."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def starts_command_line() -> bool:
+    """Whether this process is `fp8engine ...` or `python -m fp8engine ...`, and has not imported torch yet.
+
+    Its help needs nothing of torch, whose import takes longer than all else.  Python keeps what it was started with in
+    `orig_argv`; the child of a process, which may take over its parent's `argv`, was started as something else.
+    """
+    program = next(iter(sys.orig_argv[-len(sys.argv) :]), "")
+    started = sys.argv[:1] in (["-m"], [program])
+    return started and Path(program).stem == "fp8engine" and "torch" not in sys.modules

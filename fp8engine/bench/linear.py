@@ -8,10 +8,8 @@ forward while the card is busy.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import nn
 from fp8engine.bench import harness
 from fp8engine.bench.cases import Shape, sqnr
 from fp8engine.bench.harness import Row, Timer
+from fp8engine.bench.steps import RECIPES, Variant, as_graphs, bf16, training
 from fp8engine.bench.timing import Clock
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.cards import card_of
@@ -27,7 +26,6 @@ from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import device
 
-RECIPES = ("current", "delayed", "rowwise", "blockwise")
 SETS = 2
 # Of y, dx and dw against float64, in dB: E5M2 keeps two bits of a gradient, which leaves about 24 dB on random normal
 # data (docs/numerics.md); 18 is a layer that is wrong and not only rounded.
@@ -43,38 +41,17 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A layer of that kind: (in, out, device) -> module.  Compiled: by torch.compile."""
-
-    make: Callable[[int, int, torch.device], nn.Module]
-    compiled: bool = False
-
-
 def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
-    """Variants that can be measured there.  compiled: torch.compile as well, half a minute a variant."""
-    found = {BASE: Variant(_bf16)}
-    found |= {f"fp8engine {recipe}": Variant(_ours(recipe)) for recipe in RECIPES}
-    if compiled:
-        found["bf16 nn.Linear, compiled"] = Variant(_bf16, True)
-        found |= {f"fp8engine {recipe}, compiled": Variant(_ours(recipe), True) for recipe in RECIPES}
-        if where.type == "cuda" and importlib.util.find_spec("torchao") is not None:
-            found["torchao tensorwise, compiled"] = Variant(_torchao, True)
-    return found
+    """Variants of a layer that can be measured there.  compiled: torch.compile as well, half a minute a variant."""
+    found = {BASE: Variant(bf16)} | {f"fp8engine {recipe}": Variant(_ours(recipe)) for recipe in RECIPES}
+    return found | (as_graphs(found, where) if compiled else {})
 
 
-def _bf16(inputs: int, outputs: int, where: torch.device) -> nn.Module:
-    return nn.Linear(inputs, outputs, device=where, dtype=torch.bfloat16)
-
-
-def _ours(recipe: str) -> Callable[[int, int, torch.device], nn.Module]:
-    return lambda inputs, outputs, where: Linear(inputs, outputs, recipe=recipe, device=where, dtype=torch.bfloat16)
-
-
-def _torchao(inputs: int, outputs: int, where: torch.device) -> nn.Module:
-    from torchao.float8 import convert_to_float8_training
-
-    return convert_to_float8_training(nn.Sequential(_bf16(inputs, outputs, where)))
+def _ours(recipe: str) -> Callable[[Any], nn.Module]:
+    """Not by `fe.convert`, which would leave a layer alone, in 16 bits, that FP8 has no kernel for."""
+    return lambda plain: Linear(
+        plain.in_features, plain.out_features, recipe=recipe, device=plain.weight.device, dtype=torch.bfloat16
+    )
 
 
 def linear(
@@ -122,20 +99,12 @@ def predicted(name: str, shape: Shape, where: torch.device) -> float | None:
 
 def _checked(row: Row, way: Variant, weight: torch.Tensor, sets, wanted) -> harness.Call:
     outputs, inputs = weight.shape
-    layer = way.make(inputs, outputs, weight.device)
+    layer = way.make(nn.Linear(inputs, outputs, device=weight.device, dtype=torch.bfloat16))
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(weight if parameter.dim() == 2 else torch.zeros_like(parameter))
-    run = torch.compile(layer, fullgraph=True) if way.compiled else layer
     parameter = next(each for each in layer.parameters() if each.dim() == 2)
-
-    def step(turn: int) -> torch.Tensor:
-        x, dy = sets[turn % SETS]
-        x.grad = parameter.grad = None
-        y = run(x)
-        y.backward(dy)
-        return y
-
+    run, step = training(way, layer, sets)
     found = [part for part in (step(0), sets[0][0].grad, parameter.grad) if part is not None]
     row["sqnr"] = [round(sqnr(one, exact), 1) for one, exact in zip(found, wanted, strict=True)]
     row["host_us"] = host_us(run, sets[0][0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ MODELS = {
 
 
 class Variant(NamedTuple):
-    """A network in some precision: (FP32 network) -> it.  autocast: FP16 autocast around forward."""
+    """A module in some precision: (plain module) -> it.  autocast: FP16 autocast around forward."""
 
     make: Callable[[nn.Module], nn.Module]
     compiled: bool = False
@@ -52,21 +52,25 @@ class Variant(NamedTuple):
 
 
 def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
-    """Variants that can be measured there."""
-    found = {BASE: Variant(_bf16), "fp16 autocast": Variant(lambda network: network, autocast=True)}
+    """Variants of a network that can be measured there.  compiled: by torch.compile as well."""
+    found = {BASE: Variant(bf16), "fp16 autocast": Variant(lambda network: network, autocast=True)}
     found |= {f"fp8engine {recipe}": Variant(converted(recipe)) for recipe in RECIPES}
     found |= {f"layer current{label}": Variant(_layer(**memory)) for label, memory in MEMORY.items()}
-    if compiled:
-        found["layer current, compiled"] = Variant(_layer(), True)
-        found[COMPILED] = Variant(_bf16, True)
-        found |= {f"fp8engine {recipe}, compiled": Variant(converted(recipe), True) for recipe in RECIPES}
-        if where.type == "cuda" and importlib.util.find_spec("torchao") is not None:
-            found["torchao tensorwise, compiled"] = Variant(_torchao, True)
+    in_graphs = ("layer current", BASE, *(f"fp8engine {recipe}" for recipe in RECIPES))
+    return found | (as_graphs({name: found[name] for name in in_graphs}, where) if compiled else {})
+
+
+def as_graphs(ways: Mapping[str, Variant], where: torch.device) -> dict[str, Variant]:
+    """The same by torch.compile, half a minute each, and torchao's, which is made for it, where it is installed."""
+    found = {f"{name}, compiled": way._replace(compiled=True) for name, way in ways.items()}
+    if where.type == "cuda" and importlib.util.find_spec("torchao") is not None:
+        found["torchao tensorwise, compiled"] = Variant(_torchao, True)
     return found
 
 
-def _bf16(network: nn.Module) -> nn.Module:
-    return network.bfloat16()
+def bf16(module: nn.Module) -> nn.Module:
+    """The module in BF16."""
+    return module.bfloat16()
 
 
 def converted(recipe: str) -> Callable[[nn.Module], nn.Module]:
@@ -136,16 +140,7 @@ def _checked(row: Row, way: Variant, network: nn.Module, sets, wanted) -> harnes
     y_exact, dw_exact, dy = wanted
     made = way.make(network)
     low = next(made.parameters()).dtype
-    inputs = [x.to(low) if x.is_floating_point() else x for x in sets]
-    run = torch.compile(made, fullgraph=True) if way.compiled else made
-
-    def step(turn: int) -> torch.Tensor:
-        made.zero_grad(set_to_none=True)
-        with torch.autocast(y_exact.device.type, torch.float16, enabled=way.autocast):
-            y = run(inputs[turn % len(inputs)])
-        y.backward(dy.to(y.dtype))
-        return y
-
+    _, step = training(way, made, [(x.to(low) if x.is_floating_point() else x, dy) for x in sets])
     row["sqnr"] = [round(sqnr(step(0), y_exact), 1), round(sqnr(_first(made).grad, dw_exact), 1)]
     row["activations"] = saved_bytes(made, lambda: step(0))
     row |= _on_card(step, y_exact.device)
@@ -153,6 +148,22 @@ def _checked(row: Row, way: Variant, network: nn.Module, sets, wanted) -> harnes
     if not row["correct"]:
         row["why"] = f"wrong: {row['sqnr']} dB; no time, no ratio"
     return step
+
+
+def training(way: Variant, made: nn.Module, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, Any]:
+    """(forward, step) of a variant's module.  step: turn -> y, a forward and backward of the turn's (x, dy)."""
+    run = torch.compile(made, fullgraph=True) if way.compiled else made
+
+    def step(turn: int) -> torch.Tensor:
+        x, dy = pairs[turn % len(pairs)]
+        made.zero_grad(set_to_none=True)
+        x.grad = None
+        with torch.autocast(x.device.type, torch.float16, enabled=way.autocast):
+            y = run(x)
+        y.backward(dy.to(y.dtype))
+        return y
+
+    return run, step
 
 
 def _first(network: nn.Module) -> Any:

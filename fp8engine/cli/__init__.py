@@ -3,7 +3,7 @@
 Exit codes: 0 done; 1 doctor found something broken; 2 asked for something impossible; 130 stopped by Ctrl-C.
 """
 
-from fp8engine.cli import bench, compare, doctor, export, inspect, plan, predict, train
+from fp8engine.cli import bench, compare, doctor, export, inspect, plan, train
 from fp8engine.cli.shared import app
 
 
@@ -12,4 +12,4 @@ def main() -> None:
     app(prog_name="fp8engine")
 
 
-__all__ = ["app", "bench", "compare", "doctor", "export", "inspect", "main", "plan", "predict", "train"]
+__all__ = ["app", "bench", "compare", "doctor", "export", "inspect", "main", "plan", "train"]

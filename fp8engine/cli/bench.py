@@ -1,85 +1,116 @@
-"""`fp8engine bench gemm | linear | model`: benchmarks of this machine.
-
-`bench predict` is in predict.py.
-"""
+"""`fp8engine bench gemm | linear | model | predict`: benchmarks of this machine, and predictions without a card."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.table import Table
 
-from fp8engine import files
-from fp8engine.bench import cases, linear, steps
-from fp8engine.bench import gemm as matmuls
-from fp8engine.cli.shared import Answer, Device, app, command, console, device_name
-from fp8engine.errors import BackendError
+from fp8engine.cli.options import LLAMA_NAMES, SHAPES, Device, Result
+from fp8engine.cli.shared import Answer, app, command, console, device_name, say, table
+from fp8engine.errors import BackendError, ShapeError
+from fp8engine.numerics.cards import CARDS, card_named
+
+if TYPE_CHECKING:
+    import torch
 
 HELP = "Measure the matmuls, layers and models on this machine; predict without a card."
 MOVED = {"amp": "amp", "block": "block", "quantize": "casts", "tune": "tune"}  # command -> module of benchmarks/
 bench = typer.Typer(no_args_is_help=True, help=HELP)
 app.add_typer(bench, name="bench")
-
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result there, as JSON.")]
-LISTS = f"{', '.join(cases.LISTS)} or M,N,K; several joined by semicolons."
+ERROR = "the model's median error against published measurements is 8 %, the largest 50 % (docs/performance.md)"
+SEVERAL = "M,N,K; several joined by semicolons."
 
 
 @command("gemm", bench)
 def gemm(
-    shapes: Annotated[str | None, typer.Option(help=LISTS, show_default="llm on a card, small on a CPU")] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(SHAPES)} or {SEVERAL}", show_default="llm on a card, small on a CPU"),
+    ] = None,
     device: Device = None,
-    out: Out = None,
+    out: Result = None,
 ) -> Answer:
     """Every matmul there is here: checked against float64, then timed beside torch's; no ratio for a wrong result."""
+    from fp8engine.bench import cases
+    from fp8engine.bench.gemm import gemm
+
     where = _where(device)
     asked = cases.parse(shapes if shapes is not None else "llm" if where.type == "cuda" else "small")
-    return _answer(matmuls.gemm(asked, where), tell, out)
+    return _answer(gemm(asked, where), tell, out)
 
 
 @command("linear", bench)
 def linear_layer(
-    shapes: Annotated[
-        str | None, typer.Option(help="M,N,K; several joined by semicolons.", show_default="a few")
-    ] = None,
+    shapes: Annotated[str | None, typer.Option(help=SEVERAL, show_default="a few")] = None,
     device: Device = None,
-    out: Out = None,
+    out: Result = None,
 ) -> Answer:
     """A Linear's forward and backward under every recipe, checked, then timed beside nn.Linear in BF16."""
+    from fp8engine.bench import cases, linear
+
     where = _where(device)
     asked = cases.parse(shapes) if shapes is not None else linear.SHAPES[where.type]
     return _answer(linear.linear(asked, where), lambda result: _tell_lines(result, linear.line), out)
 
 
 @command("model", bench)
-def model(device: Device = None, out: Out = None) -> Answer:
+def model(device: Device = None, out: Result = None) -> Answer:
     """Models like Llama, BERT and ViT: forward and backward under every recipe, beside BF16's."""
+    from fp8engine.bench import steps
+
     where = _where(device)
     return _answer(steps.steps(steps.MODELS[where.type], where), lambda result: _tell_lines(result, steps.line), out)
 
 
-def _moved(name: str, module: str) -> None:
+@command("predict", bench)
+def predict(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA|M,N,K",
+            help=f"A model, or {LLAMA_NAMES}, or the sizes of one layer.",
+            show_default=False,
+        ),
+    ],
+    card: Annotated[str, typer.Option(help=f"{', '.join(CARDS)}.")] = "h100-sxm",
+    tokens: Annotated[int, typer.Option(min=1, help="Of a step, for a model.")] = 8192,
+) -> Answer:
+    """Predict the time of linear layers in BF16 and under each recipe; nothing is measured, and no card is needed."""
+    from fp8engine.bench import cases
+    from fp8engine.bench.predict import of_model, of_shape
+    from fp8engine.cli.models import load_sizes
+
+    on = card_named(card)
+    if "," in target:
+        shapes = cases.parse(target)
+        if len(shapes) > 1:
+            raise ShapeError(f"{target!r}: want M,N,K of one layer")
+        found = of_shape(shapes[0], on)
+    else:
+        found = of_model(load_sizes(target), tokens, on)
+    return Answer({"target": target, **found}, lambda: _tell_prediction(f"{target} on {on.title}", found))
+
+
+def moved(ctx: typer.Context) -> None:
     """A hidden command that says where it is now."""
-
-    def elsewhere() -> None:
-        raise BackendError(
-            f"'bench {name}' has left the package: run python -m benchmarks.{module} in a checkout of the repository"
-        )
-
-    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-    bench.command(name, hidden=True, context_settings=anything)(elsewhere)
+    name = str(ctx.info_name)
+    raise BackendError(
+        f"'bench {name}' has left the package: run python -m benchmarks.{MOVED[name]} in a checkout of the repository"
+    )
 
 
-for _name, _module in MOVED.items():
-    _moved(_name, _module)
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+for _name in MOVED:
+    bench.command(_name, hidden=True, context_settings=ANYTHING)(moved)
 
 
 def _where(name: str | None) -> torch.device:
     """The device meant.  Raises BackendError for one that is not there."""
+    import torch
+
     try:
         where = torch.device(device_name(name))
     except RuntimeError:
@@ -89,8 +120,10 @@ def _where(name: str | None) -> torch.device:
     return where
 
 
-def _answer(result: dict, tell: Callable[[dict], None], out: Path | None) -> Answer:
+def _answer(result: dict, tell: Callable[[dict], None], out: Result) -> Answer:
     """A result for --json and for a person; `out` gets it as JSON."""
+    from fp8engine import files
+
     if out is not None:
         try:
             files.write(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
@@ -107,6 +140,9 @@ def _tell_lines(result: dict, line: Callable[[dict], str]) -> None:
         typer.echo(line(row))
 
 
+NUMBERS = ("error", "ms", "spread", "TFLOP/s", "of 16-bit rate", "x torch's same", "x torch 16 bits")
+
+
 def tell(result: dict) -> None:
     """Print the result of `bench gemm` as a table a shape."""
     screen, about, most = console(), result["machine"], result["limits"]
@@ -116,14 +152,11 @@ def tell(result: dict) -> None:
         f"{most['copy_gb_per_s']:.4g} GB/s copied"
     )
     for shape in dict.fromkeys(tuple(row["shape"]) for row in result["rows"]):
-        table = Table(title="M, N, K = {}, {}, {}".format(*shape), title_justify="left")
-        table.add_column("matmul")
-        for heading in ("error", "ms", "spread", "TFLOP/s", "of 16-bit rate", "x torch's same", "x torch 16 bits"):
-            table.add_column(heading, justify="right")
+        shown = table("M, N, K = {}, {}, {}".format(*shape), ("matmul", *NUMBERS), right=NUMBERS)
         for row in result["rows"]:
             if tuple(row["shape"]) == shape:
-                table.add_row(row["name"] + (" (emulated)" if row["emulated"] else ""), *_cells(row))
-        screen.print(table)
+                shown.add_row(row["name"] + (" (emulated)" if row["emulated"] else ""), *_cells(row))
+        screen.print(shown)
     for name, found in result["summary"].items():
         if name != "best_tflops":
             mean, least = found["geometric_mean"], found["minimum"]
@@ -145,3 +178,46 @@ def _cells(row: dict) -> list[str]:
     ]
     ratios = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_peer", "over_16_bits"))
     return [error, *rate, *ratios]
+
+
+def _tell_prediction(title: str, found: dict) -> None:
+    screen = console()
+    say(screen, f"{title}: PREDICTED times of a training step, nothing was measured; casts are included")
+    screen.print(_layers(found))
+    if len(found["rows"]) == 1 and found["rows"][0]["recipes"]:
+        screen.print(_matmuls(found["rows"][0]["recipes"]))
+    for row in found["rows"]:
+        if row["why"]:
+            say(screen, f"{row['name']} stays in BF16: {row['why']}")
+    say(screen, ERROR)
+
+
+def _layers(found: dict):
+    """A row for each group of layers, and their sum."""
+    sums = found["total"]["recipes"]
+    headings = ("layer", "layers", "M x N x K", "BF16", *sums)
+    shown = table("predicted microseconds, and times as fast as BF16", headings, right=headings[1:])
+    for row in found["rows"]:
+        cells = [row["name"], str(row["count"]), "x".join(map(str, row["shape"]))]
+        if "bf16_us" not in row:
+            shown.add_row(*cells, *["-"] * (1 + len(sums)))
+            continue
+        recipes = [_cell(row["recipes"].get(recipe)) for recipe in sums]
+        shown.add_row(*cells, f"{row['bf16_us']:.0f}", *recipes)
+    bf16 = f"{found['total']['bf16_us']:.0f}"
+    shown.add_row("all layers", "", "", bf16, *map(_cell, sums.values()), style="bold")
+    return shown
+
+
+def _cell(found: dict | None) -> str:
+    return "BF16" if found is None else f"{found['us']:.0f}  {found['speedup']:.2f}x"
+
+
+def _matmuls(recipes: dict):
+    """What one layer's time is made of."""
+    names = ("forward", "dgrad", "wgrad")
+    shown = table("predicted microseconds, and what limits the matmul", ("recipe", *names, "casts"), right=("casts",))
+    for recipe, found in recipes.items():
+        matmuls = (f"{found['matmuls'][name]['us']:.0f}  {found['matmuls'][name]['limit']}" for name in names)
+        shown.add_row(recipe, *matmuls, f"{found['casts_us']:.0f}")
+    return shown

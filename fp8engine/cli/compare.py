@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
-from fp8engine.cli.shared import Answer, Device, Model, command, console, device_name, say, say_files
-from fp8engine.demo import config as disk
-from fp8engine.numerics.recipe import RECIPES, Auto, resolve
-from fp8engine.report.compare import Comparison, batches, compare_recipes, picture, pieces, show
+from fp8engine.cli.options import MANUAL, OF_THE_MODEL, Device, Model, recipes_option
+from fp8engine.cli.shared import Answer, command, console, device_name, say, say_files
+
+if TYPE_CHECKING:
+    from fp8engine.report.compare import Comparison
 
 NOISE = "bf16"  # always the first row: the error that 16 bits have already
 
@@ -20,15 +20,10 @@ NOISE = "bf16"  # always the first row: the error that 16 bits have already
 @command("compare")
 def run(
     target: Model,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default="auto"),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to read.", show_default="Python's own manual")
-    ] = None,
+    recipe: Annotated[list[str] | None, recipes_option("auto")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="What to read.", show_default=MANUAL)] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|bytes", help="Of the model.", show_default="in the model's folder")
+        str | None, typer.Option(metavar="FOLDER|bytes", help="Of the model.", show_default=OF_THE_MODEL)
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Paragraphs (or lines) of the text to read.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,
@@ -36,6 +31,11 @@ def run(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where JSON and picture go.")] = Path("report"),
 ) -> Answer:
     """Compare a model in bf16 and under FP8 with itself in fp32: loss, top-1 agreement, embeddings, SQNR by layer."""
+    from fp8engine.cli.models import load_pretrained, move, read_text, token_ids
+    from fp8engine.demo import disk
+    from fp8engine.numerics.recipe import Auto, resolve
+    from fp8engine.report.compare import batches, compare_recipes, pieces
+
     recipes = [resolve(name) for name in dict.fromkeys([NOISE, *(recipe or ["auto"])])]
     chosen = pieces(read_text(text), texts)
     disk.check_writable(out)
@@ -62,6 +62,9 @@ def run(
 
 
 def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
+    from fp8engine.demo import disk
+    from fp8engine.report.compare import picture
+
     written = [out / "compare.json"]
     disk.write(written[0], json.dumps(content, indent=1, allow_nan=False).encode())
     if (image := picture.draw(found)) is not None:
@@ -71,6 +74,8 @@ def _write(out: Path, found: Comparison, content: dict) -> list[Path]:
 
 
 def _tell(found: Comparison, notes: list[str], written: list[Path]) -> None:
+    from fp8engine.report.compare import show
+
     screen = console()
     screen.print(show.table(found))
     if (worst := show.layer_table(found)) is not None:

@@ -1,166 +1,22 @@
 """`fp8engine doctor`: a check of this machine's versions and devices, and of every recipe on every device.
 
-A recipe is tried with one small Linear, forward and backward, against float32 matmuls.  Exit code 0 when everything
-needed works, 1 when something is broken; what is merely absent (a GPU, an extra) is a note.
+Exit code 0 when everything needed works, 1 when something is broken; what is merely absent (a GPU, an extra) is a note.
 """
 
 from __future__ import annotations
 
-import platform
-import re
-
-import torch
-
-from fp8engine.bench.harness import version
 from fp8engine.cli.shared import Answer, command, console, say, table
-from fp8engine.nn import Linear
-from fp8engine.numerics.formats import word
-from fp8engine.numerics.recipe import RECIPES, PerBlock, Recipe, resolve
-from fp8engine.ops import device, matmul, triton_backend
 
 BROKEN = 1
-NOT_TUNED = (
-    "nobody has measured our Triton matmuls on such a card, so torch's scaled matmul is used where it can be; "
-    "'python -m benchmarks.tune --write' in a checkout measures them"
-)
-# Installed versions that work: at least the first, below the second.  As pyproject.toml says.
-NEEDED = {"torch": ((2, 11), None), "triton": ((3, 6), (3, 10))}
-OPTIONAL = {"transformers": "hf", "matplotlib": "report", "scikit-learn": "examples"}  # package -> extra
-FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to 0.06
 
 
 @command("doctor")
 def run() -> Answer:
     """Check this machine: versions, cards, what runs where, what is emulated and why."""
+    from fp8engine.cli.checks import examine
+
     found = examine()
     return Answer(found, lambda: _tell(found), BROKEN if found["problems"] else 0)
-
-
-def examine() -> dict:
-    """All findings as plain values; "problems" is empty where everything needed works."""
-    problems, notes = [], []
-    versions = {name: version(name) for name in (*NEEDED, *OPTIONAL)}
-    for name in NEEDED:
-        problems += _version_problems(name, versions[name])
-    for name, extra in OPTIONAL.items():
-        if versions[name] is None:
-            notes.append(f"{name} is not installed: pip install 'fp8engine[{extra}]' brings it")
-    present = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-    devices = []
-    for where in present:
-        try:
-            devices.append(_device(where))
-        except RuntimeError as error:  # a driver that does not answer
-            problems.append(f"{where} does not work: {str(error).splitlines()[0]}")
-            continue
-        rows = devices[-1]["recipes"]
-        problems += [f"{where}, recipe {row['recipe']}: {row['trouble']}" for row in rows if row["trouble"]]
-        notes += _card_notes(where)
-    if len(present) == 1:
-        notes.append(_no_card())
-    return {
-        "ok": not problems,
-        "problems": problems,
-        "notes": notes,
-        "python": platform.python_version(),
-        "versions": versions,
-        "torch_cuda": torch.version.cuda,
-        "devices": devices,
-    }
-
-
-def _version_problems(name: str, installed: str | None) -> list[str]:
-    lowest, beyond = NEEDED[name]
-    needed = f">={_dotted(lowest)}" + (f",<{_dotted(beyond)}" if beyond else "")
-    if installed is None:
-        return [] if name == "triton" else [f"{name} is not installed; needed: {name}{needed}"]
-    numbers = tuple(map(int, re.findall(r"\d+", installed)[:2]))
-    if numbers < lowest or (beyond and numbers >= beyond):
-        return [f"{name} {installed} is installed; needed: {name}{needed} (pip install '{name}{needed}')"]
-    return []
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-def _device(where: torch.device) -> dict:
-    """One device, and how each recipe runs on it."""
-    found: dict = {
-        "device": str(where),
-        "name": device.name(where),
-        "fp8": device.has_fp8(where),
-        "emulates_in": word(device.product_dtype(where)),
-        "recipes": [_try(resolve(name), where) for name in RECIPES if resolve(name).is_fp8],
-    }
-    if where.type == "cuda":
-        found["capability"] = "sm_{}{}".format(*device.capability(where))
-        found["memory_gib"] = round(torch.cuda.get_device_properties(where).total_memory / 2**30, 1)
-    else:
-        found["capability"] = torch.backends.cpu.get_cpu_capability()
-        found["threads"] = torch.get_num_threads()
-        found["milliseconds"] = device.cpu_timings()
-    return found
-
-
-def _try(recipe: Recipe, where: torch.device) -> dict:
-    by_block = any(isinstance(cast.granularity, PerBlock) for cast in recipe.casts)
-    backend = matmul.choose(where, by_block)
-    why = matmul.why_emulated(where, backend)
-    return {
-        "recipe": recipe.name,
-        "backend": backend,
-        "emulated": why is not None,
-        "why": why,
-        "trouble": _trouble(recipe, where),
-    }
-
-
-def _trouble(recipe: Recipe, where: torch.device) -> str | None:
-    """Why a 64x32 Linear under the recipe is wrong; None where its results are within FP8's error."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(48, 32, generator=generator).to(where)
-    weight = torch.randn(64, 32, generator=generator).to(where)
-    try:
-        layer = Linear(32, 64, bias=False, recipe=recipe, device=where)
-        layer.weight.data.copy_(weight)
-        x.requires_grad_()
-        y = layer(x)
-        y.backward(y.detach())
-        want = x.detach() @ weight.t()
-        pairs = {"output": (y.detach(), want), "input gradient": (x.grad, want @ weight)}
-        pairs["weight gradient"] = (layer.weight.grad, want.t() @ x.detach())
-        errors = {name: float((got - exact).norm() / exact.norm()) for name, (got, exact) in pairs.items()}
-    except Exception as error:  # any: it becomes a line of the report
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    return None if errors[worst] < FP8_ERROR else f"the {worst} is off by {errors[worst]:.0%}"
-
-
-def _card_notes(where: torch.device) -> list[str]:
-    if where.type != "cuda":
-        return []
-    if device.has_fp8(where):
-        return [] if _tuned(where) else [f"{where}: {NOT_TUNED}"]
-    capability = "sm_{}{}".format(*device.capability(where))
-    if capability == "sm_70" and "sm_70" not in torch.cuda.get_arch_list():
-        return [
-            f"{where} is a V100 (sm_70), which this torch was not built for: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-        ]
-    return [f"{where} ({capability}) has no FP8 Tensor Cores (sm_89 or later has): FP8 is emulated"]
-
-
-def _tuned(where: torch.device) -> bool:
-    """Whether kernels/tuning.json has measurements of such a card."""
-    sizes = ((8192, 8192), (1024, 2048), (64, 1024))
-    return any(triton_backend.measured("matmul_fp8", device.capability(where), *size) > 0 for size in sizes)
-
-
-def _no_card() -> str:
-    if torch.version.cuda is None:
-        return "this torch is built without CUDA: FP8 is emulated on the CPU, exact in its values, not faster for it"
-    return f"torch is built for CUDA {torch.version.cuda} but finds no card: FP8 is emulated on the CPU"
 
 
 def _tell(found: dict) -> None:

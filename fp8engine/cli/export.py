@@ -8,23 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from safetensors import SafetensorError
 
-from fp8engine.cli.models import load_weights, quiet, read_text, token_ids, tokens_of
-from fp8engine.cli.shared import All, Answer, Skip, command, console, match_skips, say, say_columns
-from fp8engine.convert.select import linear_layers
-from fp8engine.convert.swap import convert
+import fp8engine as fe
+from fp8engine.cli.options import DTYPES, LAYOUTS, OF_THE_MODEL, All, Skip, recipe_option
+from fp8engine.cli.shared import Answer, command, console, match_skips, say, say_columns
 from fp8engine.errors import ConversionError, EmulationWarning, UnknownName
-from fp8engine.export.hf import ExportReport, export
-from fp8engine.export.layout import LAYOUTS, choose
-from fp8engine.export.write import check_target
-from fp8engine.numerics.recipe import Auto, current, resolve
-from fp8engine.report.compare import batches, pieces, run_training_steps
-from fp8engine.report.folded import groups, shape_of
 
-DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZE = r" *\d+(\.\d*)? *[KMGT]B *"
 TEXTS, LENGTH = 64, 128  # paragraphs that auto decides from, and most tokens of each, as in `fp8engine compare`
 
@@ -34,10 +24,7 @@ def run(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; new or empty.", show_default=False)],
     recipe: Annotated[
-        str,
-        typer.Option(
-            "--recipe", "-r", help="Its weight cast is what is written. Not auto without --text: it decides from that."
-        ),
+        str, recipe_option("Its weight cast is what is written. Not auto without --text: it decides from that.")
     ] = "current",
     layout: Annotated[str, typer.Option(help=f"auto, {', '.join(LAYOUTS)}.")] = "auto",
     skip: Skip = None,
@@ -45,11 +32,20 @@ def run(
     max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="What the model reads for -r auto.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|bytes", help="For --text.", show_default="in the model's folder")
+        str | None, typer.Option(metavar="FOLDER|bytes", help="For --text.", show_default=OF_THE_MODEL)
     ] = None,
     every: All = False,
 ) -> Answer:
     """Write a model's linear weights in FP8; say what was written, what was left and why."""
+    from safetensors import SafetensorError
+
+    from fp8engine.cli.models import load_weights, quiet, read_text, token_ids, tokens_of
+    from fp8engine.convert.select import linear_layers
+    from fp8engine.export.layout import choose
+    from fp8engine.export.write import check_target
+    from fp8engine.numerics.recipe import Auto, resolve
+    from fp8engine.report.compare import batches, pieces, run_training_steps
+
     if dtype not in DTYPES:
         raise UnknownName("dtype", dtype, DTYPES)
     decides = isinstance(resolve(recipe), Auto)
@@ -62,10 +58,10 @@ def run(
         )
     if not re.fullmatch(SIZE, max_shard_size, re.IGNORECASE):
         raise ConversionError(f"--max-shard-size {max_shard_size!r}: want a number and KB, MB, GB or TB, such as 5GB")
-    choose(current() if decides else resolve(recipe), layout, "dynamic")  # an error comes before gigabytes are read
+    choose(fe.current() if decides else resolve(recipe), layout, "dynamic")  # an error comes before gigabytes are read
     check_target(out)
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
-    loaded, missing = load_weights(model, DTYPES[dtype])
+    loaded, missing = load_weights(model, dtype)
     if missing:
         raise ConversionError(
             f"{model}: {len(missing)} weights of {type(loaded).__name__} are not in its files, {missing[0]!r} the "
@@ -78,7 +74,7 @@ def run(
         if skip or decides:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", EmulationWarning)  # nothing is timed here
-                convert(loaded, recipe, overrides=dict.fromkeys(skip or (), "bf16"))
+                fe.convert(loaded, recipe, overrides=dict.fromkeys(skip or (), "bf16"))
         if decides:
             tokens = tokens_of(model, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
@@ -86,14 +82,16 @@ def run(
             notes = (f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table",)
         asked = None if skip or decides else recipe
         try:
-            report = export(loaded, out, asked, layout=layout, max_shard_size=max_shard_size)
+            report = fe.hf.export(loaded, out, asked, layout=layout, max_shard_size=max_shard_size)
         except (OSError, SafetensorError) as error:  # no permission, no space
             raise ConversionError(f"cannot write {out}: {error}; nothing was written") from error
     report = replace(report, notes=[*notes, *report.notes])
     return Answer(report.to_dict(), lambda: _tell(report, every))
 
 
-def _tell(report: ExportReport, every: bool) -> None:
+def _tell(report: fe.hf.ExportReport, every: bool) -> None:
+    from fp8engine.report.folded import groups, shape_of
+
     say(console(), str(report), *(f"note: {note}" for note in report.notes))
     rows = [["layer", "shape", "recipe", "bytes", "in FP8"]]
     for name, members in groups(report.layers, ("shape", "recipe"), every):

@@ -5,25 +5,24 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Iterable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from torch import nn
 
-from fp8engine.cli.models import load_structure
-from fp8engine.cli.shared import All, Answer, Model, Skip, command, console, match_skips, say, say_columns
-from fp8engine.convert.select import Decision, experts_run
-from fp8engine.convert.swap import plan
+from fp8engine.cli.options import All, Model, Skip, recipe_option
+from fp8engine.cli.shared import Answer, command, console, match_skips, say, say_columns
 from fp8engine.errors import ConversionError, InvalidRecipe
-from fp8engine.nn.grouped import GroupedLinear
-from fp8engine.report.folded import groups, shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fp8engine.convert.select import Decision
 
 
 @command("inspect")
 def run(
     target: Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="For every layer that can.")] = "auto",
+    recipe: Annotated[str, recipe_option("For every layer that can.")] = "auto",
     skip: Skip = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="GLOB=RECIPE", help="Another recipe for some; repeatable.")
@@ -31,6 +30,9 @@ def run(
     every: All = False,
 ) -> Answer:
     """Show what would be converted, what would be left alone, and why."""
+    from fp8engine.cli.models import load_structure
+    from fp8engine.convert.swap import plan
+
     model = load_structure(target)
     decisions = _skipping(plan(model, recipe, overrides=dict(map(_pair, override or []))), skip or [])
     if not decisions:
@@ -41,6 +43,8 @@ def run(
 
 
 def _tell(title: str, content: dict, every: bool) -> None:
+    from fp8engine.report.folded import groups, shape_of
+
     totals = content["totals"]
     say(
         console(),
@@ -65,10 +69,14 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
     flops_share: of the weights that a row passes, as if every layer saw the same rows.  experts: [chosen, all] of a
     stack of experts, of which a row passes those that its router chooses; None elsewhere.
 
+    >>> from torch import nn
+    >>> from fp8engine.convert.swap import plan
     >>> layer = nn.Linear(4, 8)
     >>> describe(layer, plan(layer, "rowwise"))["totals"]
     {'layers': 1, 'converted': 1, 'in_fp8': 1, 'left_alone': 0, 'fp8_flops_share': 1.0}
     """
+    from fp8engine.convert.select import experts_run
+
     run = experts_run(model)
     experts = [_experts(decision, run) for decision in decisions]
     sizes = [
@@ -88,14 +96,13 @@ def describe(model: nn.Module, decisions: list[Decision]) -> dict:
         }
         for decision, size, chosen in zip(decisions, sizes, experts, strict=True)
     ]
-    fp8 = sum(d.recipe.fp8_share * size for d, size in zip(decisions, sizes, strict=True) if d.recipe) / total
-    converted = sum(decision.recipe is not None for decision in decisions)
+    recipes = [(decision.recipe, size) for decision, size in zip(decisions, sizes, strict=True) if decision.recipe]
     totals = {
         "layers": len(layers),
-        "converted": converted,
-        "in_fp8": sum(bool(decision.recipe and decision.recipe.is_fp8) for decision in decisions),
-        "left_alone": len(layers) - converted,
-        "fp8_flops_share": fp8,
+        "converted": len(recipes),
+        "in_fp8": sum(recipe.is_fp8 for recipe, _ in recipes),
+        "left_alone": len(layers) - len(recipes),
+        "fp8_flops_share": sum(recipe.fp8_share * size for recipe, size in recipes) / total,
     }
     return {"layers": layers, "totals": totals}
 
@@ -105,6 +112,8 @@ def _experts(decision: Decision, run: dict[int, int]) -> list[int] | None:
 
     A GroupedLinear is called with rows that are sent to one expert each.
     """
+    from fp8engine.nn.grouped import GroupedLinear
+
     if len(decision.shape) != 3:
         return None
     default = 1 if isinstance(decision.module, GroupedLinear) else decision.shape[0]
@@ -118,15 +127,11 @@ def _pair(text: str) -> tuple[str, str]:
     return pattern, recipe
 
 
-def _skipping(decisions: list[Decision], patterns: Iterable[str]) -> list[Decision]:
+def _skipping(decisions: list[Decision], patterns: list[str]) -> list[Decision]:
     """The decisions with these layers left alone as well."""
-    names = [decision.name for decision in decisions]
-    match_skips(patterns, names)
-    for pattern in patterns:
-        decisions = [
-            dataclasses.replace(decision, recipe=None, reason=f"--skip {pattern}")
-            if decision.recipe and fnmatch.fnmatchcase(decision.name, pattern)
-            else decision
-            for decision in decisions
-        ]
+    match_skips(patterns, [decision.name for decision in decisions])
+    for i, decision in enumerate(decisions):
+        asked = [pattern for pattern in patterns if fnmatch.fnmatchcase(decision.name, pattern)]
+        if decision.recipe and asked:
+            decisions[i] = dataclasses.replace(decision, recipe=None, reason=f"--skip {asked[0]}")
     return decisions

@@ -16,17 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8engine.demo.config import DemoError, read
+from fp8engine.cli.options import DTYPES, LLAMAS
+from fp8engine.demo.config import DemoError, manual
 from fp8engine.errors import ConversionError
 from fp8engine.report.compare import BYTES, Tokens
 
 BYTES_NAME = "bytes"
-# Llama 3 by its published sizes: (hidden size, of the MLP, layers, heads); 8 heads of keys and values.
-LLAMAS = {
-    "llama-3-8b": (4096, 14336, 32, 32),
-    "llama-3-70b": (8192, 28672, 80, 64),
-    "llama-3-405b": (16384, 53248, 126, 128),
-}
 
 
 def load_structure(target: str) -> nn.Module:
@@ -79,9 +74,9 @@ def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Toke
     return model, tokens_of(folder, tokenizer), notes
 
 
-def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, list[str]]:
+def load_weights(folder: Path, dtype: str = "auto") -> tuple[Any, list[str]]:
     """(model of the class that the folder's config.json names, names of weights that the folder lacks and that are
-    random); dtype "auto": as stored.
+    random).  dtype: one of DTYPES; "auto" is the stored one.
 
     Raises ConversionError, saying what was wrong: no such folder, FP8 already, files that transformers cannot use.
     """
@@ -90,7 +85,7 @@ def load_weights(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, 
         _check_plain(folder, config)
         with quiet():
             kind = kind or transformers.AutoModel
-            made = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+            made = kind.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True, output_loading_info=True)
     model, info = made
     return model, sorted(info["missing_keys"])
 
@@ -112,8 +107,7 @@ def quiet() -> Iterator[None]:
 def read_text(path: Path | None) -> str:
     """The text of a file, or of Python's own manual.  Raises DemoError."""
     if path is None:
-        manual = read(None, 1)
-        return bytes(torch.cat([manual.train, manual.validation]).tolist()).decode()
+        return manual().decode()
     try:
         found = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -195,9 +189,8 @@ def _transformers_refuses(what: str) -> Iterator[None]:
     except ConversionError:
         raise
     except Exception as error:
-        reason = " ".join(
-            str(error).split()
-        )  # transformers' texts may begin with an empty line, or name the cause last
+        # Its texts may begin with an empty line, or name the cause last.
+        reason = " ".join(str(error).split())
         raise ConversionError(f"transformers {what}: {type(error).__name__}: {reason}") from error
 
 

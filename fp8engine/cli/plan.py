@@ -7,31 +7,32 @@ from typing import Annotated
 
 import typer
 
-from fp8engine.cli.models import LLAMAS, load_sizes
+import fp8engine as fe
+from fp8engine.cli.options import LLAMA_NAMES, recipe_option
 from fp8engine.cli.shared import Answer, command, console, say, table
-from fp8engine.distributed import plan
-
-NAMES = ", ".join(LLAMAS)
 
 
 @command("plan")
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {NAMES}.", show_default=False)
+        str,
+        typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {LLAMA_NAMES}.", show_default=False),
     ],
     ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="all of a card's")] = None,
     tp: Annotated[int, typer.Option(help="Cards that share each layer (tensor parallel).")] = 1,
-    recipe: Annotated[
-        str, typer.Option("--recipe", "-r", help="Of every layer that can. auto: as it begins, between samples.")
-    ] = "rowwise",
+    recipe: Annotated[str, recipe_option("Of every layer that can. auto: as it begins, between samples.")] = "rowwise",
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Compute each block again in backward, and keep its input alone.")
     ] = False,
 ) -> Answer:
     """Plan a training step on many cards: what each sends and holds, and the predicted time."""
-    made = plan(load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence, checkpointing=checkpointing)
+    from fp8engine.cli.models import load_sizes
+
+    made = fe.distributed.plan(
+        load_sizes(target), ranks, tokens, recipe, tp=tp, sequence=sequence, checkpointing=checkpointing
+    )
     found = made.to_dict()
     return Answer({"model": target, **found}, lambda: _tell(target, found, made.verdict()))
 

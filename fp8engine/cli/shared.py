@@ -1,41 +1,30 @@
-"""Parts shared by all commands: the app, errors in one line, options, JSON on standard output, text and tables."""
+"""Parts shared by all commands: the app, errors in one line, JSON on standard output, text and tables.
+
+No module of a command imports the engine, and with it torch, before the command runs: its help is shown without.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+import fp8engine
+from fp8engine.cli.options import DEBUG, AsJson, Debug
 from fp8engine.errors import Fp8EngineError, UnknownName
 from fp8engine.report.columns import columns, terminal_width
 
 IMPOSSIBLE = 2  # exit code, as for a wrong option
-DEBUG, JSON = "fp8engine.debug", "fp8engine.as_json"  # in a context's meta
-
-
-def _keep(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:
-    ctx.meta[f"fp8engine.{param.name}"] = value  # meta is shared with the parent context
-    return value
-
-
-AsJson = Annotated[
-    bool, typer.Option("--json", callback=_keep, help="Print JSON for machines on standard output, nothing else.")
-]
-Model = Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)]
-Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
-Skip = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")]
-All = Annotated[bool, typer.Option("--all", help="A row for every layer, also where blocks repeat.")]
-Debug = Annotated[bool, typer.Option("--debug", callback=_keep, help="Show a traceback with an error.")]
 
 
 class Commands(TyperGroup):
@@ -56,11 +45,25 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="FP8 for PyTorch: train a demo in every precision, inspect, compare and export models, check this machine.",
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fp8engine {fp8engine.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def of_the_app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `fp8engine` itself."""
 
 
 class Answer(NamedTuple):
@@ -77,9 +80,10 @@ def command(name: str, group: typer.Typer = app) -> Callable[[Callable[..., Answ
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, **options) -> None:
+            import_engine()
             answer = function(**options)
             if as_json:
-                print_json(answer.content)
+                typer.echo(json.dumps(answer.content, indent=1, allow_nan=False))  # NaN would be our error
             else:
                 answer.tell()
             if answer.code:
@@ -96,8 +100,17 @@ def command(name: str, group: typer.Typer = app) -> Callable[[Callable[..., Answ
     return register
 
 
+def import_engine() -> None:
+    """Complete `import fp8engine`, of which the command line's start has imported what needs no torch."""
+    if not hasattr(fp8engine, "convert"):
+        importlib.import_module("torch")
+        importlib.reload(fp8engine)
+
+
 def device_name(asked: str | None) -> str:
     """The device to run on: the one asked for, else cuda where there is one."""
+    import torch
+
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -133,11 +146,6 @@ def say_files(screen: Console, files: Sequence[Path]) -> None:
     if not any(path.suffix == ".png" for path in files):
         say(screen, "no picture: matplotlib is not installed (pip install 'fp8engine[report]')")
     say(screen, f"written: {', '.join(map(str, files))}")
-
-
-def print_json(content: dict) -> None:
-    """Print one JSON document; NaN is not JSON, and would be an error of the program."""
-    typer.echo(json.dumps(content, indent=1, allow_nan=False))
 
 
 def match_skips(patterns: Iterable[str], names: list[str]) -> None:

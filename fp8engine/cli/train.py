@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from fp8engine.cli.shared import JSON, Answer, Device, command, console, device_name, say, say_files
-from fp8engine.demo import DEFAULT, Config, DemoError, Outcome, Result, Session, train
-from fp8engine.demo.model import SIZES
-from fp8engine.demo.progress import shown
-from fp8engine.demo.report import TABLE
-from fp8engine.numerics.recipe import RECIPES
+from fp8engine.cli.options import JSON, MANUAL, SIZES, TRAINED, Device, recipes_option
+from fp8engine.cli.shared import Answer, command, console, device_name, say, say_files
+
+if TYPE_CHECKING:
+    from fp8engine.demo import Outcome, Result
 
 INTERRUPTED = 128  # plus the signal's number: 130 after Ctrl-C
 
@@ -21,17 +20,12 @@ INTERRUPTED = 128  # plus the signal's number: 130 after Ctrl-C
 @command("train")
 def run(
     ctx: typer.Context,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", "-r", help=f"May be repeated: {', '.join(RECIPES)}.", show_default=" ".join(DEFAULT)),
-    ] = None,
+    recipe: Annotated[list[str] | None, recipes_option(" ".join(TRAINED))] = None,
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(SIZES)}.")] = "small",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
     batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 8,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default="by size")] = None,
-    text: Annotated[
-        str | None, typer.Option(metavar="FILE", help="What to learn.", show_default="Python's own manual")
-    ] = None,
+    text: Annotated[str | None, typer.Option(metavar="FILE", help="What to learn.", show_default=MANUAL)] = None,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
     device: Device = None,
     out: Annotated[Path, typer.Option(help="Folder of the report and the checkpoints.")] = Path("report"),
@@ -46,13 +40,16 @@ def run(
 
     Ctrl-C finishes the step, keeps checkpoint and report, and exits with 130; --resume goes on from there.
     """
+    from fp8engine.demo import DEFAULT, Config, DemoError, Session, train
+    from fp8engine.demo.progress import shown
+
     config = Config(size=size, steps=steps, batch=batch, lr=lr, text=text, device=device_name(device))
     recipes = tuple(recipe) if recipe else DEFAULT
     session = Session(recipes=recipes, seed=seed, out=out, checkpoint_every=checkpoint_every, resume=resume)
     screen = console(stderr=ctx.meta[JSON])
     if resume and overwrite:
         raise DemoError("--resume goes on with a run, --overwrite replaces it: give one of them")
-    if not (resume or overwrite) and (held := _held(session)):
+    if not (resume or overwrite) and (held := session.held()):
         raise DemoError(
             f"{out} holds a run ({', '.join(held)}): --resume goes on from its checkpoints, --overwrite replaces it, "
             "and --out names another folder"
@@ -62,12 +59,6 @@ def run(
     content = outcome.summary.to_dict() | {"files": [str(path) for path in outcome.files]}
     code = 0 if outcome.signal is None else INTERRUPTED + outcome.signal
     return Answer(content, lambda: _tell(screen, outcome), code)
-
-
-def _held(session: Session) -> list[str]:
-    """The names of an earlier run's checkpoints and report that this session would write over."""
-    paths = [session.keeping.path(recipe, session.seed) for recipe in session.recipes]
-    return [path.name for path in (*paths, session.out / TABLE) if path.exists()]
 
 
 def _tell(screen: Console, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""A run's configuration, the text that it learns, and the files that it writes.
+"""A run's configuration, and the text that it learns.
 
 Two runs with equal configurations and seeds see the same bytes: batch number i of a seed is a function of (seed, i)
 alone.  Every recipe therefore sees the same bytes in the same order, and a resumed run needs no random state to go on
@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import itertools
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from fp8engine import files
 from fp8engine.demo.model import Size, size_named
 from fp8engine.errors import Fp8EngineError
 
@@ -135,7 +133,7 @@ def read(path: str | None, context: int) -> Text:
     >>> len(text.train) > 100_000, round(len(text.train) / len(text.validation))
     (True, 9)
     """
-    raw = _manual() if path is None else _file(path)
+    raw = manual() if path is None else _file(path)
     if len(raw) < 10 * (context + 2):
         name = path or "Python's manual"
         raise DemoError(f"{name} has {len(raw)} bytes; a context of {context} needs at least {10 * (context + 2)}")
@@ -144,7 +142,8 @@ def read(path: str | None, context: int) -> Text:
     return Text(ids[:cut], ids[cut:], hashlib.sha256(raw).hexdigest()[:16])
 
 
-def _manual() -> bytes:
+def manual() -> bytes:
+    """The topics of Python's own manual.  Raises DemoError where this Python has none."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
@@ -157,26 +156,3 @@ def _file(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
-
-
-def write(path: Path, content: bytes) -> None:
-    """Put `content` at `path`; whatever happens, `path` holds all of the old content or all of the new.
-
-    Raises DemoError with the system's reason: a full disk, a folder that cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, content)
-    except OSError as error:
-        raise DemoError(
-            f"cannot write {path}: {error.strerror or error}; what was there before is unchanged"
-        ) from error
-
-
-def check_writable(folder: Path) -> None:
-    """Raise DemoError now rather than after minutes of work."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise DemoError(f"cannot write in {folder}: {error.strerror or error}; choose another with --out") from error

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8engine.demo import config as disk
+from fp8engine.demo import disk
 from fp8engine.demo.report import Result, Summary
+from fp8engine.report.figure import DIM, FAINT, INK, png, titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # 16 and 32 bits in greys and blues, FP8 in warm and strong colours; told apart by colour-blind readers too (Okabe-Ito).
 COLOURS = {
@@ -26,54 +27,39 @@ COLOURS = {
     "rowwise_gw_hp": "#cc79a7",
     "auto": "#7b2fbe",
 }
-INK, DIM, FAINT = "#2b2f36", "#6b747e", "#d9dde2"
+WARNING = "#9a3b00"  # of the remark that speeds are emulated
 GOAL = 0.5  # percent: DESIGN section 9
+LEARNT = 4.2  # nats a byte: a run starts near 5.5 and is below this after a few steps, where the curves begin to tell
 
 
 def draw(summary: Summary, path: Path) -> Path | None:
     """Write the picture; None, and no file, where matplotlib is not installed or no step was taken."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
     results = [result for result in summary.results if result.steps]
     if not results:
         return None
-    with matplotlib.rc_context(
-        {
-            "font.size": 9,
-            "axes.edgecolor": FAINT,
-            "text.color": INK,
-            "axes.labelcolor": INK,
-            "xtick.color": INK,
-            "ytick.color": INK,
-        }
-    ):
-        figure = Figure(figsize=(9.6, 6.4), layout="constrained")
-        FigureCanvasAgg(figure)
-        emulated = bool(summary.note())  # its speeds say nothing
+    emulated = bool(summary.note())  # its speeds say nothing
+
+    def panels(figure: Figure) -> None:
         below = ["loss", "small"] if emulated else ["loss", "fast", "small"]
         mosaic: Any = [["far"] * len(below), below]
-        panels: Any = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1])
-        for panel in panels.values():
+        drawn: Any = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1])
+        for panel in drawn.values():
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(length=0)
             panel.grid(color=FAINT, linewidth=0.6)
             panel.set_axisbelow(True)
-        _difference(panels["far"], results)
-        _loss(panels["loss"], results, summary.about["loss_of_byte_pairs"])
+        _difference(drawn["far"], results)
+        _loss(drawn["loss"], results, summary.about["loss_of_byte_pairs"])
         if not emulated:
-            _bars(panels["fast"], results, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in results])
+            _bars(drawn["fast"], results, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in results])
         saved = [result.activation_bytes / 2**20 for result in results]
-        _bars(panels["small"], results, "activations saved for backward, MiB", saved)
-        figure.suptitle(summary.title(), x=0.01, ha="left", fontsize=12, fontweight="bold")
-        if summary.note():
-            figure.supxlabel(summary.note(), x=0.01, ha="left", fontsize=8.5, color="#9a3b00")
-        memory = io.BytesIO()
-        figure.savefig(memory, format="png", dpi=130, facecolor="white", metadata={"Software": None})
-    disk.write(path, memory.getvalue())
+        _bars(drawn["small"], results, "activations saved for backward, MiB", saved)
+        titles(figure, summary.title(), summary.note(), WARNING)
+
+    image = png(panels, width=9.6, height=6.4, dots=130)
+    if image is None:
+        return None
+    disk.write(path, image)
     return path
 
 
@@ -88,7 +74,8 @@ def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
     told = f"a table of byte pairs: {pairs:.2f}"
     panel.annotate(told, (last, pairs), xytext=(-2, 4), textcoords="offset points", ha="right", color=DIM, fontsize=8.5)
     ends = _finite(min(result.curve.losses) for result in results)
-    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends]) - 0.15, 4.2))
+    top = max([LEARNT, *(end + 0.5 for end in ends)])  # a run of few steps ends above it
+    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends]) - 0.15, top))
     panel.set_title("training loss, nats a byte", loc="left", fontsize=10)
 
 

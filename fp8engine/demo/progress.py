@@ -1,4 +1,4 @@
-"""Progress on screen: on a terminal a bar for each recipe, or every layer live; a line now and then anywhere else.
+"""Progress on screen: on a terminal a bar for each recipe, with every layer live; a line now and then anywhere else.
 
 The layers live: formats now, amax, SQNR, warnings; below them what was decided last.  The model is inspected twice a
 second at most, because reading its counters waits for the device; loss and speed are those of every step.
@@ -16,7 +16,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from fp8engine.demo.trainer import Trainer
 
 EVERY = 0.5  # seconds between two inspections of the model
-AROUND = 14  # lines of a screen that are no layers
+AROUND = 13  # lines of a screen that are no layers and no bars
 LAST = 5  # decisions and warnings shown
 COLOURS = {"E4M3": "bright_blue", "E5M2": "yellow"}
 SHORT = {"tensor": "", "row": " row", "block": " block"}
@@ -88,23 +87,21 @@ class Bars(Silent):
         self.progress.stop_task(self.tasks[recipe])
 
 
-class Watch(Silent):
-    """A screen of one recipe at a time; the finished ones are a line each."""
+class Watch(Bars):
+    """The bars, and below them every layer of the recipe that is trained now."""
 
-    def __init__(self, live: Live, recipes: Sequence[str], steps: int):
-        self.live, self.recipes, self.steps = live, recipes, steps
-        self.finished: list[str] = []
+    def __init__(self, live: Live, progress: Progress, recipes: Sequence[str], steps: int):
+        super().__init__(progress, recipes, steps)
+        self.live, self.steps = live, steps
         self.report: Report | None = None
         self.trainer: Trainer | None = None
-        self.now = ("", 0, math.nan, 0.0)
         self.next = 0.0
 
     def begins(self, recipe: str, trainer: Trainer) -> None:
         self.trainer, self.report, self.next = trainer, None, 0.0
-        self.now = (recipe, trainer.steps_done, math.nan, 0.0)
 
     def step(self, recipe: str, step: int, loss: float, tokens_per_second: float) -> None:
-        self.now = (recipe, step, loss, tokens_per_second)
+        super().step(recipe, step, loss, tokens_per_second)
         now = time.monotonic()
         if self.trainer is not None and (now >= self.next or step == self.steps):
             self.report = inspect(self.trainer.model)
@@ -112,21 +109,14 @@ class Watch(Silent):
             self.live.update(self.drawn(), refresh=True)
 
     def done(self, recipe: str, steps: int, loss: float) -> None:
-        self.finished.append(f"{recipe:<13} {steps} steps, validation loss {loss:.4f}")
+        super().done(recipe, steps, loss)
         self.live.update(self.drawn(), refresh=True)
 
     def drawn(self) -> RenderableType:
         """The whole screen."""
-        recipe, step, loss, rate = self.now
-        head = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self.steps, completed=step, width=24)
-        head.add_row(
-            Text(recipe, "bold"), bar, f"{step}/{self.steps}", f"loss {loss:.4f}", Text(f"{rate:,.0f} tokens/s", "dim")
-        )
-        parts: list[RenderableType] = [Text(line, "dim") for line in self.finished]
-        parts.append(head)
+        parts: list[RenderableType] = [self.progress]
         if self.report is not None and (rows := rows_of(self.report)):
-            parts.append(layers(rows, max(self.live.console.height - AROUND - len(self.finished), 4)))
+            parts.append(layers(rows, max(self.live.console.height - AROUND - len(self.tasks), 4)))
             parts += [Text(line, style, no_wrap=True, overflow="ellipsis") for line, style in last(self.report)]
         return Group(*parts)
 
@@ -201,10 +191,6 @@ def shown(console: Console, recipes: Sequence[str], steps: int, watch: bool = Fa
     if not console.is_terminal:
         yield Lines(console, steps)
         return
-    if watch:
-        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-            yield Watch(live, recipes, steps)  # what it showed last stays on the terminal
-        return
     columns = (
         TextColumn("[bold]{task.description:<13}"),
         BarColumn(bar_width=28),
@@ -213,5 +199,10 @@ def shown(console: Console, recipes: Sequence[str], steps: int, watch: bool = Fa
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        yield Bars(progress, recipes, steps)
+    progress = Progress(*columns, console=console)
+    if watch:
+        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            yield Watch(live, progress, recipes, steps)  # what it showed last stays on the terminal
+    else:
+        with progress:
+            yield Bars(progress, recipes, steps)

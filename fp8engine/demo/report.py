@@ -14,7 +14,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fp8engine.demo import config as disk
+from fp8engine.demo import disk
 from fp8engine.demo.config import Config, read
 from fp8engine.demo.model import GPT
 from fp8engine.demo.trainer import Curve

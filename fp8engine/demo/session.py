@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from fp8engine.bench.steps import saved_bytes
-from fp8engine.demo import config as disk
-from fp8engine.demo.config import Config, DemoError, read
+from fp8engine.demo import disk
+from fp8engine.demo.config import Config, DemoError, check_seed, read
 from fp8engine.demo.model import loss_of
 from fp8engine.demo.picture import draw
 from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
-from fp8engine.demo.report import Result, Summary, about
+from fp8engine.demo.report import TABLE, Result, Summary, about
 from fp8engine.demo.trainer import Keeping, OnStep, Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.numerics.recipe import RECIPES
@@ -59,7 +59,7 @@ def run(
 
 def start(config: Config, recipe: str, seed: int, keeping: Keeping | None) -> Trainer:
     """The trainer of a run, before its first step or where its checkpoint ends."""
-    disk.check_seed(seed)
+    check_seed(seed)
     trainer = Trainer(config, recipe, seed, read(config.text, config.shape.context))
     if keeping is not None and keeping.resume and (path := keeping.path(recipe, seed)).exists():
         trainer.load(path)
@@ -139,7 +139,7 @@ class Session:
                 raise UnknownName("recipe", recipe, RECIPES)
         if len(set(self.recipes)) < len(self.recipes) or not self.recipes:
             raise DemoError(f"recipes {', '.join(self.recipes)}: want each once, and at least one")
-        disk.check_seed(self.seed)
+        check_seed(self.seed)
         if self.checkpoint_every < 1:
             raise DemoError(f"checkpoint_every={self.checkpoint_every}: steps between checkpoints, at least 1")
 
@@ -147,6 +147,11 @@ class Session:
     def keeping(self) -> Keeping:
         """Where its checkpoints are."""
         return Keeping(self.out / "checkpoints", self.checkpoint_every, self.resume)
+
+    def held(self) -> list[str]:
+        """The names of an earlier run's checkpoints and report that this session would write over."""
+        paths = [self.keeping.path(recipe, self.seed) for recipe in self.recipes]
+        return [path.name for path in (*paths, self.out / TABLE) if path.exists()]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp8engine.demo import config as disk
+from fp8engine.demo import disk
 from fp8engine.demo.config import Config, Text
 from fp8engine.demo.model import GPT, loss_of
 from fp8engine.demo.precision import Precision

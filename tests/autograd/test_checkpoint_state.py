@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8engine.demo import Config, DemoError, Keeping, Session, config, run, session, train
+from fp8engine.demo import Config, DemoError, Keeping, Session, config, disk, run, session, train
 from fp8engine.demo.config import read
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import StateError
@@ -227,28 +227,28 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_full_disk_leaves_the_old_file_whole(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.pt"
-    config.write(path, b"old")
+    disk.write(path, b"old")
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, broken, full)
     with pytest.raises(DemoError, match=r"cannot write .*x.pt: No space left on device; what was there before"):
-        config.write(path, b"new")
+        disk.write(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
 def test_a_disk_that_fills_up_keeps_the_report_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second recipe's checkpoint fails: the first one's row and the checkpoints before it are there."""
-    write = config.write
+    write = disk.write
 
     def fails_for_bf16(path: Path, content: bytes) -> None:
         if path.name.startswith("bf16"):
             raise DemoError("cannot write: No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(config, "write", fails_for_bf16)
+    monkeypatch.setattr(disk, "write", fails_for_bf16)
     with pytest.raises(DemoError, match="No space left"):
         train(CONFIG, Session(recipes=("fp32", "bf16"), out=tmp_path))
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 2

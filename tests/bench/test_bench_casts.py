@@ -94,12 +94,12 @@ class Wrong(nn.Linear):
 
 
 def test_a_linear_with_wrong_gradients_has_no_time_and_one_that_cannot_run_says_why():
-    def fails(inputs, outputs, where):
+    def fails(plain):
         raise RuntimeError("no kernel [here]")
 
     ways = {
-        linear.BASE: linear.Variant(linear._bf16),
-        "wrong": linear.Variant(lambda k, n, where: Wrong(k, n, dtype=torch.bfloat16)),
+        linear.BASE: linear.Variant(linear.bf16),
+        "wrong": linear.Variant(lambda plain: Wrong(plain.in_features, plain.out_features, dtype=torch.bfloat16)),
         "fails": linear.Variant(fails),
     }
     _, wrong, failed = linear.compare(Shape(16, 24, 32), CPU, ways, Timer(Ticks(1), 3))

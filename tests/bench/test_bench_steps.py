@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
 
-from fp8engine.bench import networks, steps
+from fp8engine.bench import linear, networks, steps
 from fp8engine.bench.timing import WallClock
 
 CPU = torch.device("cpu")
@@ -42,6 +42,36 @@ def test_models_run(name: str):
     assert rows["fp8engine current"]["sqnr"][0] < rows["bf16"]["sqnr"][0], "FP8 was really used"
 
 
+def test_compiled_variants_are_the_eager_ones_and_torchaos_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    ours = [f"fp8engine {recipe}, compiled" for recipe in steps.RECIPES]
+    of_steps, of_linear = steps.variants(CPU, True), linear.variants(CPU, True)
+    assert [name for name, way in of_steps.items() if way.compiled] == [
+        "layer current, compiled",
+        steps.COMPILED,
+        *ours,
+    ]
+    assert [name for name, way in of_linear.items() if way.compiled] == ["bf16 nn.Linear, compiled", *ours]
+    assert of_steps[steps.COMPILED].make is of_steps[steps.BASE].make
+    assert of_linear[ours[0]].make is of_linear["fp8engine current"].make
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert list(steps.as_graphs({}, torch.device("cuda"))) == ["torchao tensorwise, compiled"]
+
+
+def test_a_step_begins_without_the_gradients_of_the_one_before():
+    layer, x = nn.Linear(4, 2), torch.ones(3, 4, requires_grad=True)
+    _, step = steps.training(
+        steps.Variant(steps.bf16), layer, [(x, torch.ones(3, 2)), (2 * torch.ones(3, 4), torch.ones(3, 2))]
+    )
+    assert torch.equal(step(0), layer(x))
+    step(1)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[6.0] * 4] * 2
+    step(2)
+    assert layer.weight.grad.tolist() == [[3.0] * 4] * 2
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3, 2) @ layer.weight)
+
+
 class Halved(nn.Module):
     """The right gradient's direction, and half the output."""
 
@@ -61,7 +91,7 @@ def shifted(network: Any) -> nn.Module:
 
 @pytest.mark.parametrize("fault", [Halved, shifted], ids=lambda fault: fault.__name__)
 def test_a_wrong_variant_has_no_time(fault):
-    rows = measured({"bf16": steps.Variant(steps._bf16), "broken": steps.Variant(fault)})
+    rows = measured({"bf16": steps.Variant(steps.bf16), "broken": steps.Variant(fault)})
     assert rows["bf16"]["correct"] is True
     assert rows["broken"]["correct"] is False
     assert "seconds" not in rows["broken"]
@@ -72,7 +102,7 @@ def test_what_cannot_run_says_why():
     def refuse(network):
         raise RuntimeError("no such card\nand more")
 
-    rows = measured({"bf16": steps.Variant(steps._bf16), "other": steps.Variant(refuse)})
+    rows = measured({"bf16": steps.Variant(steps.bf16), "other": steps.Variant(refuse)})
     assert rows["other"]["why"] == "RuntimeError: no such card"
     assert "cannot run" in steps.line(rows["other"])
 

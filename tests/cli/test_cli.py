@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fp8engine
-from fp8engine.cli import app, doctor
+from fp8engine.cli import app, checks
 from fp8engine.demo import Config, config, session
 from fp8engine.demo.config import read
 from fp8engine.demo.report import COLUMNS
@@ -214,7 +214,7 @@ def test_doctor_finds_this_machine_well():
 )
 def test_doctor_names_a_version_that_does_not_fit(package, installed, told, monkeypatch: pytest.MonkeyPatch):
     versions = {"torch": "2.13.0", "triton": "3.6.0"} | {package: installed}
-    monkeypatch.setattr(doctor, "version", versions.get)
+    monkeypatch.setattr(checks, "version", versions.get)
     result = call("doctor", "--json")
     assert result.exit_code == 1
     (problem,) = json.loads(result.stdout)["problems"]
@@ -224,15 +224,15 @@ def test_doctor_names_a_version_that_does_not_fit(package, installed, told, monk
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0.0a1"])
 def test_doctor_takes_a_version_that_fits_and_does_without_triton(version, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "version", {"torch": version}.get)
-    told = doctor.examine()
+    monkeypatch.setattr(checks, "version", {"torch": version}.get)
+    told = checks.examine()
     assert told["problems"] == []
     assert any("fp8engine[hf]" in note for note in told["notes"])
 
 
 def test_doctor_notices_results_that_are_wrong(monkeypatch: pytest.MonkeyPatch):
-    forward = doctor.Linear.forward
-    monkeypatch.setattr(doctor.Linear, "forward", lambda self, x: 1.5 * forward(self, x))
+    forward = checks.Linear.forward
+    monkeypatch.setattr(checks.Linear, "forward", lambda self, x: 1.5 * forward(self, x))
     result = call("doctor")
     assert result.exit_code == 1
     assert "recipe current: the input gradient is off by 1" in result.stdout
@@ -241,18 +241,18 @@ def test_doctor_notices_results_that_are_wrong(monkeypatch: pytest.MonkeyPatch):
 def test_doctor_tells_a_v100_which_torch_to_take(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "capability", lambda where: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
-    (note,) = doctor._card_notes(torch.device("cuda", 0))
+    (note,) = checks._card_notes(torch.device("cuda", 0))
     assert "https://download.pytorch.org/whl/cu126" in note
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_80"])
-    (note,) = doctor._card_notes(torch.device("cuda", 0))
+    (note,) = checks._card_notes(torch.device("cuda", 0))
     assert "FP8 is emulated" in note
 
 
 @pytest.mark.parametrize(("ratio", "notes"), [(0.0, 1), (0.97, 0), (1.1, 0)])
 def test_doctor_says_when_our_matmuls_were_not_measured_on_such_a_card(ratio, notes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
-    monkeypatch.setattr(doctor.triton_backend, "measured", lambda *operation_and_size: ratio)
-    found = doctor._card_notes(torch.device("cuda", 0))
+    monkeypatch.setattr(checks.triton_backend, "measured", lambda *operation_and_size: ratio)
+    found = checks._card_notes(torch.device("cuda", 0))
     assert len(found) == notes
     assert all("python -m benchmarks.tune --write" in note for note in found)
 

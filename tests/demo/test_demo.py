@@ -317,3 +317,13 @@ def test_the_picture_pairs_losses_with_fp32s_step_by_step():
     assert list(line.get_ydata()) == pytest.approx([100] * 3, rel=1e-9)
     assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([1], [pytest.approx(100, rel=1e-9)])
     assert line.get_label() == "current   +100.00"
+
+
+@pytest.mark.parametrize(("lowest", "top"), [(1.5, 4.2), (4.9, 5.4)])
+def test_the_picture_shows_where_a_short_run_ends(lowest: float, top: float):
+    from matplotlib.figure import Figure
+
+    result = run(Config(size="tiny", steps=1, batch=2), "fp32")
+    panel: Any = Figure().subplots()
+    picture._loss(panel, [replace(result, steps=2, curve=Curve([5.5, lowest], [1.0, 1.0], []))], 2.3)
+    assert panel.get_ylim()[1] == pytest.approx(top)

@@ -36,14 +36,25 @@ def test_a_terminal_shows_every_layer_its_formats_and_what_was_decided(tmp_path)
     plain.print(drawn)
     assert isinstance(plain.file, io.StringIO)
     text = plain.file.getvalue()
-    assert text.startswith("fp32          22 steps, validation loss ")
-    assert "22/22" in text
-    assert "tokens/s" in text
+    bars = [line for line in text.splitlines() if line.startswith(("fp32 ", "auto "))]
+    assert len(bars) == 2
+    assert all("22/22" in bar and "loss " in bar and "tokens/s" in bar for bar in bars)
     rows = [line for line in text.splitlines() if line.lstrip().startswith("blocks.")]
     assert len(rows) == 8  # two blocks of four
     assert all(row.count("E4M3") >= 3 for row in rows)  # gradients too, as sampled at step 19
     assert "predicted SQNR" in text
     assert "22/22" in out.getvalue()
+
+
+def test_the_bars_stand_above_the_layers_while_a_recipe_is_trained():
+    console, out = terminal()
+    with shown(console, ("fp32", "auto"), 22, watch=True) as screen:
+        screen.step("fp32", 3, 4.25, 1000.0)
+        assert isinstance(screen, Watch)
+        console.print(screen.drawn())
+    first, second = [line for line in out.getvalue().splitlines() if "/22" in line][:2]
+    assert all(part in first for part in ("fp32 ", " 3/22 ", "loss 4.2500", "1,000 tokens/s"))
+    assert all(part in second for part in ("auto ", " 0/22 ", "waiting"))
 
 
 def test_elsewhere_there_are_lines(tmp_path):

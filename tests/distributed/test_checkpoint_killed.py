@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import fp8engine as fe
 from benchmarks.distributed.processes import IMPORTED
-from fp8engine.demo import config as disk
+from fp8engine.demo import disk
 
 OPERATIONS = [(os, name) for name in ("rename", "replace", "remove", "unlink", "rmdir", "mkdir", "fsync", "open")]
 OPERATIONS += [(builtins, "open"), (io, "open")]

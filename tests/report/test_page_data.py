@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from made_reports import made_up, of_auto, trained
 from page_engines import ENGINES, used
+from torch import nn
 
 import fp8engine as fe
 from fp8engine.auto import Alarm
@@ -114,8 +115,9 @@ def test_a_slot_that_was_not_seen_has_a_gap():
     told = blob(report, samples_of(report))
     assert told["steps"] == [0, 16, 32]
     assert told["layers"][0]["slots"]["input"]["cast"] == [[0, 1], [None, 1], [0, 1]]
-    assert 'd="M0 0.06h1v.88h-1zM2 0.06h1v.88h-1z"' in format_map(told, "input")
-    assert format_map(told, "weight").count("h3v") == 1
+    assert format_map(told, "input") == [(colour("E4M3/tensor"), "M0 0.06h1v.88h-1zM2 0.06h1v.88h-1z")]
+    assert [path.count("h3v") for _, path in format_map(told, "weight")] == [1]
+    assert 'd="M0 0.06h1v.88h-1zM2 0.06h1v.88h-1z"' in page(report)
 
 
 def test_margins_and_formats_are_read_from_a_casts_name():
@@ -148,19 +150,27 @@ def test_json_cannot_end_its_script():
 
 def test_the_loss_curve_has_every_step_in_place():
     """A line through (step, loss) from left to right; broken by NaN; a mark where formats changed."""
-    drawn = loss_curve([4.0, 3.0, math.nan, 2.0, 1.0], {1: 12, 99: 1})
-    (raw,) = re.findall(r'class="raw" d="([^"]*)"', drawn)
+    losses = [4.0, 3.0, math.nan, 2.0, 1.0]
+    curve = loss_curve(losses, {1: 12, 99: 1})
+    assert curve is not None
+    raw = curve.raw
     points = [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", raw)]
     assert raw.count("M") == 2
     assert [x for x, _ in points] == pytest.approx([46, 46 + 944 / 4, 46 + 3 * 944 / 4, 990])
     ys = [y for _, y in points]
     assert ys == sorted(ys)
     assert ys[1] - ys[0] == pytest.approx(ys[3] - ys[2], abs=0.11)  # equal falls, to a tenth of a unit
+    assert curve.marks == [(46 + 944 / 4, 1, 12)]
+    changed = [{"step": 1, "slot": f"{i}.input", "before": "E4M3", "after": "E5M2", "why": ""} for i in range(12)]
+    report = replace(fe.inspect(nn.Linear(2, 2)), decisions=[each | {"sqnr_db": 20.0} for each in changed])
+    drawn = page(report, losses)
+    assert raw in drawn
     assert drawn.count('class="mark"') == 1
     assert "step 1: 12 slots changed" in drawn
-    assert "No loss was finite" in loss_curve([math.nan], {})
+    assert "No loss was finite" in page(report, [math.nan])
     long = loss_curve([float(i % 7) for i in range(10_000)], {})
-    assert len(long) < 60_000
+    assert long is not None
+    assert len(str(long)) < 60_000
 
 
 def test_alarms_are_in_the_report_everywhere():

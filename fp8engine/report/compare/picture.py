@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.report.compare.result import Comparison, note
+from fp8engine.report.figure import png, titles
 from fp8engine.report.flow import repeats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PANELS = {"own_sqnr_db": "worst layer of a block, alone", "sqnr_db": "output of a block, in the model"}
-INK, DIM = "#2b2f36", "#6b747e"
 LEAST, MOST = 10.0, 40.0  # dB, the ends of the colours: FP8's layers and blocks are between, BF16's above
 ROW, TALLEST, NUMBERED = 0.2, 20.0, 140  # inches; rows of more blocks than that are too low for a number
 FLAT = 5  # recipes; the names of more would touch, and are turned
@@ -23,20 +23,14 @@ WIDTH, NAME = 8.0, 22  # inches, at 100 dots an inch; characters of a block's na
 
 def draw(comparison: Comparison) -> bytes | None:
     """A PNG of 800 dots' width, on white; None where matplotlib is not installed."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
     columns = [result.blocks for result in comparison.results]
     rows = [row for row in zip(*columns, strict=True) if any(block.own_sqnr_db is not None for block in row)]
-    with matplotlib.rc_context({"font.size": 9, "text.color": INK, "xtick.color": INK, "ytick.color": INK}):
-        height = 1.5 + min(ROW * max(len(rows), 3), TALLEST)
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, 2, sharey=True)
-        for panel, (key, title) in zip(panels, PANELS.items(), strict=True):
+
+    def panels(figure: Figure) -> None:
+        step = 1 + len(rows) // NUMBERED
+        names = _shortened([row[0].name for row in rows])
+        both = figure.subplots(1, 2, sharey=True)
+        for panel, (key, title) in zip(both, PANELS.items(), strict=True):
             _heat(panel, [[getattr(block, key) for block in row] for row in rows])
             panel.set_title(title, fontsize=9.5, loc="left")
             panel.set_xticks(range(len(columns)), [result.recipe for result in comparison.results])
@@ -44,21 +38,11 @@ def draw(comparison: Comparison) -> bytes | None:
                 panel.tick_params(axis="x", labelrotation=30)
                 for label in panel.get_xticklabels():
                     label.set_horizontalalignment("left")
-        step = 1 + len(rows) // NUMBERED
-        names = _shortened([row[0].name for row in rows])
-        panels[0].set_yticks(range(0, len(rows), step), names[::step], fontsize=8)
-        title = f"{comparison.model} against FP32 on {comparison.tokens:,} tokens"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-        figure.supxlabel(
-            f"SQNR in dB: 6 dB more is half the error; colours from {LEAST:.0f} to {MOST:.0f} dB",
-            x=0.01,
-            ha="left",
-            fontsize=8.5,
-            color=DIM,
-        )
-        memory = io.BytesIO()
-        figure.savefig(memory, format="png", dpi=100, facecolor="white", metadata={"Software": None})
-    return memory.getvalue()
+        both[0].set_yticks(range(0, len(rows), step), names[::step], fontsize=8)
+        below = f"SQNR in dB: 6 dB more is half the error; colours from {LEAST:.0f} to {MOST:.0f} dB"
+        titles(figure, f"{comparison.model} against FP32 on {comparison.tokens:,} tokens", below)
+
+    return png(panels, WIDTH, 1.5 + min(ROW * max(len(rows), 3), TALLEST), dots=100)
 
 
 def _heat(panel: Axes, values: Sequence[Sequence[float | None]]) -> None:

@@ -1,10 +1,10 @@
-"""Pictures of the page that need no script: the loss curve, and maps of the format of each tensor over time."""
+"""Paths and places in the page's pictures that need no script: the loss curve, and maps of formats over time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from typing import NamedTuple
 
 # E4M3 blue, E5M2 amber, the finer the darker; a margin turns them green; 16 bits and more grey.  Told apart by
 # colour-blind readers too, on white and on black.
@@ -23,7 +23,8 @@ SHADES = {
 }
 OTHER = "#a06cc8"
 BINS = 500  # of the loss curve
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 210, 46, 26, 12
+WIDTH, HEIGHT = 1000, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 990, 12, 184  # edges of the curve's field in it
 
 
 def colour(label: str) -> str:
@@ -41,54 +42,51 @@ def row_height(layers: int) -> int:
     return 17 if layers <= 40 else 13 if layers <= 100 else 9
 
 
-def format_map(blob: Mapping, role: str) -> str:
-    """A map of layers x samples, one path for each cast: its runs along the rows."""
-    layers, width = blob["layers"], len(blob["steps"])
+def format_map(blob: Mapping, role: str) -> list[tuple[str, str]]:
+    """(colour, path) of each cast on a map of layers x samples: its runs along the rows."""
     paths: dict[int, list[str]] = {}
-    for y, layer in enumerate(layers):
+    for y, layer in enumerate(blob["layers"]):
         for cast, x, length in _runs(layer["slots"].get(role, {}).get("cast", ())):
             paths.setdefault(cast, []).append(f"M{x} {y}.06h{length}v.88h-{length}z")
-    height = row_height(len(layers)) * len(layers)
-    drawn = "".join(
-        f'<path fill="{colour(blob["casts"][cast]["label"])}" d="{"".join(parts)}"/>'
-        for cast, parts in sorted(paths.items())
-    )
-    label = f"Format of each layer's {role} at each sample; arrow keys choose the layer and the sample"
-    return (
-        f'<svg class="map" data-role="{role}" tabindex="0" role="img" aria-label="{escape(label)}" height="{height}" '
-        f'viewBox="0 0 {max(width, 1)} {max(len(layers), 1)}" preserveAspectRatio="none">{drawn}</svg>'
-    )
+    return [(colour(blob["casts"][cast]["label"]), "".join(parts)) for cast, parts in sorted(paths.items())]
 
 
-def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> str:
-    """Loss against step, as measured and smoothed.  marks: step -> formats that changed there."""
+class Curve(NamedTuple):
+    """The drawing of a loss against its step, in units of WIDTH x HEIGHT.
+
+    steps, first, last: how many there are, and the losses at both ends.  raw, smooth: paths.  levels: (y, loss) of the
+    lines across.  times: (x, step) along the lower edge.  marks: (x, step, formats that changed there).
+    """
+
+    steps: int
+    first: float
+    last: float
+    raw: str
+    smooth: str
+    levels: list[tuple[float, float]]
+    times: list[tuple[float, int]]
+    marks: list[tuple[float, int, int]]
+
+
+def loss_curve(losses: Sequence[float], marks: Mapping[int, int]) -> Curve | None:
+    """Loss against step, as measured and smoothed; None where none is finite.  marks: step -> formats changed."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
-        return '<p class="quiet">No loss was finite.</p>'
-    smooth = _smooth(losses)
+        return None
     low, high = min(finite), max(finite)
     room = 0.06 * (high - low) or max(abs(high), 1.0) * 0.05
     low, high = low - room, high + room
-    x = lambda step: LEFT + (WIDTH - LEFT - 10) * step / max(len(losses) - 1, 1)  # noqa: E731 - a scale, used below
-    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)  # noqa: E731 - the other one
-    parts = []
-    for tick in ticks(low, high, 5):
-        parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - 10}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    whole = [int(tick) for tick in ticks(0, len(losses) - 1, 8) if tick == int(tick)]
-    parts += [f'<text x="{x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick}</text>' for tick in whole]
-    for step, count in marks.items():
-        if 0 <= step < len(losses):
-            label = f"step {step}: {count} slot{'s' * (count != 1)} changed"
-            parts.append(
-                f'<path class="mark" d="M{x(step):.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{escape(label)}</title></path>'
-            )
-    parts.append(f'<path class="raw" d="{_line(losses, x, y)}"/>')
-    parts.append(f'<path class="smooth" d="{_line(smooth, x, y)}"/>')
-    label = f"Loss over {len(losses)} steps: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
-    return (
-        f'<svg class="loss" role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {HEIGHT}">'
-        f"{''.join(parts)}</svg>"
+    x = lambda step: LEFT + (RIGHT - LEFT) * step / max(len(losses) - 1, 1)  # noqa: E731 - a scale, used below
+    y = lambda loss: TOP + (BOTTOM - TOP) * (high - loss) / (high - low)  # noqa: E731 - the other one
+    return Curve(
+        len(losses),
+        finite[0],
+        finite[-1],
+        _line(losses, x, y),
+        _line(_smooth(losses), x, y),
+        [(y(tick), tick) for tick in ticks(low, high, 5)],
+        [(x(tick), int(tick)) for tick in ticks(0, len(losses) - 1, 8) if tick == int(tick)],
+        [(x(step), step, count) for step, count in marks.items() if 0 <= step < len(losses)],
     )
 
 

@@ -18,10 +18,9 @@ from fp8engine import files
 from fp8engine.errors import ReportError
 from fp8engine.report.flow import Flow
 from fp8engine.report.outliers import ABOVE
-from fp8engine.report.page import parts
+from fp8engine.report.page import parts, svg
 from fp8engine.report.page.data import blob, samples_of, to_json
 from fp8engine.report.page.decided import decisions
-from fp8engine.report.page.svg import colour, format_map, loss_curve, row_height
 from fp8engine.report.page.words import WORDS, explained
 from fp8engine.scaling.table import ROLES
 
@@ -56,11 +55,12 @@ def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = Non
         numbers=numbers,
         recipes=parts.recipes(report),
         cards=parts.cards(report, samples, measured),
-        curve=measured and loss_curve(measured, Counter(decision["step"] for decision in report.decisions)),
+        losses=measured,
+        curve=measured and svg.loss_curve(measured, Counter(decision["step"] for decision in report.decisions)),
         why_no_maps=parts.why_no_maps(report),
         casts=parts.casts(numbers),
-        drawings={role: format_map(numbers, role) for role in numbers["roles"]},
-        row_height=row_height(len(numbers["layers"])),
+        maps={role: svg.format_map(numbers, role) for role in numbers["roles"]},
+        row_height=svg.row_height(len(numbers["layers"])),
         names=parts.short_names(numbers),
         places={layer["name"]: i for i, layer in enumerate(numbers["layers"])},
         outliers=parts.outliers(report),
@@ -84,9 +84,9 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters.update(colour=colour, decibel=parts.decibel, explained=explained, shares=parts.shares)
+    made.filters.update(colour=svg.colour, decibel=parts.decibel, explained=explained, shares=parts.shares)
     made.globals.update(style=_asset("page.css"), script=_asset("page.js"), words=WORDS)
-    made.globals.update(paints=parts.PAINTS, above=ABOVE)
+    made.globals.update(paints=parts.PAINTS, above=ABOVE, svg=svg)
     return made.get_template("page.html")
 
 
