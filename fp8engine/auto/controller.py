@@ -141,6 +141,7 @@ class Controller:
     def _begin_step(self, backward: bool, gradients: bool) -> None:
         if self.tentative and not backward:  # the last forward proves to have been an evaluation's
             self._after_evaluation(gradients)
+            self.between.note(self.state, self.undecided)
             return
         self.tentative = not gradients
         self.state.decides_next = False

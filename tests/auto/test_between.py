@@ -114,3 +114,16 @@ def test_layers_made_by_hand_adopt_after_a_backward():
         loss_of(model(batch(number))).backward()
         step()
     assert {int(line.split()[1]) for line in lines(model)} >= {1}
+
+
+def test_a_write_after_an_evaluation_adopts_nothing_between_the_first_microbatches():
+    """Nothing has trained before: the weights that were seen in an evaluation are not those of a training forward."""
+    model = plain(fe.auto(interval=1))
+    with torch.no_grad():
+        model(batch(0))
+        for p in model.parameters():
+            p.mul_(1.0)
+    seen = []
+    model.blocks[0].up.register_forward_pre_hook(lambda *_: seen.append(formats(model)))
+    microbatches(model, 0)
+    assert seen == [seen[0]] * 3

@@ -1,0 +1,240 @@
+"""Random training programs that can be saved after every operation and gone on with in a fresh model.
+
+A program is a list of names of operations.  What an operation computes depends on its place in the program, on the
+state of the run, and on nothing else, so that a resumed run repeats the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from random_models import Model, batch, loss_of
+from torch import nn
+
+import fp8engine as fe
+from fp8engine.report.state import controllers_of
+
+RECIPES = {
+    "current": fe.current,
+    "delayed": lambda: fe.delayed(history=3, margin=1),
+    "delayed, most recent": lambda: fe.delayed(history=4, algo="most_recent"),
+    "delayed, no copies": lambda: replace(fe.delayed(history=2), cache_weights=False),
+    "rowwise": fe.rowwise,
+    "rowwise_exact": lambda: fe.rowwise(power_of_2=False),
+    "rowwise_gw_hp": fe.rowwise_gw_hp,
+    "blockwise": lambda: fe.blockwise(16),
+    "blockwise_exact": lambda: fe.blockwise(16, power_of_2=False),
+    "auto": lambda: fe.auto(interval=2),
+    "auto, frozen": lambda: fe.auto(interval=2, freeze_after=4),
+    "auto, speed": lambda: fe.auto(interval=3, objective="speed"),
+    "auto, budget": lambda: fe.auto(interval=2, budget=0.01),
+}
+OPERATIONS = (
+    *("train", "train", "train", "accumulate", "microbatch", "microbatch", "step", "evaluate", "infer", "forward"),
+    *("siamese", "write", "write data", "freeze", "rescale", "forget"),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is made of, all of a seed."""
+
+    seed: int
+    recipe: str
+    dtype: torch.dtype
+    autocast: bool
+    fuse: bool
+    example: bool
+    adam: bool
+    override: str | None
+
+    @staticmethod
+    def of(seed: int, recipe: str | None = None) -> Setting:
+        """A random setting.  recipe: a name that it shall have."""
+        draw = random.Random(seed)
+        drawn = draw.choice(sorted(RECIPES))
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        override = draw.choice([None, None, "rowwise", "delayed", "bf16"])
+        name = recipe or drawn
+        return Setting(
+            seed=seed,
+            recipe=name,
+            dtype=dtype,
+            autocast=dtype == torch.float32 and draw.random() < 0.4,
+            fuse=draw.random() < 0.7,
+            example=draw.random() < 0.4,
+            adam=draw.random() < 0.5,
+            override=override,
+        )
+
+    def program(self, length: int) -> list[str]:
+        """Operations of this seed: a few of any kind, with a training step at the end."""
+        draw = random.Random(self.seed + 1)
+        return [*draw.choices(OPERATIONS, k=length - 1), "train"]
+
+
+class Run:
+    """A model in training.  at: how many operations it has done; seen: what each of them has computed."""
+
+    def __init__(self, setting: Setting):
+        self.setting, self.at = setting, 0
+        torch.manual_seed(setting.seed)
+        self.model: Any = Model(random.Random(setting.seed + 2))
+        self.model.to(setting.dtype)
+        if any(kept in f"{setting.recipe} {setting.override}" for kept in ("gw_hp", "bf16", "auto")):
+            # Layers in 16 bits keep their input as it is, and torch refuses a backward that reads what was written.
+            for block in self.model.blocks:
+                vars(block)["between"] = "another"
+        overrides = {} if setting.override is None else {"blocks.0.*": setting.override}
+        options: dict[str, Any] = {"example_inputs": (self.inputs(-1).requires_grad_(),)} if setting.example else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fe.errors.EmulationWarning)
+            warnings.simplefilter("ignore", fe.errors.FusionWarning)  # of a model that has nothing to fuse
+            recipe = RECIPES[setting.recipe]()
+            fe.convert(self.model, recipe, overrides=overrides, fuse=setting.fuse, skip=_none, **options)
+        self.parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(self.parameters, lr=1e-3)
+            if setting.adam
+            else torch.optim.SGD(self.parameters, lr=1e-3, momentum=0.9)
+        )
+
+    def inputs(self, place: int) -> torch.Tensor:
+        """The batch of a place in the program; it grows and gets outliers, which predicted scales do not expect."""
+        draw = random.Random(1000 * self.setting.seed + place)
+        torch.manual_seed(1000 * self.setting.seed + place + 1)
+        return batch(self.model, draw, self.setting.dtype)
+
+    def call(self, place: int) -> torch.Tensor:
+        """The loss of a forward on the batch of that place."""
+        draw = random.Random(1000 * self.setting.seed + place)
+        x = self.inputs(place)
+        if torch.is_grad_enabled():
+            x.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16) if self.setting.autocast else contextlib.nullcontext():
+            loss = loss_of(self.model(x), draw)
+        if self.setting.recipe == "auto, budget" and torch.is_grad_enabled():
+            fe.scaling_state(self.model).see_loss(loss)
+        return loss
+
+    def do(self, operation: str) -> list[float]:
+        """Do the next operation; the losses that it saw."""
+        place, self.at = 10 * self.at, self.at + 1
+        if operation in ("train", "accumulate", "microbatch"):
+            losses = []
+            for i in range(3 if operation == "accumulate" else 1):
+                loss = self.call(place + i)
+                loss.backward()
+                losses.append(loss.item())
+            if operation != "microbatch":
+                self.step()
+            return losses
+        if operation == "siamese":
+            loss = (self.call(place) - self.call(place + 1)) * 0.5
+            loss.backward()
+            self.step()
+            return [loss.item()]
+        if operation == "forward":  # of which no backward comes
+            return [self.call(place).item()]
+        if operation in ("evaluate", "infer"):
+            self.model.eval()
+            with torch.no_grad() if operation == "evaluate" else torch.inference_mode():
+                losses = [self.call(place).item(), self.call(place + 1).item()]
+            self.model.train()
+            return losses
+        losses = []
+        watched = any(found.step >= 0 and not found.tentative for found in controllers_of(self.model))
+        if watched and operation in ("write", "write data", "freeze", "forget"):
+            # Between microbatches `auto` takes such a change for an optimizer's step, and a run that was resumed there
+            # can tell only if a training forward has come since.
+            losses = [self.call(place).item()]
+        self.change(operation, random.Random(place))
+        return losses
+
+    def change(self, operation: str, draw: random.Random) -> None:
+        """An operation that computes nothing."""
+        if operation == "step":
+            self.step()
+        elif operation == "rescale":
+            fe.scaling_state(self.model).rescale_gradients(draw.choice([0.5, 4.0]))
+        elif operation == "forget":
+            fe.weights_changed(self.model)
+        elif operation == "freeze":
+            chosen = draw.choice([parameter for parameter in self.parameters if parameter.dim() == 2])
+            chosen.requires_grad_(not chosen.requires_grad)
+            chosen.grad = None
+        else:
+            chosen = draw.choice(self.parameters)
+            with torch.no_grad():
+                (chosen.data if operation == "write data" else chosen).mul_(1.25)
+
+    def step(self) -> None:
+        """A step of the optimizer."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self) -> bytes:
+        """A checkpoint as users write it, with the gradients of microbatches whose optimizer step is still to come."""
+        file = io.BytesIO()
+        gradients = [(parameter.requires_grad, parameter.grad) for parameter in self.parameters]
+        scaling = fe.scaling_state_dict(self.model)
+        torch.save([self.at, self.model.state_dict(), self.optimizer.state_dict(), gradients, scaling], file)
+        return file.getvalue()
+
+    @staticmethod
+    def resumed(setting: Setting, saved: bytes) -> Run:
+        """A run in a fresh model, converted again, that goes on from a checkpoint."""
+        at, weights, optimizer, gradients, scaling = torch.load(io.BytesIO(saved), weights_only=True)
+        run = Run(setting)
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(optimizer)
+        for parameter, (trained, gradient) in zip(run.parameters, gradients, strict=True):
+            parameter.requires_grad_(trained)
+            parameter.grad = gradient
+        fe.load_scaling_state_dict(run.model, scaling)
+        run.at = at
+        return run
+
+    def state(self) -> dict[str, Any]:
+        """All that the run has come to: equal for runs that are the same."""
+        found: dict[str, Any] = {}
+        for name, parameter in self.model.named_parameters():
+            found[name] = _bits(parameter)
+            found[f"gradient of {name}"] = _bits(parameter.grad)
+        for name, slot in fe.scaling_state_dict(self.model)["slots"].items():
+            for key, tensor in slot.items():
+                if name.endswith(".weight") and key in ("counts", "live"):
+                    # Copies of a weight that are kept are no state.  A resumed run casts it once more, counts that, and
+                    # has its amax in this step already; when the step ends, the other run enters the same.
+                    tensor = tensor[:0] if key == "counts" else tensor[1:]
+                found[f"{name}, {key}"] = _bits(tensor)
+        for controller in controllers_of(self.model):
+            found["decisions"] = [line for change in controller.log for line in change.lines()]
+            found["step of auto"] = controller.step
+        return found
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what two states differ in, with both values of the first."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    shown = [f"{name}: {str(one.get(name))[:120]} / {str(other.get(name))[:120]}" for name in names[:1]]
+    return [*shown, *names[1:]]
+
+
+def _bits(tensor: torch.Tensor | None) -> list | None:
+    """A tensor's numbers, in a form of which NaN is equal to itself."""
+    if tensor is None:
+        return None
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.dtype.itemsize]
+    return tensor.detach().clone().view(-1).view(bits).tolist()
+
+
+def _none(name: str, module: nn.Module) -> bool:
+    """Every layer is converted."""
+    return False
