@@ -191,7 +191,9 @@ TABLE = [
     plain("gated mlp", lambda: nn.Sequential(nn.RMSNorm(WIDTH, 1e-6), Gated())),
     plain("two blocks", lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))),
     plain("attention in fp8", Attention, attention="fp8"),
-    plain("frozen codes and an adapter", Adapted, "recipe bf16", frozen="fp8"),  # there are no codes to freeze
+    # In 16 bits there are no codes to freeze.  A frozen layer, whose scales are never predicted, shows the amax of what
+    # it read last, of an evaluation too; a graph shows none.
+    plain("frozen codes and an adapter", Adapted, "recipe bf16", "evaluation", "compiled", frozen="fp8"),
     plain("tied weights", Tied),
     # It is described by the call that was cast last, which is the first one where a backward pass repeats both; without
     # gradients its weight is cast once for both.
@@ -220,11 +222,28 @@ TABLE = [
         lambda recipe: fe.LayerNormMLP(WIDTH, INNER, "swiglu", recipe=recipe, recompute=True, store="fp8"),
         *PARTS,
     ),
+    ours(
+        "layer norm and mlp, recomputed",
+        lambda recipe: fe.LayerNormMLP(WIDTH, INNER, "swiglu", recipe=recipe, recompute=True),
+        *PARTS,
+    ),
+    ours(
+        "layer norm and linear, recomputed from fp8",
+        lambda recipe: fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe, recompute=True, store="fp8"),
+        *PARTS,
+    ),
     ours("transformer", transformer),
     ours(
         "transformer with norms at the end, recomputed from fp8",
         lambda recipe: transformer(recipe, placement="post", recompute=True, store="fp8"),
         *PARTS,
     ),
-    ours("transformer with dropout", lambda recipe: transformer(recipe, dropout=0.3), "compiled"),  # other draws
+    # A graph draws other numbers.
+    ours("transformer with dropout", lambda recipe: transformer(recipe, dropout=0.3), "compiled"),
+    ours(
+        "transformer with norms at the end and dropout, recomputed",
+        lambda recipe: transformer(recipe, placement="post", dropout=0.3, recompute=True),
+        "compiled",
+        *PARTS,
+    ),
 ]
