@@ -8,7 +8,7 @@ here, and has all of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,15 @@ CASTS = {
     )
 }
 # None, or what a slot predicts and whether it records and counts: nothing, what holds, and what saturates.
-SLOTS = (None, (0.0,), (2.0**-20,), (2.0**20,), (2.0**20, False), (0.0, True, False), (1.0, False, False))
+SLOTS: tuple[Any, ...] = (
+    None,
+    (0.0,),
+    (2.0**-20,),
+    (2.0**20,),
+    (2.0**20, False),
+    (0.0, True, False),
+    (1.0, False, False),
+)
 
 
 def slotted(way: tuple | None) -> Slot | None:
@@ -95,7 +103,7 @@ def _act(given: Given, kind: str, way: tuple) -> tuple:
 
 
 def _act_backward(given: Given, kind: str, way: tuple) -> tuple:
-    x, _, to, up = _act(given, kind, (None, False, None) if way[0] is None else (way[0], False, way[2]))
+    x, _, to, up = _act(given, kind, (way[0], False, way[2]))
     return given.matrix(given.m, given.k), x, kind, to._replace(transposed=way[1]), up
 
 
@@ -137,7 +145,7 @@ def _tables(given: Given, form: int, way: bool) -> tuple:
 
 def _bounds(given: Given) -> torch.Tensor:
     """Two experts, of which one may have no rows."""
-    first = given.m // 3 if given.layout == "rows" else 0
+    first = given.m // 3 if given.m > 8 else 0
     return of_experts.bounds_of(torch.tensor([first, given.m - first]))
 
 
@@ -147,18 +155,16 @@ def _rows(given: Given, form: tuple[Cast, Cast], way: tuple) -> tuple:
     return a, b, _bounds(given), torch.randn(2, 128) if biased else None, out, (precision, False)
 
 
-def _rows_twin(a: Operand, b: Operand, bounds, bias_EN, out, way: tuple[str, bool]) -> torch.Tensor:
-    def each(*pair):
-        return reference.emulate(*pair, way[0])
+def _product(precision: str) -> Callable[..., torch.Tensor]:
+    return lambda a, b, bias_N, out: reference.emulate(a, b, bias_N, out, precision)
 
-    return of_experts.grouped_rows(a, b, bounds, bias_EN, out, each)
+
+def _rows_twin(a: Operand, b: Operand, bounds, bias_EN, out, way: tuple[str, bool]) -> torch.Tensor:
+    return of_experts.grouped_rows(a, b, bounds, bias_EN, out, _product(way[0]))
 
 
 def _sums_twin(a: Operand, b: Operand, bounds, out, way: tuple[str, bool]) -> torch.Tensor:
-    def each(*pair):
-        return reference.emulate(*pair, way[0])
-
-    return of_experts.grouped_sums(a, b, bounds, out, way[1], each)
+    return of_experts.grouped_sums(a, b, bounds, out, way[1], _product(way[0]))
 
 
 def _experts_twin(x, cast: Cast, bounds, slot, transposed: bool) -> Operand:

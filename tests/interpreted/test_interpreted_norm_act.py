@@ -4,8 +4,11 @@ What a kernel computes is held against float64 beside the kernel.  Here every op
 dispatcher, is held against a cast of its own result: codes, scales, and the slot's tables, bit for bit.
 """
 
+import itertools
+
 import pytest
 import torch
+from activations import EXACT, OF_GATE
 from casts import E4M3, E5M2, assert_same, bits
 from interpreted.test_interpreted_act import numbers, slot_of
 from interpreted.test_interpreted_ops import launched  # noqa: F401  a fixture
@@ -101,14 +104,31 @@ def test_an_activations_launches(kind, form, launched):  # noqa: F811
     assert ((back.dbias_K - back.dx_MK.double().sum(0)).abs() <= 39 * U * back.dx_MK.double().abs().sum(0)).all()
 
 
-def test_16_bits_are_rounded_once_and_relu_is_its_twin():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_rounded_once(dtype):
+    """From the FP32 result, which does not depend on the codes beside it."""
+    x, dy = numbers(33, 130, dtype, 1), numbers(33, 130, dtype, 2)
+    with fe.backend("triton"):
+        for norm, to in itertools.product((LAYER, RMS), (Store(), Store(TENSOR, True), Store(ROW))):
+            wide, *_, rows = norm_act.norm_quantize(x.float(), None, None, norm)
+            y, *_, same = norm_act.norm_quantize(x, None, None, norm, to)
+            assert torch.equal(y, wide.to(dtype))
+            assert torch.equal(same.rstd_M, rows.rstd_M)
+            given = x[:1].float()[0], rows, norm
+            dx, dweight, _ = norm_act.norm_quantize_backward(dy, x, *given)
+            wide = norm_act.norm_quantize_backward(dy.float(), x.float(), *given)
+            assert torch.equal(dx, wide.dx_MK.to(dtype))
+            assert torch.equal(dweight, wide.dweight_K)
+        for kind in EXACT:
+            y, dy_MN = norm_act.act_quantize(x, kind, Store(TENSOR))[0], dy[:, : 65 if kind in OF_GATE else 130]
+            assert torch.equal(y, norm_act.act_quantize(x.float(), kind)[0].to(dtype))
+            dx = norm_act.act_quantize_backward(dy_MN, x, kind, Store(TENSOR)).dx_MK
+            assert torch.equal(dx, norm_act.act_quantize_backward(dy_MN.float(), x.float(), kind).dx_MK.to(dtype))
+
+
+def test_relu_is_its_twin():
     x, dy = numbers(5, 70, torch.float16, 1), numbers(5, 70, torch.float16, 2)
     with fe.backend("triton"):
-        y, q, q_t, rows = norm_act.norm_quantize(x, None, None, LAYER)
-        assert (q, q_t) == (None, None)
-        assert torch.equal(y, norm_act.norm_quantize(x.float(), None, None, LAYER)[0].half())
-        dx = norm_act.norm_quantize_backward(dy, x, None, rows, LAYER).dx_MK
-        assert torch.equal(dx, norm_act.norm_quantize_backward(dy, x.float(), None, rows, LAYER).dx_MK.half())
         assert torch.equal(norm_act.act_quantize(x, "relu")[0], torch.relu(x))
         assert torch.equal(norm_act.act_quantize_backward(dy, x, "relu").dx_MK, dy * (x > 0))
 

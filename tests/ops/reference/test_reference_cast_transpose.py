@@ -54,22 +54,6 @@ def test_per_tensor_the_transpose_holds_the_same_codes():
     assert q_t.scale == q.scale
 
 
-def test_a_transposed_input():
-    x_KM = sample(61, 37)
-    how = cast_of(E4M3, 1, -1)
-    for found, wanted in zip(cast_transpose(x_KM.t(), how), cast_transpose(x_KM.t().contiguous(), how), strict=True):
-        assert_operand(found, wanted.data, wanted.scale)
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
-@pytest.mark.parametrize("group", GROUPS)
-def test_empty(group, shape):
-    how = cast_of(E4M3, *GROUPS[group])
-    q, q_t = cast_transpose(torch.empty(shape), how)
-    assert (q.data.shape, q_t.data.shape) == (shape, shape[::-1])
-    assert (q.scale.shape, q_t.scale.shape) == (how.scale_shape(*shape), how.scale_shape(*shape[::-1]))
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_tensor_is_counted_once(group):
     slot = new_slot()
@@ -140,8 +124,3 @@ def test_a_result_is_rounded_once_and_lies_in_rows(dtype):
     assert y.dtype == dtype
     assert y.is_contiguous()
     assert_same(y.float(), y_MK.to(dtype).float())
-
-
-def test_a_single_rows_transpose_is_memory_of_its_own():
-    q, q_t = cast_transpose(torch.randn(1, 9), cast_of(E4M3, -1, -1))
-    assert q.data.data_ptr() != q_t.data.data_ptr()
