@@ -205,24 +205,6 @@ def test_codes_of_two_matrices_are_those_of_one(form):
 
 
 @pytest.mark.parametrize("form", WAYS, ids=str)
-@settings(max_examples=2)
-@given(SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from(DTYPES), st.integers(0, 99))
-def test_codes_are_a_casts_of_what_was_rounded(form, m, n, kind, dtype, seed):
-    k = 2 * n if kind in kernel.GATED else n
-    x, dy = numbers(m, k, dtype, seed, seed % 2 == 0), numbers(m, n, dtype, seed + 1)
-    to = way(*form)
-    found = act_quantize(x, kind, to)
-    assert_rounded(found[0], act_quantize(x.float(), kind, Store())[0])
-    assert_stored(found, to, way(*form), made_by_kernel(form))
-    to = way(*form)
-    *found, dup, sums = act_quantize_backward(dy, x, kind, to)
-    assert dup is None
-    assert_rounded(found[0], act_quantize_backward(dy.float(), x.float(), kind, Store())[0])
-    assert_stored(tuple(found), to, way(*form), made_by_kernel(form, True, kind in kernel.GATED and n % 128 > 0))
-    assert ((sums - found[0].double().sum(0)).abs() <= (m + 2) * U * found[0].double().abs().sum(0)).all()
-
-
-@pytest.mark.parametrize("form", WAYS, ids=str)
 def test_groups_of_128_and_several_tiles_a_program(form, few_programs):
     n = 256 if form[1] == (1, 128) else 128
     x, dy = numbers(66, 2 * n, torch.bfloat16, 3), numbers(66, n, torch.bfloat16, 4)
