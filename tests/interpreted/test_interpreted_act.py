@@ -292,6 +292,8 @@ def test_an_activation_without_a_gradient_is_an_error_and_not_another_ones_gradi
     """Its twin cannot be written: a row of ACTIVATIONS has a field without a default for the gradient."""
     monkeypatch.setitem(kernel.FUNCTIONS, "leaky", "leaky")
     x, to = numbers(4, 16, torch.bfloat16, 1), way(E4M3, (-1, -1), False, False, 0.0)
+    with pytest.raises(InterpreterError, match="no branch for this function"):
+        act_quantize(x, "leaky", to)
     with pytest.raises(InterpreterError, match="dx"):
         act_quantize_backward(x, x, "leaky", to)
     with pytest.raises(TypeError, match="backward"):
