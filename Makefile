@@ -13,7 +13,7 @@ OLDEST := -W "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarn
 PYRIGHT := $(VENV)/bin/pyright --pythonpath $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all titan serve-check test-oldest check static types codegen codegen-all resolve emulated gpu gpu-pack bench distributed mutants \
+.PHONY: help demo test test-all titan serve-check test-oldest check static types codegen codegen-all resolve nightly emulated gpu gpu-pack bench distributed mutants \
 	clean browser
 .NOTPARALLEL:  # two installs into one .venv would meet
 
@@ -65,6 +65,9 @@ codegen-all: $(VENV)/dev.stamp  ## before a release: the same with every Triton 
 
 resolve: $(VENV)/dev.stamp  ## can every extra be installed, on every Python and system?  By the metadata of the package index alone
 	$(PY) benchmarks/resolve.py
+
+nightly: $(VENV)/dev.stamp  ## random models and programs against oracles of their own, for an hour; SEEDS=... programs
+	$(PYTEST) tests/nightly -n $(JOBS) --seeds $(or $(SEEDS),20000)
 
 emulated: $(VENV)/dev.stamp  ## kernels executed from their PTX on a card made of NumPy: every case under ten seeds
 	$(PYTEST) tests/emulated --whole -n $(JOBS)

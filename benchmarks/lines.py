@@ -25,22 +25,22 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_888,
-    "auto": 1_446,
-    "autograd": 1_946,
+    "auto": 1_447,
+    "autograd": 1_957,
     "bench": 951,
     "cli": 965,
     "convert": 1_497,
     "demo": 1_057,
     "distributed": 2_294,
-    "export": 1_241,
+    "export": 1_242,
     "integrations": 199,
     "kernels": 3_454,
-    "nn": 1_277,
-    "numerics": 595,
+    "nn": 1_275,
+    "numerics": 613,
     "ops": 2_943,
     "report": 2_990,
-    "scaling": 1_226,
-    "top level": 364,
+    "scaling": 1_227,
+    "top level": 361,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -23,12 +23,9 @@ from fp8engine.nn import (
     TransformerLayer,
     weights_changed,
 )
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32, Format
 from fp8engine.numerics.recipe import (
-    Cast,
-    PerBlock,
-    PerRow,
-    PerTensor,
     Recipe,
     auto,
     blockwise,

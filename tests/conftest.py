@@ -27,6 +27,9 @@ collect_ignore = [
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make emulated` gives --whole, `make test` and `make test-all` give --part."""
     parser.addoption("--whole", action="store_true", help="tests/emulated: every case under every seed, and more cases")
+    parser.addoption(
+        "--seeds", type=int, default=16, help="tests/nightly: how many random programs; `make nightly` gives more"
+    )
     parser.addoption("--part", choices=PARTS, help="of all tests: a few cases of each function, or all other cases")
 
 

@@ -25,8 +25,9 @@ from fp8engine.auto.policy import Needs, needs_of
 from fp8engine.autograd.features import STORED
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.ready import TAKEN
+from fp8engine.numerics.cast import Cast, PerTensor
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, Format
-from fp8engine.numerics.recipe import Auto, Cast, PerTensor, Recipe
+from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.scaling.output_slots import ELEMENTS, GATHERED
 from fp8engine.scaling.prediction import Measured, Prediction
 from fp8engine.scaling.sample import read_row

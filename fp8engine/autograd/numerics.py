@@ -62,7 +62,7 @@ class Numerics:
         self.result = products.in_16_bits if recipe.stored is None else products.in_fp8
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (recipe.forward, recipe.dgrad))
-        self.weight = KeptWeight(recipe.cache_weights, joined, self.smooth)
+        self.weight = KeptWeight(recipe.cache_weights, joined, self.smooth, recipe.window)
 
     @property
     def shard(self) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fp8engine.autograd.stored_tensor import StoredTensor
-from fp8engine.numerics.recipe import PerTensor
+from fp8engine.numerics.cast import PerTensor
 from fp8engine.ops import matmul
 from fp8engine.ops.reference import Epilogue, Operand
 from fp8engine.scaling.table import OUTPUT

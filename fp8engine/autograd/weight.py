@@ -7,7 +7,8 @@
     True    as long as the weight stands ("asked")
     False   not even until backward, which casts the weight again
 
-Under predicted scales a copy of a trained weight stands until they are predicted again, but for "asked".
+Under predicted scales a copy stands until they are predicted again, that of a frozen weight until its amax fills the
+window and its scale stays; but for "asked".
 A copy is used again only while the parameter is the same tensor (`Mark`) at the same address and its version counter
 stands still, and on a CPU its fingerprint too (of its samples alone where a copy was asked for).  Writes through
 `.data` and by collectives do not move the counter.  Where nothing can be read without waiting for the device:
@@ -56,10 +57,13 @@ class Mark:
 
 
 class Version:
-    """One version of a weight and its copies.  why: the word of the table above, "" for nothing kept."""
+    """One version of a weight and its copies.
 
-    def __init__(self, mark: Mark | None = None, key: tuple = (), why: str = ""):
-        self.mark, self.key, self.why = mark, key, why
+    why: the word of the table above, "" for nothing kept.  since: how many scales were predicted at its first use.
+    """
+
+    def __init__(self, mark: Mark | None = None, key: tuple = (), why: str = "", since: int = 0):
+        self.mark, self.key, self.why, self.since = mark, key, why, since
         self.kept: Operands | None = None
         self.latest: Callable[[], Operands | None] = _nothing
 
@@ -87,10 +91,11 @@ class KeptWeight:
 
     joined: ranks cast their parts of it together.  None may find a copy that others do not, so none is looked for.
     product: what is cast is the weight times other scales at every call (smooth.py).
+    window: steps of amaxes that decide a predicted scale.
     """
 
-    def __init__(self, cache: bool | str = "auto", joined: bool = False, product: bool = False):
-        self.cache, self.joined, self.product = cache, joined, product
+    def __init__(self, cache: bool | str = "auto", joined: bool = False, product: bool = False, window: int = 1):
+        self.cache, self.joined, self.product, self.window = cache, joined, product, window
         self.version = Version()
         self.again = False  # the latest version was read by more than one step's worth of calls
         self.moves = False  # its counter has moved between calls
@@ -111,7 +116,7 @@ class KeptWeight:
         whether these wait for the backward of the call that reads them; and whether they outlive it.
 
         predictions: of the weight's scale so far.  A copy under an older one is not read again: what a layer computes
-        does not depend on which copies there are.  (A frozen weight has one amax, and so one scale.)
+        does not depend on which copies there are.  (A frozen weight's amax fills the window, and its scale stays then.)
         weight: real data, of eager code.
         """
         if self.cache is False:
@@ -128,13 +133,17 @@ class KeptWeight:
             self.give_up()
             return Operands(), False, False  # held until backward, it would undo fully_shard's sharding
         mark = Mark.of(weight if weight._base is None else weight._base)  # a Conv1D's is a new view at every call
-        if self.cache is True or not weight.requires_grad:
+        version, values = self.version, (weight.data_ptr(), weight.shape, weight._version, seen)
+        stands = version.mark is mark and version.key[:-1] == values
+        since = version.since if stands else predictions
+        if self.cache is True:
             predictions = 0
-        key = (weight.data_ptr(), weight.shape, weight._version, seen, predictions)
-        version = self.version
-        if version.mark is not mark or version.key != key:
+        elif not weight.requires_grad:
+            predictions = min(predictions - since, self.window)
+        key = (*values, predictions)
+        if not stands or version.key != key:
             self.moves |= version.key[:2] == key[:2] and version.key[2] != key[2]
-            version = self.version = Version(mark, key, self._why_kept(weight, training))
+            version = self.version = Version(mark, key, self._why_kept(weight, training), since)
         elif training and not in_backward() and version.read_again and (seen or self.moves):
             self.again, version.why = True, "read again"
         if not (version.why or training):

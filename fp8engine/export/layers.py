@@ -24,9 +24,9 @@ from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers,
 from fp8engine.errors import ConversionError
 from fp8engine.export.layout import COMPRESSED, OURS
 from fp8engine.nn.linear import Float8Module
-from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.cast import Cast, PerBlock, PerTensor
 from fp8engine.numerics.formats import E4M3
-from fp8engine.numerics.recipe import PerBlock, PerTensor, Recipe, blockwise, current, rowwise
+from fp8engine.numerics.recipe import Recipe, blockwise, current, rowwise
 
 BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"

@@ -22,8 +22,9 @@ from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.nn.serving import config_of, scale_name, words_of
+from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import E4M3
-from fp8engine.numerics.recipe import Auto, PerBlock, PerRow, PerTensor, Recipe, blockwise, current, rowwise
+from fp8engine.numerics.recipe import Auto, Recipe, blockwise, current, rowwise
 
 OURS = "fp8engine"
 COMPRESSED = "compressed-tensors"

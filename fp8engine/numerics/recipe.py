@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fp8engine.errors import InvalidRecipe, UnknownName
-from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor, serves_both
+from fp8engine.numerics.cast import Cast, PerBlock, serves_both
+from fp8engine.numerics.fields import decoded, encoded
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
@@ -114,6 +115,12 @@ class Recipe:
                 raise InvalidRecipe(f"{matmul} would multiply {a} by {b}: both operands in FP8 or neither")
             if a.format == b.format == E5M2:
                 raise InvalidRecipe(f"{matmul} would multiply E5M2 by E5M2, which Hopper's Tensor Cores refuse")
+        for role, other, first, second in self._pairs():
+            if second.delayed and second != first.along(0):
+                raise InvalidRecipe(
+                    f"{other}={second} beside {role}={first}: a scale is predicted for an operand's first cast alone; "
+                    f"give {other} scaling='current', or make the two casts equal"
+                )
         if self.stored is not None and not (
             isinstance(self.stored, Cast)
             and self.stored.delayed
@@ -148,6 +155,15 @@ class Recipe:
             },
             predicts_weight=w.delayed or w_t.delayed,
         )  # past the frozen attributes
+
+    def _pairs(self) -> tuple[tuple[str, str, Cast, Cast], ...]:
+        """(role, name of its other cast, cast for its first matmul, cast for its second)."""
+        (x, w), (dy, w_t), (dy_t, x_t) = self.forward, self.dgrad, self.wgrad
+        return (
+            ("weight", "weight_for_dgrad", w, w_t),
+            ("input", "input_for_wgrad", x, x_t),
+            ("grad_output", "grad_output_for_wgrad", dy, dy_t),
+        )
 
     def operands(self, matmul: str) -> tuple[Cast, Cast]:
         """The casts of the two operands of "forward" (x, w), "dgrad" (dy, w) or "wgrad" (dy, x)."""
@@ -190,13 +206,13 @@ class Recipe:
 
     def to_json(self) -> str:
         """One JSON object; `Recipe.from_json` gives back an equal recipe."""
-        return json.dumps({f.name: _encode(getattr(self, f.name)) for f in fields(self) if f.init})
+        return json.dumps({f.name: encoded(getattr(self, f.name)) for f in fields(self) if f.init})
 
     @staticmethod
     def from_json(text: str) -> Recipe:
         """The recipe that `to_json` wrote.  Raises InvalidRecipe on a missing or unknown field."""
         try:
-            parts: dict[str, Any] = {key: _decode(value) for key, value in json.loads(text).items()}
+            parts: dict[str, Any] = {key: decoded(value) for key, value in json.loads(text).items()}
             return (Auto if "interval" in parts else Recipe)(**parts)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise InvalidRecipe(f"not a recipe's JSON: {error}") from error
@@ -237,32 +253,6 @@ class Auto(Recipe):
             raise InvalidRecipe(f"auto(freeze_after={self.freeze_after!r}): a training step, or None for never")
         if self.objective not in OBJECTIVES:
             raise UnknownName("objective", self.objective, OBJECTIVES)
-
-
-def _encode(value):
-    if isinstance(value, Format):
-        return {"format": value.name}
-    if isinstance(value, Cast):
-        kind = {"kind": type(value.granularity).__name__, **vars(value.granularity)}
-        return {
-            "cast": value.format.name,
-            "granularity": kind,
-            "scaling": value.scaling,
-            "power_of_2": value.power_of_2,
-        }
-    return [_encode(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _decode(value):
-    if isinstance(value, list):
-        return tuple(_decode(each) for each in value)
-    if not isinstance(value, dict):
-        return value
-    if "format" in value:
-        return Format.named(value["format"])
-    kind = dict(value["granularity"])
-    granularity = {"PerTensor": PerTensor, "PerRow": PerRow, "PerBlock": PerBlock}[kind.pop("kind")](**kind)
-    return Cast(Format.named(value["cast"]), granularity, value["scaling"], power_of_2=value["power_of_2"])
 
 
 # A row is a recipe: the casts of input, weight and grad_output; then those of weight_for_dgrad, input_for_wgrad and

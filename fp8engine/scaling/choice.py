@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
@@ -126,22 +126,26 @@ def recipe_of(auto: Auto, choice: Choice, layer: int) -> Recipe:
             made = [(role, casts(role, found.granularity, format, auto.input.scaling)) for role, format in pairs]
             read[matmul] = [both[min(reading(role, matmul), len(both) - 1)] for role, both in made]
     (x, w), (dy, w_t), (dy_t, x_t) = read["forward"], read["dgrad"], read["wgrad"]
-    alike = lambda first, second: None if second == first.along(0) else second  # noqa: E731 - three uses below
     blocks = [matmul for matmul in MATMULS if (found := used.get((layer, matmul))) and found[0] == "block"]
     return Recipe(
         name="auto",
         input=x,
         weight=w,
         grad_output=dy,
-        weight_for_dgrad=alike(w, w_t),
-        input_for_wgrad=alike(x, x_t),
-        grad_output_for_wgrad=alike(dy, dy_t),
+        weight_for_dgrad=_other(w, w_t),
+        input_for_wgrad=_other(x, x_t),
+        grad_output_for_wgrad=_other(dy, dy_t),
         margin=choice.margin,
         history=auto.history,
         fast_accumulation=tuple(matmul for matmul in auto.fast_accumulation if matmul not in blocks),
         output=auto.output,
         cache_weights=auto.cache_weights,
     )
+
+
+def _other(first: Cast, second: Cast) -> Cast | None:
+    """The cast of an operand's second matmul, where it is another; under its own amax, as none is predicted for it."""
+    return None if second == first.along(0) else replace(second, scaling="current")
 
 
 def label(slot: SlotKey, choice: Choice) -> str:

@@ -10,7 +10,8 @@ from support import EXACT_SCALES
 import fp8engine as fe
 from fp8engine.autograd.gathered import GatheredWeight, for_dgrad, for_forward, why_not
 from fp8engine.errors import ParallelError
-from fp8engine.numerics.recipe import Cast, PerRow, PerTensor, Recipe, resolve
+from fp8engine.numerics.cast import Cast, PerRow, PerTensor
+from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops import casts
 from fp8engine.scaling.table import ScalingState
 

@@ -47,13 +47,15 @@ class Instruction:
 class Program:
     """A kernel: its instructions, the names of its parameters in order, the width of its registers by prefix or name.
 
-    key: a checksum of its text.  fragments: registers that a wgmma uses, as sums or as operands.
+    key: a checksum of its text.  architecture: 80, 89 or 90, for which it was compiled.
+    fragments: registers that a wgmma uses, as sums or as operands.
     """
 
     name: str
     key: int
     threads: int
     parameters: list[str]
+    architecture: int = 90
     instructions: list[Instruction] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
     fragments: set[str] = field(default_factory=set)
@@ -67,7 +69,9 @@ def read(ptx: str) -> Program:
     threads = re.search(r"\.reqntid\s+(\d+)", head)
     if name is None or threads is None:
         raise UnknownInstruction("the module has no .entry with .reqntid")
-    program = Program(name[1], zlib.crc32(ptx.encode()), int(threads[1]), PARAMETER.findall(head))
+    target = re.search(r"\.target\s+sm_(\d+)", ptx)
+    architecture = int(target[1]) if target else 90
+    program = Program(name[1], zlib.crc32(ptx.encode()), int(threads[1]), PARAMETER.findall(head), architecture)
     _Body(program).read(body)
     return program
 

@@ -1,8 +1,8 @@
 """Tensor Core instructions: fragments, matrix descriptors, products.
 
-A product's sum over K is exact here (float64) and added to the FP32 accumulator with one rounding.  A card adds in an
-accumulator that is narrower and in an order that is not documented: what is compared bit for bit multiplies small
-integers, whose sums are exact in any.
+FP8 products are added as Hopper and Ada add them (accumulator.py).  Of FP16 and BF16 the sum over K is exact here
+(float64) and added to the FP32 accumulator with one rounding; in which order a card adds those is not documented: what
+is compared bit for bit multiplies small integers, whose sums are exact in any.
 
 Layouts: PTX ISA, 9.7.14 (mma.m16n8k16, m16n8k32, ldmatrix, stmatrix) and 9.7.15 (wgmma, matrix descriptor).
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from emulator import numbers
+from emulator import accumulator, numbers
 from emulator.arithmetic import Execute, rule, unknown
 from emulator.faults import Fault, Misaligned
 from emulator.numbers import Array
@@ -42,6 +42,13 @@ def decode(kind: str) -> Callable[[Array], Array]:
     if kind == "f16":
         return lambda data: np.ascontiguousarray(data).view(np.float16).astype(np.float64)
     raise Fault(f"operands of type {kind}")
+
+
+def sum_of(program: Program, kinds: tuple[str, str]) -> Callable[[Array, Array, Array], Array]:
+    """What adds a @ b^T to c, FP32 [..., R, C], of operands of these kinds."""
+    if kinds[0] in accumulator.SMALLEST:
+        return lambda a, b, c: accumulator.add(a, b, c, kinds, program.architecture)
+    return lambda a, b, c: (c.astype(np.float64) + a @ b.swapaxes(-1, -2)).astype(np.float32)
 
 
 @rule("wgmma")
@@ -96,7 +103,7 @@ def _mma_async(program: Program, ins: Instruction) -> Execute:
     read_a = None if from_registers else reader(program, ins.operands[1], "b64")
     read_b, read_keep = reader(program, ins.operands[2], "b64"), reader(program, ins.operands[3], "pred")
     reads_sum, writes = [reader(program, name, "f32") for name in sums], [writer(program, name) for name in sums]
-    values_a, values_b = decode(kinds[0]), decode(kinds[1])
+    values_a, values_b, added = decode(kinds[0]), decode(kinds[1]), sum_of(program, kinds)
     used = [*sums, *(several(ins.operands[1]) if from_registers else [])]
     place = np.arange(len(sums))[:, None]
     lane, warp = np.arange(WARPGROUP) % WARP, np.arange(WARPGROUP) // WARP
@@ -116,12 +123,12 @@ def _mma_async(program: Program, ins: Instruction) -> Execute:
                 a = read.matrix(read_a(cta)[lanes], ROWS, k, itemsize, turn_a)
             b = read.matrix(read_b(cta)[lanes], n, k, itemsize, turn_b)
             with np.errstate(all="ignore"):
-                product = (values_a(a) @ values_b(b).T)[row, column]
+                before = np.zeros((ROWS, n), np.float32)
                 if keeps[lanes.start]:
                     with cta.using_sums():
-                        before = np.stack([np.broadcast_to(each(cta), cta.threads)[lanes] for each in reads_sum])
-                    product = before.astype(np.float64) + product
-                totals[:, lanes] = product.astype(np.float32)
+                        held = [np.broadcast_to(each(cta), cta.threads)[lanes] for each in reads_sum]
+                    before[row, column] = np.stack(held)
+                totals[:, lanes] = added(values_a(a), values_b(b), before)[row, column]
             cta.products[group][-1].append((sums, read.column, read.epoch))
         with cta.using_sums():
             for write, total in zip(writes, totals, strict=True):
@@ -182,7 +189,7 @@ def _mma(program: Program, ins: Instruction) -> Execute:
     d, a, b, c = (several(operand) for operand in ins.operands)
     reads = [[reader(program, name, kind) for name in names] for names, kind in ((a, "b32"), (b, "b32"), (c, "f32"))]
     writes = [writer(program, name) for name in d]
-    values_a, values_b = decode(kinds[1]), decode(kinds[2])
+    values_a, values_b, added = decode(kinds[1]), decode(kinds[2]), sum_of(program, (kinds[1], kinds[2]))
 
     def execute(cta: Cta, mask: Mask) -> None:
         warps = cta.threads // WARP
@@ -196,10 +203,13 @@ def _mma(program: Program, ins: Instruction) -> Execute:
             data = np.ascontiguousarray(register).view(np.uint8).reshape(warps, WARP, 4)
             whole_b[:, (LANE // 4)[:, None], byte + 16 * place] = data
         with np.errstate(all="ignore"):
-            product = values_a(whole_a) @ values_b(whole_b).transpose(0, 2, 1)
-            for place, (before, write) in enumerate(zip(got[2], writes, strict=True)):
-                added = before.astype(np.float64) + product[:, LANE // 4 + 8 * (place // 2), LANE % 4 * 2 + place % 2]
-                write(cta, mask, added.astype(np.float32).ravel())
+            before = np.zeros((warps, 16, 8), np.float32)
+            places = [(slice(None), LANE // 4 + 8 * (i // 2), LANE % 4 * 2 + i % 2) for i in range(4)]
+            for place, held in zip(places, got[2], strict=True):
+                before[place] = held
+            total = added(values_a(whole_a), values_b(whole_b), before)
+            for place, write in zip(places, writes, strict=True):
+                write(cta, mask, total[place].ravel())
 
     return execute
 

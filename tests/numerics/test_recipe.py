@@ -14,6 +14,7 @@ from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.numerics.recipe import MATMULS, RECIPES, Cast, Recipe, resolve
 
 E4M3, E5M2, BF16 = Cast(fe.E4M3), Cast(fe.E5M2), Cast(fe.BF16)
+DELAYED_E5M2 = Cast(fe.E5M2, scaling="delayed")
 SIZES = st.integers(1, 512)
 GRANULARITIES = st.one_of(
     st.just(fe.PerTensor()), st.builds(fe.PerRow, st.sampled_from([-1, 0])), st.builds(fe.PerBlock, SIZES, SIZES)
@@ -29,13 +30,17 @@ WIDE_CASTS = st.builds(Cast, st.sampled_from([fe.BF16, fe.FP16, fe.FP32]))
 def recipes(draw) -> Recipe:
     """Any recipe that contradicts itself nowhere, with each matmul in FP8 or not."""
     one = {matmul: FP8_CASTS if draw(st.booleans()) else WIDE_CASTS for matmul in MATMULS}
-    dgrad, wgrad = draw(one["dgrad"]), draw(one["wgrad"])
+    # A scale is predicted for an operand's first cast alone.
+    second = {
+        matmul: casts.map(lambda cast: dataclasses.replace(cast, scaling="current")) for matmul, casts in one.items()
+    }
+    dgrad, wgrad = draw(one["dgrad"]), draw(second["wgrad"])
     casts = {
         "input": draw(one["forward"]),
         "weight": draw(one["forward"]),
         "grad_output": dgrad,
-        "weight_for_dgrad": draw(one["dgrad"]),
-        "input_for_wgrad": draw(one["wgrad"]),
+        "weight_for_dgrad": draw(second["dgrad"]),
+        "input_for_wgrad": draw(second["wgrad"]),
         "grad_output_for_wgrad": wgrad,
     }
     for key, same in (("weight_for_dgrad", "weight"), ("input_for_wgrad", "input")):
@@ -201,6 +206,14 @@ CONTRADICTIONS = {
     "BF16 by FP8 in wgrad": (lambda: recipe(input_for_wgrad=BF16), "wgrad would multiply"),
     "E5M2 by E5M2": (lambda: recipe(weight=E5M2), "dgrad would multiply E5M2 by E5M2"),
     "E5M2 by E5M2 in wgrad": (lambda: recipe(input_for_wgrad=E5M2), "wgrad would multiply E5M2 by E5M2"),
+    "two formats under one prediction": (
+        lambda: recipe(grad_output=Cast(fe.E4M3, scaling="delayed"), grad_output_for_wgrad=DELAYED_E5M2),
+        "grad_output_for_wgrad=E5M2 per tensor beside grad_output=E4M3 per tensor: a scale is predicted",
+    ),
+    "a prediction for the second cast alone": (
+        lambda: recipe(weight_for_dgrad=Cast(fe.E4M3, scaling="delayed")),
+        "give weight_for_dgrad scaling='current'",
+    ),
     "high precision in FP8": (lambda: fe.high_precision(fe.E5M2), "high_precision"),
     "high precision by name": (lambda: fe.high_precision("bf16"), "'bf16'"),  # pyright: ignore[reportArgumentType]
 }

@@ -16,8 +16,8 @@ from fp8engine.demo.config import Config
 from fp8engine.demo.config import read as read_text
 from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import InvalidRecipe
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
-from fp8engine.numerics.recipe import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.scaling.histogram import measure, read
 from fp8engine.scaling.prediction import Measured
 

@@ -16,6 +16,7 @@ import torch
 from casts import E4M3, E5M2
 
 from fp8engine.numerics import recipe
+from fp8engine.numerics.cast import PerRow, PerTensor
 from fp8engine.ops import device
 from fp8engine.ops.reference import Operand, matmul_block, matmul_fp8, matmul_fp16, quantize
 from tests.helpers.casts import cast_of
@@ -49,7 +50,7 @@ def cast_as(cast: recipe.Cast, x_MK: torch.Tensor) -> Operand:
     if isinstance(group, recipe.PerBlock):
         rows, cols = group.rows, group.cols
     else:
-        rows, cols = {recipe.PerTensor(): (-1, -1), recipe.PerRow(): (1, -1), recipe.PerRow(0): (-1, 1)}[group]
+        rows, cols = {PerTensor(): (-1, -1), PerRow(): (1, -1), PerRow(0): (-1, 1)}[group]
     return operand(x_MK, cast.format.dtype, rows, cols, cast.power_of_2)
 
 

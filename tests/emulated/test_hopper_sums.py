@@ -1,0 +1,66 @@
+"""FP8 matmuls on random data, from their PTX: the bits of an H100, by mmaemu, a model of recorded results.
+
+Small integers, which the other files multiply, have the same sum in any accumulator: they do not see a "promoted"
+kernel that never promotes.  Here every product has its own exponent, so that each cut of the accumulator shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mmaemu
+import pytest
+import torch
+
+from fp8engine.kernels.matmul_fp8 import matmul_fp8
+from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
+from fp8engine.kernels.tuning import Config
+from fp8engine.numerics.formats import E4M3, E5M2, Format
+from fp8engine.ops.reference import Epilogue, Operand
+
+PLAIN = Config(64, 64, 128, warps=4, descriptors=True)
+GLUON = Config(128, 128, 128, group_m=2, warps=8, stages=3, parts=2, kernel="gluon")
+SIZES = 144, 144, 656  # M, N and K: five blocks of 128 and one of 16
+DATA: dict[str, tuple[Callable[..., torch.Tensor], Format]] = {
+    "normal": (lambda *shape: torch.randn(shape) * 30, E4M3),
+    "positive": (lambda *shape: torch.rand(shape) * 400, E4M3),
+    "E5M2": (lambda *shape: torch.randn(shape) * 30, E5M2),
+}
+KERNELS = {
+    "fast": lambda a, b, end: matmul_fp8(a, b, end, False, PLAIN),
+    "promoted": lambda a, b, end: matmul_fp8(a, b, end, True, PLAIN),
+    "promoted in Gluon": lambda a, b, end: matmul_gluon_scaled(a, b, end, GLUON),
+}
+
+
+def operands(data: str) -> tuple[Operand, Operand]:
+    """E4M3 or E5M2 by E4M3, under scales of 1."""
+    (make, format), (m, n, k), one = DATA[data], SIZES, torch.ones(())
+    return Operand(make(m, k).to(format.dtype), one), Operand(make(n, k).to(E4M3.dtype), one)
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_gives_the_bits_of_an_h100(kernel: str, data: str, card):
+    card(90)
+    a, b = operands(data)
+    found = KERNELS[kernel](a, b, Epilogue(None, torch.float32))
+    # mmaemu splits K where cuBLAS would; ours are not split.
+    wanted = mmaemu.accumulate(a.data, b.data, use_fast_accum=kernel == "fast", profile="hopper", splitk=1)
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_promotion_is_seen(card):
+    """On positive data the sum grows with K, and with it what is cut off each product.
+
+    Of 21 sums of 32 products each loses up to 33 units 2^-13 of the sum so far: to promote after 4 divides that by 5.
+    """
+    card(90)
+    a, b = operands("positive")
+    exact = a.data.double() @ b.data.double().t()
+    fast, promoted = (
+        ((KERNELS[kernel](a, b, Epilogue(None, torch.float32)).double() - exact).norm() / exact.norm()).item()
+        for kernel in ("fast", "promoted")
+    )
+    assert promoted < fast / 3
+    assert 2.0**-9 < fast < 21 * 33 * 2.0**-13
