@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_888,
-    "auto": 1_447,
+    "auto": 1_448,
     "autograd": 1_957,
     "bench": 934,
     "cli": 980,
@@ -34,12 +34,12 @@ BUDGET = {
     "distributed": 2_294,
     "export": 1_242,
     "integrations": 199,
-    "kernels": 3_454,
+    "kernels": 3_456,
     "nn": 1_275,
     "numerics": 613,
     "ops": 2_943,
     "report": 2_989,
-    "scaling": 1_227,
+    "scaling": 1_230,
     "top level": 369,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

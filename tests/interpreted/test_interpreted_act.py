@@ -28,10 +28,12 @@ from casts import factor as scale_factor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import UNIT
+from triton.runtime.errors import InterpreterError
 
 from fp8engine.kernels import act_quantize as kernel
 from fp8engine.kernels.act_quantize import act_quantize, act_quantize_backward
 from fp8engine.ops.reference import act_quantize as twin_of_forward
+from fp8engine.ops.reference.activations import Activation
 from fp8engine.ops.reference.cast_transpose import Store, store
 from fp8engine.ops.reference.operand import COUNTERS, Slot
 from tests.helpers.casts import cast_of
@@ -266,6 +268,18 @@ def test_a_prediction_holds_up_to_its_own_rounding(dtype, amax, of, over, recast
     assert_stored(act_quantize(x, "relu", to), to, fresh)
     counts = dict(zip(COUNTERS, to.slot.counts_CS[:, 1].tolist(), strict=True))
     assert (counts["saturated"], counts["recasts"]) == (2 * recast, recast)
+
+
+def test_an_activation_without_a_gradient_is_an_error_and_not_another_ones_gradient(monkeypatch):
+    """Its twin cannot be written: a row of ACTIVATIONS has a field without a default for the gradient."""
+    monkeypatch.setitem(kernel.FUNCTIONS, "leaky", "leaky")
+    x, to = numbers(4, 16, torch.bfloat16, 1), way(E4M3, (-1, -1), False, False, 0.0)
+    with pytest.raises(InterpreterError, match="no branch for this function"):
+        act_quantize(x, "leaky", to)
+    with pytest.raises(InterpreterError, match="dx"):
+        act_quantize_backward(x, x, "leaky", to)
+    with pytest.raises(TypeError, match="backward"):
+        Activation(torch.relu)  # pyright: ignore[reportCallIssue]
 
 
 def test_relu_passes_the_gradient_of_nan_and_none_at_zero():
