@@ -162,7 +162,7 @@ def test_a_scale_that_is_not_positive_gives_what_torch_gives(scale: float):
 def test_strict_refuses_emulation():
     model: Any = fe.convert(Model(), "bf16", attention="fp8")
     model.first.softmax.strict = True
-    with pytest.raises(StrictError, match="first: attention would be emulated, .*CPU has no FP8 Tensor Cores"):
+    with pytest.raises(StrictError, match=r"first: attention would be emulated, .*CPU has no FP8 Tensor Cores"):
         model(x_of())
 
 
