@@ -25,21 +25,21 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_888,
-    "auto": 1_447,
+    "auto": 1_448,
     "autograd": 1_957,
     "bench": 934,
-    "cli": 980,
+    "cli": 986,
     "convert": 1_497,
     "demo": 1_039,
     "distributed": 2_294,
     "export": 1_242,
     "integrations": 199,
-    "kernels": 3_454,
-    "nn": 1_275,
+    "kernels": 3_456,
+    "nn": 1_273,
     "numerics": 613,
-    "ops": 2_943,
+    "ops": 2_949,
     "report": 2_989,
-    "scaling": 1_227,
+    "scaling": 1_230,
     "top level": 369,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -10,7 +10,8 @@
     clamped    qgelu(min(x, 7))            0 where x > 7;  u(up) = clamp(up, -7, 7) + 1, of slope 0 where |up| > 7
 
 Elsewhere u(up) = up.  All of it in FP32.  f(0) = 0, or u(0) = 0 beside it: what lies beyond the edge of a tile stays 0.
-A new kind is one row of GATED or one name in PLAIN; a new function is one branch of `activate` and one of `gradient`.
+A new kind is one row of GATED or one name in PLAIN; a new function is one branch of `activate` and one of `gradient`,
+without which the kernels of its backward do not compile.
 Twin: fp8engine/ops/reference/activations.py, which names the sources.
 """
 
@@ -57,6 +58,8 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "clamped":
         x = tl.where(x > LIMIT, LIMIT, x)
         x = x * tl.sigmoid(x * QUICK)
+    else:
+        tl.static_assert(ACTIVATION == "none", "`activate` has no branch for this function: write one")
     return x
 
 
@@ -79,12 +82,12 @@ def gradient(dy, x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "silu":
         g = tl.sigmoid(x)
         dx = dy * (g * (1.0 + x * (1.0 - g)))
-    else:  # qgelu; clamped, beyond whose limit x does not matter
+    elif ACTIVATION == "qgelu" or ACTIVATION == "clamped":  # of clamped, what lies beyond its limit does not matter
         g = tl.sigmoid(x * QUICK)
         dx = dy * (g * (1.0 + x * QUICK * (1.0 - g)))
         if ACTIVATION == "clamped":
             dx = tl.where(x > LIMIT, 0.0, dx)
-    return dx
+    return dx  # not defined, and so an error when it is compiled: this activation has no branch above
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def in_fp8(use: Any, a: Any, b: Any, bias_N, out: torch.dtype) -> torch.Tensor:
     if use.where.compiling:
         return in_16_bits(use, a, b, bias_N, out)
     state, layer, precision = use.numerics.state, use.numerics.layer, use.recipe.precision["forward"]
-    scale, amax, counts = state.outputs.gather(layer, state.live_2S, len(a.data) * len(b.data), use.record)
+    scale, amax, counts = state.outputs.gather(layer, state.live_2S, len(a.data) * len(b.data), use.record, use.count)
     if use.sampled:
         use.numerics.observe(OUTPUT, matmul.matmul(a, b, bias_N, out, precision))  # the codes do not say what they lost
     form = Epilogue(bias_N, out if scale is None else use.recipe.stored.dtype, "none", scale, amax, counts)

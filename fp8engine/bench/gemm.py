@@ -256,4 +256,4 @@ def _what(where: torch.device, ways: Mapping[str, Variant]) -> str:
         return "FP8 Tensor Cores; Triton's kernels beside torch's"
     if device.has_fp8(where):
         return "FP8 Tensor Cores; without Triton, torch's matmuls alone"
-    return f"{device.name(where)} has no FP8 Tensor Cores: 16-bit rows measured, FP8 emulated"
+    return f"{device.why_no_fp8(where)}: 16-bit rows measured, FP8 emulated"

@@ -85,13 +85,20 @@ def _device(where: torch.device) -> dict:
         "recipes": [_try(resolve(name), where) for name in RECIPES if resolve(name).is_fp8],
     }
     if where.type == "cuda":
-        found["capability"] = "sm_{}{}".format(*device.capability(where))
+        found["capability"] = _architecture(where)
         found["memory_gib"] = round(torch.cuda.get_device_properties(where).total_memory / 2**30, 1)
     else:
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["threads"] = torch.get_num_threads()
         found["milliseconds"] = device.cpu_timings()
     return found
+
+
+def _architecture(where: torch.device) -> str:
+    """An NVIDIA card's "sm_90", an AMD card's "gfx942"."""
+    if device.is_amd(where):
+        return torch.cuda.get_device_properties(where).gcnArchName.partition(":")[0]
+    return "sm_{}{}".format(*device.capability(where))
 
 
 def _try(recipe: Recipe, where: torch.device) -> dict:
@@ -133,6 +140,8 @@ def _card_notes(where: torch.device) -> list[str]:
         return []
     if device.has_fp8(where):
         return [] if _tuned(where) else [f"{where}: {NOT_TUNED}"]
+    if device.is_amd(where):
+        return [f"{where}: {device.why_no_fp8(where)}: FP8 is emulated, in FP32, and slower than 16 bits"]
     capability = "sm_{}{}".format(*device.capability(where))
     if capability == "sm_70" and "sm_70" not in torch.cuda.get_arch_list():
         return [

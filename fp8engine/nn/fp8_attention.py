@@ -31,7 +31,7 @@ from fp8engine.errors import AttentionWarning, StrictError, UnknownName
 from fp8engine.files import HostCopy
 from fp8engine.nn.class_swap import Mixin
 from fp8engine.ops.attention import unsupported
-from fp8engine.ops.device import has_fp8
+from fp8engine.ops.device import has_fp8, why_no_fp8
 from fp8engine.ops.library import in_backward, keepable
 from fp8engine.ops.reference.attention import Form
 
@@ -92,9 +92,7 @@ class Softmax:
             return self._in_16_bits(why)
         emulated = not torch.compiler.is_compiling() and not has_fp8(q.device)
         if emulated and self.strict:
-            raise StrictError(
-                f"strict=True: {self.name}: attention would be emulated, {q.device} has no FP8 Tensor Cores"
-            )
+            raise StrictError(f"strict=True: {self.name}: attention would be emulated, {why_no_fp8(q.device)}")
         found = "" if self.predicted is None else f"predicted SQNR {self.predicted:.1f} dB"
         self.ran, self.why = "fp8", "; ".join(filter(None, ("emulated" if emulated else "", found)))
         return Form(wanted.scale, wanted.causal, wanted.window, wanted.offset, self.asked != "fp8 unrotated")

@@ -6,6 +6,7 @@
 | A100 | sm_80 | no | BF16 Tensor Cores | same |
 | L4, RTX 4090 | sm_89 | yes | - | same |
 | H100, H200 | sm_90 | yes | - | same |
+| AMD (ROCm) | - | not ours: MI300's FP8 is FNUZ, with another bias and range | FP32 | AMD CDNA 3 ISA, FP8 and BF8 |
 | CPU | - | no | BF16 where the CPU has instructions for it, else FP32 | benchmarks/cpu.py |
 
 On a CPU with BF16 instructions a BF16 matmul takes 0.25-0.5 of FP32's time, without them 4 times as long; torch's
@@ -31,15 +32,27 @@ from fp8engine.errors import BackendError
 FP8_CAPABILITY = (8, 9)
 
 
+def is_amd(device: torch.device) -> bool:
+    """Whether the device is a card under ROCm: torch calls it "cuda" too, and counts by gfx numbers (gfx942 is 9.4)."""
+    return device.type == "cuda" and torch.version.hip is not None
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) of a CUDA device; (0, 0) for any other."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    """(major, minor) of an NVIDIA card; (0, 0) for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not is_amd(device) else (0, 0)
 
 
 def has_fp8(device: torch.device) -> bool:
     """Whether the device multiplies FP8 in hardware: CUDA from sm_89 (Ada, Hopper) on."""
     return device.type == "cuda" and capability(device) >= FP8_CAPABILITY
+
+
+def why_no_fp8(device: torch.device) -> str:
+    """Why a device for which `has_fp8` is false multiplies no FP8 for us."""
+    if is_amd(device):
+        return f"{name(device)} is an AMD card, for whose FP8 formats (FNUZ on MI300) no kernel here is written"
+    return f"{name(device)} has no FP8 Tensor Cores"
 
 
 def name(device: torch.device) -> str:
@@ -71,7 +84,7 @@ def check_one(operation: str, first: torch.Tensor, **others: torch.Tensor | None
 @functools.cache
 def product_dtype(device: torch.device) -> torch.dtype:
     """In which dtype an emulated FP8 matmul takes its operands on this device: whichever is fastest and exact."""
-    if device.type == "cuda":
+    if device.type == "cuda" and not is_amd(device):
         return torch.bfloat16 if capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if device.type == "cpu" and cpu_multiplies("bf16") else torch.float32
 

@@ -117,7 +117,7 @@ def emulated(where: torch.device, name: str) -> bool:
 def why_emulated(where: torch.device, name: str) -> str | None:
     """Why an FP8 matmul on that backend has no FP8 Tensor Cores there; None where it has them."""
     if not device.has_fp8(where):
-        return f"{device.name(where)} has no FP8 Tensor Cores"
+        return device.why_no_fp8(where)
     if name != "reference":
         return None
     if asked() != "reference" and not triton_backend.usable():

@@ -94,19 +94,23 @@ class OutputSlots:
         rules_3S[0, column], self.scale_O, self._views = now, scale_O, {}
         self.max_O[place] = maximum
 
-    def gather(self, layer: int, live_2S: torch.Tensor, elements: int, record: bool):
-        """(scale, or None before it is known; amax, or None; counts) for the epilogue that makes a layer's result."""
+    def gather(self, layer: int, live_2S: torch.Tensor, elements: int, record: bool, count: bool):
+        """(scale, or None before it is known; amax, or None; counts, or None) for the epilogue of a layer's matmul.
+
+        count: False where a backward pass runs the forward again, which is counted no second time.
+        """
         place = self.places[layer]
         if (views := self._views.get(layer)) is None:
             column = self._first(live_2S) + place
             views = self._views[layer] = (self.scale_O[place], live_2S[0, column : column + 1], self.over_O2[place])
         scale, amax, counts = views
-        seen, self.gathered = self.seen[place], True
-        seen[0] += 1
-        seen[1] += elements
+        if count:
+            seen, self.gathered = self.seen[place], True
+            seen[0] += 1
+            seen[1] += elements
         if record:
             self.ran.add(layer)
-        return scale if layer in self.known else None, amax if record else None, counts
+        return scale if layer in self.known else None, amax if record else None, counts if count else None
 
     def settle(self, counts_CS: torch.Tensor) -> None:
         """Enter what was gathered since the last time into the table's counters."""

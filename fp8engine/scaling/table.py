@@ -257,13 +257,16 @@ class ScalingState:
             scale_update(self.history_HS, self.live_2S, self.rules_3S, self.ranks, self.saved_1)
 
     def enter(self) -> None:
-        """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since,
-        or if `on_step` has not been called for the first.
+        """A layer's forward begins (not compiled): `begin_step`, if a backward pass has ended a step since, if
+        `on_step` has not been called for the first, or if all that it was called for were evaluations.
         """
         if graph_task() != -1:
             self.recomputed |= torch.is_grad_enabled()
-        elif self.backward_seen or not (self.begun or self.on_step is None):
+        elif self.backward_seen or (self.on_step is not None and (not self.begun or self._evaluated())):
             self.begin_step()
+
+    def _evaluated(self) -> bool:
+        return self.decides_next and torch.is_grad_enabled()
 
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 from blocks import WIDTH, Net, net, train
-from fused import NORMS, Model, assert_equal, batches, like, with_root
-from fused import train as train_fused
-from layer64 import lively, step
 from support import FP8_RECIPES, converted, same, tables
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -18,7 +15,6 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
-from fp8engine.autograd import Memory
 from fp8engine.report.state import controllers_of
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -217,45 +213,3 @@ def test_checkpoints_within_checkpoints():
     plain, nested = net("delayed"), net("delayed", reentrant=False)
     assert train(plain) == train(nested, whole(checkpointed(nested)))
     assert same(tables(plain)[:2], tables(nested)[:2])
-
-
-K, F = 48, 40
-FORMS = {
-    "norm and three layers": ("", [(K, 16), (K, 16), (K, 16)], (16, 16, 16)),
-    "mlp": ("swiglu", [(K, 2 * F), (F, K)], (K,)),
-}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "form", "memory"),
-    cases([("delayed", "mlp", 1), ("rowwise", "norm and three layers", 0)], FP8_RECIPES, FORMS, [0, 1]),
-)
-def test_fused_layers(recipe, form, memory):
-    (kind, shapes, widths), memory = FORMS[form], (Memory(), Memory(True, True, "fp8"))[memory]
-    model = Model(recipe, NORMS[2], shapes, kind=kind)
-    eager, plain, recomputed = (with_root(like(model, model.call, memory)) for _ in range(3))
-    recomputed.call = lambda model, x: checkpoint(plain.call, model, x, use_reentrant=False)
-    for each in (plain, recomputed):
-        each.compile(fullgraph=True, backend="aot_eager")
-    for x, dys in batches((24, 24, 40), K, widths):
-        wanted = train_fused(eager, x, dys)
-        assert_equal(train_fused(plain, x, dys), wanted)
-        assert_equal(train_fused(recomputed, x, dys), wanted)
-    assert same(tables(eager)[:2], tables(recomputed)[:2])
-    assert same(tables(plain), tables(recomputed))
-
-
-@pytest.mark.parametrize("recipe", cases([("delayed",)], FP8_RECIPES))
-def test_a_transformer_layer(recipe):
-    heads = fe.Heads(4, of_keys=2, theta=1e4, causal=True)
-    layers = [fe.TransformerLayer(32, 48, heads, recipe=recipe, activation="swiglu", norm="rms") for _ in range(2)]
-    eager, recomputed = lively(layers[0]), layers[1]
-    recomputed.load_state_dict(eager.state_dict())
-    recomputed.forward = checkpointed(recomputed.forward)
-    recomputed.compile(fullgraph=True, backend="aot_eager")
-    for rows in (3, 3, 5):
-        x, dy = torch.randn(rows, 6, 32), torch.randn(rows, 6, 32)
-        assert_equal(step(recomputed, x, dy), step(eager, x, dy))
-        for p in [*eager.parameters(), *recomputed.parameters()]:
-            p.data.mul_(1.01)
-    assert same(tables(eager)[:2], tables(recomputed)[:2])

@@ -271,6 +271,13 @@ def test_a_bug_in_the_ring_is_named_by_two_and_by_one_consumer(bug: Bug, tmp_pat
         scaled_product(modules["matmul_gluon_scaled"].matmul_gluon_scaled, "ring")
 
 
+def test_registers_that_a_producer_keeps_hang_its_consumers(tmp_path: Path, schedule: int):
+    """In the source Triton would give the first consumer fewer instead."""
+    keeps = r"(setmaxnreg\.dec\S+\s+)24;", r"\g<1>56;"
+    with machine_code(tmp_path, *keeps, schedule), pytest.raises(Deadlock, match=r"wait for \('registers'"):
+        scaled_product(matmul_gluon_scaled, "none")
+
+
 def test_no_fence_in_the_machine_code_of_the_ring_is_named(tmp_path: Path, schedule: int, whole: bool):
     if whole:
         with machine_code(tmp_path, FENCE.old, FENCE.new, schedule), pytest.raises(FENCE.fault, match=FENCE.words):

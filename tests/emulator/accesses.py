@@ -224,6 +224,6 @@ def _policy(program: Program, ins: Instruction) -> Execute:
     return lambda cta, mask: write(cta, mask, np.zeros(1, np.uint64))
 
 
-@rule("setmaxnreg", "griddepcontrol", "prefetch", "membar", "nanosleep")
+@rule("griddepcontrol", "prefetch", "membar", "nanosleep")
 def _no_effect(program: Program, ins: Instruction) -> Execute:
     return lambda cta, mask: None

@@ -16,6 +16,7 @@ from emulator.barriers import MBarriers, Named
 from emulator.faults import Fault
 from emulator.numbers import UNSIGNED, Array
 from emulator.order import WARP, WARPGROUP, Order
+from emulator.register_pool import RegisterPool
 from emulator.registers import POISON, Mask
 from emulator.shared import Shared
 from emulator.tma import Load, Store
@@ -34,6 +35,7 @@ class Cta:
         self.shared = Shared(max(launch.shared, 16), self.order)
         self.mbarriers = MBarriers(self.shared, self.order)
         self.registers: dict[str, Array] = {}
+        self.pool = RegisterPool(launch.program.registers, self.threads)
         self.special = self._special()
         self.in_flight: dict[str, Array] = {}  # registers of unfinished wgmmas: their lanes
         self.products: list[list[list]] = [[[]] for _ in range(max(self.threads // WARPGROUP, 1))]

@@ -48,6 +48,7 @@ class Program:
     """A kernel: its instructions, the names of its parameters in order, the width of its registers by prefix or name.
 
     key: a checksum of its text.  architecture: 80, 89 or 90, for which it was compiled.
+    registers: of a thread, as `.maxnreg` says; 0 where it says nothing.
     fragments: registers that a wgmma uses, as sums or as operands.
     """
 
@@ -56,6 +57,7 @@ class Program:
     threads: int
     parameters: list[str]
     architecture: int = 90
+    registers: int = 0
     instructions: list[Instruction] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
     fragments: set[str] = field(default_factory=set)
@@ -70,8 +72,10 @@ def read(ptx: str) -> Program:
     if name is None or threads is None:
         raise UnknownInstruction("the module has no .entry with .reqntid")
     target = re.search(r"\.target\s+sm_(\d+)", ptx)
-    architecture = int(target[1]) if target else 90
-    program = Program(name[1], zlib.crc32(ptx.encode()), int(threads[1]), PARAMETER.findall(head), architecture)
+    most = re.search(r"\.maxnreg\s+(\d+)", head)
+    program = Program(name[1], zlib.crc32(ptx.encode()), int(threads[1]), PARAMETER.findall(head))
+    program.architecture = int(target[1]) if target else program.architecture
+    program.registers = int(most[1]) if most else 0
     _Body(program).read(body)
     return program
 

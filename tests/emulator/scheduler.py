@@ -25,7 +25,7 @@ from emulator.reader import Instruction, Program
 from emulator.registers import Mask, Reader, pointer, reader
 
 # Instructions that a warp executes as a whole (.sync).
-TOGETHER = ("shfl", "vote", "redux", "elect", "ldmatrix", "stmatrix", "wgmma", "mma", "setmaxnreg")
+TOGETHER = ("shfl", "vote", "redux", "elect", "ldmatrix", "stmatrix", "wgmma", "mma")
 MOST_STEPS = 4_000_000
 READY, MEETING = ("ready",), ("meeting",)
 SPLIT, LATER = 0.4, 0.3  # of a seeded schedule: how often a group is split, and a copy is finished, at a turn
@@ -45,7 +45,10 @@ class Step:
 
 @dataclass(eq=False)
 class Group:
-    """Lanes that stand at one instruction.  waiting: READY, MEETING (of a warp), or the barrier that is waited for."""
+    """Lanes that stand at one instruction.
+
+    waiting: READY, MEETING (of a warp), or the barrier or the number of registers that is waited for.
+    """
 
     lanes: Array
     pc: int
@@ -77,6 +80,10 @@ def _prepare(program: Program, ins: Instruction) -> Step:
             if ins.opcode[1] not in ("sync", "arrive") and ins.opcode[1:3] != ("cta", "sync"):
                 raise unknown(ins)
             return Step("barrier", ins, _nothing, guard, tuple(reader(program, each, "u32") for each in ins.operands))
+        if name == "setmaxnreg":
+            if ins.opcode[1] not in ("inc", "dec"):
+                raise unknown(ins)
+            return Step("registers", ins, _nothing, guard, together=True)
         if name == "mbarrier" and ins.opcode[1] in ("try_wait", "test_wait"):
             operands = pointer(program, ins.operands[1]), reader(program, ins.operands[2], "u32")
             return Step("wait", ins, accesses.writer(program, ins.operands[0]), guard, operands)
@@ -223,6 +230,8 @@ class Scheduler:
         rest = mask.lanes & ~taken.lanes
         if step.kind == "barrier":
             return self._barrier(step, taken, rest, pc)
+        if step.kind == "registers":
+            return self._deal(step.instruction, taken, rest, pc)
         if step.kind == "end":
             self.done |= taken.lanes
             targets = {}
@@ -255,6 +264,23 @@ class Scheduler:
                 self.groups.append(Group(rest, pc + 1))
         self._let_go(name, expected)
         return -1 if waits else pc + 1
+
+    def _deal(self, ins: Instruction, taken: Mask, rest: Array, pc: int) -> int:
+        """setmaxnreg: warps that ask for more registers than are free wait for them."""
+        warps, count, pool = Group(taken.lanes, pc).warps(), int(ins.operands[0]), self.cta.pool
+        if ins.opcode[1] == "dec":
+            pool.give(warps, count)
+            return self._part(taken.lanes | rest, pc)
+        served = np.repeat(np.isin(np.arange(self.threads // WARP), pool.take(warps, count)), WARP)
+        if (waits := taken.lanes & ~served).any():
+            self.groups.append(Group(waits, pc, ("registers", count, None)))
+        return self._part((taken.lanes & served) | rest, pc)
+
+    def _part(self, lanes: Array, pc: int) -> int:
+        """These lanes of the group go on behind the instruction."""
+        if lanes.any():
+            self.groups.append(Group(lanes, pc + 1))
+        return -1
 
     def _let_go(self, name: int, expected: int | None) -> None:
         """Those who wait at a named barrier go on, if as many have come.  expected: None for all that are not done."""
@@ -289,6 +315,9 @@ class Scheduler:
                 if barrier is None:
                     raise Fault(f"the mbarrier at {name} is invalidated while threads wait for it")
                 if barrier.over(detail):
+                    group.waiting = READY
+            elif kind == "registers":
+                if self.cta.pool.serves(group.warps(), name):
                     group.waiting = READY
             elif detail is None and self.cta.named[name].lanes.any():
                 self._let_go(name, None)

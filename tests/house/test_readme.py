@@ -29,6 +29,9 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FOLDERS = (".", "docs", "kernels", "benchmarks", "examples")
 PAGES = [README, *sorted({page for folder in FOLDERS for page in (ROOT / folder).glob("*.md")} - {README})]
+CODE = [
+    file for room in ("fp8engine", "kernels") for file in (ROOT / room).rglob("*.py") if "docs/" in file.read_text()
+]
 MISNAMED = "a python block is `python`, or `python no-run: the reason`"
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -108,9 +111,22 @@ def test_the_index_lists_every_page():
 
 @every_page
 def test_links_lead_somewhere(page: Path):
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if ":" not in target]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    assert [target for target, file, _ in links(page) if not file.exists()] == []
+
+
+@every_page
+def test_links_to_a_part_of_a_page_name_one_of_its_headings(page: Path):
+    assert [target for target, file, part in links(page) if part and part not in parts(file.read_text())] == []
+
+
+def test_a_heading_becomes_the_name_of_its_part():
+    text = "# What it costs, in `FP8`\n```sh\n# no heading\n```\n### A [link](page.md): a name_of 2\n"
+    assert parts(text) == {"what-it-costs-in-fp8", "a-link-a-name_of-2"}
+
+
+@pytest.mark.parametrize("file", CODE, ids=lambda file: str(file.relative_to(ROOT)))
+def test_pages_that_the_code_names_exist(file: Path):
+    assert [page for page in re.findall(r"\bdocs/[\w-]+\.\w+", file.read_text()) if not (ROOT / page).exists()] == []
 
 
 @every_page
@@ -150,6 +166,21 @@ def paths(tree: str) -> list[str]:
             folders[depth:] = [name.rstrip("/")]
             found.append("/".join(folders))
     return found
+
+
+def links(page: Path) -> list[tuple[str, Path, str]]:
+    """(target, its file, its part or "") of the links of a page to files of the repository."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if ":" not in target]
+    found = [(target, *target.partition("#")[::2]) for target in targets]
+    return [(target, page.parent / file if file else page, part) for target, file, part in found]
+
+
+def parts(text: str) -> set[str]:
+    """The names of a page's headings in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
 
 
 def blocks(text: str) -> list[Block]:

@@ -18,7 +18,6 @@ from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import quantize as twin
-from fp8engine.ops.reference import quantize_given as twin_given
 from fp8engine.ops.reference.operand import COUNTERS
 from tests.helpers.casts import cast_of
 
@@ -192,13 +191,6 @@ def test_a_scale_s_own_rounding_is_not_saturation(ulps, recast):
     assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
 
 
-def test_with_nothing_predicted_a_delayed_cast_takes_the_amax():
-    for dtype in FP8:
-        ours = assert_as_twin(some(40, 170, torch.float32), cast_of(dtype, -1, -1, delayed=True))
-        assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == 0
-        assert ours.live_2S[1, INDEX] == 0
-
-
 def test_what_is_not_finite_never_causes_a_recast_and_one_that_is_needed_happens_beside_it():
     x = some(40, 170, torch.bfloat16)
     x[0, :3] = torch.tensor([INF, NAN, -INF])
@@ -207,19 +199,6 @@ def test_what_is_not_finite_never_causes_a_recast_and_one_that_is_needed_happens
         ours = assert_as_twin(x, cast_of(E5M2, -1, -1, delayed=True), lambda predicted=predicted: slot(predicted))
         assert ours.counts_CS[COUNTERS.index("recasts"), INDEX] == recast
         assert ours.live_2S[0, INDEX] == -1
-
-
-@pytest.mark.parametrize(
-    "how", [cast_of(E4M3, *g) for g in GROUPS[:4]] + [cast_of(E4M3, -1, -1, delayed=True)], ids=str
-)
-@pytest.mark.parametrize(("record", "count"), [(True, False), (False, True), (False, False)])
-def test_a_slot_is_written_only_as_far_as_it_says(how, record, count):
-    x = some(33, 200, torch.bfloat16)
-    start, ours, full = slot(3.0, record, count), slot(3.0, record, count), slot(3.0)
-    found = quantize(x, how, ours)
-    assert_same_result(found, quantize(x, how, full))
-    assert torch.equal(ours.live_2S, full.live_2S if record else start.live_2S)
-    assert torch.equal(ours.counts_CS, full.counts_CS if count else start.counts_CS)
 
 
 @pytest.mark.parametrize("how", [cast_of(E4M3, *g) for g in GROUPS[:4]], ids=str)
@@ -257,25 +236,9 @@ def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("rows_cols", GROUPS, ids=str)
-def test_a_given_factor(rows_cols):
-    x = some(130, 140, torch.bfloat16)
-    x[3, 5], x[3, 6] = INF, NAN
-    how = cast_of(FP8[rows_cols[0] == 1], *rows_cols)
-    factor = MAX[how.dtype] / (torch.rand(how.scale_shape(130, 140)) + 0.001)  # so that much of it saturates
-    for view, s in ((x, factor), (x.t().contiguous().t(), torch.tensor(100.0))):
-        q = quantize_given(view, how, s)
-        assert q.is_contiguous()
-        assert_same(q.float(), twin_given(view, how, s).float(), str(how))
-
-
 @pytest.mark.parametrize("dtype", FP8)
 def test_a_finite_element_saturates_even_where_its_product_passes_fp32_s_range(dtype):
     with np.errstate(over="ignore"):
         q = quantize_given(torch.tensor([[1e30, -1e30, INF]]), cast_of(dtype, -1, -1), torch.tensor(1e30))
     assert q.float()[0, :2].tolist() == [MAX[dtype], -MAX[dtype]]
     assert not q.float()[0, 2].isfinite()
-
-
-def test_a_given_factor_of_nothing():
-    assert quantize_given(torch.zeros(0, 5), cast_of(E4M3, 1, -1), torch.ones(0, 1)).shape == (0, 5)

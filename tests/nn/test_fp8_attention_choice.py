@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache
@@ -119,18 +118,6 @@ def test_convert_puts_sdpa_in_fp8_and_revert_takes_it_back():
     assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
 
 
-def test_compiled_and_checkpointed_it_is_the_same_bit_for_bit():
-    x = x_of()
-    model: Any = fe.convert(Model(), "bf16", attention="fp8")
-    wanted = step(model, x)
-    model.forward = lambda x: checkpoint(type(model).forward, model, x, use_reentrant=False)  # pyright: ignore
-    assert all(torch.equal(a, b) for a, b in zip(step(model, x), wanted, strict=True))
-    del model.forward
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(step(compiled, x), wanted, strict=True))
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -175,7 +162,7 @@ def test_a_scale_that_is_not_positive_gives_what_torch_gives(scale: float):
 def test_strict_refuses_emulation():
     model: Any = fe.convert(Model(), "bf16", attention="fp8")
     model.first.softmax.strict = True
-    with pytest.raises(StrictError, match="first: attention would be emulated, cpu has no FP8 Tensor Cores"):
+    with pytest.raises(StrictError, match="first: attention would be emulated, .*CPU has no FP8 Tensor Cores"):
         model(x_of())
 
 

@@ -1,17 +1,14 @@
 """fe.TransformerLayer as a module: dropout, checkpoints of both kinds, copies, autocast, decoding, the report."""
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from fused import assert_equal, assert_same_tables
+from fused import assert_equal
 from layer64 import exact_step, lively, step
 from support import converted, sqnr, state_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.autograd.attention import Cache, Rotary
@@ -68,44 +65,6 @@ def test_dropout_is_before_the_residual_and_apart_for_both(placement: str):
     wanted = x + layer.self_attn(normed)
     wanted = second(first(wanted)) if placement == "post" else wanted
     assert torch.allclose(layer(x), wanted, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_under_activation_checkpointing_nothing_changes(placement: str, reentrant: bool):
-    """Delayed scaling, dropout and recompute included."""
-    kept = llama("delayed", placement=placement, dropout=0.3, recompute=True)
-    again = copy.deepcopy(kept)
-    for scale in (1.0, 3.0, 2.0):
-        x, dy = scale * torch.randn(2, 6, H), torch.randn(2, 6, H)
-        found = []
-        for layer, call in ((kept, kept), (again, lambda x, m: checkpoint(again, x, m, use_reentrant=reentrant))):
-            torch.manual_seed(5)
-            leaf = x.clone().requires_grad_()
-            layer.zero_grad()
-            y: Any = call(leaf, None)
-            y.backward(dy)
-            found.append({"y": y.detach(), "dx": leaf.grad, **{n: p.grad for n, p in layer.named_parameters()}})
-        assert_equal(found[1], found[0])
-    assert torch.equal(state_of(kept).history_HS, state_of(again).history_HS)
-
-
-def test_copies_pickles_and_saved_states_go_on_alike():
-    layer, x, dy = llama("delayed", store="fp8"), torch.randn(2, 6, H), torch.randn(2, 6, H)
-    step(layer, x, dy)
-    buffer = io.BytesIO()
-    torch.save((layer.state_dict(), fe.scaling_state_dict(layer)), buffer)
-    buffer.seek(0)
-    weights, scales = torch.load(buffer)
-    loaded = llama("delayed", store="fp8")
-    loaded.load_state_dict(weights)
-    fe.load_scaling_state_dict(loaded, scales)
-    others = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded]
-    wanted = step(layer, 3 * x, dy)
-    for other in others:
-        assert state_of(other) is not state_of(layer)
-        assert_equal(step(other, 3 * x, dy), wanted)
-        assert_same_tables(other, layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

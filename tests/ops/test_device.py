@@ -43,6 +43,22 @@ def forget():
     device.product_dtype.cache_clear()
 
 
+@pytest.mark.parametrize(("card", "counted"), [("MI250", (9, 0)), ("MI300X", (9, 4)), ("RX 7900", (11, 0))])
+def test_an_amd_card_is_no_hopper_and_no_blackwell(card: str, counted: tuple, monkeypatch: pytest.MonkeyPatch):
+    """torch calls it "cuda", and its gfx942 is (9, 4)."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: counted)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"AMD {card}")
+    assert device.capability(CUDA) == (0, 0)
+    assert not device.has_fp8(CUDA)
+    assert device.product_dtype(CUDA) == torch.float32
+    assert matmul.choose(CUDA, by_block=False) == matmul.choose(CUDA, by_block=True) == "reference"
+    assert matmul.choose_16_bits(CUDA, (8192, 8192)) == "torch"
+    assert matmul.why_emulated(CUDA, "reference") == (
+        f"AMD {card} is an AMD card, for whose FP8 formats (FNUZ on MI300) no kernel here is written"
+    )
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_cards(card: str, monkeypatch: pytest.MonkeyPatch):
     capability, has_fp8, product, backend, by_block = CARDS[card]

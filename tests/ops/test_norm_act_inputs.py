@@ -1,26 +1,22 @@
-"""What norms, activations and statistics refuse and in which words; nothing in, nothing out; who is asked."""
+"""What norms, activations and statistics refuse and in which words; who is asked."""
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from activations import EXACT, OF_GATE
-from activations import exact as exact_act
 from casts import E4M3, E5M2
-from ops.reference.test_reference_norm import exact
-from ops.test_norm_act import CALLS, NORMS, inputs, slot, tensors, vector
-from torch.utils._python_dispatch import TorchDispatchMode
+from contracts import Given, slot_of
+from operations import CASES, calls, vector
 
 import fp8engine as fe
 from fp8engine.errors import BackendError, InvalidRecipe, ShapeError, UnknownName, UnsupportedDtype
 from fp8engine.kernels import act_quantize as act_kernels
-from fp8engine.numerics.cast import Cast
-from fp8engine.ops import library, norm_act, triton_backend
-from fp8engine.ops.reference import Norm, Operand, RowStatistics, Slot, Store
+from fp8engine.ops import norm_act, triton_backend
+from fp8engine.ops.reference import Norm, RowStatistics, Slot, Store
 from tests.helpers.casts import cast_of
 
-X, DY = inputs(4, 6)
+X, DY = (Given(4, 6).matrix(4, 6) for _ in "xd")
 LAYER, RMS = Norm("layer"), Norm("rms")
 ROWS = RowStatistics(torch.ones(4), torch.zeros(4))
 FP8 = Store(cast_of(E4M3, -1, -1))
@@ -82,10 +78,10 @@ REFUSED = {
     "rows elsewhere": (
         lambda: norm_backward(rows=ROWS._replace(rstd_M=ROWS.rstd_M.to("meta"))), BackendError, "cpu and rstd on meta"),
     "counters elsewhere": (
-        lambda: norm(to=FP8._replace(slot=Slot(slot()[0], slot()[1].to("meta"), 1))),
+        lambda: norm(to=FP8._replace(slot=Slot(slot_of()[0], slot_of()[1].to("meta"), 1))),
         BackendError, "is on cpu and counters of the slot on meta"),
     "a slot elsewhere": (
-        lambda: norm(to=FP8._replace(slot=Slot(*(t.to("meta") for t in slot()[:2]), index=1))),
+        lambda: norm(to=FP8._replace(slot=Slot(*(t.to("meta") for t in slot_of()[:2]), index=1))),
         BackendError, "is on cpu and slot on meta"),
 }  # fmt: skip
 
@@ -99,87 +95,22 @@ def test_bad_input_is_refused_by_name(what: str, graded: bool):
 
 
 def test_what_is_refused_has_counted_nothing():
-    counted = slot()
+    counted, before = slot_of(), slot_of()
     with pytest.raises(ShapeError):
         norm(weight=torch.ones(5), to=FP8._replace(slot=counted))
-    assert not counted.counts_CS.any()
-
-
-@pytest.mark.parametrize("graded", [False, True])
-@pytest.mark.parametrize("how", [None, cast_of(E4M3, -1, -1), cast_of(E4M3, 1, -1), cast_of(E4M3, 1, 128)], ids=str)
-@pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)], ids=str)
-def test_nothing_gives_what_torch_gives(shape: tuple[int, int], how: Cast | None, graded: bool):
-    x, counted = torch.empty(shape), slot()
-    to = Store(how, how is not None, counted)
-    with torch.set_grad_enabled(graded):
-        for which in NORMS:
-            y, *made, rows = norm_act.norm_quantize(x, vector(x), vector(x), which, to)
-            found = norm_act.norm_quantize_backward(x, x, vector(x), rows, which)
-            assert y.shape == found.dx_MK.shape == exact(x, vector(x), vector(x), which).shape
-            assert_codes_of_nothing(y, made, how)
-            # torch's gradients of no rows: zeros, [K]
-            assert found.dweight_K is not None
-            assert found.dweight_K.tolist() == [0.0] * shape[1]
-            assert found.dbias_K is None or found.dbias_K.tolist() == [0.0] * shape[1]
-            assert rows.rstd_M.shape == shape[:1]
-        for kind in EXACT:
-            y, *made = norm_act.act_quantize(x, kind, to)
-            assert y.shape == exact_act(x, kind).shape
-            assert_codes_of_nothing(y, made, how)
-            dx, *made, _, dbias = norm_act.act_quantize_backward(torch.empty(y.shape), x, kind, to)
-            assert dx.shape == shape
-            assert_codes_of_nothing(dx, made, how)
-            assert dbias is not None
-            assert dbias.tolist() == [0.0] * shape[1]
-    assert not counted.counts_CS.any()
-
-
-def assert_codes_of_nothing(y: torch.Tensor, made: list[Operand | None], how: Cast | None) -> None:
-    q, q_t = made
-    assert (q is None) == (q_t is None) == (how is None)
-    if q is not None and q_t is not None:
-        assert (q.data.shape, q_t.data.shape) == (y.shape, y.shape[::-1])
-        assert all((each.scale == 1).all() for each in (q, q_t))
+    assert torch.equal(counted.counts_CS, before.counts_CS)
 
 
 def test_a_backend_of_casts_that_is_the_reference_asks_no_launcher(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_backend, "_kernel", lambda *names: pytest.fail(f"{names} asked for"))
     for name in ("cublas", "reference"):
         with fe.backend(name):
-            for call, which in itertools.product(CALLS, (RMS, "relu")):
-                if ("norm" in call) == isinstance(which, Norm):
-                    assert tensors(CALLS[call](norm_act, X, DY, which, FP8))
+            for operation, form in CASES:
+                if operation.startswith(("norm", "act")):
+                    call = next(calls(operation, form))
+                    call.operation.run(*call.arguments())
 
 
 def test_the_launchers_know_every_kind():
     assert {*act_kernels.FUNCTIONS} == {*EXACT}
     assert {*act_kernels.GATED} == {*OF_GATE}
-
-
-class _Watch(TorchDispatchMode):
-    """Names of our operators that pass the dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fp8engine":
-            self.names.append(func.name().removeprefix("fp8engine::"))
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_dispatcher_is_left_out_where_it_adds_nothing_and_only_there(monkeypatch: pytest.MonkeyPatch):
-    def everything() -> None:
-        for name, call in CALLS.items():
-            call(norm_act, X, DY, RMS if "norm" in name else "relu", FP8._replace(slot=slot()))
-            call(norm_act, X, DY, RMS if "norm" in name else "relu", Store(None, False, slot()))  # nothing to count
-
-    with torch.no_grad(), _Watch() as watch:
-        everything()
-    names = [name.removesuffix("_bare") for name in CALLS]
-    ends = [("", "") if name == "norm_quantize_backward" else ("_slot", "") for name in names]
-    assert watch.names == [f"{name}{end}" for name, both in zip(names, ends, strict=True) for end in both]
-    monkeypatch.setattr(library, "_flat", lambda *rest: pytest.fail("through the dispatcher"))
-    with torch.no_grad():
-        everything()

@@ -1,8 +1,6 @@
 """The scaling state over a model's life: evaluation, copies, moves, save and resume, roots that are passed by."""
 
 import copy
-import io
-import pickle
 import warnings
 
 import pytest
@@ -30,40 +28,6 @@ def start() -> Net:
 def evaluate_without_gradients(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(x)
-
-
-def evaluate_in_eval_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        y = model(x)
-    model.train()
-    return y
-
-
-def evaluate_in_inference_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(x)
-
-
-EVALUATIONS = [evaluate_without_gradients, evaluate_in_eval_mode, evaluate_in_inference_mode]
-
-
-@pytest.mark.parametrize("evaluate", EVALUATIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_evaluation_between_steps_changes_no_bit_of_training(start: Net, recipe: str, evaluate):
-    plain, watched = (converted(copy.deepcopy(start), recipe) for _ in range(2))
-    losses = train(plain)
-
-    def with_evaluation(x):
-        history, live, _ = tables(watched)
-        evaluate(watched, x.detach() * 1000)
-        evaluate(watched, x.detach())
-        assert same(tables(watched)[:2], [history, live])
-        return watched(x)
-
-    assert train(watched, with_evaluation) == losses
-    assert same(weights(watched), weights(plain))
-    assert same(tables(watched)[:2], tables(plain)[:2])
 
 
 def test_evaluation_after_a_checkpointed_step_records_nothing(start: Net):
@@ -116,36 +80,6 @@ def test_gradient_accumulation_records_every_microbatch(start: Net, recipe: str)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def by_deepcopy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def by_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_copy_goes_on_as_the_original_and_apart_from_it(start: Net, recipe: str, copied):
-    model = converted(start, recipe)
-    train(model)
-    other = copied(model)
-    assert same(tables(other), tables(model))
-    before = tables(model)
-    losses = train(other)
-    assert same(tables(model), before), "the copy writes to its own tables"
-    assert len({id(m.numerics.state) for m in other.modules() if hasattr(m, "numerics")}) == 1
-    assert train(model) == losses
-    assert same(tables(other), tables(model))
-
-
 @pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.bfloat16], ids=["half", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_change_of_dtype_leaves_the_tables_alone(start: Net, recipe: str, cast):
@@ -187,45 +121,6 @@ def test_moving_away_and_back_keeps_what_a_device_holds():
     model.share_memory()
     losses = train(model)
     assert int(fe.scaling_state(model)["blocks.0.up.input"].calls) == len(losses)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("root", ["model", "one layer", "model, recomputed"])
-def test_resume_is_bit_for_bit_the_uninterrupted_run(recipe: str, root: str):
-    def build() -> nn.Module:
-        torch.manual_seed(3)
-        return fe.Linear(32, 32, recipe=recipe) if root == "one layer" else converted(Net(), recipe)
-
-    torch.manual_seed(4)
-    batches = torch.randn(6, 8, 32) * torch.tensor([1.0, 9.0, 2.0, 0.5, 3.0, 1.0])[:, None, None]
-
-    def run(model: nn.Module, part: torch.Tensor) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for x in part:
-            # Without gradients in its first forward: nothing but the flag of a state says that a step begins.
-            y = checkpoint(model, x.requires_grad_(), use_reentrant=True) if "recomputed" in root else model(x)
-            loss = y.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    whole = build()
-    want = run(whole, batches)
-    first = build()
-    run(first, batches[:3])
-    file = io.BytesIO()
-    torch.save({"model": first.state_dict(), "scaling": fe.scaling_state_dict(first)}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = build()
-    resumed.load_state_dict(saved["model"], strict=True)
-    fe.load_scaling_state_dict(resumed, saved["scaling"])
-    assert run(resumed, batches[3:]) == want[3:]
-    assert same(weights(resumed), weights(whole))
-    assert same(tables(resumed), tables(whole))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
