@@ -127,6 +127,7 @@ class Controller:
         with torch.inference_mode(False), outside_of_autocast(self.state.device):
             try:
                 self._begin_step(backward, gradients)
+                self.between.note(self.state, self.undecided)
             except Exception as error:  # nothing raises in a user's forward
                 self.pending = self.watched = None
                 self.state.sample(None)
@@ -141,7 +142,6 @@ class Controller:
     def _begin_step(self, backward: bool, gradients: bool) -> None:
         if self.tentative and not backward:  # the last forward proves to have been an evaluation's
             self._after_evaluation(gradients)
-            self.between.note(self.state, self.undecided)
             return
         self.tentative = not gradients
         self.state.decides_next = False
@@ -154,7 +154,6 @@ class Controller:
         else:
             self._collect(backward=True, may=not self.undecided or self.between.opens(self.state, backward))
             self._begin_sampling(self._moved())
-        self.between.note(self.state, self.undecided)
         # Of a model that has not trained, the next forward without gradients ends the sample.
         self.state.decides_next = self.tentative and self.step == 0 and self.state.samples is not None
 

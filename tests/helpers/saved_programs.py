@@ -61,10 +61,9 @@ class Setting:
         drawn = draw.choice(sorted(RECIPES))
         dtype = draw.choice([torch.float32, torch.bfloat16])
         override = draw.choice([None, None, "rowwise", "delayed", "bf16"])
-        name = recipe or drawn
         return Setting(
             seed=seed,
-            recipe=name,
+            recipe=recipe or drawn,
             dtype=dtype,
             autocast=dtype == torch.float32 and draw.random() < 0.4,
             fuse=draw.random() < 0.7,
@@ -80,7 +79,7 @@ class Setting:
 
 
 class Run:
-    """A model in training.  at: how many operations it has done; seen: what each of them has computed."""
+    """A model in training.  at: how many operations it has done."""
 
     def __init__(self, setting: Setting):
         self.setting, self.at = setting, 0
@@ -106,7 +105,7 @@ class Run:
         )
 
     def inputs(self, place: int) -> torch.Tensor:
-        """The batch of a place in the program; it grows and gets outliers, which predicted scales do not expect."""
+        """The batch of a place in the program: its size and its outliers change, which no predicted scale expects."""
         draw = random.Random(1000 * self.setting.seed + place)
         torch.manual_seed(1000 * self.setting.seed + place + 1)
         return batch(self.model, draw, self.setting.dtype)
@@ -221,7 +220,7 @@ class Run:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The names of what two states differ in, with both values of the first."""
+    """What two states differ in: the names, the first of them with both its values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     shown = [f"{name}: {str(one.get(name))[:120]} / {str(other.get(name))[:120]}" for name in names[:1]]
     return [*shown, *names[1:]]
