@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_888,
-    "auto": 1_448,
+    "auto": 1_447,
     "autograd": 1_957,
     "bench": 934,
     "cli": 986,
