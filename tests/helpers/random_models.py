@@ -79,7 +79,7 @@ class Tied(nn.Module):
 
     def __init__(self, width: int, hidden: int, draw: random.Random):
         super().__init__()
-        kind = draw.choice([nn.Linear, Conv1D])
+        kind: Any = draw.choice([nn.Linear, Conv1D])
         self.norm = _norm(width, draw)
         # Conv1D's arguments are the other way round.
         one, two = (kind(hidden, width) if kind is Conv1D else kind(width, hidden) for _ in range(2))

@@ -65,14 +65,15 @@ class Watch:
     def called(self, name: str, layer: Any, given: tuple, y: torch.Tensor) -> None:
         """A layer's forward: its result now, its gradients when they come.  given: x, and of experts their rows."""
         recipe = self.recipes[name] = layer.numerics.recipe
-        x = given[0].detach().clone().flatten(0, -2)
+        like, *divided = given
+        x = like.detach().clone().flatten(0, -2)
         weight = layer.weight.detach().clone()
         weight = weight.t() if layer.transposed else weight
         weight = weight if weight.dim() == 3 else weight[None]
         for role in ("input", "weight", "grad_output"):
             self.windows[name, role].follow(getattr(recipe, role), recipe.margin)
-        sizes = given[1] if len(given) > 1 else [len(x)]
-        use = _Use(name, recipe, x, weight, sizes, given[0].dtype, layer.numerics.standalone)
+        sizes = divided[0] if divided else [len(x)]
+        use = _Use(name, recipe, x, weight, sizes, like.dtype, layer.numerics.standalone)
         record = torch.is_grad_enabled() or _in_backward()
         self.recomputed |= _in_backward() and not use.alone
         bias = None if layer.bias is None else layer.bias.detach().view(len(sizes), -1)
