@@ -54,7 +54,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scaling(model: nn.Module) -> Iterator[None]:
-    """Put the scaling states back bit for bit, and the backend that each layer has noted."""
+    """Put the scaling states back bit for bit, and the backend that each layer has noted.
+
+    Copies of weights go: a step that read one would not record the weight's amax, which the tables have no more.
+    """
     found: list[Any] = [getattr(module, "numerics", None) for module in model.modules()]
     layers = [numerics for numerics in found if isinstance(getattr(numerics, "state", None), ScalingState)]
     states = list({id(numerics.state): numerics.state for numerics in layers}.values())
@@ -71,3 +74,7 @@ def _scaling(model: nn.Module) -> Iterator[None]:
                 table.copy_(values)
         for owner, name, value in flags:
             setattr(owner, name, value)
+        for module in model.modules():
+            forget = getattr(module, "forget_copies", None)
+            if forget is not None:
+                forget()

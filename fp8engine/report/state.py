@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -175,16 +175,16 @@ def joined_state_dict(model: nn.Module) -> dict:
 
 
 def _saved(layers: dict[str, Numerics]) -> dict:
-    slots = {}
-    for state in _states(layers):
+    slots, states = {}, _states(layers)
+    for state in states:
         state.saved_1.fill_(1)
     for name, numerics, role in _slots_of(layers):
         slots[slot_name(name, role)] = {key: t.clone() for key, t in _columns(numerics, role).items()}
     version = 2 if any(name.split(".")[-1] == OUTPUT for name in slots) else 1
-    backward_seen = any(numerics.state.backward_seen for numerics in layers.values())  # else amaxes are a forward's
+    backward_seen = [state.backward_seen for state in states]  # else amaxes are a forward's
     found: dict = {"version": version, "slots": slots, "backward_seen": backward_seen}
-    if any(numerics.state.recomputed for numerics in layers.values()):
-        found["recomputed"] = True
+    if any(state.recomputed for state in states):
+        found["recomputed"] = [state.recomputed for state in states]
     if kept := [controller.state_dict() for controller in _controllers(layers)]:
         found["auto"] = kept
     return found
@@ -255,14 +255,23 @@ def _load(layers: dict[str, Numerics], state_dict: Mapping) -> None:
         saved = slots.get(slot_name(name, role), {})
         for key, target in _columns(numerics, role).items() if saved else ():
             target[: saved[key].numel()] = saved[key][: target.numel()]
-    for state in _states(layers):
+    states = _states(layers)
+    backward_seen = _of_each(state_dict.get("backward_seen", True), len(states))
+    recomputed = _of_each(state_dict.get("recomputed", False), len(states))
+    for state, came, again in zip(states, backward_seen, recomputed, strict=True):
         state.live_2S[1].abs_()
         state.outputs.loaded(state.live_2S)
         state.saved_1.fill_(1)
         state.loaded = True
         # Whether a step was recorded and waits to be entered.
-        state.backward_seen = bool((state.live_2S[0] >= 0).any()) and state_dict.get("backward_seen", True)
-        state.recomputed = bool(state_dict.get("recomputed"))
+        state.backward_seen = bool((state.live_2S[0] >= 0).any()) and came
+        state.recomputed = again
+
+
+def _of_each(saved: bool | Sequence[bool], states: int) -> Sequence[bool]:
+    """A saved flag of each scaling state; one flag, or those of layers that were put together otherwise, is all's."""
+    each = [saved] if isinstance(saved, bool) else saved
+    return each if len(each) == states else [any(each)] * states
 
 
 def _columns(numerics: Numerics, role: str) -> dict[str, torch.Tensor]:

@@ -130,6 +130,20 @@ def test_calibration_accumulates_no_gradient():
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_calibration_leaves_no_copies_of_weights():
+    """A first step that read them would record no amax of a weight: a predicted scale would miss it."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), fe.Linear(64, 64, recipe=fe.delayed(margin=2)))
+
+    x = torch.randn(8, 64, requires_grad=True)
+    for each in (converted(model(), "auto", example_inputs=(x,)), converted(model(), "auto")):
+        each(x).sum().backward()
+        each(x)
+        assert fe.scaling_state(each)["1.weight"].history[0] == each[1].weight.abs().max()
+
+
 def test_a_reentrant_checkpoint_calibrates_the_forward_alone_and_says_so():
     class Recomputed(WithLoss):
         def forward(self, x):

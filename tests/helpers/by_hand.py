@@ -88,6 +88,7 @@ def restored(x: torch.Tensor, cast: Cast, window: Window | None = None, margin: 
         if s == 0.0 or amax * s > MAX[cast.dtype] * FITS:
             s = factor(amax, MAX[cast.dtype], cast.power_of_2)
         scaled = (part * s).clamp(-MAX[cast.dtype], MAX[cast.dtype])
+        scaled = torch.where(torch.isfinite(part), scaled, torch.nan)  # a non-finite number stays one
         scale = float(numpy.float32(1.0) / numpy.float32(s))
         result[place] = scaled.to(cast.dtype).double() * scale
     return result
@@ -111,7 +112,7 @@ def _groups(x: torch.Tensor, cast: Cast) -> list[tuple[slice, slice]]:
 
 
 def differs(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias=None, rounds: tuple = ()) -> float:
-    """The largest |found - (a @ b^T + bias)| over its bound; above 1 the matmul is wrong.
+    """The largest |found - (a @ b^T + bias)| over its bound; above 1, or NaN, the matmul is wrong.
 
     a, b: float64, as `restored` gives them.  rounds: the dtypes to which the result was rounded on its way.
     The bound: K sums in FP32, of which each and each scale's product round by 2^-24 of the sum of magnitudes, and one
@@ -120,7 +121,7 @@ def differs(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias=None, ro
     k, exact, sizes = a.shape[1], a @ b.t(), a.abs() @ b.abs().t()
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
-    usable = torch.isfinite(found) & torch.isfinite(exact) & (exact.abs() < torch.finfo(rounds[-1]).max)
+    usable = torch.isfinite(exact) & (exact.abs() + sizes * k * 2.0**-24 < 0.99 * torch.finfo(rounds[-1]).max)
     bound = (k + 10) * 2.0**-24 * sizes + 1.01 * sum(ROUNDING[dtype] for dtype in rounds) * exact.abs()
     bound = bound + TINY * (1 + a.abs().sum(1)[:, None] + b.abs().sum(1))
     if torch.float16 in rounds:

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import fp8engine as fe
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU, "tanh gelu": lambda: nn.GELU(approximate="tanh")}
 
@@ -71,6 +74,42 @@ class Twice(nn.Module):
         return torch.tanh(first) + self.one(x if self.same else first)
 
 
+class Tied(nn.Module):
+    """Two layers of one weight: of an nn.Linear each, or of a Conv1D of transformers, whose weight is [K, N]."""
+
+    def __init__(self, width: int, hidden: int, draw: random.Random):
+        super().__init__()
+        kind: Any = draw.choice([nn.Linear, Conv1D])
+        self.norm = _norm(width, draw)
+        # Conv1D's arguments are the other way round.
+        one, two = (kind(hidden, width) if kind is Conv1D else kind(width, hidden) for _ in range(2))
+        self.one, self.two, self.back = one, two, nn.Linear(hidden, width)
+        if draw.random() < 0.7:
+            two.weight = one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.back(torch.tanh(self.one(h)) * self.two(h))
+
+
+class Experts(nn.Module):
+    """Rows that are divided over experts, in the order of the rows; some of the experts may have none."""
+
+    def __init__(self, width: int, hidden: int, draw: random.Random):
+        super().__init__()
+        self.count = draw.randint(1, 4)
+        self.share = [draw.choice([0, 1, 1, 3]) for _ in range(self.count)]
+        recipe = draw.choice([fe.current(), fe.rowwise(), fe.rowwise_gw_hp(), fe.blockwise(16)])
+        self.up = fe.GroupedLinear(self.count, width, hidden, draw.random() < 0.5, recipe=recipe)
+        self.down = fe.GroupedLinear(self.count, hidden, width, draw.random() < 0.5, recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        sizes = [len(rows) * share // max(sum(self.share), 1) for share in self.share]
+        sizes[-1] += len(rows) - sum(sizes)
+        return x + self.down(F.silu(self.up(rows, sizes)), sizes).view(x.shape)
+
+
 class Model(nn.Module):
     """Blocks one after another, some of them checkpointed, and a head."""
 
@@ -80,6 +119,8 @@ class Model(nn.Module):
         kinds = [lambda: Siblings(width, hidden, draw), lambda: Mlp(width, hidden, draw), lambda: Twice(width, draw)]
         self.width = width
         self.blocks = nn.ModuleList(draw.choice(kinds)() for _ in range(draw.randint(1, 3)))
+        if draw.random() < 0.5:
+            self.blocks.append(draw.choice([Tied, Experts])(width, hidden, draw))
         self.checkpoints = [draw.choice([None, None, True, False]) for _ in self.blocks]
         self.head = nn.Linear(width, 7)
 

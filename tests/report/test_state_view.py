@@ -6,6 +6,8 @@ import io
 import pytest
 import torch
 from support import Net, converted, same, tables, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 
@@ -48,3 +50,44 @@ def test_another_models_is_refused_and_nothing_is_loaded():
         fe.scaling_state(model).load_state_dict(wrong)
     assert same(tables(model), after)
     assert not same(after, before)
+
+
+class TwoStates(nn.Module):
+    """A layer that `fe.convert` makes, and one made by hand, whose forward alone is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.own = nn.Linear(16, 16), fe.Linear(16, 16, recipe="delayed")
+
+    def forward(self, x):
+        x = self.one(x)
+        return checkpoint(self.own, x, use_reentrant=True) if torch.is_grad_enabled() else self.own(x)
+
+
+def test_each_state_of_a_model_goes_on_where_it_was():
+    """What a backward did to the steps of one is not said of the other: an evaluation begins a step of neither."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return converted(TwoStates(), "delayed")
+
+    model, resumed = made(), made()
+    model(torch.randn(4, 16, requires_grad=True)).sum().backward()
+    resumed.load_state_dict(model.state_dict())
+    fe.load_scaling_state_dict(resumed, fe.scaling_state_dict(model))
+    for each in (model, resumed):
+        with torch.no_grad():
+            each(torch.full((4, 16), 9.0))
+    mine, others = fe.scaling_state(resumed), fe.scaling_state(model)
+    for name in others:
+        assert torch.equal(mine[name].history, others[name].history), name
+        assert torch.equal(mine[name].scale, others[name].scale), name
+
+
+def test_one_flag_for_all_states_is_read():
+    """As a state that was saved before there was one of each."""
+    model, resumed = trained(), trained()
+    saved = fe.scaling_state_dict(model)
+    assert saved["backward_seen"] == [True]
+    fe.load_scaling_state_dict(resumed, {**saved, "backward_seen": True})
+    assert fe.scaling_state_dict(resumed)["backward_seen"] == [True]
