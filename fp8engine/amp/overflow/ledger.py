@@ -70,9 +70,8 @@ class Ledger:
                 if entry.finding.backward and entry.finding.loss_scale is None:
                     entry.finding = replace(entry.finding, guilty=True)
         self._latest = entries or self._latest
-        for scale in self._passing:
-            self._pass(scale)
-        self._passing.clear()
+        while self._passing:
+            self._pass(self._passing.pop(0))
         return any(entry.unexplained for entry in entries)
 
     def _enter(self, finding: Finding) -> Entry:

@@ -54,13 +54,13 @@ class Seen:
 class Locator:
     """Turns batches into findings; remembers the weights it has named and the masks it has seen made.
 
-    `begin` a batch, `read` its events in order of time, `end` it.  layers: the modules by name.  compiled: the names of
-    those whose parts cannot be seen.
+    `begin` a batch, `read` its events in order of time, `end` it.  seen: what they have shown.  layers: the modules by
+    name.  compiled: the names of those whose parts cannot be seen.
     """
 
     def __init__(self, layers: dict[str, nn.Module], compiled: set[str]):
         self._layers, self._compiled = layers, compiled
-        self._seen = Seen()
+        self.seen = Seen()
         self._named: set[str] = set()  # weights
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
@@ -71,19 +71,14 @@ class Locator:
         """Whether some -Inf may be a mask or an overflow, which a pass watched op by op will tell."""
         return bool(self._maybe_masks - self._masks)
 
-    @property
-    def ops(self) -> list[Event]:
-        """What ops of this batch's forward made."""
-        return self._seen.ops
-
     def begin(self, batch: Batch) -> None:
         """Forget what the batch before has shown."""
-        self._seen = Seen()
+        self.seen = Seen()
         self._stale -= batch.without_gradient
 
     def read(self, event: Event) -> None:
         """Take in one event."""
-        seen = self._seen
+        seen = self.seen
         if event.kind in ("weight", "buffer"):
             seen.found += self._weight(event, seen)
         elif event.kind == "op":
@@ -92,8 +87,7 @@ class Locator:
         elif event.kind == "mask":
             seen.masking.update(event.around())
         elif event.kind in ("input", "output"):
-            if self._overflows(event, seen):
-                seen.found += self._forward(event, seen)
+            seen.found += self._forward(event, seen) if self._overflows(event, seen) else []
         elif event.kind in ("grad_weight", "grad_before"):
             self._weight_gradient(event, seen)
         elif seen.gradient is None:
@@ -101,11 +95,10 @@ class Locator:
 
     def end(self) -> list[Finding]:
         """The findings of the batch, the first in time first."""
-        seen = self._seen
-        backward = self._first_gradient(seen)
-        if backward and not seen.bad and not seen.bad_weights:  # else it is a gradient of a forward gone bad
-            seen.found.append(backward)
-        return seen.found
+        seen = self.seen
+        # After a forward gone bad its gradients are bad too, which is no overflow of their own.
+        backward = None if seen.bad or seen.bad_weights else self._first_gradient(seen)
+        return [*seen.found, backward] if backward else seen.found
 
     def _weight(self, event: Event, seen: Seen) -> list[Finding]:
         if event.reading.finite or (event.kind == "buffer" and event.reading.masked):
@@ -161,8 +154,7 @@ class Locator:
         made = [op for op in seen.ops if op.call is culprit]
         if not made:
             return [_finding(event, culprit.name, "output", input_amax=largest(culprit.inputs))]
-        first = next((op for op in made if op.reading.bad), made[0])
-        return [_found_op(event, first)]
+        return [_found_op(event, next((op for op in made if op.reading.bad), made[0]))]
 
     def _weight_gradient(self, event: Event, seen: Seen) -> None:
         stale = event.kind == "grad_before" or event.name in self._stale
@@ -209,8 +201,7 @@ def _guess(event: Event, near: Event) -> Finding:
 
 def _found_op(event: Event, made: Event) -> Finding:
     """A bad reading whose op is known; made: the event of that op."""
-    told = {"op": made.op, "input_amax": made.input_amax, "parameter": made.parameter}
-    return _finding(event, made.name, made.operand, **told)
+    return _finding(event, made.name, made.operand, op=made.op, input_amax=made.input_amax, parameter=made.parameter)
 
 
 def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Finding:

@@ -87,11 +87,9 @@ class OpMode(TorchDispatchMode):
 
 def creates(before: Sequence[Reading], inf_given: bool, after: Reading) -> str | None:
     """What an op made that it was not given: "NaN", "Inf", "-Inf" or None.  inf_given: Inf is among its arguments."""
-    if after.nan:
-        return None if any(reading.nan for reading in before) else after.made
-    if after.finite or inf_given or not all(reading.finite for reading in before):
-        return None
-    return after.made
+    inf_passed_on = inf_given or not all(reading.finite for reading in before)
+    passed_on = any(reading.nan for reading in before) if after.nan else inf_passed_on
+    return None if after.finite or passed_on else after.made
 
 
 def _zeros_and_ones(given: list[torch.Tensor]) -> bool:
@@ -131,8 +129,7 @@ def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Ca
                 continue
             after = read_now(gradient)
             if creates(before, False, after) is not None:
-                operand = "grad_weight" if name else "grad_input"
-                amax = largest(before)
-                trace.add("node", after, call, operand=operand, op=op, input_amax=amax, parameter=name)
+                told = {"op": op, "input_amax": largest(before), "parameter": name}
+                trace.add("node", after, call, operand="grad_weight" if name else "grad_input", **told)
 
     return check

@@ -31,7 +31,7 @@ from fp8engine.amp.overflow.locate import Locator, inside
 from fp8engine.amp.overflow.reading import ReadingsCopy
 from fp8engine.amp.overflow.recorder import Recorder, is_compiled
 from fp8engine.amp.overflow.report import LayerStats, OverflowReport
-from fp8engine.amp.overflow.trace import Batch, Event
+from fp8engine.amp.overflow.trace import Batch
 from fp8engine.amp.pin import Fp32Pinned, Pin, pin_fp32
 from fp8engine.errors import ConversionError, UnknownName
 
@@ -155,12 +155,15 @@ class OverflowWatch:
         copy.finish()
         self._locator.begin(batch)
         for event in batch.events:
-            self._count(event)
+            if event.kind == "scale" and (not self.scales or self.scales[-1][1] != event.reading.high):
+                self.scales.append((event.step, event.reading.high))
+            if event.call is not None and event.name in self.layers:
+                self.layers[event.name].add(event)
             self._locator.read(event)
             self._ledger.read(event)
         found = self._locator.end()
         if not found:  # what ops made and no module's output shows: 1 / Inf is 0
-            self.hidden.update((op.name, op.op or "", op.reading.made) for op in self._locator.ops)
+            self.hidden.update((op.name, op.op or "", op.reading.made) for op in self._locator.seen.ops)
         for finding in found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
@@ -169,13 +172,6 @@ class OverflowWatch:
             self._recorder.rewatch(True)
         elif batch.opwise and not self._locator.undecided and not any(e.unexplained for e in self._ledger.entries):
             self._recorder.rewatch(False)
-
-    def _count(self, event: Event) -> None:
-        """Follow the loss scale and the numbers of each layer."""
-        if event.kind == "scale" and (not self.scales or self.scales[-1][1] != event.reading.high):
-            self.scales.append((event.step, event.reading.high))
-        if event.call is not None and event.name in self.layers:
-            self.layers[event.name].add(event)
 
 
 def find_overflow(model: nn.Module, scaler: Any = None, *, mode: str = "counters") -> OverflowWatch:
