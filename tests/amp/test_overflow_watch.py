@@ -222,6 +222,17 @@ def test_what_an_op_made_and_no_output_shows_is_told_as_hidden():
     assert "hidden: exp in '0' made Inf 1 times; no output shows it" in str(watch.report())
 
 
+def test_an_op_after_a_mask_does_not_make_the_mask_an_overflow():
+    """The part is given a mask; only later the forward around it makes an Inf, which 1 / Inf hides again."""
+    part = Part(lambda x: x.softmax(-1))
+    model = Part(lambda x: part(x.masked_fill(x > 0, -torch.inf)) + 1 / (1 + torch.exp(x.half() * 12)))
+    model.part = part
+    with find_overflow(model, mode="ops") as watch:
+        model(torch.tensor([[-1.0, 1.0]]))
+    assert watch.first() is None
+    assert watch.report().hidden == [("", "exp", "Inf", 1)]
+
+
 def test_an_overflow_that_does_not_come_again_keeps_its_layer_and_has_no_op():
     model, net = make(EXP, "nothing")
     with find_overflow(model) as watch:

@@ -22,7 +22,7 @@ import torch
 
 from fp8engine.amp.overflow.finding import GRADIENTS, Finding
 from fp8engine.amp.overflow.locate import same_overflow
-from fp8engine.amp.overflow.trace import Batch, Event
+from fp8engine.amp.overflow.trace import Event
 
 GROWN = 2  # once is an outlier among the batches, which every scaler lives with
 NOISE = 4.0  # between the scales at which batches of one training overflow
@@ -60,16 +60,18 @@ class Ledger:
         self._latest: list[Entry] = []  # of the last batch in which something overflowed
         self._latest_gradient: Event | None = None  # of the step under way
         self._finite = True  # whether all gradients of that step are
+        self._passing: list[float] = []  # scales at which steps of the batch that is being read have passed
 
-    def enter(self, batch: Batch, findings: Iterable[Finding]) -> bool:
-        """Enter a batch and what was found in it; returns whether an overflow came whose op is to be found."""
+    def enter(self, findings: Iterable[Finding]) -> bool:
+        """Enter what was found in the batch just read; returns whether an overflow came whose op is to be found."""
         entries = [self._enter(finding) for finding in findings]
         if any(entry.finding.operand == "weight" for entry in entries):
             for entry in self._latest:
                 if entry.finding.backward and entry.finding.loss_scale is None:
                     entry.finding = replace(entry.finding, guilty=True)
         self._latest = entries or self._latest
-        self._follow_scale(batch)
+        while self._passing:
+            self._pass(self._passing.pop(0))
         return any(entry.unexplained for entry in entries)
 
     def _enter(self, finding: Finding) -> Entry:
@@ -105,17 +107,16 @@ class Ledger:
             entry.grown += 1
         return scale < 1 or (wide and scale <= HIGHEST) or entry.grown >= GROWN
 
-    def _follow_scale(self, batch: Batch) -> None:
-        """Whether the steps under way in a batch have passed, each once the scaler has counted it."""
-        for event in batch.events:
-            before = self._latest_gradient
-            if event.kind in GRADIENTS:
-                self._finite = event.reading.finite and (self._finite or before is None)
-                self._latest_gradient = event
-            elif event.kind == "scale" and before is not None and event.step > before.step:
-                self._latest_gradient = None
-                if self._finite and before.loss_scale is not None and before.loss_scale >= 1:
-                    self._pass(before.loss_scale)
+    def read(self, event: Event) -> None:
+        """Take in one event; they tell whether the step under way has passed, once the scaler has counted it."""
+        before = self._latest_gradient
+        if event.kind in GRADIENTS:
+            self._finite = event.reading.finite and (self._finite or before is None)
+            self._latest_gradient = event
+        elif event.kind == "scale" and before is not None and event.step > before.step:
+            self._latest_gradient = None
+            if self._finite and before.loss_scale is not None and before.loss_scale >= 1:
+                self._passing.append(before.loss_scale)
 
     def _pass(self, scale: float) -> None:
         """A step has passed at this scale."""

@@ -18,8 +18,7 @@ a bad gradient of good ones.  Otherwise only the neighbourhood is known, and the
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -33,12 +32,16 @@ from fp8engine.amp.overflow.trace import Batch, Call, Event
 class Seen:
     """What a batch has shown so far.
 
-    ops: what ops of its forward made.  overflowed: calls with an overflow inside.  bad: readings.  bad_weights: layers
-    that hold one.  gradient: the first bad one.  last_good: the gradient before it.  given: modules whose grad_output
-    was finite before it.  weights: those whose gradient became bad.
+    found: in the forward.  ops: what ops of its forward made.  making, masking: calls with such an op, or with a mask,
+    inside.  overflowed: calls with an overflow inside.  bad: readings.  bad_weights: layers that hold one.  gradient:
+    the first bad one.  last_good: the gradient before it.  given: modules whose grad_output was finite before it.
+    weights: those whose gradient became bad.
     """
 
-    ops: list[Event]
+    found: list[Finding] = field(default_factory=list)
+    ops: list[Event] = field(default_factory=list)
+    making: set[Call] = field(default_factory=set)
+    masking: set[Call] = field(default_factory=set)
     overflowed: set[Call] = field(default_factory=set)
     bad: set[Reading] = field(default_factory=set)
     bad_weights: list[str] = field(default_factory=list)
@@ -51,11 +54,13 @@ class Seen:
 class Locator:
     """Turns batches into findings; remembers the weights it has named and the masks it has seen made.
 
-    layers: the modules by name.  compiled: the names of those whose parts cannot be seen.
+    `begin` a batch, `read` its events in order of time, `end` it.  seen: what they have shown.  layers: the modules by
+    name.  compiled: the names of those whose parts cannot be seen.
     """
 
     def __init__(self, layers: dict[str, nn.Module], compiled: set[str]):
         self._layers, self._compiled = layers, compiled
+        self.seen = Seen()
         self._named: set[str] = set()  # weights
         self._stale: set[str] = set()  # parameters whose gradient was bad before: accumulating leaves it so
         self._masks: set[str] = set()  # modules that were seen to put in -Inf on purpose
@@ -66,25 +71,34 @@ class Locator:
         """Whether some -Inf may be a mask or an overflow, which a pass watched op by op will tell."""
         return bool(self._maybe_masks - self._masks)
 
-    def locate(self, batch: Batch) -> list[Finding]:
-        """The findings of one batch, the first in time first."""
-        found: list[Finding] = []
-        seen = Seen([event for event in batch.events if event.kind == "op"])
+    def begin(self, batch: Batch) -> None:
+        """Forget what the batch before has shown."""
+        self.seen = Seen()
         self._stale -= batch.without_gradient
-        for event in batch.events:
-            if event.kind in ("weight", "buffer"):
-                found += self._weight(event, seen)
-            elif event.kind in ("input", "output"):
-                if self._overflows(event, batch, seen):
-                    found += self._forward(event, seen)
-            elif event.kind in ("grad_weight", "grad_before"):
-                self._weight_gradient(event, seen)
-            elif seen.gradient is None:
-                self._gradient(event, seen)
-        backward = self._first_gradient(seen)
-        if backward and not seen.bad and not seen.bad_weights:  # else it is a gradient of a forward gone bad
-            found.append(backward)
-        return found
+
+    def read(self, event: Event) -> None:
+        """Take in one event."""
+        seen = self.seen
+        if event.kind in ("weight", "buffer"):
+            seen.found += self._weight(event, seen)
+        elif event.kind == "op":
+            seen.ops.append(event)
+            seen.making.update(event.around())
+        elif event.kind == "mask":
+            seen.masking.update(event.around())
+        elif event.kind in ("input", "output"):
+            seen.found += self._forward(event, seen) if self._overflows(event, seen) else []
+        elif event.kind in ("grad_weight", "grad_before"):
+            self._weight_gradient(event, seen)
+        elif seen.gradient is None:
+            self._gradient(event, seen)
+
+    def end(self) -> list[Finding]:
+        """The findings of the batch, the first in time first."""
+        seen = self.seen
+        # After a forward gone bad its gradients are bad too, which is no overflow of their own.
+        backward = None if seen.bad or seen.bad_weights else self._first_gradient(seen)
+        return [*seen.found, backward] if backward else seen.found
 
     def _weight(self, event: Event, seen: Seen) -> list[Finding]:
         if event.reading.finite or (event.kind == "buffer" and event.reading.masked):
@@ -106,15 +120,15 @@ class Locator:
         """Whether a module has no parts."""
         return not list(self._layers[layer].children())
 
-    def _overflows(self, event: Event, batch: Batch, seen: Seen) -> bool:
+    def _overflows(self, event: Event, seen: Seen) -> bool:
         """Whether a reading that is not finite is overflow rather than a mask."""
         reading, call, maker = event.reading, event.call, event.maker
         if reading.finite or reading.nan or call is None or maker is None:
             return reading.bad
         if call.opwise:
-            if any(made.call is not None and maker in made.call.around() for made in seen.ops):
+            if maker in seen.making:
                 return True
-            if reading.masked or any(maker in masking.around() for masking in batch.masking):
+            if reading.masked or maker in seen.masking:
                 self._masks.add(maker.name)
                 return False
         if not reading.masked:
@@ -129,7 +143,7 @@ class Locator:
     def _forward(self, event: Event, seen: Seen) -> list[Finding]:
         culprit = event.maker
         known = culprit in seen.overflowed if culprit else bool(seen.overflowed)
-        seen.overflowed.update(event.call.around() if event.call else ())
+        seen.overflowed.update(event.around())
         seen.bad.add(event.reading)
         if known or any(inside(layer, culprit.name if culprit else "") for layer in seen.bad_weights):
             return []
@@ -137,12 +151,10 @@ class Locator:
             return [_finding(event, "", "input")]
         if any(reading.bad or reading in seen.bad for reading in culprit.inputs):
             return []
-        made = [op.finding for op in seen.ops if op.call is culprit and op.finding]
+        made = [op for op in seen.ops if op.call is culprit]
         if not made:
             return [_finding(event, culprit.name, "output", input_amax=largest(culprit.inputs))]
-        op = next((one for one in made if one.output_amax != -math.inf), made[0])
-        weight = op.parameter if op.operand == "weight" else None
-        return [_finding(event, culprit.name, op.operand, op=op.op, input_amax=op.input_amax, parameter=weight)]
+        return [_found_op(event, next((op for op in made if op.reading.bad), made[0]))]
 
     def _weight_gradient(self, event: Event, seen: Seen) -> None:
         stale = event.kind == "grad_before" or event.name in self._stale
@@ -152,8 +164,8 @@ class Locator:
 
     def _gradient(self, event: Event, seen: Seen) -> None:
         """A gradient of a tensor or a node that made one bad, before anything was bad."""
-        if event.kind == "node" and event.finding is not None:
-            seen.gradient = replace(event.finding, loss_scale=event.loss_scale)
+        if event.kind == "node":
+            seen.gradient = _found_op(event, event)
         elif event.kind in ("grad_output", "grad_input"):
             if not event.reading.finite:
                 seen.gradient = _guess(event, seen.last_good or event)
@@ -185,6 +197,11 @@ def _guess(event: Event, near: Event) -> Finding:
     if event.source is not None and event.source.returned:
         return _finding(event, None, "grad_output")
     return _finding(event, near.maker.name if near.maker else near.name, "grad_input", exact=False)
+
+
+def _found_op(event: Event, made: Event) -> Finding:
+    """A bad reading whose op is known; made: the event of that op."""
+    return _finding(event, made.name, made.operand, op=made.op, input_amax=made.input_amax, parameter=made.parameter)
 
 
 def _finding(event: Event, layer: str | None, operand: str, **more: Any) -> Finding:

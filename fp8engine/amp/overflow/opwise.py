@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from fp8engine._torch import TorchDispatchMode
-from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.reading import Known, Reading, largest, read_now, readable
 from fp8engine.amp.overflow.trace import Call, Trace
 from fp8engine.amp.tensors import tensors
@@ -64,10 +63,12 @@ class OpMode(TorchDispatchMode):
                 made = creates(before, inf_given, after)
                 log_of_mask = made == "-Inf" and name in ("log", "log_") and _zeros_and_ones(given)
                 if log_of_mask or (inf_given and after.inf):
-                    self._trace.mask()
+                    self._trace.add("mask", after, self._trace.current())
                 elif made is not None:
                     self._kept += 1
-                    self._add(name, given, made, largest(before), after.dtype)
+                    cast = self._cast(given, after) if name == "_to_copy" else {}
+                    told = {"operand": "output", "op": name, "input_amax": largest(before)} | cast
+                    self._trace.add("op", after, self._trace.current(), **told)
         return output
 
     def _read(self, tensor: torch.Tensor) -> Reading:
@@ -76,24 +77,19 @@ class OpMode(TorchDispatchMode):
             self._known.keep(tensor, reading)
         return reading
 
-    def _add(self, name: str, given: list[torch.Tensor], made: str, amax: float, dtype: torch.dtype | None) -> None:
-        call, names = self._trace.current(), self._trace.parameters
+    def _cast(self, given: list[torch.Tensor], after: Reading) -> dict[str, Any]:
+        """What a cast is called, and the parameter that it cast."""
+        names = self._trace.parameters
         weight = next((names[id(x)] for x in given if isinstance(x, nn.Parameter) and id(x) in names), None)
-        cast = name == "_to_copy"
-        op = f"cast to {str(dtype).removeprefix('torch.')}" if cast else name
-        operand = "weight" if cast and weight else "output"
-        step = call.step if call else self._trace.step
-        layer = call.name if call else ""
-        self._trace.add_op(Finding(layer, operand, step, op, amax, float(made), dtype, weight), call)
+        op = f"cast to {str(after.dtype).removeprefix('torch.')}"
+        return {"operand": "weight" if weight else "output", "op": op, "parameter": weight}
 
 
 def creates(before: Sequence[Reading], inf_given: bool, after: Reading) -> str | None:
     """What an op made that it was not given: "NaN", "Inf", "-Inf" or None.  inf_given: Inf is among its arguments."""
-    if after.nan:
-        return None if any(reading.nan for reading in before) else "NaN"
-    if after.finite or inf_given or not all(reading.finite for reading in before):
-        return None
-    return "Inf" if after.high == math.inf else "-Inf"
+    inf_passed_on = inf_given or not all(reading.finite for reading in before)
+    passed_on = any(reading.nan for reading in before) if after.nan else inf_passed_on
+    return None if after.finite or passed_on else after.made
 
 
 def _zeros_and_ones(given: list[torch.Tensor]) -> bool:
@@ -132,9 +128,8 @@ def _node_hook(op: str, names: list[str | None], call: Call, trace: Trace) -> Ca
             if gradient is None:
                 continue
             after = read_now(gradient)
-            if (made := creates(before, False, after)) is not None:
-                operand, amax = "grad_weight" if name else "grad_input", abs(float(made))
-                found = Finding(call.name, operand, call.step, op, largest(before), amax, after.dtype, name)
-                trace.add_op(found, call)
+            if creates(before, False, after) is not None:
+                told = {"op": op, "input_amax": largest(before), "parameter": name}
+                trace.add("node", after, call, operand="grad_weight" if name else "grad_input", **told)
 
     return check

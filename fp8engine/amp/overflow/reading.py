@@ -69,6 +69,11 @@ class Reading:
         return self.taken and self.low == -math.inf and self.high < math.inf
 
     @property
+    def made(self) -> str:
+        """What an op that made NaN or Inf is told to have made; a mask is "-Inf"."""
+        return "NaN" if self.nan else "-Inf" if self.masked else "Inf"
+
+    @property
     def bad(self) -> bool:
         """NaN or +Inf, which no mask leaves."""
         return not self.finite and not self.masked

@@ -133,7 +133,7 @@ class Recorder:
         for path, module in self.layers:
             for key, buffer in module._buffers.items():
                 if isinstance(buffer, torch.Tensor):
-                    self.trace.add("buffer", f"{path}.{key}" if path else key, read(buffer))
+                    self.trace.add("buffer", read(buffer), name=f"{path}.{key}" if path else key)
         self._read_scale()
         if opwise:
             if any(is_compiled(m) for _, m in self.layers):
@@ -147,7 +147,7 @@ class Recorder:
         """Read parameters or gradients, those that are there, and record them."""
         named = [(name, tensor) for name, tensor in named if tensor is not None]
         for (name, _), reading in zip(named, read_all([tensor for _, tensor in named]), strict=True):
-            self.trace.add(kind, name, reading)
+            self.trace.add(kind, reading, name=name)
 
     def _read_scale(self) -> None:
         # the tensor, made by the first scale(loss); get_scale() would wait for it
@@ -155,7 +155,7 @@ class Recorder:
         kept = scale.detach().clone() if isinstance(scale, torch.Tensor) else getattr(self.scaler, "_init_scale", None)
         if kept is not None:
             self.trace.scale = Reading(kept, kept)
-            self.trace.add("scale", "", self.trace.scale)
+            self.trace.add("scale", self.trace.scale)
 
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling():
@@ -205,7 +205,7 @@ class Recorder:
 
     def _read_new(self, kind: str, tensor: torch.Tensor, call: Call) -> Reading:
         reading = self._known.keep(tensor, Reading() if call.recomputed else read(tensor))
-        self.trace.add(kind, call.name, reading, call)
+        self.trace.add(kind, reading, call)
         return reading
 
     def _follow_gradient(self, kind: str, tensor: torch.Tensor, call: Call, source: Reading) -> None:
@@ -215,7 +215,7 @@ class Recorder:
         def record(gradient: torch.Tensor) -> None:
             if not self.trace.closed:
                 with self.trace.quiet():
-                    self.trace.add(kind, call.name, read(gradient), call, source)
+                    self.trace.add(kind, read(gradient), call, source=source)
 
         handle = tensor.register_hook(record)
         if tensor.is_leaf:  # it outlives the pass

@@ -7,13 +7,14 @@ the events from the beginning of one pass to the beginning of the next.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.reading import Reading
 
 
@@ -34,22 +35,16 @@ class Call:
     inputs: list[Reading] = field(default_factory=list)
     sequence: int = 0
 
-    def around(self) -> Iterator[Call]:
-        """This call and every call around it, from the inside."""
-        call: Call | None = self
-        while call is not None:
-            yield call
-            call = call.parent
-
 
 @dataclass(eq=False)
 class Event:
-    """One reading, or one op that made NaN or Inf of inputs without.
+    """One reading of one tensor.
 
     kind: "input", "output"; "grad_output", "grad_input" (of the tensor whose own reading is `source`); "grad_weight"
-    (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or an op
-    of the forward, "op", or a node of the autograd graph, "node" (see finding, whose output_amax is what it made).
-    name: of the layer or parameter.  scale: the loss scale's reading, where there is a scaler.
+    (as accumulated so far), "grad_before" (what was there when the watch began); "weight", "buffer", "scale"; or what
+    an op of a pass watched op by op made: "op", NaN or Inf of inputs without; "node", the same in the backward; "mask",
+    an Inf that was among its arguments.  name: of the layer or parameter.  scale: the loss scale's reading, where there
+    is a scaler.  operand, op, input_amax, parameter: of an "op" or a "node", as in Finding.
     """
 
     kind: str
@@ -59,7 +54,17 @@ class Event:
     scale: Reading | None
     call: Call | None = None
     source: Reading | None = None
-    finding: Finding | None = None
+    operand: str = ""
+    op: str | None = None
+    input_amax: float = math.nan
+    parameter: str | None = None
+
+    def around(self) -> Iterator[Call]:
+        """The call that it is of and every call around that one, from the inside; none outside the model."""
+        call = self.call
+        while call is not None:
+            yield call
+            call = call.parent
 
     @property
     def loss_scale(self) -> float | None:
@@ -78,14 +83,12 @@ class Event:
 class Batch:
     """The events from one outermost call to the next.
 
-    opwise: ops were checked.  without_gradient: parameters that had none when it began.  masking: calls that ran an op
-    with an Inf among its arguments.
+    opwise: ops were checked.  without_gradient: parameters that had none when it began.
     """
 
     opwise: bool
     without_gradient: set[str] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
-    masking: list[Call] = field(default_factory=list)
 
 
 class _Thread(threading.local):
@@ -118,25 +121,11 @@ class Trace:
             self.sealed.append(self.batch)
         self.batch = Batch(self.batch.opwise)
 
-    def add(
-        self, kind: str, name: str, reading: Reading, call: Call | None = None, source: Reading | None = None
-    ) -> None:
-        """Record a reading, if anything was read."""
+    def add(self, kind: str, reading: Reading, call: Call | None = None, name: str = "", **more: Any) -> None:
+        """Record a reading, if anything was read, under the name of its call, if it has one; `more` as in Event."""
         if reading.taken:
-            step = call.step if call else self.step
-            self.batch.events.append(Event(kind, name, reading, step, self.scale, call, source))
-
-    def add_op(self, finding: Finding, call: Call | None) -> None:
-        """Record that an op of this call made NaN or Inf."""
-        kind = "node" if finding.backward else "op"
-        self.batch.events.append(
-            Event(kind, finding.layer or "", Reading(), finding.step, self.scale, call, finding=finding)
-        )
-
-    def mask(self) -> None:
-        """Record that the running call has an op with an Inf among its arguments: a mask."""
-        if (call := self.current()) is not None and call not in self.batch.masking[-1:]:
-            self.batch.masking.append(call)
+            name, step = (call.name, call.step) if call else (name, self.step)
+            self.batch.events.append(Event(kind, name, reading, step, self.scale, call, **more))
 
     def current(self) -> Call | None:
         """The innermost call that is running in this thread; in a thread the model has started, the outermost."""

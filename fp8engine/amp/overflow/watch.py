@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine.amp.overflow.finding import Finding, shown
+from fp8engine.amp.overflow.finding import Finding
 from fp8engine.amp.overflow.ledger import Ledger
 from fp8engine.amp.overflow.locate import Locator, inside
 from fp8engine.amp.overflow.reading import ReadingsCopy
@@ -153,19 +153,21 @@ class OverflowWatch:
 
     def _judge(self, batch: Batch, copy: ReadingsCopy) -> None:
         copy.finish()
+        self._locator.begin(batch)
         for event in batch.events:
             if event.kind == "scale" and (not self.scales or self.scales[-1][1] != event.reading.high):
                 self.scales.append((event.step, event.reading.high))
             if event.call is not None and event.name in self.layers:
                 self.layers[event.name].add(event)
-        found = self._locator.locate(batch)
+            self._locator.read(event)
+            self._ledger.read(event)
+        found = self._locator.end()
         if not found:  # what ops made and no module's output shows: 1 / Inf is 0
-            made = [event.finding for event in batch.events if event.kind == "op" and event.finding]
-            self.hidden.update((op.layer or "", op.op or "", shown(op.output_amax)) for op in made)
+            self.hidden.update((op.name, op.op or "", op.reading.made) for op in self._locator.seen.ops)
         for finding in found:
             if finding.layer is not None:
                 self.layers[finding.layer].name_for(finding)
-        came = self._ledger.enter(batch, found)
+        came = self._ledger.enter(found)
         if not batch.opwise and (came or self._locator.undecided):
             self._recorder.rewatch(True)
         elif batch.opwise and not self._locator.undecided and not any(e.unexplained for e in self._ledger.entries):
