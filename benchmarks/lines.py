@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_888,
-    "auto": 1_447,
+    "auto": 1_451,
     "autograd": 1_957,
     "bench": 934,
     "cli": 986,
@@ -38,7 +38,7 @@ BUDGET = {
     "nn": 1_273,
     "numerics": 613,
     "ops": 2_949,
-    "report": 2_989,
+    "report": 2_995,
     "scaling": 1_230,
     "top level": 369,
 }
