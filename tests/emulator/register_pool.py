@@ -27,13 +27,13 @@ class RegisterPool:
 
     def give(self, warps: Array, count: int) -> None:
         """These warps keep `count` registers a thread."""
-        self._check(count, (self.held[warps] < count).any(), "dec")
+        self._check(count, bool((self.held[warps] < count).any()), "dec")
         self.free += WARP * int((self.held[warps] - count).sum())
         self.held[warps] = count
 
     def take(self, warps: Array, count: int) -> Array:
         """Those of the warps that have `count` registers a thread now; for the others there are too few."""
-        self._check(count, (self.held[warps] > count).any(), "inc")
+        self._check(count, bool((self.held[warps] > count).any()), "inc")
         served = []
         for warp in warps:
             needs = WARP * int(count - self.held[warp])
