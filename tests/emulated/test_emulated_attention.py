@@ -1,4 +1,7 @@
-"""Attention in FP8 from its PTX, against its twin: casts and forward bit for bit."""
+"""Attention in FP8 from its PTX, against its twin: casts bit for bit, and all of it where sums are exact.
+
+The card adds FP8 products as Hopper does (tests/emulator/accumulator.py), the twin in FP32.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,21 @@ def cast(x: torch.Tensor, rotated: bool, transposed: bool = False):
     return attention_cast(x, rotation, width, transposed)
 
 
+def of_exact_sums(shape: str, dims: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Form]:
+    """q, k, v, do and a form whose sums are exact in Hopper's accumulator too.
+
+    Small integers in `dims` dimensions, under scales of powers of two, and a softmax in base 2.  The largest of v and
+    do is 1.75, so that their scales are 2^-8.
+    """
+    q, k, v, form = inputs(shape, torch.bfloat16)
+    do = torch.randn(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).bfloat16().transpose(1, 2)
+    q, k, v, do = ((x.float() * 0.6).round().clamp(-1, 1).bfloat16() for x in (q, k, v, do))
+    q[..., dims:] = 0
+    for x in (v, do):
+        x[..., ::64, 0] = 1.75
+    return q, k, v, do, form._replace(scale=1 / LOG2_E, rotated=False)
+
+
 def finite_or_not(head_dim: int, dtype: torch.dtype, bad: bool) -> torch.Tensor:
     """Normal numbers whose rows lie octaves apart; bad: one NaN and one Inf."""
     x = (torch.randn(2, 70, 1, head_dim) * torch.exp2(torch.randint(-9, 10, (2, 70, 1, 1)))).to(dtype).transpose(1, 2)
@@ -72,21 +90,34 @@ def test_a_cast_is_its_twin_bit_for_bit(head_dim: int, dtype: torch.dtype, card,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "architecture"), CASES)
-def test_forward_is_its_twin_bit_for_bit(shape: str, architecture: int, card, whole: bool):
+def test_forward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card, whole: bool):
     card(architecture)
     for each in (shape, *(MORE if whole else ())):
-        forward_is_its_twin(each)
+        q, k, v, _, form = of_exact_sums(each, 3)  # p is at least 2^-6
+        assert differs(forward(q, k, v, form), twin(q, k, v, form)) is None
 
 
-def forward_is_its_twin(shape: str) -> None:
-    """Bit for bit, in BF16."""
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_is_its_twin_up_to_the_cards_sums(shape: str, card):
+    """A score's sum loses some 2^-11 of itself in the card's accumulator, and p as much.
+
+    So one code of p in 2^8 (2^-11 over the 2^-3 between two codes) is its neighbour, half of 2^-3 away on average: of
+    independent terms that is 2^-4 * 2^-4.5 of the whole, and rounding p differs by less.
+    """
+    card()
     q, k, v, form = inputs(shape, torch.bfloat16)
+    found, wanted = forward(q, k, v, form).float(), twin(q, k, v, form).float()
+    assert (found - wanted).norm() <= 2.0**-8 * wanted.norm()
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:
+    """The kernel's result."""
     d = q.shape[-1]
-    found = attention(
+    return attention(
         cast(q, form.rotated), cast(k, form.rotated), cast(v, False, True),
         form, factor_of(form, d), (q.shape[2], k.shape[2], d), q.dtype,
     )  # fmt: skip
-    assert differs(found, twin(q, k, v, form)) is None
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, form: Form):
@@ -98,26 +129,11 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tenso
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "architecture"), [CASES[1], CASES[-1]])
 def test_backward_of_exact_sums_is_its_twin_bit_for_bit(shape: str, architecture: int, card, whole: bool):
-    """Small integers under scales of powers of two, and a softmax in base 2: sums are exact in any order.
-
-    The largest of v and do is 1.75, so that their scales are 2^-8; the scores' range keeps p within 2^-16 and 1.
-    """
     card(architecture)
     for each in (shape, *(SHAPES | MORE if whole else ())):
-        backward_is_its_twin(each)
-
-
-def backward_is_its_twin(shape: str) -> None:
-    """Bit for bit, in BF16."""
-    q, k, v, form = inputs(shape, torch.bfloat16)
-    do = torch.randn(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).bfloat16().transpose(1, 2)
-    q, k, v, do = ((x.float() * 0.6).round().clamp(-1, 1).bfloat16() for x in (q, k, v, do))
-    q[..., 8:] = 0
-    for x in (v, do):
-        x[..., ::64, 0] = 1.75
-    form = form._replace(scale=1 / LOG2_E, rotated=False)
-    for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
-        assert differs(ours, twins) is None, name
+        q, k, v, do, form = of_exact_sums(each, 8)  # p is at least 2^-16
+        for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
+            assert differs(ours, twins) is None, name
 
 
 @pytest.mark.slow
@@ -128,10 +144,11 @@ def test_backward_is_its_twin_up_to_the_order_of_sums(shape: str, dtype: torch.d
     """A row's sums of p and p dP differ by 2^-17 with their order, so one in 2^9 of what follows is rounded otherwise.
 
     Each such rounding is worth 2^-8 of a term in BF16: 2^-12.5 of the whole where terms are independent, twice over
-    (the result is rounded as well).  FP16 rounds 2^3 times as finely, and 2^3 times as many otherwise.
+    (the result is rounded as well).  FP16 rounds 2^3 times as finely, and 2^3 times as many otherwise.  The scores, in
+    FP8, lose some 2^-11 of themselves in the card's accumulator, and p as much.
     """
     q, k, v, form = inputs(shape, dtype)
     do = torch.randn(q.shape).to(dtype)
     card()
     for name, ours, twins in zip("qkv", gradients(q, k, v, do, form), backward(do, q, k, v, form), strict=True):
-        assert (ours.float() - twins.float()).norm() < 2.0**-11.5 * twins.float().norm(), name
+        assert (ours.float() - twins.float()).norm() < (2.0**-11.5 + 2.0**-11) * twins.float().norm(), name

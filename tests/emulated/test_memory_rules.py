@@ -143,6 +143,27 @@ def test_the_last_cta_may_read_what_the_others_released(seed: int | None):
         run(TICKET.format(sem="relaxed"), [words(), words()], ctas=4, seed=seed)
 
 
+LARGEST = """
+mov.u32 %r1, %ctaid.x; mov.u32 %r9, %nctaid.x; sub.s32 %r9, %r9, 1; setp.eq.u32 %p1, %r0, 0;
+@%p1 atom.global.gpu.relaxed.max.u32 %r3, [%rd0], %r1;
+mov.b32 %r2, 0;
+@%p1 atom.global.gpu.{sem}.add.u32 %r2, [%rd1], 1;
+setp.eq.s32 %p2, %r2, %r9; and.pred %p2, %p2, %p1;
+@%p2 atom.global.gpu.acq_rel.max.u32 %r4, [%rd0], 0;
+@%p2 st.global.b32 [%rd2], %r4;
+"""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_atomic_that_reads_is_ordered_by_the_counter_of_those_who_are_done(seed: int | None):
+    """As kernels/scaling.py's `finish`: the last CTA reads the maximum of all by a maximum with 0."""
+    found = words()
+    run(LARGEST.format(sem="acq_rel"), [words(), words(), found], ctas=4, seed=seed)
+    assert found[0] == 3
+    with pytest.raises(Race, match=r"an atomic of CTA . reads what CTA"):
+        run(LARGEST.format(sem="relaxed"), [words(), words(), words()], ctas=4, seed=seed)
+
+
 def test_lanes_that_disagree_about_one_address_are_a_race():
     run("st.shared.b32 [0], 5; st.global.b32 [%rd0], 5;", [words()])
     for store in ("st.shared.b32 [0], %r0;", "st.global.b32 [%rd0], %r0;"):

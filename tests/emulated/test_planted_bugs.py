@@ -27,9 +27,12 @@ from fp8engine.kernels import tile as sound_tile
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_gluon import matmul_gluon
 from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
+from fp8engine.kernels.quantize_groups import quantize_groups
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3
-from fp8engine.ops.reference import Epilogue
+from fp8engine.ops.reference import Epilogue, Slot
+from fp8engine.ops.reference.operand import COUNTERS
+from tests.helpers.casts import cast_of
 
 CPU = torch.device("cpu")
 M, N = 150, 136
@@ -219,6 +222,15 @@ def machine_code(folder: Path, old: str, new: str | Callable[[re.Match[str]], st
     with emulated(seed=seed), knobs.cache.scope(), mock.patch.object(CUDABackend, "make_cubin", edited):
         knobs.cache.dir = str(folder)
         yield
+
+
+def test_a_last_program_that_acquires_nothing_is_named(tmp_path: Path, schedule: int):
+    """It reads the others' amaxes by atomics, which their order alone makes right."""
+    x, how, counts = torch.randn(300, 256), cast_of(E4M3.dtype, 1, 128, True), torch.zeros(len(COUNTERS), 1)
+    slot = Slot(torch.tensor([[-1.0], [0.0]]), counts.long(), 0)
+    relaxed = r"(atom\.global\.gpu\.)acq_rel(\.add\.u32)", r"\1relaxed\2"
+    with machine_code(tmp_path, *relaxed, schedule), pytest.raises(Race, match=r"an atomic of CTA \d+ reads what CTA"):
+        quantize_groups(x, how, slot, False)
 
 
 @pytest.mark.parametrize("bug", MACHINE_CODE, ids=lambda bug: bug.what)

@@ -87,9 +87,19 @@ def _store(program: Program, ins: Instruction) -> Execute:
     return execute
 
 
+def _reads(ins: Instruction, register: str) -> bool:
+    """Whether an instruction reads a register: as its guard, or in an operand that is not the first."""
+    stores = ins.opcode[0] in ("st", "red")
+    parts = [part for operand in ins.operands[0 if stores else 1 :] for part in several(operand)]
+    return register == ins.guard or any(register == part.strip("[] ").partition("+")[0] for part in parts)
+
+
 @rule("atom", "red")
 def _atomic(program: Program, ins: Instruction) -> Execute:
-    """One lane after the other, in the order of the lanes."""
+    """One lane after the other, in the order of the lanes.
+
+    One that leaves what it finds, and whose result is used, is a read: it has to be ordered after the last write.
+    """
     name, kind = ins.opcode[-2:]
     if ins.opcode[1] != "global" or name not in ATOMICS or kind not in TYPES:
         raise unknown(ins)
@@ -97,6 +107,7 @@ def _atomic(program: Program, ins: Instruction) -> Execute:
     to, place, what = ins.operands if gives else ("_", *ins.operands)
     address, read, write = pointer(program, place), reader(program, what, kind), writer(program, to)
     ordered, dtype = "relaxed" not in ins.opcode, TYPES[kind]
+    used = to != "_" and any(_reads(each, to) for each in program.instructions)
 
     def execute(cta: Cta, mask: Mask) -> None:
         addresses, values = (np.broadcast_to(each(cta), cta.threads) for each in (address, read))
@@ -106,7 +117,10 @@ def _atomic(program: Program, ins: Instruction) -> Execute:
             allocation, index = cta.memory.atomic(where, size_of(kind), lane // WARP, cta.order, ordered)
             cell = allocation.bytes[index[0]].view(dtype)
             before[lane] = cell[0]
-            allocation.bytes[index[0]] = ATOMICS[name](cell, values[lane : lane + 1]).astype(dtype).view(np.uint8)
+            after = ATOMICS[name](cell, values[lane : lane + 1]).astype(dtype)
+            if used and after[0] == cell[0]:
+                cta.memory.judge_atomic_read(where, lane // WARP, cta.order)
+            allocation.bytes[index[0]] = after.view(np.uint8)
         write(cta, mask, before)
 
     return execute

@@ -55,6 +55,7 @@ class DeviceMemory:
         self.starts = np.array([allocation.first for allocation in self.allocations], np.int64)
         self.warps = warps_of_cta
         self.released: dict[int, Seen] = {}  # address of an atomic: what those had seen who came to it
+        self.came: dict[int, dict[int, int]] = {}  # address of an atomic: who came to it (columns), and when last
 
     def find(self, addresses: Array, size: int) -> tuple[Allocation, Array]:
         """The allocation of all these accesses of `size` bytes, and their indices [lanes, size] in it."""
@@ -102,6 +103,7 @@ class DeviceMemory:
         """Judge and record an atomic operation; ordered: acquire and release.  Its allocation and index [1, size]."""
         allocation, index = self.find(np.array([address]), size)
         warps = np.array([warp])
+        self.came.setdefault(address, {})[order.first + warp] = int(order.epoch(warps)[0])
         if ordered:
             if address in self.released:
                 order.acquire(warps, self._beyond(self.released[address], order))
@@ -112,6 +114,19 @@ class DeviceMemory:
         self._check_fresh(allocation, index)
         self.note_store(allocation, index, warps, order, atomic=True)
         return allocation, index
+
+    def judge_atomic_read(self, address: int, warp: int, order: Order) -> None:
+        """Raise Race where an atomic operation is there to read what others wrote, and is not ordered after one.
+
+        Those that add or compare may come in any order.
+        """
+        own = order.first + warp
+        for column, epoch in self.came[address].items():
+            if column != own and epoch > order.plain[warp, column]:
+                raise Race(
+                    f"an atomic of CTA {order.first // self.warps} reads what CTA {column // self.warps} has written, "
+                    "and is not ordered after it"
+                )
 
     @staticmethod
     def _beyond(seen: Seen, order: Order) -> Seen:
