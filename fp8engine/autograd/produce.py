@@ -175,10 +175,11 @@ def norm_in_16_bits(x: torch.Tensor, norm: NormOf) -> torch.Tensor:
 def target_of(producer: Producer, x: torch.Tensor, reader: Numerics | None = None) -> Target:
     """What to write beside what is made of x.  x: for its device, and for what it is.  reader: if it is known."""
     compiling = torch.compiler.is_compiling()
-    return Target(producer, _codes_for(producer, x, reader, compiling), compiling)
+    return Target(producer, codes_for(producer, x, reader, compiling), compiling)
 
 
-def _codes_for(producer: Producer, x: torch.Tensor, reader: Numerics | None, compiling: bool) -> Store:
+def codes_for(producer: Producer, x: torch.Tensor, reader: Numerics | None, compiling: bool) -> Store:
+    """The codes to write beside what is made of x."""
     known, reader = reader is not None, reader or producer.reader
     if reader is None or producer.unread >= producer.MOST_UNREAD or (compiling and here() is None):
         return IN_16_BITS

@@ -190,7 +190,8 @@ TABLE = [
     plain("activation", lambda: nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))),
     plain("gated mlp", lambda: nn.Sequential(nn.RMSNorm(WIDTH, 1e-6), Gated())),
     plain("two blocks", lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))),
-    plain("attention in fp8", Attention, attention="fp8"),
+    # It notes in which format it ran, on itself: Dynamo allows no such write in a checkpoint's body.
+    plain("attention in fp8", Attention, "checkpoint in a graph", attention="fp8"),
     # In 16 bits there are no codes to freeze.  A frozen layer, whose scales are never predicted, shows the amax of what
     # it read last, of an evaluation too; a graph shows none.
     plain("frozen codes and an adapter", Adapted, "recipe bf16", "evaluation", "compiled", frozen="fp8"),

@@ -22,12 +22,12 @@ QUICK = 4  # of so many rows one is compiled in the short part
 FIXED = [name for name in RECIPES if name != "auto"]  # it compiles a layer again for each decision
 
 
-def cases(law: str) -> list:
+def cases(*laws: str) -> list:
     """Rows and recipes; slow but for a few, each of another row and another recipe."""
     found = []
     for i, row in enumerate(TABLE):
         for j, recipe in enumerate(FIXED):
-            if not {law, f"recipe {recipe}"} & set(row.excludes):
+            if not {*laws, f"recipe {recipe}"} & set(row.excludes):
                 marks = () if i == QUICK * j else pytest.mark.slow
                 found.append(pytest.param(row, recipe, marks=marks, id=f"{row.name}, {recipe}"))
     return found
@@ -52,7 +52,7 @@ def _evaluates_alike(eager: Any, compiled: Any, call: Any) -> None:
     assert differences(tables(compiled), before, but=COUNTS) == []
 
 
-@pytest.mark.parametrize(("row", "recipe"), cases("compiled"))
+@pytest.mark.parametrize(("row", "recipe"), cases("compiled", "checkpoint in a graph"))
 def test_a_checkpoint_in_a_graph_changes_nothing(row: Scenario, recipe: str):
     eager, compiled = (row.build(RECIPES[recipe]) for _ in range(2))
     forward = compiled.forward
