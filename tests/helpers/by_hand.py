@@ -85,7 +85,8 @@ def restored(x: torch.Tensor, cast: Cast, window: Window | None = None, margin: 
         s = 0.0
         if cast.delayed and window is not None:
             s = window.predicted(MAX[cast.dtype], margin)
-        if s == 0.0 or amax * s > MAX[cast.dtype] * FITS:
+        # In FP32, as every backend compares.
+        if s == 0.0 or numpy.float32(amax) * numpy.float32(s) > numpy.float32(MAX[cast.dtype] * FITS):
             s = factor(amax, MAX[cast.dtype], cast.power_of_2)
         scaled = (part * s).clamp(-MAX[cast.dtype], MAX[cast.dtype])
         scaled = torch.where(torch.isfinite(part), scaled, torch.nan)  # a non-finite number stays one
