@@ -40,7 +40,7 @@ def unsupported(a: Operand, b: Operand) -> str | None:
         return "this torch has no scaled matmul"
     where = a.data.device
     if where.type == "cuda" and not device.has_fp8(where):
-        return f"{device.why_no_fp8(where)}; sm_89 or later has"
+        return device.why_no_fp8(where) + ("" if device.is_amd(where) else "; sm_89 or later has")
     if where.type not in ("cpu", "cuda"):
         return f"no scaled matmul on {where.type}"
     if a.data.dtype.itemsize != 1 or b.data.dtype.itemsize != 1:

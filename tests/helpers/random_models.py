@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,21 @@ from transformers.pytorch_utils import Conv1D
 
 import fp8engine as fe
 
+RECIPES = {
+    "current": fe.current,
+    "delayed": lambda: fe.delayed(history=3, margin=1),
+    "delayed, most recent": lambda: fe.delayed(history=4, algo="most_recent"),
+    "delayed, no copies": lambda: replace(fe.delayed(history=2), cache_weights=False),
+    "rowwise": fe.rowwise,
+    "rowwise_exact": lambda: fe.rowwise(power_of_2=False),
+    "rowwise_gw_hp": fe.rowwise_gw_hp,
+    "blockwise": lambda: fe.blockwise(16),
+    "blockwise_exact": lambda: fe.blockwise(16, power_of_2=False),
+    "auto": lambda: fe.auto(interval=2),
+    "auto, frozen": lambda: fe.auto(interval=2, freeze_after=4),
+    "auto, speed": lambda: fe.auto(interval=3, objective="speed"),
+    "auto, budget": lambda: fe.auto(interval=2, budget=0.01),
+}
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU, "tanh gelu": lambda: nn.GELU(approximate="tanh")}
 
 

@@ -10,31 +10,16 @@ import contextlib
 import io
 import random
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from random_models import Model, batch, loss_of
+from random_models import RECIPES, Model, batch, loss_of
 from torch import nn
 
 import fp8engine as fe
 from fp8engine.report.state import controllers_of
 
-RECIPES = {
-    "current": fe.current,
-    "delayed": lambda: fe.delayed(history=3, margin=1),
-    "delayed, most recent": lambda: fe.delayed(history=4, algo="most_recent"),
-    "delayed, no copies": lambda: replace(fe.delayed(history=2), cache_weights=False),
-    "rowwise": fe.rowwise,
-    "rowwise_exact": lambda: fe.rowwise(power_of_2=False),
-    "rowwise_gw_hp": fe.rowwise_gw_hp,
-    "blockwise": lambda: fe.blockwise(16),
-    "blockwise_exact": lambda: fe.blockwise(16, power_of_2=False),
-    "auto": lambda: fe.auto(interval=2),
-    "auto, frozen": lambda: fe.auto(interval=2, freeze_after=4),
-    "auto, speed": lambda: fe.auto(interval=3, objective="speed"),
-    "auto, budget": lambda: fe.auto(interval=2, budget=0.01),
-}
 OPERATIONS = (
     *("train", "train", "train", "accumulate", "microbatch", "microbatch", "step", "evaluate", "infer", "forward"),
     *("siamese", "write", "write data", "freeze", "rescale", "forget"),

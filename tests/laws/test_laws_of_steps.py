@@ -6,8 +6,6 @@ Each law holds for every row of scenarios.py under every recipe of trials.py, bu
 import copy
 import io
 import pickle
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from scenarios import Scenario
 from support import sqnr
+from threads import mixed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trials import COUNTS, ONCE, RECIPES, STEPS, batch, differences, straight, tables, trained, under
@@ -209,26 +208,4 @@ def test_threads_do_not_mix_their_requests(recipe: str, subtests: pytest.Subtest
             model = row.build(RECIPES[recipe])
             trained(model, range(2))
             model.eval()
-            assert _mixed(model, calls=20) == 0
-
-
-def _mixed(model: Any, calls: int, threads: int = 4) -> int:
-    """How many forwards, in several threads at once, gave another result than the same forward alone."""
-    inputs = [batch(step).detach() for step in range(threads)]
-    wanted = [without_gradients(model, x) for x in inputs]
-    wrong = []
-
-    def serve(i: int) -> None:
-        wrong.extend(i for _ in range(calls) if not torch.equal(without_gradients(model, inputs[i]), wanted[i]))
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        workers = [threading.Thread(target=serve, args=(i,)) for i in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        sys.setswitchinterval(before)
-    return len(wrong)
+            assert mixed(model, [batch(step).detach() for step in range(4)], calls=20) == 0

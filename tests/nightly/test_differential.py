@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import Window, differs, restored
-from random_models import Model, batch, loss_of
+from random_models import RECIPES, Model, batch, loss_of
 from torch import nn
 
 import fp8engine as fe
@@ -27,18 +27,6 @@ from fp8engine.nn.linear import float8_modules
 
 # torch says it of its RMSNorm, of an input that autocast has made.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
-CHOICES = {
-    "current": fe.current,
-    "delayed": lambda: fe.delayed(history=3, margin=1),
-    "most recent": lambda: fe.delayed(history=4, algo="most_recent"),
-    "rowwise": fe.rowwise,
-    "rowwise_exact": lambda: fe.rowwise(power_of_2=False),
-    "rowwise_gw_hp": fe.rowwise_gw_hp,
-    "blockwise": lambda: fe.blockwise(16),
-    "blockwise_exact": lambda: fe.blockwise(16, power_of_2=False),
-    "auto": lambda: fe.auto(interval=2),
-    "auto for speed": lambda: fe.auto(interval=2, objective="speed"),
-}
 
 
 @dataclass
@@ -191,7 +179,7 @@ def run(seed: int) -> Watch:
     """A random model under a random recipe through a random program of steps."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    model, (name, make) = Model(draw), draw.choice(sorted(CHOICES.items()))
+    model, (name, make) = Model(draw), draw.choice(sorted(RECIPES.items()))
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
     recipe, overrides = make(), {}
     if draw.random() < 0.5:

@@ -6,15 +6,14 @@ A refill is a write that moves no version counter: through NumPy, through `.data
 
 import copy
 import io
-import sys
 import threading
 import weakref
-from collections import Counter
 from typing import Any, cast
 
 import pytest
 import torch
 from support import EXACT_SCALES, FP8_RECIPES, converted, state_of
+from threads import mixed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -254,39 +253,19 @@ def test_a_block_that_a_checkpoint_recomputes_shares_again(reentrant: bool, cast
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_threads_do_not_mix_their_requests(recipe: str):
     """2,000 forwards in 4 threads on one model; before, 1 to 3 in 6,000 were another thread's."""
-    assert mixed(recipe, calls=2000) == 0
+    assert wrong_answers(recipe, calls=2000) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_threads_do_not_mix_20_000_requests(recipe: str):
-    assert mixed(recipe, calls=20000) == 0
+    assert wrong_answers(recipe, calls=20000) == 0
 
 
-def mixed(recipe: str, calls: int, threads: int = 4) -> int:
-    """How many of `calls` forwards, in several threads, gave another result than the same forward alone."""
+def wrong_answers(recipe: str, calls: int) -> int:
+    """How many of `calls` forwards in four threads gave another result than the same forward alone."""
     model = converted(Attention(), recipe).eval()
-    inputs = [torch.randn(4, WIDTH) * 2.0**i for i in range(threads)]
-    with torch.no_grad():
-        wanted = [model(x) for x in inputs]
-    wrong = Counter()
-
-    def serve(i: int) -> None:
-        with torch.no_grad():
-            for _ in range(calls // threads):
-                wrong[i] += not torch.equal(model(inputs[i]), wanted[i])
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        workers = [threading.Thread(target=serve, args=(i,)) for i in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        sys.setswitchinterval(before)
-    return sum(wrong.values())
+    return mixed(model, [torch.randn(4, WIDTH) * 2.0**i for i in range(4)], calls // 4)
 
 
 def test_a_forward_under_another_backend_in_another_thread_changes_nothing():
