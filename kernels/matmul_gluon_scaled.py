@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from fp8engine.kernels import gluon_ring
+from fp8engine.kernels import gluon_ring, limits
 from fp8engine.kernels.encoded import encode_once
 from fp8engine.kernels.gluon_ring import (
     PRODUCER_REGISTERS,
@@ -44,11 +44,11 @@ from fp8engine.kernels.gluon_ring import (
     publish_rows,
     store_runs,
 )
-from fp8engine.kernels.launch import describable, persistent_grid
+from fp8engine.kernels.launch import persistent_grid
 from fp8engine.kernels.tile import pieces, place_of
 from fp8engine.kernels.tuning import Config
 
-TILE = (128, 128, 128)  # two consumers of a warpgroup's 64 rows; 64 sums a thread, and two products of as many
+# Tiles (limits.TILE): two consumers of a warpgroup's 64 rows; 64 sums a thread, and two products of as many.
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer
 REGISTERS = gl.constexpr(240)  # of a consumer's thread
@@ -294,19 +294,7 @@ def _matmul_gluon_scaled_kernel(
 
 def unsupported(a, b, epilogue, config: Config) -> str | None:
     """Why `matmul_gluon_scaled` cannot do this, for its arguments; None where it can."""
-    if reason := gluon_ring.unsupported(a, b, epilogue):
-        return reason
-    if (config.block_m, config.block_n, config.block_k) != TILE:
-        return f"tiles are {TILE}, not of {config}"
-    if a.scaled_along_k:
-        if a.cols != config.block_k:
-            return f"groups of {a.cols} along K, not of {config.block_k}"
-        if a.rows == b.rows == 1:
-            if not (describable(a.scale.t()) and describable(b.scale.t())):
-                return "scales of rows are not contiguous and 16-byte aligned along M and N"
-        elif b.rows % config.block_n != 0:
-            return f"blocks of {b.rows} rows of b, of which a tile has {config.block_n}"
-    return None
+    return gluon_ring.unsupported(a, b, epilogue) or limits.scaled(a, b, config)
 
 
 def matmul_gluon_scaled(a, b, epilogue, config: Config) -> torch.Tensor:

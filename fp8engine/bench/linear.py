@@ -22,9 +22,9 @@ from fp8engine.bench.steps import RECIPES, Variant, as_graphs, bf16, training
 from fp8engine.bench.timing import Clock
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.cards import card_of
-from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import device
+from fp8engine.ops.cost import speedup
 
 SETS = 2
 # Of y, dx and dw against float64, in dB: E5M2 keeps two bits of a gradient, which leaves about 24 dB on random normal

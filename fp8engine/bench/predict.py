@@ -1,6 +1,6 @@
 """Predicted time of linear layers, in BF16 and under each recipe: of a model's, or of one of M x N x K.
 
-    us        forward and backward of a layer in a training step, casts to FP8 included (numerics/cost.py)
+    us        forward and backward of a layer in a training step, casts to FP8 included (ops/cost.py)
     speedup   the BF16 time over it
 
 No card is needed and nothing is measured: every number is predicted.  Layers of the same shape under names that differ
@@ -19,8 +19,8 @@ from torch import nn
 from fp8engine.bench.cases import Shape
 from fp8engine.convert.swap import plan
 from fp8engine.numerics.cards import Card
-from fp8engine.numerics.cost import LayerTime, layer_time
 from fp8engine.numerics.recipe import high_precision, resolve
+from fp8engine.ops.cost import LayerTime, layer_time
 
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
 EXPERTS = "experts: how many rows each gets is not known before it runs, and nothing is predicted"

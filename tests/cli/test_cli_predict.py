@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from fp8engine.bench import predict
 from fp8engine.cli import app
 from fp8engine.numerics.cards import H100_PCIE, H100_SXM
-from fp8engine.numerics.cost import layer_time
 from fp8engine.numerics.recipe import resolve
+from fp8engine.ops.cost import layer_time
 
 
 def call(*arguments: object):

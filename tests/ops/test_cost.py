@@ -3,8 +3,8 @@
 import pytest
 
 from fp8engine.numerics.cards import CARDS, H100_PCIE, H100_SXM, H200
-from fp8engine.numerics.cost import layer_time, speedup, sums_of
 from fp8engine.numerics.recipe import MATMULS, blockwise, current, delayed, high_precision, rowwise, rowwise_gw_hp
+from fp8engine.ops.cost import layer_time, speedup, sums_of
 
 LARGE, SMALL = (8192, 14336, 4096), (512, 512, 512)
 

@@ -1,0 +1,121 @@
+"""Launches of a linear layer's training step on a card with FP8 Tensor Cores, from its recipe and its sizes.
+
+    forward    casts of x and of w, and a matmul                backward    cast of dy, and two matmuls
+
+What a cast is made of, per element of 16 bits read, and with one byte more where the transpose is written too:
+
+    per tensor                measure: 2 bytes                      cast: 3
+    per tensor, predicted     measure and cast in one: 3            cast: returns at once
+    rows and columns          line_amax: 2                          line_cast: 3         also rows wider than WIDEST
+    blocks; rows alone        short: 3
+
+Groups have a workspace that torch fills with zeros.  A bias's gradient is summed by the pass that first reads dy, and
+by one launch more; where dy is not cast in both directions, by torch.  What torch launches itself is called "torch".
+
+tests/emulated/test_emulated_launches.py holds this against what the emulated card's driver is asked for.  Left out: the
+update of a model's predicted scales, one launch a step for all of its layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fp8engine.numerics.cast import Cast
+from fp8engine.numerics.recipe import MATMULS, Recipe
+
+WIDEST = 16384  # columns of a row that one launch casts (kernels/quantize_groups.py)
+PARTIAL_SUMS = 4 / 64  # bytes an element of dy: FP32 sums of 64 rows each, of 128 where dy is cast in groups
+HALF = 2  # bytes of an element in 16 bits
+
+
+class Launch(NamedTuple):
+    """One launch.  bytes: read and written; of a matmul 0, because matmul_time.py knows them.
+
+    kernel: "matmul" and which; "torch" and what; or a kernel of kernels/quantize*.py or column_sums.py, and how it
+    casts: "predicted", "transposed".
+    """
+
+    kernel: str
+    bytes: float = 0.0
+
+
+class Step(NamedTuple):
+    """A layer's step: M tokens, N outputs, K inputs.  ours: the matmuls that kernels/ run, and not torch."""
+
+    recipe: Recipe
+    m: int
+    n: int
+    k: int
+    bias: bool = False
+    ours: tuple[str, ...] = MATMULS
+
+
+def forward(step: Step, copies: bool = False) -> list[Launch]:
+    """Launches of a forward.  copies: it finds the weight's FP8 copies.
+
+    >>> from fp8engine.numerics.recipe import blockwise
+    >>> [launch.kernel for launch in forward(Step(blockwise(), 256, 256, 256), copies=True)]
+    ['torch fill', 'short transposed', 'matmul forward']
+    """
+    recipe, m, n, k, *_ = step
+    (x, w), x_for_dw = recipe.forward, recipe.wgrad[1]
+    found = _casts((x, x_for_dw), recipe.input_serves_both, m, k)
+    if not copies:
+        found += _casts((w,), recipe.weight_serves_both, n, k)
+    return found + _matmul(step, "forward")
+
+
+def backward(step: Step, copies: bool = False) -> list[Launch]:
+    """Launches of a backward.  copies: the weight is not cast, because of an earlier backward there are copies."""
+    recipe, m, n, k, bias, _ = step
+    (dy, w), dy_for_dw = recipe.dgrad, recipe.wgrad[0]
+    if recipe.grad_serves_both:
+        found = cast(dy, m, n, transposed=True, sums=bias)
+    else:
+        found = _casts((dy, dy_for_dw), False, m, n) + [Launch("torch sum", HALF * m * n)] * bias
+    if not (copies or recipe.weight_serves_both):
+        found += _casts((w,), False, n, k)
+    return found + _matmul(step, "dgrad") + _matmul(step, "wgrad")
+
+
+def kept(recipe: Recipe) -> bool:
+    """Whether the second microbatch finds the weight's copies.  Where scales are predicted each forward casts anew."""
+    return recipe.cache_weights is True or (recipe.cache_weights == "auto" and not recipe.predicts_weight)
+
+
+def cast(how: Cast, rows: int, columns: int, transposed: bool = False, sums: bool = False) -> list[Launch]:
+    """Launches of one cast to FP8.  transposed: the transpose too.  sums: of the columns too."""
+    size, turned = rows * columns, " transposed" * transposed
+    read, both = HALF * size, (HALF + 1 + transposed) * size
+    long = how.rows == -1 or (how.cols == -1 and (transposed or columns > WIDEST))
+    if how.per_tensor and how.delayed:
+        found = [Launch(f"measure predicted{turned}", both), Launch("cast")]
+    elif how.per_tensor:
+        found = [Launch("measure", read), Launch(f"cast{turned}", both)]
+    elif long:
+        found = [Launch("torch fill"), Launch("line_amax", read), Launch(f"line_cast{turned}", both)]
+    else:
+        found = [Launch("torch fill"), Launch(f"short{turned}", both)]
+    return found + [Launch("column_sums", 2 * PARTIAL_SUMS * size)] * sums
+
+
+def _casts(each: tuple[Cast, ...], both: bool, rows: int, columns: int) -> list[Launch]:
+    """Of an operand.  both: its first cast serves two matmuls, transposed for the second."""
+    if both:
+        return cast(each[0], rows, columns, transposed=True)
+    return [launch for how in dict.fromkeys(each) if how.is_fp8 for launch in cast(how, rows, columns)]
+
+
+def _matmul(step: Step, name: str) -> list[Launch]:
+    """A matmul, and what torch does for it: codes copied so that they lie along what is summed, scales, the bias."""
+    recipe, m, n, k, bias, _ = step
+    casts, multiplied, found = recipe.operands(name), Launch(f"matmul {name}"), []
+    ours = name in step.ours and casts[0].is_fp8
+    if casts[0].is_fp8:
+        other_way = {"forward": [], "dgrad": [(recipe.weight_serves_both, n * k)]}
+        other_way["wgrad"] = [(recipe.grad_serves_both, m * n), (recipe.input_serves_both, m * k)]
+        found = [Launch("torch copy", 2 * size) for written, size in other_way[name] if not written]
+        by_row = any(-1 in (how.rows, how.cols) and not how.per_tensor for how in casts)
+        found += [Launch("torch scales")] * (by_row and not ours)
+    add = bias and name == "forward" and recipe.is_fp8 and not ours
+    return [*found, multiplied] + [Launch("torch add", 2 * HALF * m * n)] * add
