@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8engine.numerics.cards import H100_SXM, Card
 from fp8engine.numerics.cast import Cast, PerBlock
 from fp8engine.numerics.formats import FP32
-from fp8engine.numerics.matmul_time import START, Kernel, Prediction, library, predict
+from fp8engine.numerics.matmul_time import START, Prediction, library, predict
 from fp8engine.numerics.recipe import Recipe, high_precision
 from fp8engine.ops import casts, launches, matmul, predicted, triton_backend
 from fp8engine.ops.launches import Launch
@@ -63,7 +63,6 @@ class LayerTime:
         return self.bf16 / self.fp8
 
 
-@functools.lru_cache(maxsize=4096)
 def layer_time(recipe: Recipe, m: int, n: int, k: int, card: Card = H100_SXM, setting: Setting = ALONE) -> LayerTime:
     """Predicted time of a Linear's forward and backward.  M tokens, N outputs, K inputs.
 
@@ -72,9 +71,8 @@ def layer_time(recipe: Recipe, m: int, n: int, k: int, card: Card = H100_SXM, se
     [1.4, 1.2, 1.0]
     """
     shapes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    kernels = {name: kernel_of(recipe, name, shape) for name, shape in shapes.items()}
-    matmuls = {name: matmul_time(recipe, name, shape, card, kernels[name]) for name, shape in shapes.items()}
-    ours = tuple(name for name, kernel in kernels.items() if kernel is not None)
+    matmuls = {name: matmul_time(recipe, name, shape, card) for name, shape in shapes.items()}
+    ours = tuple(name for name, shape in shapes.items() if dispatched(recipe, name, shape) is not None)
     step = launches.Step(recipe, m, n, k, setting.bias, ours)
     first, later = (
         _seconds(launches.forward(step, copies) + launches.backward(step, copies), card)
@@ -108,32 +106,31 @@ def sums_of(recipe: Recipe, name: str) -> str | None:
     return "fast" if name in recipe.fast_accumulation else "promoted"
 
 
-def matmul_time(
-    recipe: Recipe, name: str, shape: tuple[int, int, int], card: Card, kernel: Kernel | None
-) -> Prediction:
-    """Predicted time of one of a recipe's matmuls.  shape: M, N, K of that matmul.  kernel: `kernel_of` it."""
-    if kernel is not None:
-        return predict(card, kernel, shape)
+def matmul_time(recipe: Recipe, name: str, shape: tuple[int, int, int], card: Card) -> Prediction:
+    """Predicted time of one of a recipe's matmuls.  shape: M, N, K of that matmul."""
+    sums = sums_of(recipe, name)
+    if (ours := dispatched(recipe, name, shape)) is not None:
+        return predict(card, predicted.kernel_of(*ours, sums), shape)
     if recipe.operands(name)[0].format is FP32:
         m, n, k = shape
         compute = m * n * k / (FP32_ADDS * card.processors * card.clock)
         return Prediction(START + compute, compute, 0.0, card.clock, "FP32 units", 0.0, 0.0)
-    sums = sums_of(recipe, name)
     return library(card, sums or "fast", 8 if sums else 16, shape)
 
 
-def kernel_of(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> Kernel | None:
-    """Our kernel that runs a recipe's matmul on a Hopper card; None where torch's does.
+@functools.lru_cache(maxsize=4096)
+def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[str, Any] | None:
+    """Our operation and its configuration that run a recipe's matmul on a Hopper card; None where torch's does.
 
     >>> from fp8engine.numerics.recipe import blockwise, current
-    >>> kernel_of(current(), "forward", (8192, 4096, 4096))
-    >>> kernel_of(blockwise(), "forward", (8192, 4096, 4096)).ceiling
-    0.91
+    >>> dispatched(current(), "forward", (8192, 4096, 4096))
+    >>> print(*dispatched(blockwise(), "forward", (8192, 4096, 4096)))
+    matmul_block 128x128x128 g8 w8 s5 p2 gluon
     """
-    m, n, _ = shape
     if (sums := sums_of(recipe, name)) is None:
         return None
-    operation = matmul.operation_of(recipe.precision[name], by_block := sums.startswith("block"))
+    by_block, (m, n, _) = sums.startswith("block"), shape
+    operation = matmul.operation_of(recipe.precision[name], by_block)
     if matmul.by_ratio(by_block, True, triton_backend.measured(operation, HOPPER, m, n)) != "triton":
         return None
     limits, tuning = (importlib.import_module(f"fp8engine.kernels.{module}") for module in ("limits", "tuning"))
@@ -144,7 +141,7 @@ def kernel_of(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> Kernel 
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))
     if limits.operands(a, b, Epilogue()) or (operation != "matmul_fp8" and limits.scaled(a, b, config)):
         config = config._replace(kernel="triton")
-    return predicted.kernel_of(operation, config, sums)
+    return operation, config
 
 
 def _operands(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[Operand, Operand]:

@@ -59,23 +59,29 @@ def forward(step: Step, copies: bool = False) -> list[Launch]:
     """
     recipe, m, n, k, *_ = step
     (x, w), x_for_dw = recipe.forward, recipe.wgrad[1]
-    found = _casts((x, x_for_dw), recipe.input_serves_both, m, k)
+    if recipe.input_serves_both:
+        found = cast(x, m, k, transposed=True)
+    else:
+        found = _one(x, m, k) + _one(x_for_dw, m, k, again=x)
     if not copies:
-        found += _casts((w,), recipe.weight_serves_both, n, k)
-    return found + _matmul(step, "forward")
+        transposed = recipe.weight_serves_both and recipe.cache_weights is not False
+        found += cast(w, n, k, transposed) if transposed else _one(w, n, k)
+    return found + product(step, "forward")
 
 
 def backward(step: Step, copies: bool = False) -> list[Launch]:
-    """Launches of a backward.  copies: the weight is not cast, because of an earlier backward there are copies."""
+    """Launches of a backward.  copies: an earlier backward of this version of the weight has cast it."""
     recipe, m, n, k, bias, _ = step
-    (dy, w), dy_for_dw = recipe.dgrad, recipe.wgrad[0]
+    (dy, w_for_dx), dy_for_dw = recipe.dgrad, recipe.wgrad[0]
     if recipe.grad_serves_both:
         found = cast(dy, m, n, transposed=True, sums=bias)
     else:
-        found = _casts((dy, dy_for_dw), False, m, n) + [Launch("torch sum", HALF * m * n)] * bias
-    if not (copies or recipe.weight_serves_both):
-        found += _casts((w,), False, n, k)
-    return found + _matmul(step, "dgrad") + _matmul(step, "wgrad")
+        found = _one(dy, m, n) + _one(dy_for_dw, m, n, again=dy) + [Launch("torch sum", HALF * m * n)] * bias
+    if not recipe.weight_serves_both and not copies:
+        found += _one(w_for_dx, n, k, again=recipe.forward[1])
+    elif recipe.weight_serves_both and recipe.cache_weights is False:
+        found += cast(recipe.forward[1], n, k, transposed=True, counted=False)
+    return found + product(step, "dgrad") + product(step, "wgrad")
 
 
 def kept(recipe: Recipe) -> bool:
@@ -83,8 +89,10 @@ def kept(recipe: Recipe) -> bool:
     return recipe.cache_weights is True or (recipe.cache_weights == "auto" and not recipe.predicts_weight)
 
 
-def cast(how: Cast, rows: int, columns: int, transposed: bool = False, sums: bool = False) -> list[Launch]:
-    """Launches of one cast to FP8.  transposed: the transpose too.  sums: of the columns too."""
+def cast(
+    how: Cast, rows: int, columns: int, transposed: bool = False, sums: bool = False, counted: bool = True
+) -> list[Launch]:
+    """Launches of one cast to FP8.  transposed: the transpose too.  sums: of the columns too.  counted: in a slot."""
     size, turned = rows * columns, " transposed" * transposed
     read, both = HALF * size, (HALF + 1 + transposed) * size
     long = how.rows == -1 or (how.cols == -1 and (transposed or columns > WIDEST))
@@ -95,18 +103,16 @@ def cast(how: Cast, rows: int, columns: int, transposed: bool = False, sums: boo
     elif long:
         found = [Launch("torch fill"), Launch("line_amax", read), Launch(f"line_cast{turned}", both)]
     else:
-        found = [Launch("torch fill"), Launch(f"short{turned}", both)]
+        found = [Launch("torch fill")] * counted + [Launch(f"short{turned}", both)]
     return found + [Launch("column_sums", 2 * PARTIAL_SUMS * size)] * sums
 
 
-def _casts(each: tuple[Cast, ...], both: bool, rows: int, columns: int) -> list[Launch]:
-    """Of an operand.  both: its first cast serves two matmuls, transposed for the second."""
-    if both:
-        return cast(each[0], rows, columns, transposed=True)
-    return [launch for how in dict.fromkeys(each) if how.is_fp8 for launch in cast(how, rows, columns)]
+def _one(how: Cast, rows: int, columns: int, again: Cast | None = None) -> list[Launch]:
+    """Of a cast for one matmul; none in 16 bits.  again: that for the other one, which has counted the tensor."""
+    return cast(how, rows, columns, counted=again is None) if how.is_fp8 and how != again else []
 
 
-def _matmul(step: Step, name: str) -> list[Launch]:
+def product(step: Step, name: str) -> list[Launch]:
     """A matmul, and what torch does for it: codes copied so that they lie along what is summed, scales, the bias."""
     recipe, m, n, k, bias, _ = step
     casts, multiplied, found = recipe.operands(name), Launch(f"matmul {name}"), []
