@@ -10,7 +10,9 @@ cannot be gained.  The last column has the share of the limit at the clock at wh
 
 MODELS has 12 weights of three models, each with four numbers of tokens: 48 layers, of which forward, dgrad and wgrad
 are 144 matmuls.  Ours take the committed configuration that is predicted to be the fastest at each; blocks are 1x128 by
-128x128, in wgrad 1x128 by 1x128.  `--write` puts the table into docs/performance.md.
+128x128, in wgrad 1x128 by 1x128.
+
+`--write` puts the table, and those of ceilings (machine_code/tables.py), into docs/performance.md, kernels/README.md.
 """
 
 from __future__ import annotations
@@ -21,20 +23,25 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.machine_code import baselines, tables
+from benchmarks.machine_code.launches import GLUON
 from fp8engine.kernels.tuning import Config, table
-from fp8engine.numerics.cards import CARDS, Card
+from fp8engine.numerics.cards import CARDS, H100_SXM, Card
 from fp8engine.numerics.matmul_time import Prediction, library, predict, sustained_clock
 from fp8engine.ops.predicted import kernel_of
 
-DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
-MARKS = ("<!-- benchmarks.distance -->", "<!-- end of benchmarks.distance -->")
+ROOT = Path(__file__).parents[1]
+START, END = "<!-- benchmarks.distance: {} -->", "<!-- end of benchmarks.distance -->"
+DOCS = {
+    ROOT / "docs" / "performance.md": ("ceilings", "distance"),
+    ROOT / "kernels" / "README.md": ("products", "memory"),
+}
 MODELS = {  # outputs, inputs of weights; source: each model's config.json
     "Llama 3 8B": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),  # q, o; k, v; gate, up; down
     "Llama 3 70B": ((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
     "DeepSeek-V3": ((7168, 16384), (24576, 1536), (2048, 7168), (7168, 2048)),  # o; second of q; of an expert
 }
 TOKENS = (2048, 4096, 8192, 16384)
-FAST = Config(128, 256, 128, parts=2, kernel="gluon")  # kernels/matmul_gluon.py: in no row of the table until measured
 KERNELS = ("cuBLASLt", "Triton", "Gluon")
 SUMS = {
     "fast": ("matmul_fp8", "one scale per tensor or row, fast"),
@@ -48,14 +55,27 @@ def main() -> None:
     """Print the table as Markdown, and write it if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--card", default="h100-sxm", choices=CARDS)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
+    parser.add_argument("--write", action="store_true", help="write the documents' tables anew, of an H100 SXM")
     asked = parser.parse_args()
-    lines = "\n".join(markdown(CARDS[asked.card]))
-    print(lines)
+    print("\n".join(markdown(CARDS[asked.card])))
     if asked.write:
-        text = DOCS.read_text()
-        start, end = (text.index(mark) for mark in MARKS)
-        DOCS.write_text(f"{text[: start + len(MARKS[0])]}\n{lines}\n{text[end:]}")
+        for path, text in written().items():
+            path.write_text(text)
+
+
+def written() -> dict[Path, str]:
+    """The documents with their tables as they have to be."""
+    kernels = baselines.load(baselines.path(baselines.DEVELOPED), baselines.DEVELOPED)["kernels"]
+    made = {"ceilings": tables.used(kernels), "distance": markdown(H100_SXM)}
+    made |= {"products": tables.products(kernels), "memory": tables.memory(kernels)}
+    found = {}
+    for path, names in DOCS.items():
+        text = path.read_text()
+        for name in names:
+            start = text.index(START.format(name)) + len(START.format(name))
+            text = "\n".join([text[:start], *made[name], text[text.index(END, start) :]])
+        found[path] = text
+    return found
 
 
 def shapes(direction: str) -> list[tuple[int, int, int]]:
@@ -100,7 +120,7 @@ def configurations(kernel: str, operation: str) -> list[Config]:
     rows = [row for name, row in table()[operation]["sm_90"].items() if name != "unaligned"]
     if kernel == "Triton":
         return [row._replace(kernel="triton") for row in rows]
-    return [row for row in rows if row.kernel == "gluon"] or [FAST]
+    return [row for row in rows if row.kernel == "gluon"] or [GLUON]
 
 
 def shares(card: Card, kernel: str, sums: str, direction: str, full_load: bool = False) -> list[float]:
@@ -120,12 +140,8 @@ def markdown(card: Card) -> Iterator[str]:
             each = [shares(card, kernel, sums, direction) for direction in DIRECTIONS]
             loaded = (shares(card, kernel, sums, direction, True) for direction in DIRECTIONS)
             every = [*each, *(list(itertools.chain(*found)) for found in (each, loaded))]
-            cells = [f"{_percent(statistics.median(found))} ({_percent(min(found))})" for found in every]
+            cells = [f"{tables.percent(statistics.median(found))} ({tables.percent(min(found))})" for found in every]
             yield f"| {title} | {kernel} | {' | '.join(cells)} |"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 if __name__ == "__main__":
