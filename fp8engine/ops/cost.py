@@ -2,8 +2,9 @@
 
     step    3 matmuls + other launches            a launch = START + bytes / (share of the card's bandwidth)
 
-Launches are launches.py's, times of matmuls numerics/matmul_time.py's.  Which kernel multiplies is what ops/matmul.py
-chooses by the tuning table alone: cuBLASLt, and for scales in blocks ours, by Gluon where it can and else by Triton.
+Launches are launches.py's, times of matmuls numerics/matmul_time.py's; a launch's share is what its machine code allows
+(numerics/memory_time.py), OTHERS at most.  Which kernel multiplies is what ops/matmul.py chooses by the tuning
+table alone: cuBLASLt, and for scales in blocks ours, by Gluon where it can and else by Triton.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from fp8engine.numerics.cards import H100_SXM, Card
 from fp8engine.numerics.cast import Cast, PerBlock
 from fp8engine.numerics.formats import FP32
 from fp8engine.numerics.matmul_time import START, Prediction, library, predict
+from fp8engine.numerics.memory_time import share
 from fp8engine.numerics.recipe import Recipe, high_precision
 from fp8engine.ops import casts, launches, matmul, predicted, triton_backend
 from fp8engine.ops.launches import Launch
 from fp8engine.ops.reference import Epilogue, Operand
 
 HOPPER = (9, 0)
-# Share of the bandwidth that a launch reaches, by `Launch.kernel`; OTHERS: 85 to 94 % published of torchao's casts.
-SHARES: dict[str, float] = {}
-OTHERS = 0.88
+OTHERS = (
+    0.88  # share of the bandwidth that no other launch than a matmul exceeds: 85 to 94 % published of torchao's casts
+)
 FP32_ADDS = 128  # multiply-adds a clock of a Hopper multiprocessor without Tensor Cores, as torch multiplies FP32
 
 
@@ -167,4 +169,4 @@ def _operand(cast: Cast, rows: int, depth: int, written: bool | None) -> Operand
 def _seconds(found: list[Launch], card: Card) -> float:
     """Of launches other than matmuls."""
     others = (launch for launch in found if not launch.kernel.startswith("matmul"))
-    return sum(START + launch.bytes / (SHARES.get(launch.kernel, OTHERS) * card.memory) for launch in others)
+    return sum(START + launch.bytes / (min(OTHERS, share(launch.kernel, card)) * card.memory) for launch in others)
