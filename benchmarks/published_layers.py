@@ -5,8 +5,10 @@
     model    the rest of a step is what the measured BF16 step takes beyond its predicted linear layers, and FP8 leaves
              it as it is: measured BF16 step / (rest + linear layers in FP8), predicted / measured - 1
 
-No parameter was fitted to any of these rows.  published_layers.json has them, each with its source.  Left out are rows
-whose card or sizes are not said, runs with tensor parallelism (FP8 changes what they send), and matmuls of zeros.
+Matmuls are predicted as ours; casts move the bytes that ours move, at the share of the bandwidth that is published of
+other people's kernels and not at that of ours.  No parameter was fitted to any of these rows.  published_layers.json
+has them, each with its source.  Left out are rows whose card or sizes are not said, runs with tensor parallelism (FP8
+changes what they send), and matmuls of zeros.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8engine.numerics.cards import CARDS, Card
-from fp8engine.numerics.matmul_time import library
-from fp8engine.numerics.recipe import resolve
+from fp8engine.numerics.cast import PerBlock
+from fp8engine.numerics.matmul_time import START, library
+from fp8engine.numerics.recipe import MATMULS, Recipe, resolve
 from fp8engine.ops.cost import OTHERS, layer_time
+from fp8engine.ops.launches import Step, backward, forward
 
 TABLES = Path(__file__).with_name("published_layers.json")
 KINDS = {"layer": "a linear layer, forward and backward", "model": "a block, a model"}
@@ -74,8 +78,17 @@ def _seconds(table: dict, counted: list[tuple[int, tuple[int, int, int]]]) -> tu
         found = layer_time(recipe, m, n, k, card)
         beside = _of_sum(m, n, k, card) if table.get("sum") else 0.0
         bf16 += count * (found.bf16 + beside + again * library(card, "fast", 16, (m, n, k)).seconds)
-        fp8 += count * (found.fp8 + beside + again * found.matmuls["forward"].seconds)
+        matmuls = sum(one.seconds for one in found.matmuls.values())
+        fp8 += count * (_casts(recipe, m, n, k, card) + matmuls + beside + again * found.matmuls["forward"].seconds)
     return bf16, fp8
+
+
+def _casts(recipe: Recipe, m: int, n: int, k: int, card: Card) -> float:
+    """Seconds of all launches but matmuls."""
+    by_block = isinstance(recipe.forward[0].granularity, PerBlock)
+    step = Step(recipe, m, n, k, ours=MATMULS if by_block else ())
+    others = (launch for launch in forward(step) + backward(step) if not launch.kernel.startswith("matmul"))
+    return sum(START + launch.bytes / (OTHERS * card.memory) for launch in others)
 
 
 def _of_sum(m: int, n: int, k: int, card: Card) -> float:
