@@ -1,13 +1,16 @@
 """`fp8engine bench predict`, as a person and as a script use it; its numbers are those of the cost model."""
 
 import json
+from statistics import median
 
 import pytest
 from torch import nn
 from typer.testing import CliRunner
 
+from benchmarks import published, published_layers
 from fp8engine.bench import predict
 from fp8engine.cli import app
+from fp8engine.cli.bench import ERROR
 from fp8engine.numerics.cards import H100_PCIE, H100_SXM
 from fp8engine.numerics.recipe import RECIPES, resolve
 from fp8engine.ops.cost import Setting, layer_time
@@ -55,6 +58,13 @@ def test_one_layer_on_the_screen_is_marked_as_predicted():
     assert "predicted the same: bf16 as BF16, fp16 as BF16, auto as current" in shown.stdout
     speedup = layer_time(resolve("current"), 8192, 14336, 4096, H100_PCIE).speedup
     assert f"{speedup:.2f}x" in shown.stdout
+
+
+def test_the_error_that_is_told_is_the_one_on_rows_that_nothing_was_fitted_to():
+    matmuls = [abs(row.error) for row in published.rows() if not row.fitted]
+    layers = [abs(row.error) for row in published_layers.rows() if row.kind == published_layers.KINDS["layer"]]
+    (matmul, layer) = (f"{100 * median(each):.0f} % and {100 * max(each):.0f} %" for each in (matmuls, layers))
+    assert f"matmuls {matmul}, a layer's speed-up {layer} (" in ERROR
 
 
 def test_a_llama_by_name_as_json():
