@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine_code import baselines
-from fp8engine.numerics.cards import CARDS, H200, Card
+from fp8engine.numerics.cards import H100_SXM, H200
 from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
 from fp8engine.numerics.recipe import MATMULS, ROWS
 from fp8engine.ops import cost
@@ -55,13 +55,11 @@ class Found(NamedTuple):
 def main() -> None:
     """Print the tables as Markdown, and what in them does not fit the package's own constants."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
-    parser.add_argument("--card", default="h100-sxm", choices=CARDS, help="of the table of kernels")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md too")
     asked = parser.parse_args()
-    rows = baseline()
     for name, make in TABLES.items():
-        print("\n".join([f"{name}:", *(kernels(rows, CARDS[asked.card]) if make is kernels else make()), ""]))
-    print("\n".join(unknown(rows) + stale(rows)))
+        print("\n".join([f"{name}:", *make(), ""]))
+    print("\n".join(unknown(baseline()) + stale(baseline())))
     if asked.write:
         DOCS.write_text(written(DOCS.read_text()))
 
@@ -76,12 +74,12 @@ def written(page: str) -> str:
     return PART.sub(lambda part: "\n".join([f"{part[1]} -->", *TABLES[part[1]](), ""]), page)
 
 
-def speedups(card: Card = H200) -> list[str]:
-    """Predicted speed of layers beside BF16."""
+def speedups() -> list[str]:
+    """Predicted speed of layers beside BF16 on an H200."""
     names = [name for name, recipe in ROWS.items() if recipe.is_fp8]
     lines = _heading("tokens x inputs x outputs", *(f"`{name}`" for name in names))
     for m, n, k in LAYERS:
-        found = (cost.speedup(ROWS[name], m, n, k, card) for name in names)
+        found = (cost.speedup(ROWS[name], m, n, k, H200) for name in names)
         lines.append(_row(f"{m} x {k} x {n}", *(f"{ratio:.2f}" for ratio in found)))
     return lines
 
@@ -98,13 +96,16 @@ def runs() -> list[str]:
     return lines
 
 
-def kernels(rows: dict[str, Any] | None = None, card: Card = CARDS["h100-sxm"]) -> list[str]:
-    """Of each kind of matmul and size, the configuration that is predicted to be the fastest."""
+def kernels(rows: dict[str, Any] | None = None) -> list[str]:
+    """Of each kind of matmul and size, the configuration that is predicted to be the fastest on an H100 SXM.
+
+    rows: those of the baseline.
+    """
     found = [_read(name, row) for name, row in (baseline() if rows is None else rows).items()]
     lines = _heading("matmul", "M x N x K", "kernel", "ceiling", "us")
     for sums, title in KINDS.items():
         for shape in SHAPES:
-            lines.append(_row(title, "x".join(map(str, shape)), *_cells(found, sums, shape, card)))
+            lines.append(_row(title, "x".join(map(str, shape)), *_cells(found, sums, shape)))
     return lines
 
 
@@ -194,9 +195,11 @@ def _read(name: str, row: dict[str, Any]) -> Found | None:
     return Found(f"{found['tile']} {found['means']}{rest.replace(' plain', '')}", sums, found["means"], kernel)
 
 
-def _cells(rows: list[Found | None], sums: str, shape: tuple[int, int, int], card: Card) -> tuple[str, ...]:
+def _cells(rows: list[Found | None], sums: str, shape: tuple[int, int, int]) -> tuple[str, ...]:
     """(kernel, its ceiling, its predicted microseconds) of the fastest; L2 may make several equal."""
-    known = [(predict(card, one.kernel, shape).seconds, one) for one in rows if one is not None and one.sums == sums]
+    known = [
+        (predict(H100_SXM, one.kernel, shape).seconds, one) for one in rows if one is not None and one.sums == sums
+    ]
     if not known:
         return "-", "-", "-"
     seconds, best = min(known, key=lambda pair: (pair[0], -pair[1].kernel.ceiling))

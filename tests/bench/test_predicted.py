@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks import predicted
 from fp8engine.numerics import matmul_time
-from fp8engine.numerics.cards import H100_SXM
 from fp8engine.numerics.matmul_time import CEILINGS
 from fp8engine.ops import launches
 from fp8engine.ops.launches import Launch
@@ -59,7 +58,7 @@ def test_new_rows_are_taken_and_strange_ones_are_listed():
     strange = "matmul_block twice sm_90 wide"
     row = {"ceiling": 95, "programs": 1}
     rows = {**ROWS, fast: row, strange: row}
-    lines = predicted.kernels(rows, H100_SXM)
+    lines = predicted.kernels(rows)
     (wgrad,) = [line for line in lines if line.startswith("| blocks 1x128 by 1x128") and "8192x4096x4096" in line]
     assert "128x128x128 gluon | 95% |" in wgrad
     assert any(strange in line for line in predicted.unknown(rows))
