@@ -73,7 +73,7 @@ def predict(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA|M,N,K",
+            metavar="MODEL_DIR|HUB_ID|MODULE:FUNCTION|LLAMA|M,N,K",
             help=f"A model, or {LLAMA_NAMES}, or the sizes of one layer.",
             show_default=False,
         ),
