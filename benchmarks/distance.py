@@ -82,7 +82,7 @@ def shapes(direction: str) -> list[tuple[int, int, int]]:
     """M, N, K of the matmuls of one direction.
 
     >>> len(shapes("wgrad")), shapes("wgrad")[0], shapes("dgrad")[5]
-    (48, (4096, 4096, 2048), (4096, 4096, 6144))
+    (48, (4096, 4096, 2048), (4096, 4096, 1024))
     """
     layers = [(tokens, n, k) for weights in MODELS.values() for n, k in weights for tokens in TOKENS]
     turned = {

@@ -70,8 +70,7 @@ def of(name: str, row: Mapping[str, Any], card: Card) -> Shares | None:
     asked, hopper = row["bytes_per_clock"], HOPPER.search(name) is not None
     given = min(L2_OF_PROCESSOR, L2_OF_CARD / card.processors)
     if row["tensor_cycles"]:
-        slots = row["tensor_cycles"] / row["busy_cycles"]
-        issue = min(1.0, row["resident"] * row["ceiling"] / 100, slots)
+        issue = min(row["resident"] * row["ceiling"] / 100, _share(row["tensor_cycles"], row["busy_cycles"]))
         room = row["resident"] * row["shared"] + row["in_flight"]
         others = (_share(given, asked), _share(room, asked * LATENCY)) if hopper else (None, None)
         return Shares("Tensor Cores", issue, *others)
@@ -88,10 +87,11 @@ def _share(there: float, wanted: float) -> float:
 
 def table(kernels: Mapping[str, Mapping[str, Any]], card: Card) -> Iterator[str]:
     """Lines of a table of a baseline's kernels."""
-    yield f"{'kernel':92s} {HEADER}"
+    widest = max(map(len, kernels), default=0)
+    yield f"{'kernel':{widest}s} {HEADER}"
     for name, row in kernels.items():
         if (found := of(name, row, card)) is not None:
-            yield f"{name:92s} {line(found)}"
+            yield f"{name:{widest}s} {line(found)}"
 
 
 def line(found: Shares | None) -> str:

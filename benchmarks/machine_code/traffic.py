@@ -60,6 +60,7 @@ def of(text: str) -> Traffic:
     ...         /*0120*/                   FADD R4, R5, R9 ;
     ...         /*0130*/                   STG.E.64 desc[UR4][R2.64], R4 ;
     ...         /*0140*/              @P0 BRA `(.L_x_1) ;
+    ...         /*0150*/                   EXIT ;
     ... '''
     >>> of(lines)
     Traffic(loaded=32, stored=8, instructions=5, in_flight=32)
