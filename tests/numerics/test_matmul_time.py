@@ -25,7 +25,7 @@ def test_where_a_card_waits_it_draws_less_and_its_clock_stays_higher():
     """131 of 132 multiprocessors have no tile in the second wave; and a short kernel is over before the next starts."""
     full, half = (predict(H100_SXM, WIDE, (m, 256, 4096)) for m in (128 * 132, 128 * 132 + 1))
     assert half.clock > 1.05 * full.clock
-    short, long = (library(H100_SXM, "fast", 16, (size,) * 3) for size in (2048, 8192))
+    short, long = (library(H100_SXM, "fast", 16, (size, size, size)) for size in (2048, 8192))
     assert short.clock > 1.05 * long.clock
 
 
