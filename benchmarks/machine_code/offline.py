@@ -140,9 +140,9 @@ def caught(architecture: int) -> Iterator[list[Launch]]:
     grids: list[tuple[int, ...]] = []
     run = JITFunction.run
 
-    def run_noting_the_grid(kernel, *arguments, grid, **rest):
+    def run_noting_the_grid(self, *arguments, grid, warmup, **rest):
         grids.append(grid)
-        return run(kernel, *arguments, grid=grid, **rest)
+        return run(self, *arguments, grid=grid, warmup=warmup, **rest)
 
     def keep(*, fn, compile, **rest) -> bool:
         options = {
