@@ -32,6 +32,8 @@ LOAD, SECOND, STORE = (
     "STG.E.128 desc[UR4][R2.64], R4",
 )
 
+THIRD = ("LDG.E.128 R12, desc[UR4][R2.64]", "LDG.E.128 R16, desc[UR4][R2.64]")
+
 
 def test_a_pass_is_the_shortest_of_the_ways_that_move_the_most():
     """Two arms: one loads, casts and stores in 3 + 2 instructions; the other measures, and is shorter."""
@@ -76,7 +78,7 @@ def test_a_kernel_without_a_loop_is_one_pass_and_a_retry_behind_its_end_no_loop(
     [
         ((LOAD, SECOND, "FADD R1, R4, R8"), 32),
         ((LOAD, "FADD R1, R7, R7", SECOND), 16),  # the last of its four registers
-        ((LOAD, SECOND, "FADD R1, R8, R8", LOAD), 32),  # waits for the first too
+        ((LOAD, SECOND, "FADD R1, R8, R8", *THIRD), 32),  # waits for the first too: else 48
         ((LOAD, "LDG.E.128 R12, desc[UR4][R4.64]"), 16),  # an address that is loaded itself
         ((LOAD, "LDG.E R20, desc[UR4][R2.64]"), 16),  # a scale beside the tensor
         (("LDG.E.U16 R20, desc[UR4][R2.64]", "@P1 LDG.E.U16 R21, desc[UR4][R2.64+0x2]"), 4),
