@@ -58,6 +58,14 @@ def test_a_pass_is_the_shortest_of_the_ways_that_move_the_most():
     assert traffic.of(text) == traffic.Traffic(loaded=16, stored=16, instructions=7, in_flight=16)
 
 
+def test_a_shorter_way_that_is_laid_behind_a_longer_one_counts():
+    long, short = ("FADD R20, R5, R6",) * 3, ("FADD R20, R5, R6",)
+    text = sass_of(
+        LOAD, "@P1 BRA `(.L_x_1)", *long, "BRA `(.L_x_2)", ".L_x_1:", *short, ".L_x_2:", STORE, "EXIT"
+    )  # fmt: skip
+    assert traffic.of(text).instructions == 5  # LDG, BRA, FADD, STG, EXIT
+
+
 def test_loops_after_each_other_that_load_the_same_are_one_pass():
     first = (".L_x_1:", LOAD, "FADD R4, R5, R6", STORE, "@P0 BRA `(.L_x_1)")
     second = (".L_x_2:", LOAD, STORE, "@P0 BRA `(.L_x_2)")
