@@ -27,9 +27,7 @@ from fp8engine.ops.launches import Launch
 from fp8engine.ops.reference import Epilogue, Operand
 
 HOPPER = (9, 0)
-OTHERS = (
-    0.88  # share of the bandwidth that no other launch than a matmul exceeds: 85 to 94 % published of torchao's casts
-)
+OTHERS = 0.88  # most of the bandwidth that a launch other than a matmul reaches: torchao's casts, published, 85 to 94 %
 FP32_ADDS = 128  # multiply-adds a clock of a Hopper multiprocessor without Tensor Cores, as torch multiplies FP32
 
 
@@ -125,6 +123,8 @@ def matmul_time(recipe: Recipe, name: str, shape: tuple[int, int, int], card: Ca
 def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[str, Any] | None:
     """Our operation and its configuration that run a recipe's matmul on a Hopper card; None where torch's does.
 
+    As long as FP8ENGINE_GLUON has not switched Gluon off.
+
     >>> from fp8engine.numerics.recipe import blockwise, current
     >>> dispatched(current(), "forward", (8192, 4096, 4096))
     >>> print(*dispatched(blockwise(), "forward", (8192, 4096, 4096)))
@@ -150,14 +150,16 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
 def _operands(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[Operand, Operand]:
     """The operands of a matmul as a layer's casts lay them out, without values."""
     (a, b), (rows, columns, depth) = recipe.operands(name), shape
-    turned = {"forward": (), "dgrad": (recipe.weight_serves_both,)}
-    turned["wgrad"] = recipe.grad_serves_both, recipe.input_serves_both
-    *along, of_b = (None, None, *turned[name])[-2:]
-    return _operand(a, rows, depth, *along), _operand(b, columns, depth, of_b)
+    if name == "forward":
+        return _operand(a, rows, depth), _operand(b, columns, depth)
+    if name == "dgrad":
+        return _operand(a, rows, depth), _operand(b, columns, depth, recipe.weight_serves_both)
+    of_a, of_b = recipe.grad_serves_both, recipe.input_serves_both
+    return _operand(a, rows, depth, of_a), _operand(b, columns, depth, of_b)
 
 
-def _operand(cast: Cast, rows: int, depth: int, written: bool | None) -> Operand:
-    """written: None: cast along what is summed; else whether the transpose was written, or is made of a view."""
+def _operand(cast: Cast, rows: int, depth: int, written: bool | None = None) -> Operand:
+    """written: None: cast along what is summed; else whether a cast wrote the transpose, or it is a view's copy."""
     x = torch.empty((rows, depth) if written is None else (depth, rows), device="meta")
     how = cast.t() if written else cast
     q, q_t = casts.operands(casts.shapes_of_both(x, how, bool(written)), how, bool(written))

@@ -115,13 +115,18 @@ def _one(how: Cast, rows: int, columns: int, again: Cast | None = None) -> list[
 def product(step: Step, name: str) -> list[Launch]:
     """A matmul, and what torch does for it: codes copied so that they lie along what is summed, scales, the bias."""
     recipe, m, n, k, bias, _ = step
-    casts, multiplied, found = recipe.operands(name), Launch(f"matmul {name}"), []
+    casts, found = recipe.operands(name), []
     ours = name in step.ours and casts[0].is_fp8
     if casts[0].is_fp8:
-        other_way = {"forward": [], "dgrad": [(recipe.weight_serves_both, n * k)]}
-        other_way["wgrad"] = [(recipe.grad_serves_both, m * n), (recipe.input_serves_both, m * k)]
-        found = [Launch("torch copy", 2 * size) for written, size in other_way[name] if not written]
-        by_row = any(-1 in (how.rows, how.cols) and not how.per_tensor for how in casts)
-        found += [Launch("torch scales")] * (by_row and not ours)
-    add = bias and name == "forward" and recipe.is_fp8 and not ours
-    return [*found, multiplied] + [Launch("torch add", 2 * HALF * m * n)] * add
+        if name == "dgrad" and not recipe.weight_serves_both:
+            found.append(Launch("torch copy", 2 * n * k))
+        if name == "wgrad" and not recipe.grad_serves_both:
+            found.append(Launch("torch copy", 2 * m * n))
+        if name == "wgrad" and not recipe.input_serves_both:
+            found.append(Launch("torch copy", 2 * m * k))
+        if not ours and any(-1 in (how.rows, how.cols) and not how.per_tensor for how in casts):
+            found.append(Launch("torch scales"))
+    found.append(Launch(f"matmul {name}"))
+    if bias and name == "forward" and recipe.is_fp8 and not ours:
+        found.append(Launch("torch add", 2 * HALF * m * n))
+    return found
