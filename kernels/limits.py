@@ -3,7 +3,7 @@
 import torch
 
 ALIGNMENT = 16  # bytes: TMA's of base and strides (CUDA driver API, cuTensorMapEncodeTiled), and of a wide load
-TILE = (128, 128, 128)  # of matmul_gluon_scaled.py
+TILES = ((128, 128, 128), (256, 128, 128))  # of matmul_gluon_scaled.py
 
 
 def describable(x: torch.Tensor) -> bool:
@@ -38,8 +38,8 @@ def operands(a, b, epilogue) -> str | None:
 
 def scaled(a, b, config) -> str | None:
     """Why `matmul_gluon_scaled` cannot multiply these, beyond that; None where it can."""
-    if (config.block_m, config.block_n, config.block_k) != TILE:
-        return f"tiles are {TILE}, not of {config}"
+    if (config.block_m, config.block_n, config.block_k) not in TILES:
+        return f"tiles are {' or '.join(map(str, TILES))}, not of {config}"
     if a.scaled_along_k:
         if a.cols != config.block_k:
             return f"groups of {a.cols} along K, not of {config.block_k}"

@@ -143,7 +143,7 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
         a, b = triton_backend.in_groups(a, size), triton_backend.in_groups(b, size)
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))
     if limits.operands(a, b, Epilogue()) or (operation != "matmul_fp8" and limits.scaled(a, b, config)):
-        config = config._replace(kernel="triton")
+        config = tuning.plain(config)
     return operation, config
 
 
