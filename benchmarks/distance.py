@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.machine_code import baselines, tables
 from benchmarks.machine_code.launches import GLUON
-from fp8engine.kernels.tuning import Config, table
+from fp8engine.kernels.tuning import Config, plain, table
 from fp8engine.numerics.cards import CARDS, H100_SXM, Card
 from fp8engine.numerics.matmul_time import Prediction, library, predict, sustained_clock
 from fp8engine.ops.predicted import kernel_of
@@ -119,7 +119,7 @@ def configurations(kernel: str, operation: str) -> list[Config]:
     """The committed ones of aligned sizes on Hopper."""
     rows = [row for name, row in table()[operation]["sm_90"].items() if name != "unaligned"]
     if kernel == "Triton":
-        return [row._replace(kernel="triton") for row in rows]
+        return [plain(row) for row in rows]
     return [row for row in rows if row.kernel == "gluon"] or [GLUON]
 
 

@@ -159,12 +159,17 @@ def stale(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
-GLUON = tuple(("gluon", sums) for sums in ("promoted", "block", "block by block"))
+GLUON = tuple(
+    (family, sums) for family in ("gluon", "gluon in turns") for sums in ("promoted", "block", "block by block")
+)
 ROOM = 0.03
 
 
 def _is(one: Found, family: str, sums: str) -> bool:
-    return one.sums == sums and (one.means == "gluon") == (family == "gluon")
+    in_turns = one.means == "gluon" and one.kernel.block_m > 128
+    return one.sums == sums and family == (
+        "gluon in turns" if in_turns else "gluon" if one.means == "gluon" else "triton"
+    )
 
 
 def _read_row(item: tuple[str, dict[str, Any]]) -> Found | None:

@@ -72,6 +72,11 @@ class Config(NamedTuple):
     split_k: int = 1
     ratio: float | None = None
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether Gluon's consumers issue their products in turns (matmul_gluon_scaled.py)."""
+        return self.kernel == "gluon" and self.block_m > TILE[0]
+
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         how = ("tma" if self.descriptors else "ptr") if self.kernel == "triton" else self.kernel

@@ -33,7 +33,7 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
     >>> kernel_of("matmul_fp8", Config(64, 128, 128, warps=4)).programs
     2
     """
-    family = config.kernel if config.descriptors else "pointers"
+    family = ("gluon in turns" if config.in_turns else config.kernel) if config.descriptors else "pointers"
     ceilings = CEILINGS.get(family, CEILINGS["triton"])
     return Kernel(
         config.block_m,

@@ -11,7 +11,7 @@ from fp8engine.ops.launches import Launch
 ROWS = predicted.baseline()
 
 
-@pytest.mark.parametrize("family", ["triton", "gluon"])
+@pytest.mark.parametrize("family", ["triton", "gluon", "gluon in turns"])
 @pytest.mark.parametrize("sums", ["promoted", "block", "block by block"])
 def test_no_ceiling_is_higher_than_the_machine_code_says(family, sums):
     rows = [one for one in map(predicted._read_row, ROWS.items()) if one and predicted._is(one, family, sums)]
