@@ -56,8 +56,8 @@ REASONS: tuple[Reason, ...] = (
         "matmul_block 1x128 1x128 sm_90 256x128x128 * gluon gelu+amax",
         "spills",
         148,
-        "stored and read outside of the main loop, whose length is that of the other epilogues; a weight's gradient, whose "
-        "scales these are, has neither an activation nor statistics",
+        "stored and read outside of the main loop, whose length is that of the other epilogues; a weight's gradient, "
+        "which has such scales, has neither an activation nor statistics",
     ),
     Reason(("3.9.0",), "matmul_fp16 across K sm_90 64x128x64 g8 w4 s4 p1 tma * gelu+amax", "spills", 28, ONCE),
     Reason(("3.9.0",), "cast_transpose 1x128 sums sm_90: 1 *", "spills", 8, FEW),
