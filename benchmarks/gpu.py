@@ -7,8 +7,9 @@
 Needs torch with CUDA and Triton, and nothing installed beside them: it runs from a bare checkout.  It begins by naming
 all that is missing on this machine, each with its remedy.  Each group of measurements runs in a process of its own and
 within its own time, and writes each result to benchmarks/results/<card>/<date>-gpu.jsonl, or to FOLDER, as soon as it
-has it.  After 3, 6 and 9 minutes and at the end the table is printed.  Without a card it says "not measured" and exits with 0; a check that fails, a group that ends
-badly, or a machine with a card that lacks something else (preflight.py) makes it exit with 1.
+has it.  After 3, 6 and 9 minutes and at the end the table is printed.  Without a card it says "not measured" and exits
+with 0; it exits with 1 where a check fails, a group ends badly, there is no torch or Triton, or a machine with a card
+lacks something else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The C module through which Triton talks to the driver, compiled without a card, for every Python whose headers are here.
+"""The C module through which Triton talks to the driver, compiled without a card for each Python that has headers here.
 
 Triton compiles its driver.c when the first kernel is launched, with a C compiler and Python.h; from 3.7 on that module
 launches every kernel.  Triton 3.6 compiles one more for each signature: those are not carried.
@@ -6,13 +6,14 @@ launches every kernel.  Triton 3.6 compiles one more for each signature: those a
     make    keeps the module for each Python, in a folder of the cache      make gpu-pack
     use     takes the one that fits, and compiles where none does           make gpu
 
-A module is known by the hash of its source and by the suffix of the Python that loads it.  Triton's own key is not used:
-from 3.8 on it depends on where Triton is installed.  The linker asks for a libcuda.so.1, whose functions nobody calls
-here: an empty library of that name serves.
+A module is known by the hash of its source and by the suffix of the Python that loads it.  Triton's own key is not
+used: from 3.8 on it depends on where Triton is installed.  The linker asks for a libcuda.so.1, whose functions nobody
+calls here: an empty library of that name serves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -38,7 +39,7 @@ ASK = (
 )
 
 
-class Kept(Exception):  # noqa: N818 - no error
+class Kept(Exception):
     """The module was compiled, and is not to be loaded here."""
 
 
@@ -68,10 +69,8 @@ def make(cache: Path) -> list[str]:
             knobs.nvidia.libcuda_path = stub  # where Triton looks for it
             knobs.cache.dir = stub  # without the one that Triton may have compiled before
             knobs.build.impl = functools.partial(_kept, cc, folder, stub)  # pyright: ignore[reportAttributeAccessIssue]
-            try:
+            with contextlib.suppress(Kept):
                 importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
-            except Kept:
-                pass
     return sorted(suffix(path) for path in folder.iterdir())
 
 

@@ -114,7 +114,7 @@ def test_where_gluon_goes_wrong_the_other_groups_run_without_it(tmp_path: Path, 
 
 
 def test_one_group_alone_lets_the_card_choose_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Rows of the others are of one choice, whatever a group before them has timed; a user's setting changes neither."""
+    """Rows of the others are of one choice, whatever a group before them has timed, and whatever the user has set."""
     monkeypatch.setenv(settings.MEASURE, "1")
     processes, given = run.Processes(tmp_path / "gpu.jsonl", tmp_path), {}
     monkeypatch.setattr(run, "Spawned", lambda command, log, environment: given.setdefault(log.stem, dict(environment)))

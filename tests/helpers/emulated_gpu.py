@@ -1,18 +1,20 @@
-"""benchmarks/gpu.py with the emulated card as its device: the script, its processes, records and table are the real ones.
+"""benchmarks/gpu.py with the emulated card as its device; the script, its processes, records and table are real.
 
-    EMULATED_PLACES=smoke=0:5,gluon=0:1 python tests/helpers/emulated_gpu.py --groups smoke,gluon --out FOLDER --jobs 0
+    EMULATED_PLACES='{"smoke": [0, 5]}' python tests/helpers/emulated_gpu.py --groups smoke,gluon --out FOLDER --jobs 0
 
-Each process of the run starts here, replaces what asks torch for a card, and goes on in the script.  The card computes on
-CPU tensors.  Shapes are small where the script's are a language model's, every timed call runs once, and no group is
-killed for its time: "time": "emulated" stands in each row.  Results go to FOLDER alone.
+Each process of the run starts here, replaces what asks torch for a card, and goes on in the script.  The card computes
+on CPU tensors.  Shapes are small where the script's are a language model's, every timed call runs once ("time":
+"emulated" stands in each row), and no group is killed for its time.  Results go to FOLDER alone.
 
-EMULATED_PLACES: which of a group's checks or shapes are begun; the first where it does not say.
+EMULATED_PLACES: which of a group's checks or shapes are begun, as first and last or by the end of a name; the first
+where it does not say.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import runpy
 import sys
@@ -111,14 +113,14 @@ def _shorten() -> None:
     casts.SHAPES["cuda"] = ((128, 256),)
     linear.SHAPES["cuda"] = (Shape(64, 128, 128),)
     block.CASES["cuda"] = (("block", NETWORK, 32, 16),)
-    steps.MODELS["cuda"] = (("llama", NETWORK, 32, 16),)
+    steps.MODELS["cuda"] = (("bert", NETWORK, 32, 16),)
     generate.CASES["cuda"] = (generate.Case(NETWORK, 1, 16, 2),)
-    places = dict(one.split("=") for one in filter(None, os.environ.get(PLACES, "").split(",")))
-    each = measure.Group.each
+    places, each = json.loads(os.environ.get(PLACES, "{}")), measure.Group.each
 
     def some(self: measure.Group, things: Iterable, do: Callable, name: Callable = str) -> None:
-        first, last = map(int, places.get(self.sink.group, "0:1").split(":"))
-        each(self, list(things)[first:last], do, name)
+        place, every = places.get(self.sink.group, [0, 1]), list(things)
+        chosen = every[slice(*place)] if isinstance(place, list) else [it for it in every if name(it).endswith(place)]
+        each(self, chosen, do, name)
 
     measure.Group.each = some
 
