@@ -60,7 +60,8 @@ def make(cache: Path) -> list[str]:
     cc, folder = compiler(), cache / FOLDER
     if cc is None:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of another Triton
+    folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as stub:
         empty = ["-shared", f"-Wl,-soname,{LIBRARY}", "-x", "c", os.devnull, "-o", str(Path(stub, LIBRARY))]
         if subprocess.run([cc, *empty]).returncode:

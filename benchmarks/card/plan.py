@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 PLAN = (
     Group("gluon", 45, "the warp-specialised matmuls, checked and timed", else_set=(GLUON_SETTING, "0")),
-    Group("smoke", 90, "20 short checks, each kernel at least once"),
+    Group("smoke", 90, "20 short checks, each kernel of a dense layer at least once"),
     Group("gemm", 120, "matmuls on shapes of language models, beside torch's scaled matmul and BF16"),
     Group("casts", 45, "casts, beside a copy"),
     Group("linear", 60, "a Linear's forward and backward under every recipe, beside BF16"),

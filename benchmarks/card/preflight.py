@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 OLDEST_PYTHON = (3, 11)
-TORCH = (2, 11), (3, 0)  # from, and below: pyproject.toml, which has no end for torch
+TORCH = (2, 11), (99, 0)  # from, and below: pyproject.toml, where torch has no end
 TRITON = (3, 6), (3, 10)
 ONE_LAUNCHER = (3, 7)  # from this Triton on one module launches every kernel: the pack's is enough
 GIB = 1 << 30
@@ -35,7 +35,7 @@ FREE = 0.8  # of the card's memory; a card that others use gives wrong times as 
 HANGS = 60.0  # seconds after which a driver that does not answer ends the run, and the stack is printed
 LIBRARY = "libcuda.so.1"
 CONTAINER = "in a container, start it with `--gpus all`"
-INDEX = "https://download.pytorch.org/whl"
+WHEEL = "pip install 'torch>=2.11'"
 
 
 class Lack(NamedTuple):
@@ -88,7 +88,7 @@ def driver(places: Places) -> Lack | None:
 
 def torch(places: Places) -> Lack | None:
     """torch: there, of a version that we know, built for CUDA, for a driver like this one, and it finds the card."""
-    if lack := _installed("torch", *TORCH, f"pip install 'torch>=2.11' --index-url {INDEX}/cu128"):
+    if lack := _installed("torch", *TORCH, WHEEL):
         return lack
     it = importlib.import_module("torch")
     if it.version.hip is not None:
@@ -97,15 +97,14 @@ def torch(places: Places) -> Lack | None:
         )
     if it.version.cuda is None:
         return Lack(
-            f"torch {it.__version__} is built without CUDA",
-            f"pip install --force-reinstall torch --index-url {INDEX}/cu128",
+            f"torch {it.__version__} is built without CUDA", f"{WHEEL} --force-reinstall, from PyPI: built for CUDA"
         )
     have, wanted = _driver_cuda(), int(it.version.cuda.split(".")[0])
     if have is not None and have // 1000 < wanted:
         older = f"{have // 1000}.{have % 1000 // 10}"
         return Lack(
             f"torch {it.__version__} is built for CUDA {it.version.cuda}, and the driver knows CUDA {older}",
-            f"install a newer driver, or a torch for CUDA {have // 1000} from {INDEX}",
+            f"install a newer driver, or a torch for CUDA {have // 1000} (https://download.pytorch.org/whl)",
         )
     if have is not None and not it.cuda.is_available():
         return Lack(
