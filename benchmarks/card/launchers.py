@@ -58,9 +58,9 @@ def use(cache: Path) -> None:
 def make(cache: Path) -> list[str]:
     """Compile the module for every Python; the suffixes of those that it was compiled for."""
     cc, folder = compiler(), cache / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)  # of another Triton
     if cc is None:
         return []
-    shutil.rmtree(folder, ignore_errors=True)  # of another Triton
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as stub:
         empty = ["-shared", f"-Wl,-soname,{LIBRARY}", "-x", "c", os.devnull, "-o", str(Path(stub, LIBRARY))]

@@ -103,6 +103,7 @@ def _shorten() -> None:
     for old, new in (
         (cases.LLM, (Shape(128, 256, 256),)),
         (cases.FEW_TOKENS, (Shape(16, 128, 256),)),
+        (cases.SQUARE, (Shape(16, 16, 16),)),
         (checks.checks, lambda where, more, real=checks.checks: real(where)),
         (peers.GRAPHS, (peers.Graph(Shape(64, 128, 128), "current"),)),
         (experts.CASES, (experts.Case(96, 50, 128, 256, 3),)),
