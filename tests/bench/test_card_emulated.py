@@ -36,7 +36,7 @@ SMOKE = {
 
 
 class Others(NamedTuple):
-    """place: what a group begins, the first of all or by the end of a name.  kernels: some that it launches.
+    """place: what a group begins, as first and last or by the end of a name.  kernels: some that it launches.
 
     rows: how many of its benchmark it times at least; 0 for a group of checks.
     """
@@ -73,7 +73,9 @@ OTHERS = (
         "checks-2": Others("matmul_block 16x16x16, integers", {"_matmul_block_kernel"}),
         "checks-5": Others("casts 3x7, bit for bit", {"_cast_kernel"}),
         "checks-6": Others("sums of columns 3x7", {"_column_sums_kernel"}),
-        "checks-7": Others("Linear, blockwise: triton against reference", {"_matmul_block_kernel"}),
+        "checks-7": Others(
+            [0, 2], {"_matmul_block_kernel", "_attention_kernel", "_by_queries_kernel", "_by_keys_kernel"}
+        ),
     },
 )
 # checks-3 and checks-4 are other shapes of checks-2's; checks-8 captures CUDA graphs.
