@@ -4,11 +4,12 @@
     python3 benchmarks/gpu.py --table FILE          the table of a run, made anew
     python3 benchmarks/gpu.py --pack [--jobs N]     make gpu-pack: compile the kernels beforehand, no card needed
 
-Needs torch with CUDA and Triton, and nothing installed beside them: it runs from a bare checkout.  Each group of
-measurements runs in a process of its own and within its own time, and writes each result to
-benchmarks/results/<card>/<date>-gpu.jsonl, or to FOLDER, as soon as it has it.  After 3, 6 and 9 minutes and at the end
-the table is printed.  Without a card it says "not measured" and exits with 0; a check that fails, a group that ends
-badly, or a Python without torch or Triton makes it exit with 1.
+Needs torch with CUDA and Triton, and nothing installed beside them: it runs from a bare checkout.  It begins by naming
+all that is missing on this machine, each with its remedy.  Each group of measurements runs in a process of its own and
+within its own time, and writes each result to benchmarks/results/<card>/<date>-gpu.jsonl, or to FOLDER, as soon as it
+has it.  After 3, 6 and 9 minutes and at the end the table is printed.  Without a card it says "not measured" and exits
+with 0; it exits with 1 where a check fails, a group ends badly, there is no torch or Triton, or a machine with a card
+lacks something else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import datetime
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -25,9 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.card import records, run, table  # noqa: E402  after the path, which makes a bare checkout importable
-from benchmarks.card.plan import NAMES, PLAN  # noqa: E402
+# after the path, which makes a bare checkout importable
+from benchmarks.card import preflight, records, run, table  # noqa: E402
+from benchmarks.card.plan import NAMES, PACK, PLAN  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "results"
 MOST_PROCESSES = 16  # of the pool
 COMPILED = tuple(group.name for group in PLAN if group.compiles)
 
@@ -42,15 +46,15 @@ def main() -> int:
         return _child(asked)
     if asked.pack:
         return _pack(asked)
-    for name in ("torch", "triton"):
-        if importlib.util.find_spec(name) is None:
-            print(f"not measured: {sys.executable} has no {name}; make gpu PYTHON=... names a Python that has")
-            return 1
+    asked.cache = _cache(asked)
+    start = time.monotonic()
+    lacks = preflight.lacks(preflight.Places(asked.cache, asked.out or RESULTS, PACK))
+    if lacks:
+        print("\n".join(f"not measured: {lack}" for lack in lacks.values()))
+        return int("driver" not in lacks or any(importlib.util.find_spec(it) is None for it in ("torch", "triton")))
+    print(f"preflight: nothing is lacking, {time.monotonic() - start:.1f} s")
     import torch
 
-    if not torch.cuda.is_available():
-        print("not measured: torch finds no CUDA device on this machine")
-        return 0
     return _run(asked, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 
 
@@ -63,7 +67,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pack", action="store_true", help="compile the groups' kernels into .gpu-pack/, without a card"
     )
-    parser.add_argument("--jobs", type=int, help="processes that compile; default: this machine's cores, 16 at most")
+    parser.add_argument(
+        "--jobs", type=int, help="processes that compile; default: this machine's cores, 16 at most; 0: none"
+    )
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels; default: TRITON_CACHE_DIR or a new one")
     for internal in ("--group", "--warm", "--seconds", "--file"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
@@ -71,18 +77,19 @@ def _arguments() -> argparse.Namespace:
     asked.chosen = tuple(filter(None, asked.groups.split(",")))
     if unknown := set(asked.chosen) - set(NAMES):
         parser.error(f"no group is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    asked.jobs = asked.jobs or min(max(len(os.sched_getaffinity(0)), 1), MOST_PROCESSES)
+    if asked.jobs is None:
+        asked.jobs = min(max(len(os.sched_getaffinity(0)), 1), MOST_PROCESSES)
     return asked
 
 
 def _run(asked: argparse.Namespace, card: str, capability: tuple[int, int]) -> int:
     from benchmarks.card import pack, pretend
 
-    folder = asked.out or ROOT / "benchmarks" / "results" / _slug(card)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then the group on the card is ended too
+    folder = asked.out or RESULTS / _slug(card)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-gpu.jsonl"
-    cache = _cache(asked)
-    begun = time.monotonic()
+    cache, begun = asked.cache, time.monotonic()
     print(f"{card}: results go to {file}", flush=True)
     plan = [group for group in PLAN if not asked.chosen or group.name in asked.chosen]
     processes = run.Processes(file, cache)
@@ -104,14 +111,15 @@ def _pack(asked: argparse.Namespace) -> int:
     """Compile in processes of their own, then write the file."""
     import triton
 
-    from benchmarks.card import pack
+    from benchmarks.card import launchers, pack
 
     cache, groups, start = _cache(asked), asked.chosen or COMPILED, time.monotonic()
     file = Path(tempfile.mkdtemp(prefix="fp8engine-pack-")) / "pack.jsonl"
     file.touch()
     os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
     processes = run.Processes(file, cache)
-    processes.start_pool(asked.jobs, [name for name in groups if name in COMPILED])
+    processes.start_pool(max(asked.jobs, 1), [name for name in groups if name in COMPILED])
+    launchers.make(cache)
     wrong = processes.wait_for_pool()
     lost = [record for record in records.read(file)[0] if record["kind"] == "unfollowed"]
     made = pack.write(cache, pack.FILE, {"groups": list(groups), "date": f"{datetime.date.today()}"})
@@ -119,6 +127,8 @@ def _pack(asked: argparse.Namespace) -> int:
         f"{pack.FILE.relative_to(ROOT)}: {made['kernels']} kernels for sm_90, {made['bytes'] / 2**20:.1f} MiB, in "
         f"{time.monotonic() - start:.0f} s; for Triton {triton.__version__} and {made['ptxas']} alone"
     )
+    carried = ", ".join(made["launchers"]) or "none: no C compiler or no Python.h here"
+    print(f"Triton's launcher, compiled for {carried}")
     for record in lost:
         print(f"could not be followed without a card: {record['what']}: {record['why']}")
     for line in wrong:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.card import measure, pack, pretend
-from benchmarks.card.plan import PLAN
-from benchmarks.card.records import Sink
+from benchmarks.card import launchers, measure, pack, pretend
+from benchmarks.card.records import Sink, read
 from fp8engine.bench import harness
 from fp8engine.ops import device
 
@@ -23,14 +22,14 @@ def work(name: str, file: Path, cache: Path, seconds: float) -> None:
     """One group, on the card."""
     sink = Sink(file, name)
     sink.begin("the CUDA context")
-    where = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.set_device(where)
+    where = card()
     if not device.has_fp8(where):
         sink.write("note", text=f"not measured: {device.name(where)} has no FP8 Tensor Cores")
         return
     pack.stable_keys()
+    launchers.use(cache)
     counts = pack.Counts(cache)
-    if name == PLAN[0].name:
+    if not any(record["kind"] == "machine" for record in read(file)[0]):
         sink.write("machine", **harness.machine(where))
     try:
         stop = time.perf_counter() + max(seconds * (1 - MARGIN) - STARTING, seconds / 3)
@@ -40,9 +39,17 @@ def work(name: str, file: Path, cache: Path, seconds: float) -> None:
         sink.write("kernels", pack=counts.pack, cache=counts.cache, compiled=counts.compiled)
 
 
+def card() -> torch.device:
+    """The card on which this process measures, made current."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(where)
+    return where
+
+
 def warm(share: pretend.Share, file: Path, cache: Path, groups: Sequence[str]) -> None:
     """A share of the kernels of these groups, in their order, and the C code that launches each."""
     os.nice(10)
+    launchers.use(cache)
     launcher = pretend.built if torch.cuda.is_available() else pretend.nothing
     _compile(share, file, cache, groups, launcher)
 

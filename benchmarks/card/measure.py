@@ -6,6 +6,7 @@ A group ends by itself shortly before its time is over, and says what it did not
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import tempfile
 import time
@@ -139,6 +140,16 @@ def run_linear(group: Group) -> None:
     )
 
 
+def run_tuned(group: Group) -> None:
+    """The same on what the card's trials choose.  What they say of themselves is kept."""
+    told, log = logging.Handler(), logging.getLogger("fp8engine")
+    told.emit = lambda record: group.sink.write("note", text=record.getMessage())  # type: ignore[method-assign]
+    ways, timer = linear.variants(group.where, compiled=False), group.timer(20)
+    log.addHandler(told)
+    group.each(linear.SHAPES["cuda"], lambda it: group.sink.rows("tuned", linear.compare(it, group.where, ways, timer)))
+    log.removeHandler(told)
+
+
 def run_steps(group: Group, every: Iterable[Any]) -> None:
     """Blocks or models, eager."""
     ways, timer = steps.variants(group.where, compiled=False), group.timer(10)
@@ -243,6 +254,7 @@ WORK: dict[str, Callable[[Group], None]] = {
     "block": lambda group: run_steps(group, block.CASES["cuda"]),
     "host": run_host,
     "compiled": run_compiled,
+    "tuned": run_tuned,
     "few": lambda group: run_gemm(group, by_value((*cases.FEW_TOKENS, *cases.SQUARE))),
     "generate": run_generate,
     "model": lambda group: run_steps(group, steps.MODELS["cuda"]),

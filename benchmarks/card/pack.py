@@ -1,4 +1,4 @@
-"""Kernels compiled beforehand, and a file that carries them: Triton's cache, filled without a card.
+"""Kernels and launchers compiled beforehand, and a file that carries them: Triton's cache, filled without a card.
 
     build    processes that pretend to have a card compile what the plan launches        make gpu-pack
     unpack   the file's kernels become entries of this machine's cache                   make gpu
@@ -28,8 +28,9 @@ import triton
 import triton.runtime.cache
 from triton import knobs
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / ".gpu-pack" / "sm_90.tar.xz"  # ignored by git
+from benchmarks.card import launchers
+from benchmarks.card.plan import PACK as FILE  # noqa: F401
+
 ARCHITECTURE = 90
 MOST_BYTES = 64 << 20
 KEPT = (".json", ".cubin")  # of an entry's files: what a launch needs
@@ -67,14 +68,17 @@ def entries(cache: Path) -> list[Path]:
     return sorted(path.parent for path in cache.glob("*/__grp__*.json") if any(path.parent.glob("*.cubin")))
 
 
-def write(cache: Path, file: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Pack a cache.  about: what else the manifest says.  Returns the manifest; raises ValueError over MOST_BYTES."""
+def write(cache: Path, file: Path, more: dict[str, Any]) -> dict[str, Any]:
+    """Pack a cache.  more: what else the manifest says.  Returns the manifest; raises ValueError over MOST_BYTES."""
     every = entries(cache)
-    manifest = {**compiler(), **about, "kernels": len(every)}
+    modules = sorted((cache / launchers.FOLDER).glob("*.so"))
+    about = {**compiler(), **more, "kernels": len(every), "launchers": [launchers.suffix(path) for path in modules]}
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_suffix(".new")
     with lzma.open(made, "wb", preset=6) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
-        _add(tar, MANIFEST, json.dumps(manifest).encode())
+        _add(tar, MANIFEST, json.dumps(about).encode())
+        for path in modules:
+            _add(tar, f"{launchers.FOLDER}/{path.name}", path.read_bytes())
         for entry in every:
             for path in sorted(entry.iterdir()):
                 if path.suffix in KEPT and not path.name.startswith("__grp__"):
@@ -86,23 +90,32 @@ def write(cache: Path, file: Path, about: dict[str, Any]) -> dict[str, Any]:
             f"the pack has {size >> 20} MiB, and {MOST_BYTES >> 20} may travel: give make gpu-pack GROUPS=..."
         )
     os.replace(made, file)
-    return {**manifest, "bytes": size}
+    return {**about, "bytes": size}
 
 
-def unpack(file: Path, cache: Path) -> dict[str, Any]:
-    """Add the file's kernels to the cache.  Returns the manifest, with "why" where it cannot be used."""
+def manifest(file: Path) -> dict[str, Any]:
+    """What the file says of itself, with "why" where it cannot be used here."""
     if not file.exists():
         return {
             "kernels": 0,
             "why": f"no {file.parent.name}/{file.name}: make gpu-pack makes it, on any machine with Triton",
         }
     with lzma.open(file) as packed, tarfile.open(fileobj=packed, mode="r|") as tar:
+        about = json.loads(_read(tar, next(iter(tar))))
+    for name, version in compiler().items():
+        if about[name] != version:
+            return {**about, "why": f"the pack was made with {name} {about[name]}, and here is {version}"}
+    return about
+
+
+def unpack(file: Path, cache: Path) -> dict[str, Any]:
+    """Add the file's kernels to the cache.  Returns the manifest, with "why" where it cannot be used."""
+    about = manifest(file)
+    if "why" in about:
+        return about
+    with lzma.open(file) as packed, tarfile.open(fileobj=packed, mode="r|") as tar:
         members = iter(tar)
-        manifest = json.loads(_read(tar, next(members)))
-        ours = compiler()
-        for name, version in ours.items():
-            if manifest[name] != version:
-                return {**manifest, "why": f"the pack was made with {name} {manifest[name]}, and here is {version}"}
+        next(members)
         groups: dict[Path, dict[str, str]] = {}
         hashes = []
         for member in members:
@@ -112,6 +125,8 @@ def unpack(file: Path, cache: Path) -> dict[str, Any]:
             path.parent.mkdir(parents=True, exist_ok=True)
             data = _read(tar, member)
             path.write_bytes(data)
+            if path.parent.name == launchers.FOLDER:
+                continue
             groups.setdefault(path.parent, {})[path.name] = str(path)
             if path.suffix == ".json":
                 hashes.append(json.loads(data)["hash"])
@@ -119,7 +134,7 @@ def unpack(file: Path, cache: Path) -> dict[str, Any]:
         name = next(name for name in children if name.endswith(".json"))
         (folder / f"__grp__{name}").write_text(json.dumps({"child_paths": children}))
     (cache / HASHES).write_text(json.dumps(hashes))
-    return manifest
+    return about
 
 
 class Counts:

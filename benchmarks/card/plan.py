@@ -7,28 +7,32 @@ groups run without them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
+PACK = Path(__file__).parents[2] / ".gpu-pack" / "sm_90.tar.xz"  # ignored by git
 CHUNKS = 8  # of the checks that are not among the smoke checks
-GLUON_SETTING = "FP8ENGINE_GLUON"  # environment.py
+GLUON_SETTING, MEASURE_SETTING = "FP8ENGINE_GLUON", "FP8ENGINE_MEASURE"  # environment.py
 MARKS = (180.0, 360.0, 540.0)  # seconds after which the table is printed
 
 
 class Group(NamedTuple):
     """name: also of its log file.  seconds: after these its process is killed.  compiles: our kernels, so that the
     pool and the pack compile them ahead.  else_set: a variable of the environment, and its value, for all later groups
-    where this one, the first, goes wrong."""
+    where this one, the first, goes wrong.  trials: the card may time the kernels between which it can choose; where it
+    may not, every row is of the committed choice, whatever the groups before it have timed."""
 
     name: str
     seconds: float
     what: str
     compiles: bool = True
     else_set: tuple[str, str] | None = None
+    trials: bool = False
 
 
 PLAN = (
     Group("gluon", 45, "the warp-specialised matmuls, checked and timed", else_set=(GLUON_SETTING, "0")),
-    Group("smoke", 90, "20 short checks, each kernel at least once"),
+    Group("smoke", 90, "20 short checks, each kernel of a dense layer at least once"),
     Group("gemm", 120, "matmuls on shapes of language models, beside torch's scaled matmul and BF16"),
     Group("casts", 45, "casts, beside a copy"),
     Group("linear", 60, "a Linear's forward and backward under every recipe, beside BF16"),
@@ -37,6 +41,7 @@ PLAN = (
     Group("host", 40, "the host's time for a Linear, and a CUDA graph beside eager code"),
     Group("compiled", 120, "torch.compile: Inductor's cast, BF16, torchao's float8 Linear", compiles=False),
     *(Group(f"checks-{part}", 60, f"the other checks, part {part} of {CHUNKS}") for part in range(1, CHUNKS + 1)),
+    Group("tuned", 45, "the Linear again, on kernels that this card's own trials choose", trials=True),
     Group("few", 60, "matmuls of few tokens and square ones"),
     Group("generate", 60, "generation, a token at a time"),
     Group("model", 90, "models like Llama, BERT and ViT"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from benchmarks.card import table
-from benchmarks.card.plan import MARKS, Group
+from benchmarks.card.plan import MARKS, MEASURE_SETTING, Group
 from benchmarks.card.records import Sink
 
 SCRIPT = Path(__file__).parents[1] / "gpu.py"
@@ -75,9 +75,13 @@ def run(plan: Sequence[Group], file: Path, seconds: float, world: World) -> int:
         except OSError as error:
             sink.write("end", status="failed", why=f"could not be started: {error}", seconds=0.0, last=[])
             continue
-        while (status := process.poll()) is None and world.now() - start < limit:
-            world.sleep(POLL)
-            show_at_marks()
+        try:
+            while (status := process.poll()) is None and world.now() - start < limit:
+                world.sleep(POLL)
+                show_at_marks()
+        except BaseException:  # the run is interrupted: a group has a session of its own, and would go on
+            process.kill()
+            raise
         if status is None:
             process.kill()
         ended, why = ending(status, limit)
@@ -152,6 +156,7 @@ class Processes:
 
     def group(self, group: Group, seconds: float) -> Spawned:
         """A group's process."""
+        self._environment[MEASURE_SETTING] = "1" if group.trials else "0"
         return self._spawn(group.name, "--group", group.name, "--seconds", str(seconds))
 
     def start_pool(self, count: int, groups: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.checks import casts, layers, matmuls
+from benchmarks.checks import attention, casts, layers, matmuls
 
 
 def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Callable[[], str | None]]]:
@@ -17,7 +17,7 @@ def checks(where: torch.device, more: bool = False) -> Iterator[tuple[str, Calla
 
     more: larger shapes as well, for a card.
     """
-    for kind in (matmuls, casts, layers):
+    for kind in (matmuls, casts, layers, attention):
         yield from kind.checks(where, more)
 
 

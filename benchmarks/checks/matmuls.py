@@ -19,6 +19,7 @@ from fp8engine.ops import device, reference, triton_backend
 from fp8engine.ops.reference import Epilogue, Operand
 
 GLUON = ("fast", "promoted", "128x128", "1x128")  # what is multiplied by the warp-specialised kernels
+GLUON_SHAPES = ((4, 16, 16), (64, 64, 128), (132, 272, 144), (1024, 2048, 4096), (4100, 1040, 2064))
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
 SHAPES = (
     (1, 1, 1),
@@ -212,7 +213,7 @@ def gluon(where: torch.device, way: str) -> str | None:
 
     tile = Config(128, 128, 128)
     wide, scaled = Config(128, 256, 128, parts=2, kernel="gluon"), tile._replace(stages=5, parts=2, kernel="gluon")
-    for m, n, k in ((4, 16, 16), (64, 64, 128), (132, 272, 144), (1024, 2048, 4096), (4100, 1040, 2064)):
+    for m, n, k in GLUON_SHAPES:
         for by_row in (False, True):
             end = Epilogue(torch.randint(-3, 4, (n,), device=where).bfloat16() if by_row else None)
             if way in ("fast", "promoted"):

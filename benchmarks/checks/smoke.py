@@ -1,4 +1,4 @@
-"""Twenty short checks, each kernel at least once, with as few compiled kernels as show that it works: half a minute.
+"""Twenty short checks: each kernel of a dense layer, with as few compiled kernels as show that it works; half a minute.
 
 Each is a thin slice of a check beside it in this folder, on one shape.  Integers first, which have to agree bit for
 bit.

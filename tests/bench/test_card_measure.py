@@ -1,5 +1,6 @@
 """A group's work in its own process: what it writes before, after and instead of each measurement."""
 
+import logging
 import time
 import zipfile
 from pathlib import Path
@@ -74,6 +75,7 @@ def card(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "name", lambda where: "pretended card")
     monkeypatch.setattr(harness, "machine", lambda where: {"card": "pretended", "date": "2026-01-02"})
     monkeypatch.setattr(child.pack, "stable_keys", lambda: None)
+    monkeypatch.setattr(child.launchers, "use", lambda cache: None)
 
 
 def test_a_group_says_which_kernels_it_had_even_where_it_fails(card, monkeypatch, tmp_path: Path):
@@ -90,6 +92,27 @@ def test_a_group_says_which_kernels_it_had_even_where_it_fails(card, monkeypatch
     assert found[1]["card"] == "pretended"
     assert found[2]["text"] == "cuda:0"
     assert (found[3]["pack"], found[3]["cache"], found[3]["compiled"]) == (0, 0, 0)
+
+
+def test_whichever_group_comes_first_writes_down_the_machine(card, monkeypatch, tmp_path: Path):
+    for name in ("smoke", "gemm"):  # `--groups smoke,gemm`
+        monkeypatch.setitem(measure.WORK, name, lambda of: None)
+        child.work(name, tmp_path / "gpu.jsonl", tmp_path, 60.0)
+    assert [one["group"] for one in written(tmp_path) if one["kind"] == "machine"] == ["smoke"]
+
+
+def test_what_the_trials_say_is_a_note(monkeypatch, tmp_path: Path):
+    def compare(shape, where, ways, timer):
+        logging.getLogger("fp8engine.ops.card_trials").warning("measured %d of %d", 3, 4)
+        return [{"name": "fp8engine current", "correct": None, "why": "not measured"}]
+
+    monkeypatch.setattr(measure.linear, "compare", compare)
+    monkeypatch.setitem(measure.linear.SHAPES, "cuda", measure.linear.SHAPES["cpu"][:1])
+    measure.run_tuned(group(tmp_path))
+    logging.getLogger("fp8engine").warning("not a trial's")
+    found = written(tmp_path)
+    assert [one["text"] for one in found if one["kind"] == "note"] == ["measured 3 of 4"]
+    assert [one["bench"] for one in found if one["kind"] == "row"] == ["tuned"]
 
 
 def test_a_group_has_its_time_less_a_margin(card, monkeypatch, tmp_path: Path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import checks
-from benchmarks.checks import casts, matmuls, smoke
+from benchmarks.checks import attention, casts, matmuls, smoke
 from fp8engine.ops import triton_backend
 
 CPU = torch.device("cpu")
@@ -36,6 +36,19 @@ def test_a_check_finds_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch):
     assert matmuls.integers_fp8(CPU, shape)
     assert matmuls.integers_fp16(CPU, shape)
     assert matmuls.integers_block(CPU, shape)
+
+
+@pytest.mark.parametrize("part", ["attention", "attention_backward"])
+def test_a_check_finds_a_fault_of_attention(part: str, monkeypatch: pytest.MonkeyPatch):
+    """One percent too much, of the result or of the last gradient."""
+    right = getattr(triton_backend, part)
+
+    def wrong(*args):
+        y = right(*args)
+        return y * 1.01 if part == "attention" else (*y[:-1], y[-1] * 1.01)
+
+    monkeypatch.setattr(triton_backend, part, wrong)
+    assert "apart" in (attention.agrees(CPU, attention.SHAPES[0]) or "")
 
 
 def test_the_check_of_casts_finds_a_cast_that_hides_infinity(monkeypatch: pytest.MonkeyPatch):
