@@ -28,9 +28,7 @@ REDUCTIONS = {
 @rule("shfl")
 def _shfl(program: Program, ins: Instruction) -> Execute:
     how = ins.opcode[2]
-    if how not in ("bfly", "idx") or int(ins.operands[3], 0) != WARP - 1:
-        raise unknown(ins)
-    if "|" in ins.operands[0]:
+    if int(ins.operands[3], 0) != WARP - 1 or "|" in ins.operands[0]:
         raise unknown(ins)
     write, value = writer(program, ins.operands[0]), reader(program, ins.operands[1], "b32")
     by = reader(program, ins.operands[2], "u32")
@@ -49,8 +47,6 @@ def _shfl(program: Program, ins: Instruction) -> Execute:
 @rule("vote")
 def _vote(program: Program, ins: Instruction) -> Execute:
     how = ins.opcode[2]
-    if how not in ("any", "all", "ballot"):
-        raise unknown(ins)
     negated, name = ins.operands[1].startswith("!"), ins.operands[1].lstrip("!")
     write, read = writer(program, ins.operands[0]), reader(program, name, "pred")
 
