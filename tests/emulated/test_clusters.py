@@ -122,6 +122,14 @@ def test_what_is_missing_between_two_ctas_is_named(kind, message: str, parts: di
         launch(EXCHANGE.format(**{**EXCHANGED, **parts}), [words()], seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fault_names_the_cta_of_the_lanes_that_execute(seed: int | None):
+    for rank, who in ((0, "CTA 2"), (1, "CTA 3")):
+        body = f"mov.u32 %r3, %ctaid.x; setp.eq.u32 %p2, %r3, {2 + rank}; @%p2 st.shared.b32 [4096], %r3;"
+        with pytest.raises(OutOfBounds, match=rf"\[@%p2 st\.shared\.b32 \[4096\], %r3; {who}\]$"):
+            launch(body, [words()], seed, ctas=4)
+
+
 def test_ctas_of_different_clusters_are_not_ordered_by_a_clusters_barrier():
     write = f"setp.eq.u32 %p2, %r3, WRITER; {SYNC} @%p2 st.global.b32 [%rd0], %r3;"
     body = f"mov.u32 %r3, %ctaid.x; {write.replace('WRITER', '0')} {write}"

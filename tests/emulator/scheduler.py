@@ -167,7 +167,7 @@ class Scheduler:
         begun = False  # it executes one instruction, wherever the others are
         while not begun or pc < stop:
             begun = True
-            step = steps[pc]
+            step, taken = steps[pc], None
             try:
                 if step.together:
                     whole = self._meet(group.lanes, pc)
@@ -185,7 +185,8 @@ class Scheduler:
                     continue
                 pc = self._flow(step, group, mask, taken, pc)
             except Fault as fault:
-                raise type(fault)(f"{fault} [{step.instruction.text[:200]}; {self.cta.name(group.lanes)}]") from None
+                who = self.cta.name(group.lanes if taken is None else taken.lanes)
+                raise type(fault)(f"{fault} [{step.instruction.text[:200]}; {who}]") from None
             if pc < 0:
                 return
             if self.executed > MOST_STEPS:
