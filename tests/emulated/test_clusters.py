@@ -204,18 +204,29 @@ MULTICAST = """
 @%p1 mbarrier.init.shared::cta.b64 [global_smem+1024], 1;
 {first}
 setp.ge.u32 %p2, %r1, {waits_from}; and.pred %p4, %p1, %p2;
-@%p4 mbarrier.arrive.expect_tx.shared::cta.b64 _, [global_smem+1024], {bytes};
+mov.b32 %r5, global_smem; add.s32 %r6, %r5, 1024;
+mapa.shared::cluster.u32 %r7, %r5, %r2; mapa.shared::cluster.u32 %r8, %r6, %r2;
+@%p4 mbarrier.arrive.expect_tx.{announced}.b64 _, [{at}], {bytes};
 setp.eq.u32 %p5, %r1, 0; and.pred %p5, %p5, %p1;
 mov.b16 %rs1, {mask};
-@%p5 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
-    [global_smem], [%rd0, {{0, 0}}], [global_smem+1024], %rs1;
+@%p5 cp.async.bulk.tensor.2d.{copy};
 @!%p2 bra $END;
 $L: mbarrier.try_wait.parity.shared::cta.b64 %p3, [global_smem+1024], 0; @!%p3 bra $L;
-shl.b32 %r4, %r0, 3; mov.b32 %r5, global_smem; add.s32 %r5, %r5, %r4; ld.shared.b64 %rd9, [%r5];
+shl.b32 %r4, %r0, 3; add.s32 %r5, %r5, %r4; ld.shared.b64 %rd9, [%r5];
 mad.lo.s32 %r10, %r1, 64, %r0; mad.wide.u32 %rd8, %r10, 8, %rd2; st.global.b64 [%rd8], %rd9;
 $END: {last}
 """
-SENT = {"first": FENCE + RELAXED, "bytes": "512", "mask": "3", "waits_from": "0", "last": ""}
+ONE = "global.mbarrier::complete_tx::bytes {to}, [%rd0, {{0, 0}}], {at}"
+SENT = {
+    "first": FENCE + RELAXED,
+    "announced": "shared::cta",
+    "at": "%r6",
+    "bytes": "512",
+    "copy": "shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r5], [%rd0, {0, 0}], [%r6], %rs1",
+    "mask": "3",
+    "waits_from": "0",
+    "last": "",
+}
 
 
 def sent(seed: int | None, **parts: str) -> tuple[np.ndarray, np.ndarray]:
@@ -225,8 +236,7 @@ def sent(seed: int | None, **parts: str) -> tuple[np.ndarray, np.ndarray]:
     source[:] = np.random.default_rng(0).integers(0, 256, (16, 32))
     found = np.zeros((2, 512), np.uint8)
     tensor_map = TensorMap(source.ctypes.data, (16, 32), (32, 1), (16, 32), 1, 0)
-    body = MULTICAST.format(**{**SENT, **parts}).replace("cluster\n", "cluster ")
-    launch(body, [tensor_map, source, found], seed)
+    launch(MULTICAST.format(**{**SENT, **parts}), [tensor_map, source, found], seed)
     return source.ravel(), found
 
 
@@ -235,8 +245,16 @@ def test_a_multicast_comes_to_each_cta_of_its_mask(seed: int | None):
     for first in (FENCE + RELAXED, FENCE + SYNC, SYNC + "fence.proxy.async.shared::cluster;"):
         source, found = sent(seed, first=first)
         assert np.array_equal(found, np.stack([source, source])), first
-    source, found = sent(seed, mask="2", waits_from="1")  # to the other CTA alone
-    assert np.array_equal(found, np.stack([0 * source, source]))
+    to_the_other = "shared::cluster." + ONE.format(to="[%r7]", at="[%r8]")
+    for parts in ({"mask": "2"}, {"copy": to_the_other}):
+        source, found = sent(seed, waits_from="1", **parts)
+        assert np.array_equal(found, np.stack([0 * source, source]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bytes_are_announced_at_the_other_ctas_mbarrier(seed: int | None):
+    source, found = sent(seed, announced="release.cluster.shared::cluster", at="%r8", last=SYNC)
+    assert np.array_equal(found, np.stack([source, source]))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -251,6 +269,8 @@ def test_a_multicast_comes_to_each_cta_of_its_mask(seed: int | None):
         (Deadlock, r"of rank 1 wait for \('mbarrier'", {"mask": "1"}),
         (Fault, "no thread had waited for its last TMA load", {"waits_from": "1"}),
         (Fault, "to the CTAs of mask 0x4: the cluster has 2", {"mask": "4"}),
+        (Fault, "of another CTA than", {"copy": "shared::cluster." + ONE.format(to="[%r7]", at="[%r6]")}),
+        (OutOfBounds, "shared::cta is a CTA's own", {"copy": "shared::cta." + ONE.format(to="[%r7]", at="[%r8]")}),
     ],
 )
 def test_what_is_wrong_with_a_multicast_is_named(kind, message: str, parts: dict[str, str], seed: int | None):

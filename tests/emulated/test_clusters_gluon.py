@@ -68,7 +68,7 @@ def empty_at(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor, sync: str) -> in
     compiled = kernels.ring.warmup(*descriptors(a, b), y, TILE, "all", sync, 0, grid=(1,), num_ctas=2, num_warps=4)
     ptx = compiled.asm["ptx"]
     initialised = re.findall(r"mbarrier\.init\S+\s+\[(%r\d+)\], 4;", ptx)
-    places = [int(re.search(rf"add\.s32\s+{register}, %r\d+, (\d+);", ptx)[1]) for register in initialised]
+    places = [int(re.findall(rf"add\.s32\s+{register}, %r\d+, (\d+);", ptx)[0]) for register in initialised]
     assert places == [places[0] + 8 * i for i in range(STAGES)]
     return places[0]
 

@@ -14,6 +14,8 @@ do: pull request 9456), so that with `warp_specialize` it is never complete: SYN
 one by inline assembly in all partitions, which here have all twelve warps; "begin" for the first of its two alone.
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
