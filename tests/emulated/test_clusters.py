@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator.device_memory import Allocation
-from emulator.faults import Deadlock, Fault, OutOfBounds, Race, Unwritten
+from emulator.faults import Deadlock, Fault, OutOfBounds, Race, UnknownInstruction, Unwritten
 from emulator.launch import Launch
 from emulator.reader import read
 from emulator.scheduler import prepare
@@ -67,6 +67,17 @@ def test_a_cta_knows_its_place_in_the_cluster(name: str, wanted: list[int]):
 def test_a_grid_is_a_multiple_of_the_cluster():
     with pytest.raises(Fault, match="a grid of 3 CTAs along x, no multiple of the cluster's 2"):
         launch("", [words()], ctas=3)
+
+
+def test_a_cluster_that_the_card_does_not_run_is_refused():
+    sums = ", ".join(f"%r{100 + i}" for i in range(4))
+    product = f"wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {{{sums}}}, %rd1, %rd2, 1, 1, 1;"
+    with pytest.raises(UnknownInstruction, match="wgmma in a cluster of CTAs of 64 threads"):
+        launch(product, [words(), words(), words()])
+    for along_y in (".reqnctapercluster 1, 2", ".reqnctapercluster 2, 2, 1"):
+        with pytest.raises(UnknownInstruction, match=rf"{along_y}: a cluster along another axis than x"):
+            read(text("", 1).replace(".reqntid 32", f".reqntid 32\n{along_y}"))
+    assert read(text("", 1).replace(".reqntid 32", ".reqntid 32\n.reqnctapercluster 4, 1, 1")).cluster == 4
 
 
 # Each thread leaves 1000 * rank + its number in its CTA's memory, and takes what the other CTA's thread has left.
