@@ -225,7 +225,7 @@ def _fence(program: Program, ins: Instruction) -> Execute:
     if ins.opcode[1] == "mbarrier_init":
         return lambda cta, mask: cta.order.fence_inits(np.unique(_lanes(mask)[1]))
     if ins.type == "cta":
-        return lambda cta, mask: None  # no arrival in a CTA is .relaxed but one that the ISA lets order nothing
+        return lambda cta, mask: None  # it reaches no other CTA, and between warps barriers are asked for here
     return lambda cta, mask: cta.order.fence(np.unique(_lanes(mask)[1]))
 
 
