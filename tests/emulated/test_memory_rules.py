@@ -193,6 +193,17 @@ def test_an_mbarrier_hands_over_and_waits_for_its_phase(seed: int | None):
         run("mbarrier.arrive.shared::cta.b64 _, [1024];", [words()])
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_mbarrier_is_initialised_before_other_warps_use_it(seed: int | None):
+    """For the warps of its own CTA a barrier is enough, and a fence is not."""
+    init = "setp.eq.u32 %p9, %r0, 0; @%p9 mbarrier.init.shared::cta.b64 [1024], 64;"
+    text = init + "{} mbarrier.arrive.shared::cta.b64 _, [1024];"
+    run(text.format("bar.sync 0;"), [words()], threads=TWO_WARPS, seed=seed)
+    for between in ("", "fence.mbarrier_init.release.cluster;", "fence.proxy.async.shared::cta;", "bar.warp.sync -1;"):
+        with pytest.raises((Race, Unwritten), match=r"not ordered after the last write|nobody wrote it"):
+            run(text.format(between), [words()], threads=TWO_WARPS, seed=seed)
+
+
 def test_a_barrier_that_a_warp_never_reaches_is_a_deadlock():
     with pytest.raises(Deadlock, match=r"wait for .'barrier', 0"):
         run("setp.lt.u32 %p1, %r0, 32; @%p1 bar.sync 0, 64;", [words()], threads=TWO_WARPS)

@@ -10,16 +10,16 @@ import numpy as np
 
 from emulator import arithmetic, tma
 from emulator.arithmetic import Execute, rule, unknown
-from emulator.faults import UnknownInstruction
+from emulator.faults import OutOfBounds, UnknownInstruction
 from emulator.numbers import TYPES, UNSIGNED, Array, size_of
 from emulator.order import WARP
 from emulator.reader import Instruction, Program
 from emulator.registers import Mask, pointer, reader, several, writer
+from emulator.shared import WINDOW
 
 if TYPE_CHECKING:
     from emulator.cta import Cta
 
-VECTOR = re.compile(r"v(\d)")
 BOX = re.compile(r"\[\s*(%\w+)\s*,\s*\{(.*)\}\s*\]")
 ATOMICS: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
@@ -43,12 +43,10 @@ def _load(program: Program, ins: Instruction) -> Execute:
     space = ins.opcode[1]
     if space == "param":
         return arithmetic.parameter(program, ins)
-    if space not in ("global", "shared", "shared::cta"):
-        raise unknown(ins)
     names, size = several(ins.operands[0]), size_of(ins.type)
     address, writes = pointer(program, ins.operands[1]), [writer(program, name) for name in names]
     dtype = TYPES[ins.type] if ins.type.startswith("s") else UNSIGNED[size]
-    whole = size * len(names)
+    whole, anywhere = size * len(names), space == "shared::cluster"
 
     def execute(cta: Cta, mask: Mask) -> None:
         lanes, warps = _lanes(mask)
@@ -56,7 +54,7 @@ def _load(program: Program, ins: Instruction) -> Execute:
         if space == "global":
             data = cta.memory.load(addresses, whole, warps, cta.order)
         else:
-            data = cta.shared.read(cta.shared.place(addresses, whole), warps)
+            data = cta.shared.read(cta.shared.place(addresses, whole, None if anywhere else warps), warps)
         parts = np.zeros((cta.threads, len(names)), dtype)
         parts[lanes] = np.ascontiguousarray(data).view(dtype)
         for place, write in enumerate(writes):
@@ -67,10 +65,8 @@ def _load(program: Program, ins: Instruction) -> Execute:
 
 @rule("st")
 def _store(program: Program, ins: Instruction) -> Execute:
-    space = ins.opcode[1]
-    if space not in ("global", "shared", "shared::cta"):
-        raise unknown(ins)
-    size = size_of(ins.type)
+    space, size = ins.opcode[1], size_of(ins.type)
+    anywhere = space == "shared::cluster"
     address = pointer(program, ins.operands[0])
     reads = [reader(program, name, f"b{8 * size}") for name in several(ins.operands[1])]
 
@@ -82,7 +78,8 @@ def _store(program: Program, ins: Instruction) -> Execute:
         if space == "global":
             cta.memory.store(addresses, data, warps, cta.order)
         else:
-            cta.shared.write(cta.shared.place(addresses, data.shape[1]), data, warps)
+            index = cta.shared.place(addresses, data.shape[1], None if anywhere else warps)
+            cta.shared.write(index, data, warps)
 
     return execute
 
@@ -101,12 +98,10 @@ def _atomic(program: Program, ins: Instruction) -> Execute:
     One that leaves what it finds, and whose result is used, is a read: it has to be ordered after the last write.
     """
     name, kind = ins.opcode[-2:]
-    if ins.opcode[1] != "global" or name not in ATOMICS or kind not in TYPES:
-        raise unknown(ins)
     gives = ins.opcode[0] == "atom"
     to, place, what = ins.operands if gives else ("_", *ins.operands)
     address, read, write = pointer(program, place), reader(program, what, kind), writer(program, to)
-    ordered, dtype = "relaxed" not in ins.opcode, TYPES[kind]
+    ordered, dtype = "acq_rel" in ins.opcode, TYPES[kind]
     used = to != "_" and any(_reads(each, to) for each in program.instructions)
 
     def execute(cta: Cta, mask: Mask) -> None:
@@ -134,17 +129,14 @@ def _copy(program: Program, ins: Instruction) -> Execute:
             return _bulk(program, ins)
         if words[3] == "commit_group":
             return lambda cta, mask: cta.commit_stores(_lanes(mask)[1])
-        if words[3] == "wait_group":
-            pending = int(ins.operands[0])
-            return lambda cta, mask: cta.wait_stores(np.unique(_lanes(mask)[1]), pending)
-    elif words[2] in ("ca", "cg"):
-        return _copy_async(program, ins)
-    elif words[2] == "commit_group":
-        return lambda cta, mask: cta.commit_copies(np.unique(_lanes(mask)[1]))
-    elif words[2] == "wait_group":
         pending = int(ins.operands[0])
-        return lambda cta, mask: cta.wait_copies(np.unique(_lanes(mask)[1]), pending)
-    raise unknown(ins)
+        return lambda cta, mask: cta.wait_stores(np.unique(_lanes(mask)[1]), pending)
+    if words[2] in ("ca", "cg"):
+        return _copy_async(program, ins)
+    if words[2] == "commit_group":
+        return lambda cta, mask: cta.commit_copies(np.unique(_lanes(mask)[1]))
+    pending = int(ins.operands[0])
+    return lambda cta, mask: cta.wait_copies(np.unique(_lanes(mask)[1]), pending)
 
 
 def _copy_async(program: Program, ins: Instruction) -> Execute:
@@ -162,14 +154,12 @@ def _copy_async(program: Program, ins: Instruction) -> Execute:
         data, some = np.zeros((len(lanes), size), np.uint8), sizes > 0
         if some.any():
             data[some] = cta.memory.load(of[some], size, warps[some], cta.order)
-        cta.copy(cta.shared.place(to, size), data, warps)
+        cta.copy(cta.shared.place(to, size, warps), data, warps)
 
     return execute
 
 
 def _bulk(program: Program, ins: Instruction) -> Execute:
-    if "2d" not in ins.opcode:
-        raise unknown(ins)
     loading = "mbarrier::complete_tx::bytes" in ".".join(ins.opcode)
     box = BOX.match(ins.operands[1 if loading else 0])
     if box is None:
@@ -177,17 +167,23 @@ def _bulk(program: Program, ins: Instruction) -> Execute:
     of_map = reader(program, box[1], "b64")
     corner = [reader(program, part.strip(), "s32") for part in box[2].split(",")]
     place = pointer(program, ins.operands[0 if loading else 1])
-    barrier = pointer(program, ins.operands[2]) if loading else None
+    more = [pointer(program, ins.operands[2])] if loading else []
+    if "multicast::cluster" in ins.opcode:
+        more.append(reader(program, ins.operands[3], "b16"))
+    anywhere = "shared::cluster" in ins.opcode
 
     def execute(cta: Cta, mask: Mask) -> None:
         for lane in np.flatnonzero(mask.lanes).tolist():
-            at = [int(np.broadcast_to(read(cta), cta.threads)[lane]) for read in (of_map, *corner, place)]
-            tensor_map = cta.launch.map_at(at[0])
-            if barrier is not None:
-                mbarrier = int(np.broadcast_to(barrier(cta), cta.threads)[lane])
-                tma.begin_load(cta, lane, tensor_map, (at[1], at[2]), at[3], mbarrier)
+            at = [int(np.broadcast_to(read(cta), cta.threads)[lane]) for read in (of_map, *corner, place, *more)]
+            tensor_map, (x, y, base, *rest) = cta.launch.map_at(at[0]), at[1:]
+            if not anywhere and base // WINDOW != cta.rank[lane]:
+                raise OutOfBounds("a copy to or from another CTA's shared memory: shared::cta is a CTA's own")
+            if len(rest) == 2:
+                tma.begin_multicast(cta, lane, tensor_map, (x, y, base, rest[0]), rest[1])
+            elif rest:
+                tma.begin_load(cta, lane, tensor_map, (x, y), base, rest[0])
             else:
-                tma.begin_store(cta, lane, tensor_map, (at[1], at[2]), at[3])
+                tma.begin_store(cta, lane, tensor_map, (x, y), base)
 
     return execute
 
@@ -200,9 +196,8 @@ def _mbarrier(program: Program, ins: Instruction) -> Execute:
     address = pointer(program, place)
     rest = ins.operands[ins.operands.index(place) + 1 :]
     number = reader(program, rest[0], "u32") if rest else None
-    if what not in ("init", "inval", "arrive", "expect_tx"):
-        raise unknown(ins)
-    announces = "expect_tx" in ins.opcode
+    announces, anywhere = "expect_tx" in ins.opcode, "shared::cluster" in ins.opcode
+    relaxed = "relaxed" in ins.opcode or ("cta" in ins.opcode and anywhere)
 
     def execute(cta: Cta, mask: Mask) -> None:
         for lane in np.flatnonzero(mask.lanes).tolist():
@@ -213,22 +208,40 @@ def _mbarrier(program: Program, ins: Instruction) -> Execute:
             elif what == "inval":
                 cta.mbarriers.invalidate(where, warp)
             else:
-                barrier = cta.mbarriers.at(where, warp)
+                barrier = cta.mbarriers.at(where, warp, own=not anywhere)
                 if announces:
                     barrier.expect(value)
                 if what == "arrive":
-                    barrier.arrive(1 if announces else value, cta.order.release(np.array([warp])))
+                    hands_on = cta.order.release_fenced if relaxed else cta.order.release
+                    barrier.arrive(1 if announces else value, hands_on(np.array([warp])))
 
     return execute
 
 
-@rule("fence")
+@rule("fence", "membar")
 def _fence(program: Program, ins: Instruction) -> Execute:
-    if ins.opcode[1:3] == ("proxy", "async"):
+    if ins.opcode[1] == "proxy":
         return lambda cta, mask: cta.order.fence_proxy(np.unique(_lanes(mask)[1]))
-    if ins.opcode[1] in ("mbarrier_init", "acq_rel", "sc"):
-        return lambda cta, mask: None  # orders nothing by itself: what it is for is judged where the orders meet
-    raise unknown(ins)
+    if ins.opcode[1] == "mbarrier_init":
+        return lambda cta, mask: cta.order.fence_inits(np.unique(_lanes(mask)[1]))
+    if ins.type == "cta":
+        return lambda cta, mask: None  # it reaches no other CTA, and between warps barriers are asked for here
+    return lambda cta, mask: cta.order.fence(np.unique(_lanes(mask)[1]))
+
+
+@rule("mapa")
+def _map_address(program: Program, ins: Instruction) -> Execute:
+    """The address, in the CTA of a rank, of what lies at an address of this CTA's."""
+    address, rank = (reader(program, operand, ins.type) for operand in ins.operands[1:])
+    write = writer(program, ins.operands[0])
+
+    def execute(cta: Cta, mask: Mask) -> None:
+        ranks = np.broadcast_to(rank(cta), cta.threads)
+        if int(ranks[mask.lanes].max()) >= cta.ctas:
+            raise OutOfBounds(f"mapa to the CTA of rank {int(ranks[mask.lanes].max())}: the cluster has {cta.ctas}")
+        write(cta, mask, address(cta) % WINDOW + ranks * WINDOW)
+
+    return execute
 
 
 @rule("createpolicy")
@@ -238,6 +251,6 @@ def _policy(program: Program, ins: Instruction) -> Execute:
     return lambda cta, mask: write(cta, mask, np.zeros(1, np.uint64))
 
 
-@rule("griddepcontrol", "prefetch", "membar", "nanosleep")
+@rule("griddepcontrol", "prefetch", "nanosleep")
 def _no_effect(program: Program, ins: Instruction) -> Execute:
     return lambda cta, mask: None

@@ -26,6 +26,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
 from emulator.device_memory import FILLED, Allocation
+from emulator.faults import UnknownInstruction
 from emulator.launch import Done, Launch
 from emulator.reader import Program, read
 from emulator.scheduler import Step, prepare
@@ -112,7 +113,7 @@ class _Launcher:
     """One compiled kernel's launches, built as Triton's CudaLauncher is: `launch` makes tensor maps of descriptors."""
 
     def __init__(self, card: Card, source: Any, metadata: Any):
-        self.card, self.shared = card, metadata.shared
+        self.card, self.shared, self.ctas = card, metadata.shared, metadata.num_ctas
         self.types = list(source.signature.values())
         boxes = list(getattr(metadata, "tensordesc_meta", None) or [])
         self.launch = nvidia.wrap_handle_tensordesc(self._launched, source.signature, boxes)
@@ -141,7 +142,10 @@ class _Launcher:
             else:
                 arguments.append(value)
         arguments += [0] * SCRATCH
-        launch = Launch(program, steps, arguments, (x, y, z), self.shared, self.card.allocations(regions))
+        if program.cluster != self.ctas:
+            raise UnknownInstruction(f"a launch of clusters of {self.ctas}, and PTX of {program.cluster}")
+        grid = x * self.ctas, y, z  # Triton's grid counts clusters
+        launch = Launch(program, steps, arguments, grid, self.shared, self.card.allocations(regions))
         self.card.done.append(launch.run(self.card.seed))
 
 

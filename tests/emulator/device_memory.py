@@ -124,7 +124,7 @@ class DeviceMemory:
         for column, epoch in self.came[address].items():
             if column != own and epoch > order.plain[warp, column]:
                 raise Race(
-                    f"an atomic of CTA {order.first // self.warps} reads what CTA {column // self.warps} has written, "
+                    f"an atomic of CTA {own // self.warps} reads what CTA {column // self.warps} has written, "
                     "and is not ordered after it"
                 )
 
@@ -148,7 +148,7 @@ class DeviceMemory:
         if atomic:
             late &= ~allocation.atomic[index]
         if late.any():
-            raise Race(self._text(allocation, index, late, what, "write", order))
+            raise Race(self._text(allocation, index, late, (what, "write"), order.first + warps))
 
     def _against_reads(self, allocation: Allocation, index: Array, warps: Array, order: Order) -> None:
         reader = allocation.reader[index]
@@ -162,13 +162,13 @@ class DeviceMemory:
                     if state == SEVERAL_CTAS or low <= column < high:
                         late |= (reader == state) & (epoch > order.plain[warps, column])[:, None]
         if late.any():
-            raise Race(self._text(allocation, index, late, "write", "read", order))
+            raise Race(self._text(allocation, index, late, ("write", "read"), order.first + warps))
 
-    def _text(self, allocation: Allocation, index: Array, late: Array, what: str, against: str, order: Order) -> str:
-        place = int(index[late][0])
+    def _text(self, allocation: Allocation, index: Array, late: Array, kinds: tuple[str, str], columns: Array) -> str:
+        place, column, (what, against) = int(index[late][0]), int(columns[late.any(1)][0]), kinds
         agent = int(allocation.writer[place] if against == "write" else allocation.reader[place] - 1)
         other = f"CTA {agent // self.warps}, warp {agent % self.warps}" if agent >= 0 else "several warps"
         return (
             f"{place} bytes into an allocation of {len(allocation.bytes)}: this {what} by CTA "
-            f"{order.first // self.warps} is not ordered after the last {against}, by {other}"
+            f"{column // self.warps} is not ordered after the last {against}, by {other}"
         )

@@ -94,7 +94,7 @@ def _mma_async(program: Program, ins: Instruction) -> Execute:
     kinds = ins.opcode[6], ins.opcode[7]
     itemsize = 1 if kinds[0] in ("e4m3", "e5m2") else 2
     sums = several(ins.operands[0])
-    if len(sums) != n // 2 or ins.opcode[5] != "f32" or list(ins.operands[4:6]) != ["1", "1"]:
+    if len(sums) != n // 2 or list(ins.operands[4:6]) != ["1", "1"]:
         raise unknown(ins)
     from_registers = ins.operands[1][0] == "{"
     turned = [word == "1" for word in ins.operands[6:8]]
@@ -153,6 +153,7 @@ class _Operands:
             raise Fault("the matrix descriptors differ inside of a warpgroup")
         bits = int(descriptors[0])
         start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        start += int(self.cta.window[WARP * self.warps[0]])
         swizzle = SWIZZLES[bits >> 62]
         span = SPANS[swizzle]
         row = np.arange(rows)[:, None]
@@ -165,7 +166,7 @@ class _Operands:
             byte = np.arange(k * itemsize)[None, :]
             inside = byte if swizzle else byte // 16 * leading + byte % 16
             linear = start + row // 8 * stride + row % 8 * span + inside
-        index = swizzled(linear, span)
+        index = self.cta.shared.locate(swizzled(linear, span))
         self.cta.shared.read_by_proxy(index, self.warps, self.column, self.epoch)
         return self.cta.shared.bytes[index]
 
@@ -183,9 +184,7 @@ def _fragment(registers: list[Array]) -> Array:
 @rule("mma")
 def _mma(program: Program, ins: Instruction) -> Execute:
     """mma.sync.m16n8k{16, 32}: a warp multiplies A [16, K] by B [K, 8], 4 bytes of K a register."""
-    shape, kinds = ins.opcode[3], ins.opcode[6:]
-    if shape not in ("m16n8k16", "m16n8k32") or kinds[0] != "f32" or kinds[3] != "f32":
-        raise unknown(ins)
+    kinds = ins.opcode[6:]
     d, a, b, c = (several(operand) for operand in ins.operands)
     reads = [[reader(program, name, kind) for name in names] for names, kind in ((a, "b32"), (b, "b32"), (c, "f32"))]
     writes = [writer(program, name) for name in d]
@@ -218,8 +217,6 @@ def _mma(program: Program, ins: Instruction) -> Execute:
 def _matrix(program: Program, ins: Instruction) -> Execute:
     """Matrices of 8 rows of 16 bytes: lane 8 i + r holds the address of row r of matrix i (PTX ISA, ldmatrix)."""
     storing, turned = ins.opcode[0] == "stmatrix", "trans" in ins.opcode
-    if ins.opcode[3] != "m8n8" or ins.type != "b16":
-        raise unknown(ins)
     vector, address = (ins.operands[1], ins.operands[0]) if storing else ins.operands
     names, read_address = several(vector), pointer(program, address)
     reads, writes = [reader(program, name, "b32") for name in names], [writer(program, name) for name in names]
@@ -233,7 +230,8 @@ def _matrix(program: Program, ins: Instruction) -> Execute:
                 address = rows[warp, 8 * place : 8 * place + 8]
                 if (address % 16).any():
                     raise Misaligned(f"a matrix's row at shared address {int(address[address % 16 != 0][0])}")
-                index, warps = cta.shared.place(address, 16), np.full(8, warp)
+                warps = np.full(8, warp)
+                index = cta.shared.place(address, 16, warps)
                 if storing:
                     data = np.ascontiguousarray(given[place][warp]).view(np.uint16).reshape(8, 8)
                     data = np.ascontiguousarray(data.T if turned else data).view(np.uint8)

@@ -15,6 +15,7 @@ from emulator.registers import Mask, reader, writer
 if TYPE_CHECKING:
     from emulator.cta import Cta
 
+WHOLE = ("-1", "0xffffffff", "4294967295")  # the mask of all lanes of a warp
 REDUCTIONS = {
     "add": np.add,
     "max": np.maximum,
@@ -28,9 +29,7 @@ REDUCTIONS = {
 @rule("shfl")
 def _shfl(program: Program, ins: Instruction) -> Execute:
     how = ins.opcode[2]
-    if how not in ("bfly", "idx") or int(ins.operands[3], 0) != WARP - 1:
-        raise unknown(ins)
-    if "|" in ins.operands[0]:
+    if int(ins.operands[3], 0) != WARP - 1 or "|" in ins.operands[0] or ins.operands[4] not in WHOLE:
         raise unknown(ins)
     write, value = writer(program, ins.operands[0]), reader(program, ins.operands[1], "b32")
     by = reader(program, ins.operands[2], "u32")
@@ -49,7 +48,7 @@ def _shfl(program: Program, ins: Instruction) -> Execute:
 @rule("vote")
 def _vote(program: Program, ins: Instruction) -> Execute:
     how = ins.opcode[2]
-    if how not in ("any", "all", "ballot"):
+    if ins.operands[2] not in WHOLE:
         raise unknown(ins)
     negated, name = ins.operands[1].startswith("!"), ins.operands[1].lstrip("!")
     write, read = writer(program, ins.operands[0]), reader(program, name, "pred")
@@ -70,6 +69,8 @@ def _vote(program: Program, ins: Instruction) -> Execute:
 @rule("redux")
 def _redux(program: Program, ins: Instruction) -> Execute:
     reduce = REDUCTIONS[ins.opcode[2]]
+    if ins.operands[2] not in WHOLE:
+        raise unknown(ins)
     write, read = writer(program, ins.operands[0]), reader(program, ins.operands[1], ins.type)
 
     def execute(cta: Cta, mask: Mask) -> None:
@@ -86,6 +87,8 @@ def _redux(program: Program, ins: Instruction) -> Execute:
 def _elect(program: Program, ins: Instruction) -> Execute:
     """One lane of those that execute; which one is not documented: here the first."""
     lane, leader = ins.operands[0].split("|")
+    if ins.operands[1] not in WHOLE:
+        raise unknown(ins)
     writes = writer(program, lane), writer(program, leader)
 
     def execute(cta: Cta, mask: Mask) -> None:
