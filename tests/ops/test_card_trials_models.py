@@ -232,6 +232,7 @@ def test_ranks_that_have_other_models_take_what_rank_0_has_measured_by_shape(tmp
     assert first["over"] == second["over"] == 0
 
 
+@pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
 def test_the_first_forward_of_each_converted_model_begins_its_notes_and_the_second_its_trials(monkeypatch):
     told = []
     monkeypatch.setattr(table, "step_begins", lambda where, model, came: told.append((model, came)))
