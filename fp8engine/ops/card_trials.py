@@ -219,10 +219,8 @@ class CardRunner:
         found = [row._replace(ratio=None) for name, row in known.items() if name != tuning.UNALIGNED]
         more = [row._replace(group_m=2 * row.group_m) for row in found]
         card = card_of(device.name(self.where), device.processors(self.where))
-        every = dict.fromkeys([*found, *more])
-        return sorted(every, key=lambda config: predicted.seconds(job.operation, config, job[2:], card))[
-            :CONFIGURATIONS
-        ]
+        seconds = functools.partial(predicted.seconds, job.operation, shape=job[2:], card=card)
+        return sorted(dict.fromkeys([*found, *more]), key=seconds)[:CONFIGURATIONS]
 
     def ready(self, job: Job, config: Any | None) -> Callable[[], torch.Tensor]:
         """The matmul under a configuration, None: cuBLASLt's, called once: it is compiled, and its result right.
@@ -264,7 +262,7 @@ class CardRunner:
 
 
 def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
-    """Random E4M3 codes [M, K] and [N, K] with scales of 1, of the job's kind.
+    """Random E4M3 codes [M, K] and [N, K] with scales of 1, of the job's kind.  torch's own random state stays.
 
     >>> a, b = operands(Job("matmul_block", "block", 4, 130, 256), torch.device("cpu"))
     >>> list(a.scale.shape), list(b.scale.shape)
@@ -272,10 +270,10 @@ def operands(job: Job, where: torch.device) -> tuple[Operand, Operand]:
     """
     whole, row, line = "-1x-1", "1x-1", "1x128"
     kinds = {"tensor": (whole, whole), "row": (row, row), "block": (line, "128x128"), "block by block": (line, line)}
-    made = []
+    made, draw = [], torch.Generator(where).manual_seed(0)
     for size, groups in zip((job.m, job.n), kinds[job.kind], strict=True):
         cast = Cast.parse(f"e4m3 {groups}")
-        codes = torch.randn(size, job.k, dtype=torch.bfloat16, device=where).to(cast.dtype)
+        codes = torch.randn(size, job.k, generator=draw, dtype=torch.bfloat16, device=where).to(cast.dtype)
         made.append(operand(codes, torch.ones(cast.scale_shape(size, job.k), device=where), cast))
     return made[0], made[1]
 

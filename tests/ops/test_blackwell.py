@@ -81,7 +81,8 @@ def test_a_card_with_tensor_memory_has_nothing_to_measure_and_one_without_has(ca
 def test_small_results_that_are_counted_compile_there(capability, kind):
     """Those of a layer that stores its result in FP8.  Triton fails on sm_100 where `flatten` makes the loops one."""
     meta = torch.device("meta")
-    a, b = card_trials.operands(Job("matmul_block", kind, 512, 512, 4096), meta)
+    made = card_trials.operands(Job("matmul_block", kind, 512, 512, 4096), torch.device("cpu"))
+    a, b = (each._replace(data=each.data.to(meta), scale=each.scale.to(meta)) for each in made)
     config = tuning.pick("matmul_block", capability, 512, 512)
     amax, counts = torch.empty(1, device=meta), torch.empty(7, 1, dtype=torch.int64, device=meta)
     end = Epilogue(None, E4M3, "none", torch.empty((), device=meta), amax, counts)

@@ -254,6 +254,14 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     assert seen == [FAST, FAST, None]
 
 
+def test_trials_leave_the_random_numbers_of_training_alone():
+    """Rank 0 alone draws operands: ranks that drop the same values would not any more."""
+    before = torch.get_rng_state()
+    a, b = card_trials.operands(SMALL, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(a.data.float(), b.data.float())
+
+
 def test_only_blocks_of_128_are_measured():
     sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
     for kind, groups in sizes.items():

@@ -5,6 +5,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_every_model_of_a_process_is_measured_each_shape_once():
     train(trials, LARGE, SMALL)  # nothing new: nothing is timed, written or said
     assert card.tried == []
     assert len(trials.done) == 1, "models that are gone are forgotten"
+
+
+def test_a_forward_without_a_backward_does_not_end_the_first_step():
+    trials, model = CardTrials(card := FakeCard({FAST: 1e-4}), None, lambda: 0.0), Model()
+    for job in (LARGE, SMALL):  # an evaluation that records gradients, and the step
+        trials.step_begins(model, False)
+        trials.look(job)
+    assert card.tried == []
+    trials.step_begins(model, True)
+    assert trials.choices.keys() == {LARGE, SMALL}
 
 
 def test_two_models_that_train_in_turns_are_noted_whole():
@@ -239,7 +250,8 @@ def test_the_first_forward_of_each_converted_model_begins_its_notes_and_the_seco
     for _ in range(2):
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         fe.convert(model, "current")
-        state = model[0].numerics.state
+        layer: Any = model[0]
+        state = layer.numerics.state
         state._host = None  # as on a card
         told.clear()
         with torch.no_grad():
