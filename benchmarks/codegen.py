@@ -1,12 +1,14 @@
 """`make codegen`: compile every committed kernel configuration for the card it is meant for; judge the machine code.
 
-    python benchmarks/codegen.py [--jobs N] [--only WORD] [--changed] [--update | --keys] [--baseline FILE]
+    python benchmarks/codegen.py [--jobs N] [--only WORD] [--changed] [--update | --keys | --ceilings] [--baseline FILE]
 
-Prints a table and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core instructions, or
-a loss against the baseline of the Triton that is installed, machine_code/baselines/<version>.json; a fault for which
-machine_code/reasons.py has a reason is printed with it.  --changed compiles what has another key than it has there
-(machine_code/keys.py), which alone can have become worse.  --update writes the rows of what was compiled, and their
-keys; --keys writes keys and compiles nothing, where a change is known to leave every row as it is.
+Prints a table with each kernel's ceilings on an H200 (machine_code/ceilings.py: by issue slots, L2 and loads on their
+way; the least, and which it is), and exits with 1 on a spill, too much shared memory, serialised or missing Tensor Core
+instructions, or a loss against the baseline of the Triton that is installed, machine_code/baselines/<version>.json; a
+fault for which machine_code/reasons.py has a reason is printed with it.  --changed compiles what has another key than
+it has there (machine_code/keys.py), which alone can have become worse.  --update writes the rows of what was compiled,
+and their keys; --keys writes keys and compiles nothing, where a change is known to leave every row as it is; --ceilings
+compiles nothing either and prints those of the baseline.
 Needs Triton, not a GPU.  codegen_all.py compiles with every Triton of the range.
 """
 
@@ -18,18 +20,20 @@ import multiprocessing
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a bare checkout: fp8engine need not be installed
 
-from benchmarks.machine_code import baselines, judge, keys, launches, reasons
+from benchmarks.machine_code import baselines, ceilings, judge, keys, launches, reasons
+from fp8engine.numerics.cards import H200
 
 BASELINE = baselines.path(triton.__version__)
 HEADER = (
     f"{'kernel':84s} {'regs':>4s} {'spill':>5s} {'shared':>6s} {'prog':>4s} {'loop':>4s} {'mma':>3s} {'shape':16s} "
-    f"{'mma clk':>7s} {'issue':>6s} {'ceiling':>7s} {'B/clk':>5s} widest load, store; notes"
+    f"{'mma clk':>7s} {'issue':>6s} {'B/clk':>5s} {ceilings.HEADER} widest load, store; notes"
 )
 
 
@@ -41,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--changed", action="store_true", help="only kernels whose key is not the baseline's")
     parser.add_argument("--update", action="store_true", help="write the baseline anew")
     parser.add_argument("--keys", action="store_true", help="write anew the keys that there are; compile nothing")
+    parser.add_argument("--ceilings", action="store_true", help="print the baseline's ceilings; compile nothing")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE", help="default: of this Triton")
     asked = parser.parse_args(arguments)
     start = time.perf_counter()
@@ -50,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"FAILED {error}")
         return 1
     kernels, known = baseline["kernels"], baseline["keys"]
+    if asked.ceilings:
+        print(*ceilings.table({name: row for name, row in kernels.items() if asked.only in name}, H200), sep="\n")
+        return 0
     asked_for = {case.name: keys.of(case) for case in launches.cases() if asked.only in case.name}
     if asked.keys:
         found = {name: key for key_of in asked_for.values() for name, key in key_of.items() if name in known}
@@ -129,12 +137,12 @@ def _against_baseline(rows: list[judge.Row], known: dict) -> list[str]:
 
 
 def _line(row: judge.Row) -> str:
-    notes = " ".join(row.notes)
-    ceiling = f"{row.ceiling} %" if row.ceiling else "-"
+    widest, notes = f"{_widest(row.accesses, 'ld')}, {_widest(row.accesses, 'st')}", " ".join(row.notes)
+    shares = ceilings.line(ceilings.of(row.name, asdict(row), H200))
     return (
         f"{row.name:84s} {row.registers:4d} {row.spills:5d} {row.shared:6d} {row.programs:4d} {row.loop:4d} "
-        f"{row.products:3d} {row.shape:16s} {row.tensor_cycles:7.0f} {row.issue_cycles:6.0f} {ceiling:>7s} "
-        f"{row.bytes_per_clock:5.0f} {_widest(row.accesses, 'ld')}, {_widest(row.accesses, 'st')}; {notes or '-'}"
+        f"{row.products:3d} {row.shape:16s} {row.tensor_cycles:7.0f} {row.issue_cycles:6.0f} "
+        f"{row.bytes_per_clock:5.0f} {shares} {widest}; {notes or '-'}"
     )
 
 

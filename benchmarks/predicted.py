@@ -1,12 +1,13 @@
-"""By kernel, the static ceiling and the predicted time, before and after: `python -m benchmarks.predicted [--write]`.
+"""What docs/performance.md prints of the timing model: `python -m benchmarks.predicted [--write]` makes it.
 
-    before   predicted_before.json: the baseline's rows as of commit 36576bc, the matmuls of sm_90 alone
-    after    the baseline of the Triton that development runs (machine_code/baselines.py)
+    speedups   of layers under each recipe, ops/cost.py
+    runs       which kernel multiplies in a layer under each recipe
+    kernels    by matmul, the configuration that is predicted to be the fastest: its static ceiling and predicted time
+    launches   of a layer's forward and backward, ops/launches.py
 
-Of each kind of matmul the configuration that is predicted to be the fastest at a shape stands for it.  Ceilings are
-those of the machine code (machine_code/sass.py), times those of numerics/matmul_time.py for a card that multiplies
-without pause.  Nothing is measured, and no card is needed.  Rows whose names say another thing than sizes and options
-are listed, not guessed.
+Configurations and their ceilings are those of the baseline of the Triton that development runs
+(machine_code/baselines.py); times are for a card that multiplies without pause.  Nothing is measured, and no card is
+needed.  Rows whose names say another thing than sizes and options are listed, not guessed.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine_code import baselines
-from fp8engine.numerics.cards import CARDS, Card
+from fp8engine.numerics.cards import H100_SXM, H200
 from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
+from fp8engine.numerics.recipe import MATMULS, ROWS
+from fp8engine.ops import cost
+from fp8engine.ops.launches import Launch, Step, backward, forward
 
-HERE = Path(__file__).parent
-BEFORE, AFTER = HERE / "predicted_before.json", baselines.path(baselines.DEVELOPED)
+DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+PART = re.compile(r"(?<=<!-- benchmarks.predicted: )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 1024), (64, 4096, 4096), (64, 1024, 8192))
-DOCS = HERE.parent / "docs" / "performance.md"
-MARKS = ("<!-- benchmarks.predicted -->", "<!-- end -->")
-KINDS = {  # by what its main loop does with the sums -> as the table calls it
+LAYERS = ((8192, 14336, 4096), (8192, 4096, 4096), (8192, 1024, 1024), (2048, 1024, 1024))
+KINDS = {  # by what its main loop does with the sums -> as the tables call it
     "fast": "one scale per tensor or row, fast",
     "promoted": "the same, promoted every 128 of K",
     "block": "blocks 1x128 by 128x128 (forward, dgrad)",
@@ -50,37 +53,99 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    """Print the table as Markdown, and what in it does not fit the package's own constants."""
+    """Print the tables as Markdown, and what in them does not fit the package's own constants."""
     parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
-    parser.add_argument("--card", default="h100-sxm", choices=CARDS)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/performance.md too")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md too")
     asked = parser.parse_args()
-    before, after = (json.loads(path.read_text())["kernels"] for path in (BEFORE, AFTER))
-    lines = table(before, after, CARDS[asked.card])
-    print("\n".join(lines))
+    for name, make in TABLES.items():
+        print("\n".join([f"{name}:", *make(), ""]))
+    print("\n".join(unknown(baseline()) + stale(baseline())))
     if asked.write:
-        text = DOCS.read_text()
-        start, end = (text.index(mark) for mark in MARKS)
-        made = "\n".join(line for line in lines if line.startswith("|"))
-        DOCS.write_text(f"{text[: start + len(MARKS[0])]}\n{made}\n{text[end:]}")
+        DOCS.write_text(written(DOCS.read_text()))
 
 
-def table(before: dict[str, Any], after: dict[str, Any], card: Card) -> list[str]:
-    """The Markdown table, and below it what could not be predicted."""
-    old, new = ([_read(name, row) for name, row in rows.items()] for rows in (before, after))
-    lines = [
-        "| matmul | M x N x K | before: kernel | ceiling | us | after: kernel | ceiling | us | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def baseline() -> dict[str, Any]:
+    """The kernels of the committed baseline."""
+    return json.loads(baselines.path(baselines.DEVELOPED).read_text())["kernels"]
+
+
+def written(page: str) -> str:
+    """The page with its tables as they are computed now."""
+    return PART.sub(lambda part: "\n".join([f"{part[1]} -->", *TABLES[part[1]](), ""]), page)
+
+
+def speedups() -> list[str]:
+    """Predicted speed of layers beside BF16 on an H200."""
+    names = [name for name, recipe in ROWS.items() if recipe.is_fp8]
+    lines = _heading("tokens x inputs x outputs", *(f"`{name}`" for name in names))
+    for m, n, k in LAYERS:
+        found = (cost.speedup(ROWS[name], m, n, k, H200) for name in names)
+        lines.append(_row(f"{m} x {k} x {n}", *(f"{ratio:.2f}" for ratio in found)))
+    return lines
+
+
+def runs() -> list[str]:
+    """Which kernel multiplies in a layer of 8192 x 4096 x 4096."""
+    lines = _heading("recipe", *MATMULS)
+    for name, recipe in ROWS.items():
+        if recipe.is_fp8:
+            found = [cost.dispatched(recipe, matmul, SHAPES[0]) for matmul in MATMULS]
+            lines.append(
+                _row(f"`{name}`", *("cuBLASLt" if one is None else f"ours, {one[1].kernel.title()}" for one in found))
+            )
+    return lines
+
+
+def kernels(rows: dict[str, Any] | None = None) -> list[str]:
+    """Of each kind of matmul and size, the configuration that is predicted to be the fastest on an H100 SXM.
+
+    rows: those of the baseline.
+    """
+    found = [_read(name, row) for name, row in (baseline() if rows is None else rows).items()]
+    lines = _heading("matmul", "M x N x K", "kernel", "ceiling", "us")
     for sums, title in KINDS.items():
         for shape in SHAPES:
-            best = [_fastest(rows, sums, shape, card, more) for rows, more in ((old, False), (new, True))]
-            cells = [cell for one in best for cell in _cells(one)]
-            gain = f"{best[0][1] / best[1][1]:.2f}x" if best[0] and best[1] else ""
-            lines.append(f"| {title} | {'x'.join(map(str, shape))} | {' | '.join(cells)} | {gain} |")
-    left = [name for name in after if name.startswith("matmul") and " sm_90 " in name and not NAME.match(name)]
-    lines += [f"not predicted, its name is not understood: {name}" for name in left]
-    return lines + stale(after)
+            lines.append(_row(title, "x".join(map(str, shape)), *_cells(found, sums, shape)))
+    return lines
+
+
+def launches() -> list[str]:
+    """Of a layer with a bias whose matmuls are ours: those of Triton's kernels, and of torch's."""
+    heading = ("forward, weight's FP8 copies valid", "forward, weight cast", "backward, copies valid", "backward")
+    lines = _heading("recipe", *heading)
+    for name, recipe in ROWS.items():
+        if name != "fp32":
+            step = Step(recipe, *SHAPES[0], bias=True)
+            parts = (part(step, copies) for part in (forward, backward) for copies in (True, False))
+            lines.append(_row(f"`{name}`", *map(_counts, parts)))
+    return lines
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "speedups": speedups,
+    "runs": runs,
+    "kernels": kernels,
+    "launches": launches,
+}
+
+
+def _counts(found: list[Launch]) -> str:
+    torchs = sum(launch.kernel.startswith("torch") for launch in found)
+    return f"{len(found) - torchs}" + f" + {torchs}" * bool(torchs)
+
+
+def _heading(*titles: str) -> list[str]:
+    return [_row(*titles), _row(*["---"] * len(titles))]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def unknown(rows: dict[str, Any]) -> list[str]:
+    """The rows that are not predicted."""
+    left = [name for name in rows if name.startswith("matmul") and " sm_90 " in name and not NAME.match(name)]
+    return [f"not predicted, its name is not understood: {name}" for name in left]
 
 
 def stale(rows: dict[str, Any]) -> list[str]:
@@ -130,23 +195,15 @@ def _read(name: str, row: dict[str, Any]) -> Found | None:
     return Found(f"{found['tile']} {found['means']}{rest.replace(' plain', '')}", sums, found["means"], kernel)
 
 
-def _fastest(rows: list[Found | None], sums: str, shape: tuple[int, int, int], card: Card, many: bool):
-    """(row, its predicted seconds); None where there is no such kernel.
-
-    many: whether the launchers start as many programs as fit, which they did not at first.
-    """
-    found = []
-    for one in rows:
-        if one is not None and one.sums == sums:
-            kernel = one.kernel if many else replace(one.kernel, programs=1)
-            found.append((one, predict(card, kernel, shape).seconds))
-    return min(found, key=lambda pair: (pair[1], -pair[0].kernel.ceiling), default=None)  # L2 may make several equal
-
-
-def _cells(best: tuple[Found, float] | None) -> tuple[str, str, str]:
-    if best is None:
+def _cells(rows: list[Found | None], sums: str, shape: tuple[int, int, int]) -> tuple[str, ...]:
+    """(kernel, its ceiling, its predicted microseconds) of the fastest; L2 may make several equal."""
+    known = [
+        (predict(H100_SXM, one.kernel, shape).seconds, one) for one in rows if one is not None and one.sums == sums
+    ]
+    if not known:
         return "-", "-", "-"
-    return best[0].name, f"{best[0].kernel.ceiling:.0%}", f"{1e6 * best[1]:.0f}"
+    seconds, best = min(known, key=lambda pair: (pair[0], -pair[1].kernel.ceiling))
+    return best.name, f"{best.kernel.ceiling:.0%}", f"{1e6 * seconds:.0f}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Where the engine's own tests replace a function of torch (`torch._scaled_mm`), i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ __all__ = [
     "tree_leaves",  # tensors inside a model's arguments and results, whatever holds them
     "tree_map",
 ]
+
+Model = TypeVar("Model", bound=nn.Module)  # of functions that change a model in place and give it back
 
 norm_base = torch.nn.modules.batchnorm._NormBase  # every batch norm and instance norm
 has_any_global_hook = torch.nn.modules.module._has_any_global_hook  # hooks on every module; a fused call skips them

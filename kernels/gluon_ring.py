@@ -25,8 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fp8engine.kernels import limits
 from fp8engine.kernels.epilogue import activated, judged, real_values, rounded
-from fp8engine.kernels.launch import ALIGNMENT, Address, describable, interpreted, triton_dtype
+from fp8engine.kernels.launch import Address, interpreted, triton_dtype
 from fp8engine.kernels.tile import place_of
 from fp8engine.kernels.tuning import capability
 
@@ -183,22 +184,11 @@ def as_rows(x_M, like_M):
 def unsupported(a, b, epilogue) -> str | None:
     """Why no Gluon kernel can multiply these operands with this epilogue, as in `matmul_fp8`; None where one may."""
     major, minor = capability(a.data.device)
-    (m, k), n = a.data.shape, b.data.shape[0]
     if interpreted():
         return "Gluon has no interpreter"
     if (major, minor) != (9, 0):
         return f"written for sm_90, and this is sm_{major}{minor}"
-    if min(m, n, k) == 0:
-        return f"nothing to multiply in M, N, K = {m}, {n}, {k}"
-    if not describable(a.data):
-        return "a is not 16-byte aligned rows contiguous along K"
-    if not describable(b.data):
-        return "b is not 16-byte aligned rows contiguous along K"
-    if epilogue.into is not None:
-        return "a result that is added to what is there"
-    if n * epilogue.out.itemsize % ALIGNMENT != 0:
-        return f"rows of the result, {n} of {epilogue.out}, are not 16-byte aligned"
-    return None
+    return limits.operands(a, b, epilogue)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fp8engine.kernels.limits import describable
+
 # How an operand's tile is read.
 POINTER = "pointer"
 DESCRIPTOR = "descriptor"  # K contiguous: box [BLOCK_ROWS, BLOCK_K]
@@ -19,7 +21,6 @@ TRANSPOSED = "transposed"  # rows contiguous: box [BLOCK_K, BLOCK_ROWS], turned 
 
 THREADS = 32  # of a warp
 MOST_STRIDE = 1 << 23  # tiles are up to 256 wide: offsets inside one stay below 2^31
-ALIGNMENT = 16  # bytes: TMA's of base and strides (CUDA driver API, cuTensorMapEncodeTiled), and of a wide load
 MULTIPLE = 16  # what Triton tells its compiler about a size: whether this divides it
 PIECE = 16  # sums a thread: with 32 beside 64 or 128 that wait for their turn, `make codegen` sees spills
 PRETEND_PROCESSORS = 4  # grid of a persistent kernel where there is no card: small, so that its outer loop loops
@@ -54,20 +55,6 @@ def descriptor(x: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
     if interpreted():  # the interpreter copies the tensor itself
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
     return _descriptor(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), block)
-
-
-def describable(x: torch.Tensor) -> bool:
-    """Whether TMA can read and write the matrix x: contiguous along its last dimension, everything else aligned."""
-    (rows, columns), (stride, along) = x.shape, x.stride()
-    return (
-        along == 1
-        and rows > 0
-        and columns > 0
-        and stride >= columns  # an expanded or sliding view is read by pointers
-        and (x.data_ptr() | stride * x.itemsize) % ALIGNMENT == 0  # a power of two: both are multiples of it
-        and rows < 1 << 31
-        and columns < 1 << 31
-    )
 
 
 def addressable(x: torch.Tensor) -> bool:

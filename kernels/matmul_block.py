@@ -31,7 +31,7 @@ from fp8engine.kernels.launch import (
 )
 from fp8engine.kernels.split_k import sums_of
 from fp8engine.kernels.tile import load_tile, part_of, place_of
-from fp8engine.kernels.tuning import Config, capability, pick, programs
+from fp8engine.kernels.tuning import Config, capability, pick, plain, programs
 
 
 @triton.jit
@@ -138,6 +138,7 @@ def matmul_block(a, b, epilogue, config: Config | None = None, gluon: bool = Tru
 
         if matmul_gluon_scaled.unsupported(a, b, epilogue, config) is None:
             return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
+    config = plain(config)
     load = "descriptor" if config.descriptors else "pointer"
     sums = sums_of(m, n, k, config._replace(block_k=a.cols), epilogue, where)
     end, cut = sums.epilogue, parts(config, sums.epilogue, sums.y)

@@ -36,7 +36,7 @@ from fp8engine.kernels.launch import (
 )
 from fp8engine.kernels.split_k import sums_of
 from fp8engine.kernels.tile import load_tile, part_of, place_of
-from fp8engine.kernels.tuning import Config, capability, pick, programs
+from fp8engine.kernels.tuning import Config, capability, pick, plain, programs
 
 
 # M is the number of tokens: no machine code depends on what divides it, and it changes from batch to batch.
@@ -127,6 +127,7 @@ def matmul_fp8(
             return matmul_gluon_scaled.matmul_gluon_scaled(a, b, epilogue, config)
         if not promoted and matmul_gluon.unsupported(a, b, epilogue) is None:
             return matmul_gluon.matmul_gluon(a, b, epilogue, config)
+    config = plain(config)
     load = "descriptor" if config.descriptors else "pointer"
     sums = sums_of(m, n, k, config, epilogue, where)
     whole, end, cut = sums.depth is None, sums.epilogue, parts(config, sums.epilogue, sums.y)

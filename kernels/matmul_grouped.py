@@ -32,7 +32,7 @@ from fp8engine.kernels.expert_rows import BLOCK, expert_of, experts_of, last_blo
 from fp8engine.kernels.launch import describable, parts, processors, reader, stages, triton_dtype
 from fp8engine.kernels.matmul_block import scale_of
 from fp8engine.kernels.tile import load_tile, place_of, store_tile
-from fp8engine.kernels.tuning import Config, capability, pick, programs
+from fp8engine.kernels.tuning import Config, capability, pick, plain, programs
 
 CLEARED = 16  # rows that a program clears at a time, of those that belong to no expert
 
@@ -227,7 +227,7 @@ def _in_blocks(a) -> bool:
 
 def _config(a, b, promoted: bool, m: int, n: int) -> Config:
     aligned = describable(a.data) and describable(b.data)
-    return pick(_operation(a, promoted), capability(a.data.device), m, n, aligned)
+    return plain(pick(_operation(a, promoted), capability(a.data.device), m, n, aligned))
 
 
 def _operation(a, promoted: bool) -> str:

@@ -25,7 +25,8 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.epilogue import SATURATES
-from fp8engine.kernels.launch import ALIGNMENT, MULTIPLE, processors, triton_dtype
+from fp8engine.kernels.launch import MULTIPLE, processors, triton_dtype
+from fp8engine.kernels.limits import ALIGNMENT
 from fp8engine.kernels.quantize_groups import quantize_groups
 from fp8engine.kernels.rounding import largest
 from fp8engine.kernels.scaling import (

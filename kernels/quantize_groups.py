@@ -1,7 +1,8 @@
 """Quantise a matrix to FP8 with a scale per row, column or block, along one dimension or along both.
 
     x [M, K] ~ q * scale              groups of rows x cols: per row 1 x -1, column -1 x 1, blocks up to 128 x 128
-    x^T [K, M] ~ q_t * scale_t        the same groups along M of the transpose: cols x rows of x
+    x^T [K, M] ~ q_t * scale_t        the same groups along M of the transpose: cols x rows of x; scale_t lies in memory
+                                      as x's groups do, one beside another along K, as TMA reads a tile's (wgrad)
 
     short   every group lies inside a tile (blocks; rows of up to 16,384 columns): x is read once, its amaxes are
             taken and its codes rounded from registers.  3 bytes per 16-bit element, 4 with the transpose, for which a
@@ -95,7 +96,7 @@ def _group(
 ):  # fmt: skip
     """Cast a tile x of M x K by its ROWS x COLS groups; return (flushed, nonfinite, amax, least s).
 
-    TURN: q and scale are stored transposed.
+    TURN: q is stored transposed.  Scales lie as x's groups do either way.
     """
     DOWN_TILE: tl.constexpr = x.shape[0] // ROWS
     ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
@@ -105,25 +106,23 @@ def _group(
     down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
     beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
     inside = (down * ROWS < M) & (beside * COLS < K)
-    at = tl.cast(down, tl.int64)
     if TURN:
         store_tile(q, codes.T, column, row, K, M, False)
-        tl.store(scale + tl.cast(beside, tl.int64) * tl.cdiv(M, ROWS) + at, scale_of(s), mask=inside)
     else:
         store_tile(q, codes, row, column, M, K, False)
-        tl.store(scale + at * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
+    tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
     return flushed, nonfinite, peak(amax), -peak(tl.where(inside, -s, float("-inf")))
 
 
 @triton.jit
 def _group_in_pieces(
     x, q, scale, sums, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr, TURN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """As `_group`, PIECE of a group's rows at a time, which are read for the amax and, from cache, once more.
 
-    strides: of x, which for q^T has its rows and columns exchanged.  sums: None, or the sums of each row of x.
+    strides: of x, which for q^T (TURN) has its rows and columns exchanged.  sums: None, or the sums of each row of x.
     """
     GROUPS: tl.constexpr = BLOCK_K // COLS
     flushed = 0
@@ -149,7 +148,10 @@ def _group_in_pieces(
         down = row // ROWS + group + tl.arange(0, 1)[:, None]
         beside = column // COLS + tl.arange(0, GROUPS)[None, :]
         inside = (down * ROWS < M) & (beside * COLS < K)
-        tl.store(scale + (tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside), scale_of(s), mask=inside)
+        if TURN:
+            tl.store(scale + tl.cast(beside, tl.int64) * tl.cdiv(M, ROWS) + down, scale_of(s), mask=inside)
+        else:
+            tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
         amax = tl.maximum(amax, peak(top))
         least = tl.minimum(least, -peak(tl.where(inside, -s, float("-inf"))))
     return flushed, nonfinite, amax, least
@@ -180,7 +182,7 @@ def _short_kernel(
         if PIECE < ROWS:
             lost, bad, top, s = _group_in_pieces(
                 x, q, scale, None, row, column, M, K, (stride_m, stride_k),
-                DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, BLOCK_M, BLOCK_K, PIECE,
+                DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, False, BLOCK_M, BLOCK_K, PIECE,
             )  # fmt: skip
             flushed += lost
             nonfinite += bad
@@ -189,7 +191,7 @@ def _short_kernel(
             if q_t is not None:
                 _group_in_pieces(
                     x, q_t, scale_t, sums, column, row, K, M, (stride_k, stride_m),
-                    DTYPE, POWER_OF_2, ROWS, COLS, False, BLOCK_K, BLOCK_M, PIECE,
+                    DTYPE, POWER_OF_2, ROWS, COLS, False, True, BLOCK_K, BLOCK_M, PIECE,
                 )  # fmt: skip
         else:
             for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
@@ -299,7 +301,7 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     """
     (m, k), where = x_MK.shape, x_MK.device
     q_MK, scale = _results(m, k, cast, where)
-    q_KM, scale_t = _results(k, m, cast, where) if transposed else (None, None)
+    q_KM, scale_t = _results(k, m, cast, where, turned=True) if transposed else (None, None)
     if x_MK.numel() == 0:
         ones = scale_t.fill_(1.0) if scale_t is not None else None
         return q_MK, scale.fill_(1.0), q_KM, ones, torch.zeros(k, dtype=torch.float32, device=where) if sums else None
@@ -358,6 +360,13 @@ def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:
     return describable(x_MK) and k % MULTIPLE == 0 and (not transposed or m % MULTIPLE == 0)
 
 
-def _results(rows: int, columns: int, cast, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = torch.empty(cast.scale_shape(rows, columns), dtype=torch.float32, device=where)
+def _results(
+    rows: int, columns: int, cast, where: torch.device, turned: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales), to be written.  turned: of the transpose, whose scales lie the other way round in memory."""
+    down, across = cast.scale_shape(rows, columns)
+    if turned:
+        scale = torch.empty(across, down, dtype=torch.float32, device=where).t()
+    else:
+        scale = torch.empty(down, across, dtype=torch.float32, device=where)
     return torch.empty(rows, columns, dtype=cast.dtype, device=where), scale

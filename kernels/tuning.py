@@ -10,7 +10,8 @@ The shape classes follow from how many tiles there are to share among the multip
     unaligned  operands that no tensor descriptor can describe, any size
 
 A card gets the rows of the newest architecture that is not newer than itself, and of these a configuration that fits
-into its shared memory: of the shape's class, else of a smaller one, else of an older architecture.
+into its shared memory: of the shape's class, else of a smaller one, else of an older architecture.  On Hopper a large
+result is taken for a medium one where its last round of wide tiles would leave most multiprocessors idle (`_traffic`).
 
 A configuration carries `ratio`: torch's time over this kernel's, measured on the card that `source` names; null where
 nobody has measured it.  Whoever chooses between this kernel and torch's takes ours from 1.0 on, and never on a null.
@@ -26,7 +27,8 @@ import torch
 
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 WIDE_TILE, TILE, NARROW_TILE = (128, 256), (128, 128), (64, 128)
-ENOUGH_TILES = 96  # of an H100's or H200's 132 multiprocessors: fewer would idle more of them than narrow tiles cost
+PROCESSORS = 132  # of an H100 or H200
+ENOUGH_TILES = 96  # of these: fewer would idle more of them than narrow tiles cost
 UNALIGNED = "unaligned"
 CLASSES = ("large", "medium", "small", UNALIGNED)
 ARCHITECTURES = (90, 89, 80)
@@ -103,11 +105,12 @@ def shared_memory(operation: str, config: Config) -> int:
     """
     width = 2 if operation == "matmul_fp16" else 1
     stage = (config.block_m + config.block_n) * (config.block_k * width + (SCALE if config.kernel == "gluon" else 0))
-    elements = config.block_m * config.block_n // config.parts
+    rows = min(config.block_m, TILE[0]) if config.kernel == "gluon" else config.block_m  # staged at a time
+    elements = rows * config.block_n // config.parts
     if not config.descriptors:
         return max(config.stages * stage, 4 * elements) + BARRIERS
     fewer = config.stages - 1 if config.block_n > 128 else config.stages
-    halves = config.block_m * config.block_n // max(config.parts, 2)  # `launch.parts` of an FP32 result
+    halves = rows * config.block_n // max(config.parts, 2)  # `launch.parts` of an FP32 result
     return max(config.stages * stage + 2 * elements, fewer * stage + 4 * halves) + BARRIERS
 
 
@@ -143,10 +146,12 @@ def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: b
     if not known:
         raise LookupError(f"{operation} has no configuration for sm_{architecture}")
     wanted, limit = shape_class(m, n, aligned), SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values()))
+    if wanted == "large" and known[0] == 90:
+        wanted = min(("large", "medium"), key=lambda name: _traffic(rows["sm_90"][name], m, n))
     classes = [wanted] if wanted == UNALIGNED else CLASSES[CLASSES.index(wanted) : -1]
     candidates = [rows[f"sm_{arch}"][name] for arch in known for name in classes]
     if architecture != 90:  # both are for Hopper: Triton fails on a loop made one that counts, where it has tcgen05
-        candidates = [one._replace(kernel="triton", flatten=False) for one in candidates]
+        candidates = [plain(one)._replace(flatten=False) for one in candidates]
     for config in candidates:
         if shared_memory(operation, config) <= limit:
             return config
@@ -155,6 +160,22 @@ def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: b
         f"{operation} needs at least {needs} bytes of shared memory (as {least}), and a program on sm_{architecture} "
         f"may have {limit}: use fe.backend('cublas') or fe.backend('reference'), or add a smaller configuration to "
         f"kernels/{TABLE.name}"
+    )
+
+
+def _traffic(config: Config, m: int, n: int) -> int:
+    """Bytes that the busiest multiprocessor of an H100 asks of L2 for each byte along K: rows and columns of its tiles.
+
+    By the timing model (numerics/matmul_time.py) L2 is what tiles of these sizes wait for.
+    """
+    tiles = math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
+    return math.ceil(tiles / PROCESSORS) * (config.block_m + config.block_n)
+
+
+def plain(config: Config) -> Config:
+    """The configuration of the plain Triton kernel that does what Gluon's cannot, of tiles of at most 128 rows."""
+    return (
+        config._replace(kernel="triton", block_m=min(config.block_m, TILE[0])) if config.kernel == "gluon" else config
     )
 
 

@@ -2,8 +2,8 @@
 
 A kernel fails on a spill, on more shared memory than a program may have, on Tensor Core instructions that wait for each
 other or are not there, and on a loss against what the committed baseline says it was: a longer loop, a lower ceiling,
-fewer programs on a multiprocessor, narrower loads.  No GPU is needed, and none of it is a measurement: it says that
-nothing is known to stand in a kernel's way, not how fast it is.
+more instructions for the same bytes, fewer bytes on their way, fewer programs on a multiprocessor, narrower loads.  No
+GPU is needed, and none of it is a measurement: ceilings.py makes of it what a kernel can reach at best.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.machine_code import offline, sass
+from benchmarks.machine_code import offline, sass, traffic
 from benchmarks.machine_code.launches import Case
+from fp8engine.kernels.launch import PRETEND_PROCESSORS
 
 LONGER_LOOP = 1.1  # times the baseline's: what a change of Triton's scheduling may cost before it counts as a loss
+SCHEDULERS = 4  # of a multiprocessor, an instruction a clock each
+SPECIAL = 16  # exponentials, reciprocals and the like a clock and multiprocessor
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,9 @@ class Card:
     """Limits of a multiprocessor, and multiply-adds per clock in FP8 and in 16 bits (dense, FP32 sums).
 
     shared: bytes of a multiprocessor.  per_program: the most one program may have.
-    Source: CUDA C programming guide, technical specifications per compute capability; NVIDIA's H100, Ada and A100
-    architecture papers for the rates; for the B200 its 4.5 PFLOP/s over 148 multiprocessors at 1.85 GHz.
+    Source: CUDA C programming guide, technical specifications per compute capability (and SPECIAL: throughput of native
+    arithmetic instructions, the same for 8.0 to 12.0); NVIDIA's H100, Ada and A100 architecture papers for the rates;
+    for the B200 its 4.5 PFLOP/s over 148 multiprocessors at 1.85 GHz.
     """
 
     shared: int
@@ -43,15 +47,24 @@ CARDS = {
     89: ADA,
     80: Card(shared=167936, per_program=166912, warps=64, fp8_rate=0, rate_16_bits=1024),
 }
+# Products of a pass of attention's loops, of ROWS x ROWS x D each: in FP8, in 16 bits.
+ATTENTION = {"_attention_kernel": (2, 0), "_by_queries_kernel": (1, 3), "_by_keys_kernel": (1, 3)}
 ADDS_PARTS = "_add_parts_kernel"  # what a split matmul launches beside itself: bound by memory
 RESERVED = 1024  # bytes of shared memory that the system takes of every program
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel's machine code; shared and spills in bytes, cycles and bytes per clock of one pass of the loop.
+    """One kernel's machine code; shared and spills in bytes, cycles and bytes per clock of one pass of one program.
 
-    ceiling: per cent of the Tensor Core's rate that the loop allows (sass.py); 0 where it has no such instruction.
+    The pass is one of the main loop, and in a kernel without Tensor Core instructions the one that traffic.py finds.
+    ceiling: per cent of the Tensor Core's rate that the loop allows one program (sass.py); 0 without such instructions.
+    tensor_cycles: of the products that the result needs.  busy_cycles: of the busiest unit: the Tensor Core, with what
+    it multiplies in vain (padding, what both warpgroups of a program multiply), the issue slots, the exponentials.
+    bytes_per_clock: what its tiles ask of L2 at the Tensor Core's full rate; without its instructions what one issue
+    slot a clock and scheduler can move at most.
+    resident: programs that a multiprocessor has, of those that are launched.  in_flight: bytes that all of these load
+    into registers and have on their way together.
     """
 
     name: str
@@ -73,6 +86,9 @@ class Row:
     fp8: bool
     matmul: bool = True
     wide: bool = False
+    busy_cycles: float = 0.0
+    resident: int = 1
+    in_flight: int = 0
 
 
 def launched(case: Case) -> dict[str, offline.Launch]:
@@ -93,24 +109,33 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
     made, card = launch.compile(), CARDS[case.architecture]
     config = None if launch.name == ADDS_PARTS else case.config
     loop = sass.main_loop(made.sass)
-    cycles = bytes_per_clock = 0.0
-    warps = config.warps if config else 0  # those that multiply: a loading warp has a loop of its own
+    warps = config.warps if config else made.warps  # those that multiply: a loading warp has a loop of its own
+    cycles = multiplied = loop.tensor_cycles(warps, card.fp8_rate, card.rate_16_bits)
+    if launch.name in ATTENTION:
+        cycles = _of_attention(launch, card)
+    moved = traffic.of_launch(launch, made)
+    issued = (loop.length if loop.products else moved.instructions) * warps / SCHEDULERS
     if config is not None:
-        rate = card.fp8_rate if case.fp8 else card.rate_16_bits
-        cycles = loop.multiply_adds(warps) / rate
-        bytes_per_clock = (1 / config.block_m + 1 / config.block_n) * rate * (1 if case.fp8 else 2)
+        rate, item = (card.fp8_rate, 1) if case.fp8 else (card.rate_16_bits, 2)
+        bytes_per_clock = (1 / config.block_m + 1 / config.block_n) * rate * item
+    elif cycles:
+        bytes_per_clock = loop.loaded * 32 * warps / cycles
+    else:
+        bytes_per_clock = (moved.loaded + moved.stored) * 32 * warps / issued
+    fit = programs(made, card)
+    resident = min(fit, max(1, launch.programs // PRETEND_PROCESSORS))
     return Row(
         name=name,
         registers=made.registers,
         spills=made.spills,
         shared=made.shared,
-        programs=programs(made, card),
+        programs=fit,
         loop=loop.length,
         products=loop.products,
         shape="/".join(loop.shapes),
         tensor_cycles=cycles,
-        issue_cycles=loop.length * warps / 4,
-        ceiling=round(100 * loop.ceiling(cycles, warps)) if cycles else 0,
+        issue_cycles=issued,
+        ceiling=round(100 * loop.ceiling(multiplied, warps) * cycles / multiplied) if cycles else 0,
         bytes_per_clock=bytes_per_clock,
         accesses=sass.accesses(made.ptx),
         notes=made.notes,
@@ -119,7 +144,17 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
         fp8=case.fp8,
         matmul=config is not None,
         wide=launch.name in case.wide,
+        busy_cycles=max(multiplied, issued, loop.kinds["MUFU"] * 32 * warps / SPECIAL),
+        resident=resident,
+        in_flight=moved.in_flight * 32 * made.warps * resident,
     )
+
+
+def _of_attention(launch: offline.Launch, card: Card) -> float:
+    """Clocks of the products of a pass that the result needs."""
+    given = launch.by_name
+    in_fp8, in_16_bits = ATTENTION[launch.name]
+    return given["ROWS"] ** 2 * given["D"] * (in_fp8 / card.fp8_rate + in_16_bits / card.rate_16_bits)
 
 
 def programs(made: offline.Compiled, card: Card) -> int:
@@ -168,6 +203,8 @@ def losses(row: Row, before: dict[str, Any]) -> list[str]:
         found.append(f"main loop of {row.loop} instructions, was {before['loop']}")
     if row.ceiling < before["ceiling"]:
         found.append(f"at most {row.ceiling} % of the Tensor Core's rate, was {before['ceiling']} %")
+    if "in_flight" in before and not before["tensor_cycles"]:
+        found += _less_traffic(row, before)
     if row.shape != before["shape"]:
         found.append(f"{row.shape or 'no Tensor Core instruction'}, was {before['shape']}")
     if gone := [access for access in before["accesses"] if _wide(access) and access not in row.accesses]:
@@ -175,10 +212,42 @@ def losses(row: Row, before: dict[str, Any]) -> list[str]:
     return found
 
 
+def _less_traffic(row: Row, before: dict[str, Any]) -> list[str]:
+    """Losses of a kernel that is limited by memory."""
+    found = []
+    if row.in_flight < before["in_flight"]:
+        found.append(f"{row.in_flight} bytes on their way to a multiprocessor, were {before['in_flight']}")
+    if row.bytes_per_clock * LONGER_LOOP < before["bytes_per_clock"]:
+        found.append(f"issues {row.bytes_per_clock:.1f} bytes a clock at most, were {before['bytes_per_clock']:.1f}")
+    return found
+
+
+KEPT = (
+    "registers",
+    "spills",
+    "shared",
+    "programs",
+    "loop",
+    "products",
+    "shape",
+    "ceiling",
+    "accesses",
+    "resident",
+    "in_flight",
+    "tensor_cycles",
+    "issue_cycles",
+    "busy_cycles",
+    "bytes_per_clock",
+)
+
+
 def baseline_of(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """The part of each row that a baseline keeps."""
-    kept = ("registers", "spills", "shared", "programs", "loop", "products", "shape", "ceiling", "accesses")
-    return {row.name: {field: asdict(row)[field] for field in kept} for row in rows}
+    return {row.name: {field: _short(asdict(row)[field]) for field in KEPT} for row in rows}
+
+
+def _short(value: Any) -> Any:
+    return round(value, 2) if isinstance(value, float) else value
 
 
 def _is(access: str, way: str) -> bool:

@@ -1,8 +1,8 @@
 """Keys of compiled launches: a launch whose key is the committed one has the machine code and the verdict it had.
 
 A key is a hash of all that the two are made from: the sources of the kernel's module and of every module of kernels/
-that it imports, at any remove; what Triton is told (signature, constants, alignment, options, card); Triton's version,
-whose wheel has ptxas; the case's part in the judgement; the sources of the judgement.  A comment changes it too.
+that it imports, at any remove; what Triton is told (signature, constants, alignment, options, card, programs); Triton's
+version, whose wheel has ptxas; the case's part in the judgement; its sources.  A comment changes it too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.machine_code.launches import Case
 
 PACKAGE = "fp8engine.kernels"
 KERNELS = Path(__file__).parents[2] / "kernels"
-JUDGEMENT = ("judge.py", "offline.py", "sass.py")
+JUDGEMENT = ("judge.py", "offline.py", "sass.py", "traffic.py")
 INSTALLED = str(Path(triton.__file__).parent)  # options name a file of it: where it lies is no part of a key
 
 
@@ -29,7 +29,7 @@ def of(case: Case, folder: Path = KERNELS) -> dict[str, str]:
 
 
 def _key(case: Case, launch: offline.Launch, folder: Path) -> str:
-    told = launch.signature, launch.constants, launch.attributes, launch.options, launch.architecture
+    told = launch.signature, launch.constants, launch.attributes, launch.options, launch.architecture, launch.programs
     functions = [launch.kernel, *(value for value in launch.constants.values() if hasattr(value, "__module__"))]
     modules = {f.__module__.removeprefix(f"{PACKAGE}.") for f in functions if f.__module__.startswith(f"{PACKAGE}.")}
     parts = [launch.name, repr(told).replace(INSTALLED, ""), repr((case.config, case.fp8, case.wide))]

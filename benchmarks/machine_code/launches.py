@@ -28,7 +28,7 @@ from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.scale_update import scale_update
 from fp8engine.kernels.split_k import add_parts
-from fp8engine.kernels.tuning import Config, table
+from fp8engine.kernels.tuning import Config, plain, table
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops.reference import Epilogue, Norm, Operand, RowStatistics, Slot, Store
 from fp8engine.ops.reference.grouped import BLOCK, most_blocks
@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
     seen = set()
     for operation, cards in table().items():
         for arch, configs in cards.items():
-            every = [*configs.values(), *(c._replace(kernel="triton") for c in configs.values())]
+            every = [*configs.values(), *map(plain, configs.values())]
             for config in every:
                 key = (operation, arch, config._replace(ratio=None))
                 if key not in seen:
@@ -149,7 +149,7 @@ def _grouped() -> Iterator[Case]:
     for operation in ("matmul_fp8", "matmul_fp8_promoted", "matmul_block"):
         for arch in ("sm_90", "sm_89"):
             for size, config in table()[operation][arch].items():
-                config, hopper = config._replace(ratio=None, kernel="triton", flatten=False, split_k=1), arch == "sm_90"
+                config, hopper = plain(config)._replace(ratio=None, flatten=False, split_k=1), arch == "sm_90"
                 if (operation, arch, config) in seen or not (hopper or size == "large"):
                     continue
                 seen.add((operation, arch, config))

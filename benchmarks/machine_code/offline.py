@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 
 from fp8engine.errors import VersionError
 
@@ -56,7 +57,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was caught, and can be compiled."""
+    """A launch that was caught, and can be compiled.  programs: how many it starts, where there is no card."""
 
     kernel: Any
     signature: dict[str, str]
@@ -64,11 +65,17 @@ class Launch:
     attributes: dict
     options: dict[str, Any]
     architecture: int
+    programs: int
 
     @property
     def name(self) -> str:
         """The kernel's name."""
         return self.kernel.fn.__name__
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Its constants by the names of the parameters."""
+        return {self.kernel.arg_names[index[0]]: value for index, value in self.constants.items()}
 
     def compile(self) -> Compiled:
         """Machine code, in about a second.  Raises what Triton or ptxas raises."""
@@ -130,6 +137,12 @@ def caught(architecture: int) -> Iterator[list[Launch]]:
     if knobs.runtime.interpret:
         raise VersionError("TRITON_INTERPRET=1 interprets kernels; to compile them run without it")
     launches: list[Launch] = []
+    grids: list[tuple[int, ...]] = []
+    run = JITFunction.run
+
+    def run_noting_the_grid(self, *arguments, grid, warmup, **rest):
+        grids.append(grid)
+        return run(self, *arguments, grid=grid, warmup=warmup, **rest)
 
     def keep(*, fn, compile, **rest) -> bool:
         options = {
@@ -137,14 +150,17 @@ def caught(architecture: int) -> Iterator[list[Launch]]:
             for name, value in json.loads(compile["specialization_data"])["options"].items()
         }
         (attributes,) = compile["configs"]
-        launches.append(
-            Launch(fn.jit_function, compile["signature"], compile["constants"], attributes, options, architecture)
-        )
+        told = compile["signature"], compile["constants"], attributes, options
+        launches.append(Launch(fn.jit_function, *told, architecture, math.prod(grids[-1])))
         return True  # Triton then leaves compiling to this hook, and does not launch
 
     with knobs.runtime.scope(), _pretended(architecture):
         knobs.runtime.jit_cache_hook = keep
-        yield launches
+        JITFunction.run = run_noting_the_grid
+        try:
+            yield launches
+        finally:
+            JITFunction.run = run
 
 
 @contextlib.contextmanager

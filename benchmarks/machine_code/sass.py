@@ -41,6 +41,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
 LABEL = re.compile(r"^(\.L_\w+):")
 PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 STORES = ("UTMASTG", "STG")
+LOADS = ("LDG", "LDGSTS")
 WGMMA_SHAPE = re.compile(r"[QH]GMMA\.(\d+)x(\d+)x(\d+)")  # of a warpgroup: "QGMMA.64x256x32"
 MMA_SHAPE = re.compile(r"[QH]MMA\.(16)(8)(\d+)")  # of a warp: "QMMA.16832"
 GROUPS = re.compile(r"DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -49,38 +50,57 @@ ACCESS = re.compile(r"\b((?:ld|st)\.global\S*|cp\.async\.bulk\.tensor\S*|cp\.asy
 
 @dataclass(frozen=True)
 class Loop:
-    """A main loop: its length, how many of its instructions are of which kind, and which Tensor Core shapes it uses.
+    """A main loop: its length, how many of its instructions are of which kind, and how many products of which shape.
 
     exposed: instructions at which no product of their warp is in flight; 0 where products are not asynchronous.
+    loaded: bytes that a thread loads in a pass without TMA, 16 at a time: tiles, not scales.
     ahead: the loop holds the epilogue too, and every load by TMA stands before its first store: when the pass of a
     tile's last product comes to the epilogue, the loads of the next tile's first blocks are under way.
     """
 
     length: int
     kinds: Counter[str]
-    shapes: tuple[str, ...]
+    of_shape: Counter[str]
     exposed: int = 0
     ahead: bool = False
+    loaded: int = 0
 
     @property
     def products(self) -> int:
         """Tensor Core instructions of one pass."""
-        return sum(self.kinds[kind] for kind in TENSOR_CORE)
+        return self.of_shape.total()
 
-    def multiply_adds(self, warps: int) -> int:
-        """Multiply-adds of one pass of that many warps.  0 where instructions of several shapes are mixed."""
-        found = [(shape, 4) for shape in map(WGMMA_SHAPE.match, self.shapes) if shape]
-        found += [(shape, 1) for shape in map(MMA_SHAPE.match, self.shapes) if shape]
-        if len(found) != 1:
-            return 0
-        (shape, together), *_ = found
-        m, n, k = map(int, shape.groups())
-        return self.products * m * n * k * warps // together
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Their shapes."""
+        return tuple(self.of_shape)
+
+    def tensor_cycles(self, warps: int, rate_8_bits: float, rate_16_bits: float) -> float:
+        """Clocks that the products of one pass of that many warps take at these multiply-adds a clock.
+
+        0 where there are none, or some whose size the instruction does not say (tcgen05).
+
+        >>> loop = Loop(100, Counter(QGMMA=4, HGMMA=2), Counter({"QGMMA.64x128x32": 4, "HGMMA.64x128x16": 2}))
+        >>> loop.tensor_cycles(4, 4096, 2048)
+        384.0
+        """
+        clocks = 0.0
+        for shape, count in self.of_shape.items():
+            if found := WGMMA_SHAPE.match(shape):
+                together = 4
+            elif found := MMA_SHAPE.match(shape):
+                together = 1
+            else:
+                return 0.0
+            m, n, k = map(int, found.groups())
+            rate = rate_8_bits if shape.startswith("Q") else rate_16_bits
+            clocks += count * m * n * k * warps / together / rate
+        return clocks
 
     def ceiling(self, tensor: float, warps: int) -> float:
         """The share of the Tensor Core's rate that the loop allows.  tensor: clocks of one pass at full rate.
 
-        >>> alone = Loop(100, Counter(QGMMA=4, BAR=2), ("QGMMA.64x128x32",), exposed=64)
+        >>> alone = Loop(100, Counter(QGMMA=4, BAR=2), Counter({"QGMMA.64x128x32": 4}), exposed=64)
         >>> alone.ceiling(512, warps=8)
         0.8
         """
@@ -98,10 +118,11 @@ def main_loop(sass: str) -> Loop:
     ...         /*0100*/                   QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0 ;
     ...         /*0110*/              @P0 BRA `(.L_x_1) ;
     ... '''
-    >>> main_loop(text)
-    Loop(length=2, kinds=Counter({'QGMMA': 1, 'BRA': 1}), shapes=('QGMMA.64x256x32',), exposed=0, ahead=False)
+    >>> loop = main_loop(text)
+    >>> loop.length, loop.kinds, loop.of_shape
+    (2, Counter({'QGMMA': 1, 'BRA': 1}), Counter({'QGMMA.64x256x32': 1}))
     """
-    found = [_loop(*each) for each in _innermost(*_read(sass))]
+    found = [_loop(*each) for each in _innermost(*read(sass))]
     return max(found, key=lambda loop: (loop.products, loop.length), default=_loop([], []))
 
 
@@ -117,26 +138,27 @@ def _innermost(instructions: list[str], jumps: dict[int, int]) -> Iterator[tuple
         body = [instructions[place] for place in places]
         apart = all(end < first or last < start for first, last in taken)
         ends = any(text.strip() == "EXIT" for text in body)
-        if apart and not ends and any(_kind(text) in TENSOR_CORE for text in body):
+        if apart and not ends and any(kind(text) in TENSOR_CORE for text in body):
             taken.append((start, end))
             yield body, instructions[start : end + 1]
 
 
 def _loop(body: list[str], whole: list[str]) -> Loop:
-    products = [PREDICATE.sub("", text) for text in body if _kind(text) in TENSOR_CORE]
-    shapes = {".".join(text.split()[0].split(".")[:2]) for text in products}
-    return Loop(len(body), Counter(map(_kind, body)), tuple(sorted(shapes)), _exposed(body), _ahead(whole))
+    products = [PREDICATE.sub("", text) for text in body if kind(text) in TENSOR_CORE]
+    shapes = Counter(sorted(".".join(text.split()[0].split(".")[:2]) for text in products))
+    loaded = 16 * sum(kind(text) in LOADS and ".128" in text for text in body)
+    return Loop(len(body), Counter(map(kind, body)), shapes, _exposed(body), _ahead(whole), loaded)
 
 
 def _exposed(body: list[str]) -> int:
     """Instructions of a pass at which no product is in flight, in a loop that has turned before."""
     groups, begun, exposed = 0, False, 0
-    if not any(_kind(text) in ASYNCHRONOUS for text in body):
+    if not any(kind(text) in ASYNCHRONOUS for text in body):
         return 0
     for _ in range(2):  # the first pass finds what is in flight when the second begins
         exposed = 0
         for text in body:
-            if _kind(text) in ASYNCHRONOUS:
+            if kind(text) in ASYNCHRONOUS:
                 begun = "gsb0" not in text
                 groups += not begun
             elif most := GROUPS.search(text):
@@ -147,9 +169,9 @@ def _exposed(body: list[str]) -> int:
 
 def _ahead(body: list[str]) -> bool:
     """Whether a loop's body has loads by TMA and stores, and the last load stands before the first store."""
-    kinds = [_kind(text) for text in body]
-    stores = [place for place, kind in enumerate(kinds) if kind in STORES]
-    loads = [place for place, kind in enumerate(kinds) if kind == "UTMALDG"]
+    kinds = [kind(text) for text in body]
+    stores = [place for place, found in enumerate(kinds) if found in STORES]
+    loads = [place for place, found in enumerate(kinds) if found == "UTMALDG"]
     return bool(stores and loads) and max(loads) < min(stores)
 
 
@@ -165,11 +187,11 @@ def _pass(instructions: list[str], jumps: dict[int, int], start: int, end: int) 
         yield place
         target = jumps.get(place, 0)
         inside = place < target <= end and instructions[place].startswith("@")
-        over = inside and not any(_kind(text) in TENSOR_CORE for text in instructions[place:target])
+        over = inside and not any(kind(text) in TENSOR_CORE for text in instructions[place:target])
         place = target if over else place + 1
 
 
-def _read(sass: str) -> tuple[list[str], dict[int, int]]:
+def read(sass: str) -> tuple[list[str], dict[int, int]]:
     """Instructions in order, and the place of every jump with that of its target."""
     instructions: list[str] = []
     places: dict[str, int] = {}
@@ -185,5 +207,10 @@ def _read(sass: str) -> tuple[list[str], dict[int, int]]:
     return instructions, {place: places[name] for place, name in targets.items() if name in places}
 
 
-def _kind(text: str) -> str:
+def kind(text: str) -> str:
+    """The instruction's name without predicate and suffixes.
+
+    >>> kind("@!P1 LDG.E.128 R8, desc[UR10][R22.64]")
+    'LDG'
+    """
     return PREDICATE.sub("", text).split()[0].split(".")[0]

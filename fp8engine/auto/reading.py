@@ -17,10 +17,10 @@ from fp8engine.auto import budget
 from fp8engine.auto.host_copy import PendingSample
 from fp8engine.auto.log import SlotChange
 from fp8engine.numerics.cards import card_of
-from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.formats import BF16
 from fp8engine.numerics.recipe import ROLES, Cast
 from fp8engine.ops import device
+from fp8engine.ops.cost import speedup
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.scaling.choice import OPERANDS, Choice, SlotKey, begin, reads_of, recipe_of
 from fp8engine.scaling.prediction import Measured, Prediction
@@ -86,8 +86,7 @@ def slower_in_fp8(controller: Controller, choice: Choice, counts: torch.Tensor) 
     if took <= flops:
         return ""
     return (
-        f"in FP8 it is predicted to take {took / flops:.2f}x its time in 16 bits on this card "
-        "(fp8engine/numerics/cost.py)"
+        f"in FP8 it is predicted to take {took / flops:.2f}x its time in 16 bits on this card (fp8engine/ops/cost.py)"
     )
 
 

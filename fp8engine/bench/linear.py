@@ -22,9 +22,9 @@ from fp8engine.bench.steps import RECIPES, Variant, as_graphs, bf16, training
 from fp8engine.bench.timing import Clock
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.cards import card_of
-from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import resolve
 from fp8engine.ops import device
+from fp8engine.ops.cost import Setting, speedup
 
 SETS = 2
 # Of y, dx and dw against float64, in dB: E5M2 keeps two bits of a gradient, which leaves about 24 dB on random normal
@@ -94,7 +94,8 @@ def predicted(name: str, shape: Shape, where: torch.device) -> float | None:
     recipe = name.removeprefix("fp8engine ").split(",")[0]
     if recipe not in RECIPES or not device.has_fp8(where):
         return None
-    return speedup(resolve(recipe), *shape, card_of(device.name(where), device.processors(where)))
+    card = card_of(device.name(where), device.processors(where))
+    return speedup(resolve(recipe), *shape, card, Setting(bias=True))
 
 
 def _checked(row: Row, way: Variant, weight: torch.Tensor, sets, wanted) -> harness.Call:

@@ -1,11 +1,12 @@
 """Predicted time of linear layers, in BF16 and under each recipe: of a model's, or of one of M x N x K.
 
-    us        forward and backward of a layer in a training step, casts to FP8 included (numerics/cost.py)
+    us        forward and backward of a layer in a training step, casts to FP8 included (ops/cost.py)
     speedup   the BF16 time over it
 
 No card is needed and nothing is measured: every number is predicted.  Layers of the same shape under names that differ
 only in numbers share a row.  Each casts its own input here: q, k and v, which share one, are a little faster.  A recipe
-converts the layers that `fe.convert` would; the others stay in BF16.
+converts the layers that `fe.convert` would; the others stay in BF16.  "auto" is predicted as it begins, which is as
+"current"; the model's other tensors are in BF16 under "fp16" and "fp32" too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import nn
 from fp8engine.bench.cases import Shape
 from fp8engine.convert.swap import plan
 from fp8engine.numerics.cards import Card
-from fp8engine.numerics.cost import LayerTime, layer_time
-from fp8engine.numerics.recipe import high_precision, resolve
+from fp8engine.numerics.recipe import RECIPES, resolve
+from fp8engine.ops.cost import LayerTime, Setting, layer_time
 
-RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise")
 EXPERTS = "experts: how many rows each gets is not known before it runs, and nothing is predicted"
+ORDER = sorted(RECIPES, key=lambda name: name == "auto")  # last, because it begins as another
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$|^\d+$")
 
 
@@ -35,7 +36,7 @@ def of_shape(shape: Shape, card: Card) -> dict[str, Any]:
     >>> found["predicted"], 1.3 < found["rows"][0]["recipes"]["current"]["speedup"] < 1.7
     (True, True)
     """
-    return _result(card, shape.m, [_row("linear", 1, shape, "", card)])
+    return _result(card, shape.m, [_row("linear", 1, shape, "", card, Setting())])
 
 
 def of_model(model: nn.Module, tokens: int, card: Card) -> dict[str, Any]:
@@ -43,28 +44,28 @@ def of_model(model: nn.Module, tokens: int, card: Card) -> dict[str, Any]:
 
     Raises ConversionError as `fe.convert` does.
     """
-    groups: dict[tuple[str, tuple[int, ...], str], int] = {}
+    groups: dict[tuple[str, tuple[int, ...], str, bool], int] = {}
     for decision in plan(model, "current"):
         reason = "" if decision.recipe is not None else decision.reason
         if len(decision.shape) != 2:
             reason = EXPERTS
-        key = NUMBER.sub("*", decision.name), tuple(decision.shape), reason
+        bias = getattr(decision.module, "bias", None) is not None
+        key = NUMBER.sub("*", decision.name), tuple(decision.shape), reason, bias
         groups[key] = groups.get(key, 0) + 1
     rows = []
-    for (name, shape, reason), count in groups.items():
+    for (name, shape, reason, bias), count in groups.items():
         if reason == EXPERTS:
             rows.append({"name": name, "count": count, "shape": list(shape), "why": reason, "recipes": {}})
         else:
-            rows.append(_row(name, count, Shape(tokens, *shape), reason, card))
+            rows.append(_row(name, count, Shape(tokens, *shape), reason, card, Setting(bias)))
     return _result(card, tokens, rows)
 
 
-def _row(name: str, count: int, shape: Shape, why: str, card: Card) -> dict[str, Any]:
+def _row(name: str, count: int, shape: Shape, why: str, card: Card, setting: Setting) -> dict[str, Any]:
     """A row; why: the reason why the layer stays in BF16, or ""."""
-    bf16 = layer_time(high_precision(), *shape, card)
-    found = {"name": name, "count": count, "shape": list(shape), "why": why, "bf16_us": 1e6 * bf16.bf16}
-    recipes = {} if why else {recipe: layer_time(resolve(recipe), *shape, card) for recipe in RECIPES}
-    return {**found, "recipes": {recipe: _numbers(time) for recipe, time in recipes.items()}}
+    times = {recipe: layer_time(resolve(recipe), *shape, card, setting) for recipe in ORDER}
+    found = {"name": name, "count": count, "shape": list(shape), "why": why, "bf16_us": 1e6 * times["bf16"].fp8}
+    return {**found, "recipes": {} if why else {recipe: _numbers(time) for recipe, time in times.items()}}
 
 
 def _time(row: Mapping[str, Any], recipe: str) -> float:
@@ -79,7 +80,7 @@ def _numbers(time: LayerTime) -> dict[str, Any]:
 def _result(card: Card, tokens: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     timed = [row for row in rows if "bf16_us" in row]
     bf16 = sum(row["count"] * row["bf16_us"] for row in timed)
-    sums = {recipe: sum(row["count"] * _time(row, recipe) for row in timed) for recipe in RECIPES}
+    sums = {recipe: sum(row["count"] * _time(row, recipe) for row in timed) for recipe in ORDER}
     total = {name: {"us": us, "speedup": bf16 / us if us else 1.0} for name, us in sums.items()}
     about = {"predicted": True, "card": card.name, "tokens": tokens}
     return {**about, "rows": list(rows), "total": {"bf16_us": bf16, "recipes": total}}

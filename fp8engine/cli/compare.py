@@ -23,7 +23,7 @@ def run(
     recipe: Annotated[list[str] | None, recipes_option("auto")] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="What to read.", show_default=MANUAL)] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|bytes", help="Of the model.", show_default=OF_THE_MODEL)
+        str | None, typer.Option(metavar="FOLDER|HUB_ID|bytes", help="Of the model.", show_default=OF_THE_MODEL)
     ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Paragraphs (or lines) of the text to read.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Most tokens of each.")] = 128,

@@ -1,4 +1,4 @@
-"""`fp8engine export`: a Hugging Face folder's weights in FP8, in a folder for vLLM, transformers and `fe.hf.load`."""
+"""`fp8engine export`: a Hugging Face model's weights in FP8, in a folder for vLLM, transformers and `fe.hf.load`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS, LENGTH = 64, 128  # paragraphs that auto decides from, and most tokens of
 
 @command("export")
 def run(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL_DIR|HUB_ID", help="A model's files.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; new or empty.", show_default=False)],
     recipe: Annotated[
         str, recipe_option("Its weight cast is what is written. Not auto without --text: it decides from that.")
@@ -32,13 +32,14 @@ def run(
     max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="What the model reads for -r auto.")] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER|bytes", help="For --text.", show_default=OF_THE_MODEL)
+        str | None, typer.Option(metavar="FOLDER|HUB_ID|bytes", help="For --text.", show_default=OF_THE_MODEL)
     ] = None,
     every: All = False,
 ) -> Answer:
     """Write a model's linear weights in FP8; say what was written, what was left and why."""
     from safetensors import SafetensorError
 
+    from fp8engine.cli.hub import folder_of
     from fp8engine.cli.models import load_weights, quiet, read_text, token_ids, tokens_of
     from fp8engine.convert.select import linear_layers
     from fp8engine.export.layout import choose
@@ -61,7 +62,9 @@ def run(
     choose(fe.current() if decides else resolve(recipe), layout, "dynamic")  # an error comes before gigabytes are read
     check_target(out)
     chosen = [] if text is None else pieces(read_text(text), TEXTS)
-    loaded, missing = load_weights(model, dtype)
+    if (folder := folder_of(model)) is None:
+        raise ConversionError(f"{model} is a function, and export reads files: give the model's folder or its hub id")
+    loaded, missing = load_weights(folder, dtype)
     if missing:
         raise ConversionError(
             f"{model}: {len(missing)} weights of {type(loaded).__name__} are not in its files, {missing[0]!r} the "
@@ -76,7 +79,7 @@ def run(
                 warnings.simplefilter("ignore", EmulationWarning)  # nothing is timed here
                 fe.convert(loaded, recipe, overrides=dict.fromkeys(skip or (), "bf16"))
         if decides:
-            tokens = tokens_of(model, tokenizer)
+            tokens = tokens_of(folder, tokenizer)
             ids, _ = token_ids(chosen, tokens, LENGTH)
             run_training_steps(loaded, batches(loaded, ids, tokens))
             notes = (f"recipe 'auto' has decided from {len(ids)} parts of {text}; each layer's recipe is in the table",)

@@ -1,7 +1,7 @@
-"""Loaders of what a command line names: models, with or without weights, tokenizers and texts; nothing is downloaded.
+"""Loaders of what a command line names: models, with or without weights, tokenizers and texts.
 
-A model is a folder with a Hugging Face config.json, or module:function, a Python function without arguments (or a
-model itself).
+A model is a folder with a Hugging Face config.json, the id of a model of the hub (hub.py), or module:function, a Python
+function without arguments (or a model itself).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8engine.cli.hub import SIZES, TOKENIZER, folder_of
 from fp8engine.cli.options import DTYPES, LLAMAS
 from fp8engine.demo.config import DemoError, manual
 from fp8engine.errors import ConversionError
@@ -25,12 +26,12 @@ BYTES_NAME = "bytes"
 
 
 def load_structure(target: str) -> nn.Module:
-    """The model that a folder (on the meta device: no weights are read) or module:function stands for.
+    """The model that a folder or a hub's id (on the meta device: no weights are read) or module:function stands for.
 
     Raises ConversionError, saying what was wrong.
     """
-    folder = Path(target)
-    if not folder.is_dir():
+    folder = folder_of(target, SIZES)
+    if folder is None:
         return _from_function(target)
     with _transformers_refuses(f"cannot build {folder}"):
         transformers, config, kind = _class_of(folder)
@@ -58,12 +59,12 @@ def load_sizes(target: str) -> nn.Module:
 
 
 def load_pretrained(target: str, tokenizer: str | None) -> tuple[nn.Module, Tokens, list[str]]:
-    """(model with its weights, its tokens, notes for the user) of a folder, or of module:function.
+    """(model with its weights, its tokens, notes for the user) of a folder, of a hub's id, or of module:function.
 
-    tokenizer: a folder, or "bytes"; None: the model's folder.  Raises ConversionError, saying what was wrong.
+    tokenizer: a folder, a hub's id, or "bytes"; None: the model's.  Raises ConversionError, saying what was wrong.
     """
-    folder = Path(target)
-    if folder.is_dir():
+    folder = folder_of(target)
+    if folder is not None:
         model, missing = load_weights(folder)
         first = missing[:1]
         notes = [f"{len(missing)} weights are not in {folder} and are random, {name!r} the first" for name in first]
@@ -133,13 +134,16 @@ def token_ids(texts: list[str], tokens: Tokens, length: int) -> tuple[list[list[
     return [one[:length] for one in ids], sum(len(one) > length for one in ids)
 
 
-def tokens_of(folder: Path, asked: str | None) -> Tokens:
+def tokens_of(folder: Path | None, asked: str | None) -> Tokens:
     """The tokenizer asked for, or of a model's folder.  Raises ConversionError."""
     if asked == BYTES_NAME:
         return BYTES
-    where = Path(asked) if asked else folder
-    if not where.is_dir():
-        raise ConversionError(f"--tokenizer {asked}: neither a folder that exists nor {BYTES_NAME!r}")
+    try:
+        where = folder_of(asked, TOKENIZER) if asked else folder
+    except ConversionError as error:
+        raise ConversionError(f"--tokenizer: {error}; {BYTES_NAME!r} takes each byte for a token") from error
+    if where is None:
+        raise ConversionError(f"--tokenizer {asked}: want a folder, the id of a hub's model, or {BYTES_NAME!r}")
     transformers = _transformers()
     try:
         made: Any = transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)

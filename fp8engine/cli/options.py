@@ -25,7 +25,7 @@ LLAMAS = {
 LLAMA_NAMES = ", ".join(LLAMAS)
 
 MANUAL = "Python's own manual"
-OF_THE_MODEL = "in the model's folder"
+OF_THE_MODEL = "the model's"
 
 
 def recipe_option(help: str, default: str | None = None):
@@ -49,7 +49,9 @@ AsJson = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", callback=_keep, help="Show a traceback with an error.")]
 
-Model = Annotated[str, typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION", help="The model.", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL_DIR|HUB_ID|MODULE:FUNCTION", help="The model.", show_default=False)
+]
 Device = Annotated[str | None, typer.Option(help="As torch names it.", show_default="cuda if there is one")]
 Skip = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Layers to leave alone; repeatable.")]
 All = Annotated[bool, typer.Option("--all", help="A row for every layer, also where blocks repeat.")]

@@ -16,7 +16,7 @@ from fp8engine.cli.shared import Answer, command, console, say, table
 def run(
     target: Annotated[
         str,
-        typer.Argument(metavar="MODEL_DIR|MODULE:FUNCTION|LLAMA", help=f"Or {LLAMA_NAMES}.", show_default=False),
+        typer.Argument(metavar="MODEL_DIR|HUB_ID|MODULE:FUNCTION|LLAMA", help=f"Or {LLAMA_NAMES}.", show_default=False),
     ],
     ranks: Annotated[int, typer.Option(help="Cards.", show_default=False)],
     tokens: Annotated[int, typer.Option(help="Tokens of a step, for each card.")] = 8192,

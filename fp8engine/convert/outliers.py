@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fp8engine._torch import Model
 from fp8engine.autograd.features import SMOOTH
 from fp8engine.autograd.smooth import Smooth
 from fp8engine.convert.probe import gated_products
@@ -27,7 +28,7 @@ from fp8engine.nn.transformer import MLP
 OURS = (LayerNormLinear, LayerNormMLP, MLP, Attention)  # of their layers, only the down-projection of a gated MLP
 
 
-def smooth(model: nn.Module, names: str | Iterable[str] | None = None, *, on: bool = True) -> nn.Module:
+def smooth(model: Model, names: str | Iterable[str] | None = None, *, on: bool = True) -> Model:
     """Smooth-SwiGLU: share the outliers of gated MLPs' products with the down-projections' weights; returns the model.
 
     Every call divides channel k of the product by s_k = 2^floor(log2(amax_k) / 2) before its cast, and multiplies

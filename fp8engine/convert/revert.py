@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8engine._torch import divided_parameter, wrapper_of
+from fp8engine._torch import Model, divided_parameter, wrapper_of
 from fp8engine.convert.bypassed import READ, FirstForward, Watched
 from fp8engine.convert.record import RECORD, Record, compiled_in_place
 from fp8engine.convert.resumed import Resumed
@@ -33,7 +33,7 @@ ATTACHED = {
 }
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Undo fe.convert in place: plain modules again, with the weights that they have now; returns the model.
 
     A layer that was a subclass of nn.Linear becomes an nn.Linear; it had no code of its own.  Scaling states are lost:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8engine._torch import divided_parameter, wrapper_of
+from fp8engine._torch import Model, divided_parameter, wrapper_of
 from fp8engine.auto import Controller, Plan
 from fp8engine.auto.calibration import calibrate
 from fp8engine.auto.untouched import arguments, untouched
@@ -42,7 +42,7 @@ from fp8engine.scaling.table import ScalingState
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     recipe: str | Recipe = "auto",
     *,
     skip: Skip | None = None,
@@ -52,7 +52,7 @@ def convert(
     fuse: bool | None = None,
     attention: str | None = None,
     frozen: str | None = None,
-) -> nn.Module:
+) -> Model:
     """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
 
     A model that is converted already is reverted first (revert.py), so another call changes its recipe; its scaling

@@ -1,15 +1,15 @@
-"""Picture of a session: losses against fp32's step by step, the losses themselves, and the activations saved."""
+"""Picture of a session: losses beside fp32's, activations saved, and the formats that `auto` chose, step by step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8engine.demo import disk
 from fp8engine.demo.report import Result, Summary
-from fp8engine.report.figure import DIM, FAINT, INK, png, titles
+from fp8engine.report.figure import DIM, INK, png, titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,88 +29,152 @@ COLOURS = {
 }
 WARNING = "#9a3b00"  # of the remark that speeds are emulated
 GOAL = 0.5  # percent: DESIGN section 9
-LEARNT = 4.2  # nats a byte: a run starts near 5.5 and is below this after a few steps, where the curves begin to tell
+# What `auto` casts to, from coarse to fine -> its colour; a slot whose matmuls differ is shown as the finest of them.
+FORMATS = {
+    "E5M2, one scale": "#e69f00",
+    "E4M3, one scale": "#a8d5c2",
+    "a scale per row or block": "#0072b2",
+    "16 bits": "#4a4f57",
+}
+ROLES = ("input", "weight", "grad_output")
 
 
 def draw(summary: Summary, path: Path) -> Path | None:
-    """Write the picture; None, and no file, where matplotlib is not installed or no step was taken."""
+    """Write the picture; None, and no file, where matplotlib is not installed or no step was taken.
+
+    Of several results of one recipe, with different seeds, the mean and its standard error are shown.
+    """
     results = [result for result in summary.results if result.steps]
     if not results:
         return None
     emulated = bool(summary.note())  # its speeds say nothing
+    decided = next((result for result in results if result.formats), None)
 
     def panels(figure: Figure) -> None:
-        below = ["loss", "small"] if emulated else ["loss", "fast", "small"]
-        mosaic: Any = [["far"] * len(below), below]
-        drawn: Any = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1])
+        left = ["far", "small"] if emulated else ["far", "small", "fast"]
+        mosaic: Any = [[name, "formats"] if decided else [name] for name in left]
+        drawn: Any = figure.subplot_mosaic(mosaic, height_ratios=[1.3, *[1] * (len(left) - 1)])
         for panel in drawn.values():
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(length=0)
-            panel.grid(color=FAINT, linewidth=0.6)
             panel.set_axisbelow(True)
         _difference(drawn["far"], results)
-        _loss(drawn["loss"], results, summary.about["loss_of_byte_pairs"])
+        firsts = list({result.recipe: result for result in reversed(results)}.values())[::-1]
+        saved = [result.activation_bytes / 2**20 for result in firsts]
+        _bars(drawn["small"], firsts, "activations saved for backward, MiB", saved)
         if not emulated:
-            _bars(drawn["fast"], results, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in results])
-        saved = [result.activation_bytes / 2**20 for result in results]
-        _bars(drawn["small"], results, "activations saved for backward, MiB", saved)
+            _bars(drawn["fast"], firsts, "thousand tokens a second", [r.tokens_per_second / 1e3 for r in firsts])
+        if decided:
+            _formats(drawn["formats"], decided)
         titles(figure, summary.title(), summary.note(), WARNING)
 
-    image = png(panels, width=9.6, height=6.4, dots=130)
+    image = png(panels, width=9.6, height=5.6 if emulated else 7.2, dots=130)
     if image is None:
         return None
     disk.write(path, image)
     return path
 
 
-def _loss(panel: Axes, results: list[Result], pairs: float) -> None:
-    last = max(result.steps for result in results)
+def differences(results: list[Result]) -> dict[str, list[float]]:
+    """By recipe, without fp32: the validation loss of each seed against fp32's of that seed and step, in per cent.
+
+    A run that diverged, or has no fp32 beside it, gives none.
+    """
+    base = {(result.seed, result.steps): result.validation_loss for result in results if result.recipe == "fp32"}
+    found: dict[str, list[float]] = {result.recipe: [] for result in results if result.recipe != "fp32"}
     for result in results:
-        plain = result.recipe == "fp32"
-        smooth = _smooth(result.curve.losses)
-        colour = COLOURS.get(result.recipe, INK)
-        panel.plot(range(1, len(smooth) + 1), smooth, color=colour, linewidth=2.4 if plain else 1.1)
-    panel.axhline(pairs, color="#9aa3ad", linewidth=1, linestyle=(0, (4, 3)))
-    told = f"a table of byte pairs: {pairs:.2f}"
-    panel.annotate(told, (last, pairs), xytext=(-2, 4), textcoords="offset points", ha="right", color=DIM, fontsize=8.5)
-    ends = _finite(min(result.curve.losses) for result in results)
-    top = max([LEARNT, *(end + 0.5 for end in ends)])  # a run of few steps ends above it
-    panel.set(xlabel="step", xlim=(0, 1.015 * last), ylim=(min([pairs, *ends]) - 0.15, top))
-    panel.set_title("training loss, nats a byte", loc="left", fontsize=10)
+        other = base.get((result.seed, result.steps), math.nan)
+        far = 100 * (result.validation_loss / other - 1)
+        if result.recipe in found and math.isfinite(far):
+            found[result.recipe].append(far)
+    return found
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """The mean, and its standard error where there are several values.
+
+    >>> mean_and_error([1.0, 2.0, 3.0]), mean_and_error([0.5])
+    ((2.0, 0.577...), (0.5, None))
+    """
+    if len(values) < 2:
+        return statistics.fmean(values), None
+    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5
 
 
 def _difference(panel: Axes, results: list[Result]) -> None:
-    """Training losses are paired: both saw the same batch, and what one batch differs from another by falls out."""
-    base = next((result.curve for result in results if result.recipe == "fp32"), None)
-    panel.set_xlim(0, 1.015 * max(result.steps for result in results))
-    panel.set_xlabel("step")
-    panel.set_title(
-        f"loss against fp32's on the same text, one seed, %   (green: within {GOAL})", loc="left", fontsize=10
-    )
-    if base is None:
-        panel.text(0.5, 0.5, "fp32 was not among the recipes", transform=panel.transAxes, ha="center", color=DIM)
+    """One line a recipe: a faint dot for each seed, a strong one and a bar for their mean and its standard error."""
+    found = {recipe: values for recipe, values in differences(results).items() if values}
+    seeds = max(map(len, found.values()), default=0)
+    mean = f"mean of {seeds} seeds ± its standard error" if seeds > 1 else "one seed: others differ by as much"
+    panel.set_title(f"validation loss against fp32's, %\n{mean}", loc="left", fontsize=10)
+    if not found:
+        panel.text(0.5, 0.5, "no run beside one of fp32", transform=panel.transAxes, ha="center", color=DIM)
+        panel.set(xticks=[], yticks=[])
         return
-    panel.axhspan(-GOAL, GOAL, color="#e8f3ec", zorder=0)
-    panel.axhline(0, color=COLOURS["fp32"], linewidth=1.6, label="fp32")
-    widest, validation = GOAL, dict(base.validation)
-    for result in results:
-        if result.recipe == "fp32":
-            continue
-        colour = COLOURS.get(result.recipe, INK)
-        pairs = zip(result.curve.losses, base.losses, strict=False)  # one of both may have been stopped
-        far = _smooth([100 * (loss / other - 1) for loss, other in pairs], keep=0.97)
-        dots = [
-            (step, 100 * (loss / validation[step] - 1))
-            for step, loss in result.curve.validation
-            if validation.get(step)
-        ]
-        label = f"{result.recipe}   {dots[-1][1]:+.2f}" if dots else result.recipe
-        panel.plot(range(1, len(far) + 1), far, color=colour, linewidth=1.3, label=label)
-        panel.plot([step for step, _ in dots], [each for _, each in dots], "o", color=colour, markersize=5)
-        widest = max([widest, *_finite(abs(each) for _, each in dots)])
-    panel.set_ylim(-1.9 * widest, 1.25 * widest)  # the legend is below
-    title = "lines: training, smoothed; dots: validation, at the end:"
-    panel.legend(frameon=False, title=title, alignment="left", loc="lower left", ncols=4, handlelength=1.2)
+    panel.axvspan(-GOAL, GOAL, color="#e8f3ec", zorder=0)
+    panel.axvline(0, color=COLOURS["fp32"], linewidth=1.2)
+    widest = max([GOAL, *(abs(value) for values in found.values() for value in values)])
+    for place, (recipe, values) in enumerate(found.items()):
+        colour = COLOURS.get(recipe, INK)
+        middle, error = mean_and_error(values)
+        if error is not None:
+            panel.plot(values, [place] * len(values), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
+        panel.errorbar(middle, place, xerr=error, fmt="o", color=colour, markersize=6.5, elinewidth=2, capsize=3)
+        told = f"{middle:+.2f}" + (f" ± {error:.2f}" if error is not None else "")
+        panel.text(1.3 * widest, place, told, va="center", fontsize=8.5)
+    panel.set(xlim=(-1.25 * widest, 2.0 * widest), ylim=(len(found) - 0.4, -0.6))
+    panel.set_yticks(range(len(found)), list(found))
+    panel.set_xticks([-GOAL, 0, GOAL], [f"-{GOAL}", "0", f"+{GOAL}"])
+
+
+def _formats(panel: Axes, result: Result) -> None:
+    """The format of every tensor that a linear layer casts, over the steps: a row each, its input, weight, gradient."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    slots = list(result.formats)
+    rows = [_over_steps(result, slot) for slot in slots]
+    names = list(FORMATS)
+    image = [[names.index(kind) for kind in row] for row in rows]
+    panel.imshow(
+        image, aspect="auto", interpolation="nearest", cmap=ListedColormap(list(FORMATS.values())),
+        vmin=0, vmax=len(names) - 1, extent=(0, result.steps, len(slots), 0),
+    )  # fmt: skip
+    layers = list(dict.fromkeys(slot.rpartition(".")[0] for slot in slots))
+    for place in range(1, len(layers)):
+        panel.axhline(len(ROLES) * place, color="white", linewidth=1.5)
+    middles = [len(ROLES) * place + len(ROLES) / 2 for place in range(len(layers))]
+    panel.set_yticks(middles, [layer.removeprefix("blocks.") for layer in layers])
+    panel.set_xlabel("step; of each layer: input, weight, gradient")
+    panel.set_title(f"what {result.recipe} chose: {len(result.decisions)} changes", loc="left", fontsize=10)
+    seen = [name for place, name in enumerate(names) if any(place in row for row in image)]
+    patches = [Patch(color=FORMATS[name], label=name) for name in seen]
+    panel.legend(handles=patches, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2, fontsize=8.5)
+
+
+def _over_steps(result: Result, slot: str) -> list[str]:
+    """The key of FORMATS of one slot at each step."""
+    changes = [each for each in result.decisions if each["slot"] == slot]
+    now = kind_of(changes[0]["before"] if changes else result.formats[slot])
+    at = {each["step"]: kind_of(each["after"]) for each in changes}
+    row = []
+    for step in range(result.steps):
+        now = at.get(step, now)
+        row.append(now)
+    return row
+
+
+def kind_of(cast: str) -> str:
+    """The key of FORMATS of a cast as decisions and reports write it.
+
+    >>> kind_of("E5M2/tensor"), kind_of("E4M3/tensor (wgrad E4M3/row)"), kind_of("bfloat16")
+    ('E5M2, one scale', 'a scale per row or block', '16 bits')
+    """
+    if "E4M3" not in cast and "E5M2" not in cast:
+        return "16 bits"
+    if any(finer in cast for finer in ("row", "column", "block", "1x128")):
+        return "a scale per row or block"
+    return "E5M2, one scale" if cast.startswith("E5M2") else "E4M3, one scale"
 
 
 def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -> None:
@@ -123,17 +187,3 @@ def _bars(panel: Axes, results: list[Result], title: str, values: list[float]) -
     panel.set_xticks([])
     panel.set_xlim(0, 1.18 * max(values))
     panel.set_title(title, loc="left", fontsize=10)
-
-
-def _finite(values: Iterable[float]) -> list[float]:
-    """Without the NaN and Inf of a diverged run."""
-    return [value for value in values if math.isfinite(value)]
-
-
-def _smooth(losses: list[float], keep: float = 0.9) -> list[float]:
-    """An exponential average that starts at the first value."""
-    smooth, last = [], losses[0]
-    for loss in losses:
-        last = keep * last + (1 - keep) * loss
-        smooth.append(last)
-    return smooth

@@ -131,6 +131,12 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
 
+    def usual(self) -> contextlib.AbstractContextManager:
+        """`forward`, with the rest of an FP8 model in BF16 on a CPU as well: for what is counted and not trained."""
+        return torch.autocast(
+            self.device.type, dtype=PLAIN.get(self.recipe, torch.bfloat16), enabled=self.recipe != "fp32"
+        )
+
     def ran(self, model: nn.Module) -> str:
         """Where the matmuls ran: "torch", or the FP8 backends; "(emulated)" where no hardware has that format."""
         if self.recipe in PLAIN:

@@ -51,10 +51,12 @@ class Result:
 
     steps: taken; fewer than asked for where the run was stopped.  Losses in nats a byte: train_loss the mean of the
     last 20 steps, validation_loss over the validation windows.  tokens_per_second from the median step.
-    activation_bytes: saved for one backward.  fp8_flops_share: of the linear layers' FLOPs.  saturated, underflowed:
-    shares of the elements cast to FP8 (None where none was).  skipped: steps lost to overflow under the loss scale.
+    activation_bytes: saved for one backward, of FP8 runs with the rest of the model in BF16 (`Precision.usual`).
+    fp8_flops_share: of the linear layers' FLOPs.  saturated, underflowed: shares of the elements cast to FP8 (None
+    where none was).  skipped: steps lost to overflow under the loss scale.
     sample: text that the model writes; "" where it is not shown.
-    decisions: changes of format under auto, as in fe.inspect(model).decisions.
+    decisions: changes of format under auto, as in fe.inspect(model).decisions.  formats: the last cast of each slot
+    under auto, as the report writes it.
     """
 
     recipe: str
@@ -73,11 +75,12 @@ class Result:
     sample: str
     curve: Curve
     decisions: list[dict] = field(default_factory=list)
+    formats: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The runs of one session.
+    """The runs of one session, or of several that differ in the seed.
 
     about: what they have in common: model, text, machine.
     """
@@ -87,11 +90,12 @@ class Summary:
 
     def rows(self) -> list[dict]:
         """One dict of plain values a recipe, keys as in COLUMNS; None where a value does not exist."""
-        losses = {(result.recipe, result.steps): result.validation_loss for result in self.results}
+        plain = [result for result in self.results if result.recipe == "fp32"]
+        losses = {(result.seed, result.steps): result.validation_loss for result in plain}
         rows = []
         for result in self.results:
             row = {key: getattr(result, key, None) for key in COLUMNS}
-            if (base := losses.get(("fp32", result.steps))) is not None:
+            if (base := losses.get((result.seed, result.steps))) is not None:
                 row["difference_to_fp32_percent"] = 100 * (result.validation_loss / base - 1)
             rows.append({key: None if _is_nan(value) else value for key, value in row.items()})
         return rows

@@ -23,7 +23,7 @@ from fp8engine.bench.steps import saved_bytes
 from fp8engine.demo import disk
 from fp8engine.demo.config import Config, DemoError, check_seed, read
 from fp8engine.demo.model import loss_of
-from fp8engine.demo.picture import draw
+from fp8engine.demo.picture import ROLES, draw
 from fp8engine.demo.precision import DEFAULT, PLAIN
 from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import TABLE, Result, Summary, about
@@ -33,6 +33,7 @@ from fp8engine.numerics.recipe import RECIPES
 from fp8engine.report.collect import inspect
 from fp8engine.report.folded import measured as measured_share
 from fp8engine.report.page import page
+from fp8engine.report.table import Report
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PROMPT = b"The "
@@ -89,21 +90,32 @@ def measured(trainer: Trainer, sampled: bool = True) -> Result:
         sample=sample(trainer) if sampled else "",
         curve=curve,
         decisions=report.decisions,
+        formats=formats(report) if report.auto.plans else {},
     )
+
+
+def formats(report: Report) -> dict[str, str]:
+    """The cast of each slot of each converted layer, as the report writes it."""
+    return {
+        f"{layer['name']}.{role}": layer[role]["cast"]
+        for layer in report.layers
+        for role in ROLES
+        if layer["recipe"] != "none"
+    }
 
 
 def activation_bytes(trainer: Trainer) -> int:
     """Bytes of activations that one step keeps for its backward.
 
     Counted where autograd saves them, each storage once, at the run's batch and at twice that; the difference is what
-    belongs to a batch: parameters and autocast's 16-bit copies of them fall out.  The model's copy does the work, so
-    its counters and scales stand still.
+    belongs to a batch: parameters and autocast's 16-bit copies of them fall out.  What is around FP8 layers is in BF16,
+    as it is on a card.  The model's copy does the work, so its counters and scales stand still.
     """
     model, config = copy.deepcopy(trainer.model), trainer.config
 
     def saved(batch: int) -> int:
         ids = trainer.text.batch(trainer.seed, 0, batch, config.shape.context).to(trainer.device)
-        with trainer.precision.step(), trainer.precision.forward():
+        with trainer.precision.step(), trainer.precision.usual():
             return saved_bytes(model, lambda: loss_of(model, ids))
 
     return saved(2 * config.batch) - saved(config.batch)

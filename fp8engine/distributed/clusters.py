@@ -7,7 +7,7 @@
     sent    bytes that a rank sends in a ring (traffic.py); NCCL makes a ring for each network adapter, and each ring
             leaves a node once, so that each of the g adapters carries sent / g
     nvlink  bytes/s that a card sends to cards of its node; nic: to other nodes
-    R       16-bit matmuls of 8192^3 on an H200, measured; speedup: of FP8 on an H100, predicted (numerics/cost.py)
+    R       16-bit matmuls of 8192^3 on an H200, measured; speedup: of FP8 on an H100, predicted (ops/cost.py)
 
 Left out, all of which make a step longer: norms, activations and the optimizer, latency, and the first gather and the
 last reduction, which nothing hides.  Compute without them is short, so the batch from which communication is predicted
@@ -21,8 +21,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fp8engine.numerics.cost import speedup
 from fp8engine.numerics.recipe import Recipe
+from fp8engine.ops.cost import speedup
 
 RATE = 790e12  # R, FLOP/s
 MEMORY = {"H100": 80e9, "H200": 141e9}  # bytes of a card, of NVIDIA's data sheets

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8engine import _torch
-from fp8engine._torch import plain_name
+from fp8engine._torch import Model, plain_name
 from fp8engine.autograd.gathered import why_not
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.convert.select import linear_layers, parameter_of
@@ -41,13 +41,13 @@ UNCOMPARED = ("ignored_params", "shard_placement_fn")  # options that are no pla
 
 
 def fsdp(
-    model: nn.Module,
+    model: Model,
     *,
     mesh: dist.DeviceMesh | None = None,
     blocks: Sequence[nn.Module] | None = None,
     strict: bool = False,
     **fully_shard_options,
-) -> nn.Module:
+) -> Model:
     """Shard a converted model by torch's `fully_shard`, block by block, and gather its weights as FP8 codes.
 
     mesh: one dimension (FSDP), or two with names (HSDP: replicas, then shards); None: all processes.
@@ -97,7 +97,7 @@ def fsdp(
     return model
 
 
-def gather_fp8(model: nn.Module, *, strict: bool = False) -> nn.Module:
+def gather_fp8(model: Model, *, strict: bool = False) -> Model:
     """Gather the weights of a converted model as FP8 codes that other code has sharded by `fully_shard`.
 
     For Accelerate, torchtitan and scripts that call fully_shard themselves; `fsdp` calls it.  Returns the model.

@@ -21,13 +21,14 @@ The idea is that of VeOmni's pull request 1167 and LoongForge's 223.
 # Annotations are not postponed here: DistributedDataParallel compares those of a hook with its own classes.
 
 import socket
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fp8engine import _torch, environment
+from fp8engine._torch import Model
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.packed import pack, unpack
 from fp8engine.errors import ParallelError
@@ -40,7 +41,6 @@ ONE_NODE = (
     "(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16); bf16_compress_hook for DDP), or shard within a node and "
     "replicate between nodes (fully_shard with a mesh of two dimensions)"
 )
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def fp8_gradients(model: Model) -> Model:

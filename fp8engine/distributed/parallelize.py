@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from fp8engine._torch import Model
 from fp8engine.convert.blocks import repeated_blocks
 from fp8engine.distributed.agree import agree
 from fp8engine.distributed.shard import COLUMNS
@@ -29,8 +30,8 @@ TORCHS = {ColwiseParallel: "Colwise", RowwiseParallel: "Rowwise"}
 
 
 def tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, dim: str | None = None
-) -> nn.Module:
+    model: Model, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, dim: str | None = None
+) -> Model:
     """Divide the layers of a converted model over the ranks of `mesh`, in place; returns the model.
 
     plan: {"layers.*.mlp.up_proj": Colwise(...)}, names or globs of parts to styles: Colwise and Rowwise for converted
@@ -50,10 +51,10 @@ def tensor_parallel(
     problems = list(_problems(model, plan, mesh.size()))[:8]
     problem = "; ".join([*problems, "nothing was divided"]) if problems else None
     agree("tensor_parallel", _described(model, plan), mesh.get_group(), problem)
-    divided = parallelize_module(model, mesh, dict(plan))
-    for block in repeated_blocks(divided) or [divided]:
+    parallelize_module(model, mesh, dict(plan))  # in place
+    for block in repeated_blocks(model) or [model]:
         _sum_over_ranks(block)
-    return divided
+    return model
 
 
 def _sum_over_ranks(block: nn.Module) -> None:

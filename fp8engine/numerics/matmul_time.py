@@ -3,22 +3,26 @@
     y[M, N] = sum_k a[m, k] b[n, k]         tiles of BM x BN, shared among the card's multiprocessors
 
     pass        BM BN BK / (multiply-adds a clock)                      clocks that the Tensor Cores need
-    main loop   ceil(K / BK / parts) max(pass / (ceiling LOOP), bytes of a and b / bytes a clock from L2)
+    L2          (BM + BN) BK bytes / L2_OF_PROCESSOR into each multiprocessor; of all that load at once / L2_OF_CARD,
+                where an operand with a single tile along M or N is asked for by all of them together and counts nothing
+    main loop   ceil(K / BK / parts) max(pass / (ceiling LOOP), L2)
     tile        main loop + exposed clocks: LATENCY until the first tiles arrive, BM BN out_bytes / STORE to write y
     compute     ceil(tiles parts / multiprocessors) tile / clock
     memory      (a + b + y, and a and b again where a wave's share of them does not fit into L2) / (MEMORY bandwidth)
-    time        START + max(compute, memory); and where parts of K are added by a second launch, START and their bytes
-                through L2 again
+    time        START + FILL + (compute^BLEND + memory^BLEND)^(1 / BLEND); and where parts of K are added by a second
+                launch, START and their bytes through L2 again
 
-The clock is the data sheet's in a short burst.  A card that multiplies without pause reaches its power limit, and its
-clock falls until it draws no more.  Per multiprocessor, with u the share of clocks in which Tensor Cores multiply:
+In a short burst the clock is the card's highest.  A card that multiplies without pause reaches its power limit, and its
+clock falls until it draws no more.  Per multiprocessor, with u the share of time in which its Tensor Cores multiply
+(not while a kernel starts, nor in a last wave that has no tile for it):
 
-    clock = min(boost, CLOCK (watts / (WATTS activity))^SLOPE)         activity = u A + (1 - u) RESTING
+    clock = min(BURST data sheet's, CLOCK (watts / (WATTS activity))^SLOPE)
+    activity = u (BF16: 1, FP8: ACTIVITY) + (1 - u) RESTING
 
-LOOP, STORE, MEMORY, START, CLOCK, SLOPE and FP8's activity were fitted to the rows of benchmarks/published.json that
-are marked "calibration" and to no others; the rest are estimates.  `python -m benchmarks.published` prints the error on
-all other rows.  What limits its truth: the values of the operands alone move the clock by up to 15 % (H. He,
-"Strangely, matrix multiplications on GPUs run faster when given predictable data", thonking.ai, 2024).
+`python -m benchmarks.fit` fitted all parameters but START, WATTS, BURST, L2_OF_PROCESSOR and SHORTEST_PART to half of
+the matmuls of benchmarks/published.json; `python -m benchmarks.published` prints the error on the others.  What limits
+its truth: the values of the operands alone move the clock by up to 15 % (H. He, "Strangely, matrix multiplications on
+GPUs run faster when given predictable data", thonking.ai, 2024), and two tables of one kernel differ by up to 50 %.
 """
 
 from __future__ import annotations
@@ -28,17 +32,21 @@ from dataclasses import dataclass, replace
 
 from fp8engine.numerics.cards import Card, multiply_adds
 
-LOOP = 0.95  # share of its static ceiling that a main loop reaches: barriers, latency of shared memory
-LATENCY = 1000.0  # clocks from the first load of a tile until its products begin
-STORE = 12.7  # bytes a clock that a multiprocessor writes of y, its epilogue included
-MEMORY = 0.77  # share of the data sheet's bandwidth that a kernel reaches
-START = 1.8e-6  # seconds from a kernel's start until all multiprocessors work, and for the last to end
-CLOCK, WATTS = 1.565e9, 4.55  # Hz at these watts a multiprocessor, multiplying BF16 without pause
-SLOPE = 0.60  # of the clock's logarithm over the power's: 1/3 where voltage follows the clock, 1 where it does not
-ACTIVITY = {16: 1.0, 8: 1.17}  # power of a clock with products of so many bits, relative to BF16's
-RESTING = 0.35  # the same without products
-L2_OF_CARD, L2_OF_PROCESSOR = 5120.0, 64.0  # bytes a clock: NVIDIA's A100 paper, H100's is not published; one load port
-TILE_SHARE = 0.6  # of L2 that a wave's operands can keep
+LOOP = 0.806  # share of its static ceiling that a main loop reaches: barriers, latency of shared memory
+LATENCY = 1420.0  # clocks from the first load of a tile until its products begin
+STORE = 16.6  # bytes a clock that a multiprocessor writes of y, its epilogue included
+MEMORY = 0.906  # share of the data sheet's bandwidth that a kernel reaches
+START = 1.8e-6  # seconds from any kernel's start until all multiprocessors work, and for the last to end: an estimate
+FILL = 2.3e-6  # seconds more of a matmul: its first tiles' way from memory, its last tile's way to it
+BLEND = 3.34  # compute and memory hinder each other where both are near the limit
+CLOCK, WATTS = 1.604e9, 4.55  # Hz at these watts a multiprocessor, multiplying BF16 without pause
+SLOPE = 0.548  # of the clock's logarithm over the power's: 1/3 where voltage follows the clock, 1 where it does not
+ACTIVITY = 1.188  # power of a clock with products in FP8, relative to BF16's
+RESTING = 0.2  # the same without products
+BURST = 1.08  # highest clock over the data sheet's rates: 1980 of 1830 MHz (SXM), 1755 of 1620 (PCIe)
+L2_OF_CARD = 5220.0  # bytes a clock; the rows say no more than 4,700 to 7,500 (docs/performance.md)
+L2_OF_PROCESSOR = 64.0  # bytes a clock of one load port
+TILE_SHARE = 0.503  # of L2 that a wave's operands can keep
 SHORTEST_PART = 512  # values of K
 
 
@@ -69,11 +77,10 @@ class Kernel:
 # 128x128 with a plain epilogue in machine_code/baselines/; others cost up to 11 points (tests/bench/test_predicted.py
 # holds these against it, `python -m benchmarks.predicted` says where they are old).  cuBLASLt's loops are not public:
 # those that scale or promote are taken for DeepGEMM's, fitted with the parameters.
-LIBRARY = 0.81
+LIBRARY = 0.849
 CEILINGS = {
     "triton": {"fast": 1.0, "promoted": 0.71, "block": 0.65, "block by block": 0.55},
     "gluon": {"fast": 1.0, "promoted": 0.92, "block": 0.91, "block by block": 0.89},
-    "cublas": {"fast": 1.0, "promoted": LIBRARY, "block": LIBRARY, "block by block": LIBRARY},
     "pointers": {"fast": 0.22, "promoted": 0.18, "block": 0.13, "block by block": 0.13},
 }
 TILES = ((128, 256), (256, 128), (192, 128), (128, 192), (128, 160), (128, 128), (64, 128))  # of a library
@@ -103,23 +110,24 @@ def predict(
     >>> from fp8engine.numerics.cards import H100_SXM
     >>> found = predict(H100_SXM, Kernel(128, 256), (8192, 8192, 8192))
     >>> found.limit, round(found.seconds * 1e6, -1)
-    ('L2', 880.0)
+    ('Tensor Cores', 830.0)
     """
     m, n, k = shape
     tiles = math.ceil(m / kernel.block_m) * math.ceil(n / kernel.block_n)
     kernel = replace(kernel, split=max(1, min(kernel.split, card.processors // tiles, k // SHORTEST_PART)))
-    loop, tensor, by_l2 = _loop(card, kernel, tiles, k)
+    loop, tensor, by_l2 = _loop(card, kernel, shape)
     exposed = _exposed(kernel, out_bytes)
     if kernel.programs > 1 and tiles * kernel.split > card.processors:
         exposed /= kernel.programs  # another program multiplies meanwhile
-    waves = math.ceil(tiles * kernel.split / card.processors)
-    clock = card.clock
+    clocks = math.ceil(tiles * kernel.split / card.processors) * (loop + exposed)
+    clock = BURST * card.clock
     if sustained:
-        clock = sustained_clock(card, kernel.bits, tensor / (loop + exposed))
-    compute = waves * (loop + exposed) / clock
+        lasting = card.processors * (clocks + (START + FILL) * clock)
+        clock = sustained_clock(card, kernel.bits, tiles * kernel.split * tensor / lasting)
+    compute = clocks / clock
     memory = _bytes(card, kernel, shape, out_bytes) / (MEMORY * card.memory)
     limit = "memory" if memory > compute else "L2" if by_l2 else "Tensor Cores"
-    seconds = START + max(compute, memory)
+    seconds = START + FILL + (compute**BLEND + memory**BLEND) ** (1 / BLEND)
     if kernel.split > 1:  # FP32 sums, written and read
         seconds += START + 8 * m * n * kernel.split / (L2_OF_CARD * clock)
     return Prediction(seconds, compute, memory, clock, limit, loop, exposed)
@@ -130,10 +138,10 @@ def library(card: Card, sums: str, bits: int, shape: tuple[int, int, int], *, su
 
     >>> from fp8engine.numerics.cards import H100_SXM
     >>> round(library(H100_SXM, "fast", 16, (8192, 8192, 8192)).seconds * 1e6, -1)
-    1400.0
+    1480.0
     """
     tiles = TILES if sums == "fast" else TILES[-2:]  # FP32 sums twice in registers leave room for 128x128
-    ceiling = CEILINGS["cublas"][sums]
+    ceiling = 1.0 if sums == "fast" else LIBRARY
     kernels = (Kernel(m, n, 1024 // bits, ceiling, bits=bits, overlapped=True, cluster=2) for m, n in tiles)
     return min((predict(card, one, shape, sustained=sustained) for one in kernels), key=lambda found: found.seconds)
 
@@ -143,21 +151,26 @@ def sustained_clock(card: Card, bits: int, busy: float) -> float:
 
     >>> from fp8engine.numerics.cards import H100_PCIE
     >>> round(sustained_clock(H100_PCIE, 16, 0.9) / 1e9, 2)
-    1.13
+    1.2
     """
-    activity = busy * ACTIVITY[bits] + (1 - busy) * RESTING
+    activity = busy * (ACTIVITY if bits == 8 else 1.0) + (1 - busy) * RESTING
     watts = (card.watts - card.idle_watts) / card.processors
-    return min(card.clock, CLOCK * (watts / (WATTS * activity)) ** SLOPE)
+    return min(BURST * card.clock, CLOCK * (watts / (WATTS * activity)) ** SLOPE)
 
 
-def _loop(card: Card, kernel: Kernel, tiles: int, k: int) -> tuple[float, float, bool]:
+def _loop(card: Card, kernel: Kernel, shape: tuple[int, int, int]) -> tuple[float, float, bool]:
     """(clocks of a tile's main loop, those that its products take, whether L2 is the limit)."""
+    m, n, k = shape
+    along_m, along_n = math.ceil(m / kernel.block_m), math.ceil(n / kernel.block_n)
     passes = math.ceil(math.ceil(k / kernel.block_k) / kernel.split)
     tensor = kernel.block_m * kernel.block_n * kernel.block_k / multiply_adds(kernel.bits)
     ceiling = min(1.0, kernel.ceiling * kernel.programs) if kernel.programs > 1 else kernel.ceiling
-    rows = kernel.block_m + kernel.block_n / kernel.cluster
-    active = min(tiles * kernel.split, card.processors)
-    from_l2 = rows * kernel.block_k * kernel.bits / 8 / min(L2_OF_PROCESSOR, L2_OF_CARD / active)
+    asked = (0 if along_m == 1 else kernel.block_m, 0 if along_n == 1 else kernel.block_n)
+    of_card = (sum(asked) - max(asked) * (1 - 1 / kernel.cluster)) * min(
+        along_m * along_n * kernel.split, card.processors
+    )
+    row = kernel.block_k * kernel.bits / 8
+    from_l2 = row * max((kernel.block_m + kernel.block_n) / L2_OF_PROCESSOR, of_card / L2_OF_CARD)
     return passes * max(tensor / (ceiling * LOOP), from_l2), passes * tensor, from_l2 > tensor / (ceiling * LOOP)
 
 

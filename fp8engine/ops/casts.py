@@ -110,6 +110,8 @@ def _shapes(x, cast):
 def shapes_of_both(x, cast, transposed):
     """What `taken_apart` gives of the codes of x, without values."""
     other = _shapes(x.t(), cast) if cast and transposed else None
+    if other is not None:
+        other = other[0], x.new_empty(other[1].shape[::-1], dtype=torch.float32).t()  # as x's own groups lie
     return taken_apart(_shapes(x, cast) if cast else None, other, cast)
 
 

@@ -146,13 +146,17 @@ def _values(flat: Sequence, place: int | None, named: int | None) -> Sequence:
 
 
 def owned(results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-    """Row-major tensors that share no memory with each other, as torch asks of an operator's results.
+    """Tensors without gaps that share no memory with each other, as torch asks of an operator's results.
 
-    An empty one for what there is not (None); the first there is.
+    Row-major, or column-major as the scales of a transposed copy are.  An empty one for what there is not (None); the
+    first there is.
     """
     made: list[torch.Tensor] = []
     for x in results:
-        x = made[0].new_empty(0) if x is None else x.contiguous()
+        if x is None:
+            x = made[0].new_empty(0)
+        elif not (x.dim() == 2 and x.t().is_contiguous()):
+            x = x.contiguous()
         shared = x.numel() and any(x.data_ptr() == other.data_ptr() for other in made)
         made.append(x.clone() if shared else x)
     return tuple(made)

@@ -61,9 +61,17 @@ def choose(
     torch_can = not by_block or scaled_mm.no_blocks(where) is None
     if by_block and not triton_backend.usable():
         return "cublas" if torch_can else "reference"
-    ratio, found = _measured(where, _operation(precision, by_block), shape, kind)
+    ratio, found = _measured(where, operation_of(precision, by_block), shape, kind)
     if found is not None:
         return found.backend
+    return by_ratio(by_block, torch_can, ratio)
+
+
+def by_ratio(by_block: bool, torch_can: bool, ratio: float) -> str:
+    """The backend where only the tuning table was measured.  ratio: torch's time over ours; 0: not measured.
+
+    torch_can: whether torch takes such scales there.
+    """
     if by_block:
         return "cublas" if torch_can and 0.0 < ratio < 1.0 else "triton"
     return "triton" if ratio >= 1.0 else "cublas"
@@ -73,7 +81,7 @@ def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str,
     """Why an FP8 matmul runs on the backend that `choose` names, on a card with FP8 Tensor Cores; "" elsewhere."""
     if not device.has_fp8(where):
         return ""
-    ratio, found = _measured(where, _operation(precision, "block" in kind), shape, kind)
+    ratio, found = _measured(where, operation_of(precision, "block" in kind), shape, kind)
     if found is not None:
         return str(found)
     if ratio:
@@ -82,7 +90,8 @@ def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str,
     return newer.get("block" in kind, "our kernels were not measured on this card for this shape")
 
 
-def _operation(precision: str, by_block: bool) -> str:
+def operation_of(precision: str, by_block: bool) -> str:
+    """The tuning table's name of an FP8 matmul."""
     if by_block:
         return "matmul_block"
     return "matmul_fp8" if precision == "fast" else "matmul_fp8_promoted"
@@ -159,7 +168,7 @@ def _on_triton(a: Operand, b: Operand, epilogue: Epilogue, precision: str) -> to
     """On our kernels, under the configuration that the card measured, if it did."""
     found = None
     if asked() is None and a.data.device.type == "cuda":
-        operation = _operation(precision, a.scaled_along_k or b.scaled_along_k)
+        operation = operation_of(precision, a.scaled_along_k or b.scaled_along_k)
         _, found = _measured(a.data.device, operation, _sizes(a, b), card_trials.kind_of(a, b))
     return triton_backend.matmul(a, b, epilogue, precision == "fast", found and found.config)
 

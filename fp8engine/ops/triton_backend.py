@@ -210,7 +210,7 @@ def _suited(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     if not (a.scaled_along_k or b.scaled_along_k):
         return a, b
     size = a.cols if a.scaled_along_k else b.cols
-    return _in_groups(a, size), _in_groups(b, size)
+    return in_groups(a, size), in_groups(b, size)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form) -> torch.Tensor:
@@ -285,7 +285,7 @@ def _addressable(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _in_groups(operand: Operand, size: int) -> Operand:
+def in_groups(operand: Operand, size: int) -> Operand:
     """The operand with a scale for every `size` of K: one per tensor or per row is repeated, as a view."""
     if operand.scaled_along_k:
         return operand._replace(rows=operand.data.shape[0] if operand.rows == -1 else operand.rows)

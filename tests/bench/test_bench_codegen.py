@@ -5,7 +5,6 @@ import doctest
 import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from benchmarks.machine_code import baselines, judge, keys, launches, offline, s
 from fp8engine.errors import VersionError
 from fp8engine.kernels.tuning import Config, pick, table
 
-ROOT = Path(__file__).parents[2]
 BASELINE = json.loads(baselines.path(baselines.DEVELOPED).read_text())["kernels"]
 CASES = {case.name: case for case in launches.cases()}
 
@@ -228,30 +226,6 @@ def test_what_counts_as_a_loss(change, words):
 def test_how_many_programs_fit(shared, registers, warps, fit):
     made = offline.Compiled("", "", shared, warps, registers, 0, ())
     assert judge.programs(made, judge.CARDS[90]) == fit
-
-
-TILE = "sm_90 128x128x128 g8 w8 s4 p1 tma"
-CEILINGS = {
-    "FP8, one scale per tensor or row, fast": ("matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma flat plain",) * 2,
-    "the same, promoted every 128 of K": (
-        "matmul_fp8_promoted tensor sm_90 128x128x128 g8 w8 s5 p4 gluon plain",
-        "matmul_fp8_promoted tensor sm_90 128x128x128 g8 w8 s5 p4 tma plain",
-    ),
-    "blocks 1x128 by 128x128 (forward, dgrad)": (
-        "matmul_block 1x128 128x128 sm_90 128x128x128 g8 w8 s5 p2 gluon plain",
-        "matmul_block 1x128 128x128 sm_90 128x128x128 g8 w8 s5 p2 tma plain",
-    ),
-    "blocks 1x128 by 1x128 (wgrad)": (
-        "matmul_block 1x128 1x128 sm_90 128x128x128 g8 w8 s5 p2 gluon plain",
-        "matmul_block 1x128 1x128 sm_90 128x128x128 g8 w8 s5 p2 tma plain",
-    ),
-}
-
-
-@pytest.mark.parametrize("words", CEILINGS)
-def test_the_documents_say_what_the_baseline_says(words: str):
-    used, plain = (BASELINE[name]["ceiling"] for name in CEILINGS[words])
-    assert f"| {words} | {used} % | {plain} % |" in (ROOT / "docs" / "performance.md").read_text()
 
 
 @pytest.mark.parametrize(("name", "least"), [("promoted", 90), ("block 1x128 128x128", 90), ("block 1x128 1x128", 80)])

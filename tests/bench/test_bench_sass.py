@@ -110,7 +110,7 @@ def test_what_is_issued_with_no_product_in_flight(instructions, exposed):
 
 def test_clocks_add_up_where_a_barrier_holds_all_warps_at_the_same_place():
     loop = pass_of(FIRST, LAST, DRAINED, BARRIER, *SCALED)
-    tensor = loop.multiply_adds(warps=8) / 4096
+    tensor = loop.tensor_cycles(8, 4096, 2048)
     assert (loop.length, tensor) == (65, 256.0)  # two of 64x128x32, of two warpgroups
     # 63 instructions of 8 warps on 4 schedulers take 126 clocks in which the Tensor Core does nothing.
     assert loop.ceiling(tensor, warps=8) == 256 / (256 + 126)
@@ -123,12 +123,34 @@ def test_clocks_add_up_where_a_barrier_holds_all_warps_at_the_same_place():
 @pytest.mark.parametrize(
     ("product", "warps", "each"),
     [
-        ("QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", 8, 2 * 64 * 256 * 32),  # of a warpgroup
-        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", 4, 64 * 128 * 16),
-        ("QMMA.16832.F32.E4M3.E4M3 R8, R4, R6, R8", 8, 8 * 16 * 8 * 32),  # of a warp
-        ("HMMA.16816.F32.BF16 R8, R4, R6, R8", 4, 4 * 16 * 8 * 16),
+        ("QGMMA.64x256x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", 8, 2 * 64 * 256 * 32 / 4096),  # of a warpgroup
+        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", 4, 64 * 128 * 16 / 2048),
+        ("QMMA.16832.F32.E4M3.E4M3 R8, R4, R6, R8", 8, 8 * 16 * 8 * 32 / 4096),  # of a warp
+        ("HMMA.16816.F32.BF16 R8, R4, R6, R8", 4, 4 * 16 * 8 * 16 / 2048),
+        ("UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8]", 4, 0),  # whose size no suffix says
         ("FFMA R8, R4, R6, R8", 4, 0),
     ],
 )
-def test_multiply_adds_of_a_pass(product, warps, each):
-    assert pass_of(product, product).multiply_adds(warps) == 2 * each
+def test_clocks_of_the_products_of_a_pass(product, warps, each):
+    assert pass_of(product, product).tensor_cycles(warps, 4096, 2048) == 2 * each
+
+
+def test_products_of_several_shapes_each_take_their_clocks():
+    """Attention's, which add up: FP8 at 4096 multiply-adds a clock, 16 bits at 2048."""
+    loop = pass_of(
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24",
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24",
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
+    )
+    assert loop.of_shape == {"QGMMA.64x64x32": 1, "HGMMA.64x128x16": 2}
+    assert loop.tensor_cycles(8, 4096, 2048) == 2 * (64 * 64 * 32 / 4096 + 2 * 64 * 128 * 16 / 2048)
+
+
+def test_bytes_of_a_pass_are_those_that_16_byte_loads_bring():
+    loop = pass_of(
+        "LDGSTS.E.BYPASS.128 [R6], desc[UR36][R14.64], P1",
+        "@!P0 LDGSTS.E [R31+0xe000], desc[UR36][R12.64], P1",  # a scale
+        "LDG.E.128 R8, desc[UR36][R6.64]",
+        LAST,
+    )
+    assert loop.loaded == 32

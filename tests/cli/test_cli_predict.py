@@ -1,16 +1,19 @@
 """`fp8engine bench predict`, as a person and as a script use it; its numbers are those of the cost model."""
 
 import json
+from statistics import median
 
 import pytest
 from torch import nn
 from typer.testing import CliRunner
 
+from benchmarks import published, published_layers
 from fp8engine.bench import predict
 from fp8engine.cli import app
+from fp8engine.cli.bench import ERROR
 from fp8engine.numerics.cards import H100_PCIE, H100_SXM
-from fp8engine.numerics.cost import layer_time
-from fp8engine.numerics.recipe import resolve
+from fp8engine.numerics.recipe import RECIPES, resolve
+from fp8engine.ops.cost import Setting, layer_time
 
 
 def call(*arguments: object):
@@ -37,7 +40,8 @@ def test_equal_layers_share_a_row_and_the_head_stays_in_bf16():
     up, down, head = found["rows"]
     assert head["why"]
     assert not head["recipes"]
-    time = layer_time(resolve("delayed"), 4096, 2048, 512, H100_SXM)
+    assert set(up["recipes"]) == set(found["total"]["recipes"]) == set(RECIPES)
+    time = layer_time(resolve("delayed"), 4096, 2048, 512, H100_SXM, Setting(bias=True))
     assert up["recipes"]["delayed"]["us"] == pytest.approx(1e6 * time.fp8)
     assert up["recipes"]["delayed"]["casts_us"] == pytest.approx(1e6 * time.casts)
     total = found["total"]
@@ -49,10 +53,18 @@ def test_equal_layers_share_a_row_and_the_head_stays_in_bf16():
 def test_one_layer_on_the_screen_is_marked_as_predicted():
     shown = call("8192,14336,4096", "--card", "h100-pcie")
     assert shown.exit_code == 0, shown.output
-    for text in ("PREDICTED", "nothing was measured", "H100 PCIe", "8192x14336x4096", "blockwise", "casts", "wgrad"):
+    for text in ("PREDICTED", "nothing was measured", "H100 PCIe", "8192x14336x4096", *RECIPES, "casts", "wgrad"):
         assert text in shown.stdout
+    assert "predicted the same: bf16 as BF16, fp16 as BF16, auto as current" in shown.stdout
     speedup = layer_time(resolve("current"), 8192, 14336, 4096, H100_PCIE).speedup
     assert f"{speedup:.2f}x" in shown.stdout
+
+
+def test_the_error_that_is_told_is_the_one_on_rows_that_nothing_was_fitted_to():
+    matmuls = [abs(row.error) for row in published.rows() if not row.fitted]
+    layers = [abs(row.error) for row in published_layers.rows() if row.kind == published_layers.KINDS["layer"]]
+    (matmul, layer) = (f"{100 * median(each):.0f} % and {100 * max(each):.0f} %" for each in (matmuls, layers))
+    assert f"matmuls {matmul}, a layer's speed-up {layer} (" in ERROR
 
 
 def test_a_llama_by_name_as_json():

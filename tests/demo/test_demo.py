@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fp8engine.demo.config import Text, read
 from fp8engine.demo.precision import SumsInFP32
 from fp8engine.demo.progress import Silent
 from fp8engine.demo.report import COLUMNS, Summary, about
-from fp8engine.demo.trainer import Curve, Trainer
+from fp8engine.demo.trainer import Trainer
 from fp8engine.errors import UnknownName
 from fp8engine.report.state import scaling_state_dict
 
@@ -123,13 +124,13 @@ def test_entropy_of_pairs_by_hand():
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
-def test_fp8_saves_one_byte_where_fp32_saves_four(recipe: str):
+def test_fp8_saves_one_byte_where_bf16_saves_two(recipe: str):
     """Inputs of the four layers of a block: width, width, width and 4 width a token; scales are the rest."""
     config = Config(size="tiny", steps=1, batch=4)
-    wide, narrow = (session.activation_bytes(trainer(name, config)) for name in ("fp32", recipe))
+    wide, narrow = (session.activation_bytes(trainer(name, config)) for name in ("bf16", recipe))
     inputs = config.tokens_per_step * 2 * (3 * 64 + 4 * 64)
     rows = config.tokens_per_step * 2 * 4
-    assert 0 <= narrow - (wide - 3 * inputs) <= 4 * 2 * rows
+    assert 0 <= narrow - (wide - inputs) <= 4 * 2 * rows
 
 
 def test_measuring_disturbs_nothing():
@@ -302,28 +303,64 @@ def test_only_the_first_run_and_the_last_in_fp8_write_a_sample(tmp_path):
     assert [result.recipe for result in outcome.summary.samples()] == ["fp32", "rowwise"]
 
 
-def test_the_picture_pairs_losses_with_fp32s_step_by_step():
-    """Twice the loss on every batch is +100 %, whatever the batches' losses are; a stopped run ends where it ended."""
+def panel_of(draw: Callable, *arguments: Any) -> Any:
     from matplotlib.figure import Figure
 
-    base = run(Config(size="tiny", steps=4, batch=2), "fp32")
-    curve = base.curve
-    double = Curve([2 * loss for loss in curve.losses[:3]], curve.seconds[:3], [(1, 2 * curve.validation[0][1])])
     panel: Any = Figure().subplots()
-    picture._difference(panel, [base, replace(base, recipe="current", steps=3, curve=double)])
-    zero, line, dots = panel.lines
-    assert list(zero.get_ydata()) == [0, 0]
-    assert list(line.get_xdata()) == [1, 2, 3]
-    assert list(line.get_ydata()) == pytest.approx([100] * 3, rel=1e-9)
-    assert (list(dots.get_xdata()), list(dots.get_ydata())) == ([1], [pytest.approx(100, rel=1e-9)])
-    assert line.get_label() == "current   +100.00"
+    draw(panel, *arguments)
+    return panel
 
 
-@pytest.mark.parametrize(("lowest", "top"), [(1.5, 4.2), (4.9, 5.4)])
-def test_the_picture_shows_where_a_short_run_ends(lowest: float, top: float):
-    from matplotlib.figure import Figure
+def test_the_picture_pairs_losses_with_fp32s_of_the_same_seed_and_step():
+    """Of three seeds +10 %, +20 % and +60 %: their mean is 30, its standard error sqrt(700 / 3); a NaN is left out."""
+    base = run(Config(size="tiny", steps=2, batch=2), "fp32")
+    results = [replace(base, seed=seed, validation_loss=loss) for seed, loss in enumerate((1.0, 2.0, 4.0))]
+    results += [
+        replace(base, recipe="current", seed=seed, validation_loss=loss) for seed, loss in enumerate((1.1, 2.4, 6.4))
+    ]
+    results += [replace(base, recipe="auto", steps=1, validation_loss=9.0), replace(base, recipe="auto", seed=7)]
+    results += [replace(base, recipe="delayed", validation_loss=math.nan)]
+    found = picture.differences(results)
+    assert found == {"current": pytest.approx([10, 20, 60], rel=1e-9), "auto": [], "delayed": []}
+    panel = panel_of(picture._difference, results)
+    assert [text.get_text() for text in panel.texts] == ["+30.00 ± 15.28"]
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["current"]
+    assert "mean of 3 seeds" in panel.get_title(loc="left")
 
-    result = run(Config(size="tiny", steps=1, batch=2), "fp32")
-    panel: Any = Figure().subplots()
-    picture._loss(panel, [replace(result, steps=2, curve=Curve([5.5, lowest], [1.0, 1.0], []))], 2.3)
-    assert panel.get_ylim()[1] == pytest.approx(top)
+
+def test_the_picture_of_one_seed_has_no_error_and_says_so():
+    base = run(Config(size="tiny", steps=1, batch=2), "fp32")
+    other = replace(base, recipe="current", validation_loss=1.5 * base.validation_loss)
+    panel = panel_of(picture._difference, [base, other])
+    assert [text.get_text() for text in panel.texts] == ["+50.00"]
+    assert "one seed" in panel.get_title(loc="left")
+    assert [text.get_text() for text in panel_of(picture._difference, [other]).texts] == ["no run beside one of fp32"]
+
+
+def test_the_picture_shows_each_format_from_its_step_on():
+    base = run(Config(size="tiny", steps=1, batch=2), "fp32")
+    changes = [
+        {"step": 1, "slot": "blocks.0.up.input", "before": "E5M2/tensor", "after": "E4M3/tensor"},
+        {"step": 3, "slot": "blocks.0.up.input", "before": "E4M3/tensor", "after": "E4M3/tensor (wgrad E4M3/row)"},
+        {"step": 4, "slot": "blocks.0.up.weight", "before": "E4M3/tensor", "after": "bfloat16"},
+    ]
+    formats = {
+        "blocks.0.up.input": "E4M3 per row", "blocks.0.up.weight": "none", "blocks.0.up.grad_output": "E4M3 per tensor"
+    }  # fmt: skip
+    panel = panel_of(picture._formats, replace(base, recipe="auto", steps=5, decisions=changes, formats=formats))
+    e5m2, e4m3, finer, none = range(4)
+    assert list(picture.FORMATS)[none] == "16 bits"
+    assert panel.images[0].get_array().tolist() == [
+        [e5m2, e4m3, e4m3, finer, finer],
+        [e4m3, e4m3, e4m3, e4m3, none],
+        [e4m3] * 5,
+    ]
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["0.up"]
+
+
+def test_a_run_under_auto_knows_the_cast_of_every_slot():
+    result = run(Config(size="tiny", steps=2, batch=2), "auto")
+    layers = [f"blocks.{block}.{layer}" for block in range(2) for layer in ("qkv", "proj", "up", "down")]
+    assert list(result.formats) == [f"{layer}.{role}" for layer in layers for role in picture.ROLES]
+    assert result.formats["blocks.0.qkv.input"] == "E4M3 per tensor"
+    assert run(Config(size="tiny", steps=1, batch=2), "current").formats == {}

@@ -175,8 +175,10 @@ SCALED = [
     ),
     Bug(
         "a slot is given back before its last product is done",
-        "done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n    mbarrier.arrive(empty.index(slot), count=1)",
-        "mbarrier.arrive(empty.index(slot), count=1)\n    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))",
+        "done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n"
+        "    if GIVE_BACK:\n        mbarrier.arrive(empty.index(slot), count=1)\n",
+        "if GIVE_BACK:\n        mbarrier.arrive(empty.index(slot), count=1)\n"
+        "    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n",
         Race,
         "write by TMA",
     ),

@@ -87,11 +87,12 @@ def is_its_twin(asked: Sequence[Call], on_kernels: bool = False) -> None:
 
 
 def assert_apart(call: Call, result: Any, arguments: tuple) -> None:
-    """Results lie in rows, whatever the strides of the inputs: a graph would read them wrongly that do not.
+    """Results lie in rows, and the scales of a transposed copy in columns, whatever the strides of the inputs.
 
     Nothing is written but what the operation says, and no two results share memory, nor one with an input.
     """
-    assert call.name == "decode" or all(x.is_contiguous() for x in tensors(result)), call
+    in_columns = [x for x in tensors(result) if not x.is_contiguous()]
+    assert call.name == "decode" or all(x.dtype == torch.float32 and x.t().is_contiguous() for x in in_columns), call
     results = [x for x in tensors(result) if x.dim() and x.numel()]  # one scale serves both orientations
     memory = [x.untyped_storage().data_ptr() for x in (*results, *tensors(arguments))]
     assert len({*memory[: len(results)]}) == len(results), call

@@ -118,7 +118,7 @@ def test_what_a_card_is_given_fits_into_its_shared_memory(operation, capability)
         as_on = {9: "sm_90", 10: "sm_90", 12: "sm_89"}.get(capability[0], "sm_89" if capability == (8, 9) else "sm_80")
         row = table()[operation][as_on][shape_class(m, n, aligned)]
         assert config is row or capability != (9, 0)
-        assert config == (row if capability == (9, 0) else row._replace(kernel="triton", flatten=False))
+        assert config == (row if capability == (9, 0) else tuning.plain(row)._replace(flatten=False))
 
 
 def test_a_configuration_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch):

@@ -148,7 +148,7 @@ def test_what_it_refuses(folder: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     refused("empty has no config.json", tmp_path / "empty")
     refused("has no tokenizer that transformers can load", model)
-    refused("--tokenizer nowhere: neither a folder", model, "--tokenizer", "nowhere")
+    refused("--tokenizer: 'nowhere' is neither a folder", model, "--tokenizer", "nowhere")
     refused("No such file", *read, "--text", text)
     text.write_text(" \n\n ")
     refused("is empty: want a text of paragraphs or lines", *read, "--text", text)

@@ -34,9 +34,10 @@ IN_16_BITS = Store()
 
 
 def cast_transpose(x_MK: torch.Tensor, cast: Cast, slot: Slot | None = None, sums: bool = False) -> tuple:
-    """Return (x quantised along K, its transpose [K, M] quantised along M), both contiguous.
+    """Return (x quantised along K, its transpose [K, M] quantised along M), the codes of both contiguous.
 
-    cast: groups of the first; a 1 x 128 group becomes 128 x 1 of x for the second.
+    cast: groups of the first; a 1 x 128 group becomes 128 x 1 of x for the second, whose scales lie in memory as these
+    groups of x do: the first dimension is contiguous, as Hopper's TMA reads the scales of a tile's rows.
     sums: a third result, the sums of x's columns, FP32 [K]; not those of its codes, and NaN or Inf as x has them.
 
     >>> x_MK = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 4.0]])
@@ -55,7 +56,7 @@ def _both(x_MK: torch.Tensor, cast: Cast, slot: Slot | None) -> tuple[Operand, O
         return q, q.t()._replace(data=q.data.t().clone(memory_format=torch.contiguous_format))
     down = cast.t()
     other = operand(*quantize(x_MK, down), down).t()
-    return q, other._replace(data=other.data.contiguous(), scale=other.scale.contiguous())
+    return q, other._replace(data=other.data.contiguous(), scale=other.scale.t().contiguous().t())
 
 
 def row_major(y_MK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,51 @@
+"""What tensor descriptors and Gluon's matmuls for Hopper take, by sizes and layouts.  Read without Triton."""
+
+import torch
+
+ALIGNMENT = 16  # bytes: TMA's of base and strides (CUDA driver API, cuTensorMapEncodeTiled), and of a wide load
+TILES = ((128, 128, 128), (256, 128, 128))  # of matmul_gluon_scaled.py
+
+
+def describable(x: torch.Tensor) -> bool:
+    """Whether TMA can read and write the matrix x: contiguous along its last dimension, everything else aligned."""
+    (rows, columns), (stride, along) = x.shape, x.stride()
+    return (
+        along == 1
+        and rows > 0
+        and columns > 0
+        and stride >= columns  # an expanded or sliding view is read by pointers
+        and (x.data_ptr() | stride * x.itemsize) % ALIGNMENT == 0  # a power of two: both are multiples of it
+        and rows < 1 << 31
+        and columns < 1 << 31
+    )
+
+
+def operands(a, b, epilogue) -> str | None:
+    """Why no Gluon kernel can multiply these operands with this epilogue, as in `matmul_fp8`; None where one may."""
+    (m, k), n = a.data.shape, b.data.shape[0]
+    if min(m, n, k) == 0:
+        return f"nothing to multiply in M, N, K = {m}, {n}, {k}"
+    if not describable(a.data):
+        return "a is not 16-byte aligned rows contiguous along K"
+    if not describable(b.data):
+        return "b is not 16-byte aligned rows contiguous along K"
+    if epilogue.into is not None:
+        return "a result that is added to what is there"
+    if n * epilogue.out.itemsize % ALIGNMENT != 0:
+        return f"rows of the result, {n} of {epilogue.out}, are not 16-byte aligned"
+    return None
+
+
+def scaled(a, b, config) -> str | None:
+    """Why `matmul_gluon_scaled` cannot multiply these, beyond that; None where it can."""
+    if (config.block_m, config.block_n, config.block_k) not in TILES:
+        return f"tiles are {' or '.join(map(str, TILES))}, not of {config}"
+    if a.scaled_along_k:
+        if a.cols != config.block_k:
+            return f"groups of {a.cols} along K, not of {config.block_k}"
+        if a.rows == b.rows == 1:
+            if not (describable(a.scale.t()) and describable(b.scale.t())):
+                return "scales of rows are not contiguous and 16-byte aligned along M and N"
+        elif b.rows % config.block_n != 0:
+            return f"blocks of {b.rows} rows of b, of which a tile has {config.block_n}"
+    return None
