@@ -155,8 +155,8 @@ def pick(operation: str, capability: tuple[int, int], m: int, n: int, aligned: b
         wanted = min(("large", "medium"), key=lambda name: _traffic(rows["sm_90"][name], m, n))
     classes = [wanted] if wanted == UNALIGNED else CLASSES[CLASSES.index(wanted) : -1]
     candidates = [rows[f"sm_{arch}"][name] for arch in known for name in classes]
-    if architecture != 90:  # Gluon's kernels are Hopper's alone
-        candidates = [plain(one) for one in candidates]
+    if architecture != 90:  # both are for Hopper: Triton fails on a loop made one that counts, where it has tcgen05
+        candidates = [plain(one)._replace(flatten=False) for one in candidates]
     for config in candidates:
         if shared_memory(operation, config) <= limit:
             return config

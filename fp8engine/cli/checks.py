@@ -29,10 +29,9 @@ FP8_ERROR = 0.1  # relative; three random matmuls in E4M3 or E5M2 are at 0.03 to
 
 def examine() -> dict:
     """All findings as plain values; "problems" is empty where everything needed works."""
-    problems, notes = [], []
+    notes = []
     versions = {name: version(name) for name in (*NEEDED, *OPTIONAL)}
-    for name in NEEDED:
-        problems += _version_problems(name, versions[name])
+    problems = [problem for name in NEEDED for problem in _version_problems(name, versions[name])]
     for name, extra in OPTIONAL.items():
         if versions[name] is None:
             notes.append(f"{name} is not installed: pip install 'fp8engine[{extra}]' brings it")
@@ -139,7 +138,8 @@ def _card_notes(where: torch.device) -> list[str]:
     if where.type != "cuda":
         return []
     if device.has_fp8(where):
-        return [] if _tuned(where) else [f"{where}: {NOT_TUNED}"]
+        newer = "; ".join(triton_backend.on_blackwell(where).values())
+        return [] if _tuned(where) else [f"{where}: {newer or NOT_TUNED}"]
     if device.is_amd(where):
         return [f"{where}: {device.why_no_fp8(where)}: FP8 is emulated, in FP32, and slower than 16 bits"]
     capability = "sm_{}{}".format(*device.capability(where))

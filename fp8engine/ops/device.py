@@ -6,6 +6,7 @@
 | A100 | sm_80 | no | BF16 Tensor Cores | same |
 | L4, RTX 4090 | sm_89 | yes | - | same |
 | H100, H200 | sm_90 | yes | - | same |
+| B200, B300, RTX 5090 | sm_100, sm_103, sm_120 | yes; by whom: triton_backend.on_blackwell | - | same |
 | AMD (ROCm) | - | not ours: MI300's FP8 is FNUZ, with another bias and range | FP32 | AMD CDNA 3 ISA, FP8 and BF8 |
 | CPU | - | no | BF16 where the CPU has instructions for it, else FP32 | benchmarks/cpu.py |
 

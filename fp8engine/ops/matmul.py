@@ -86,7 +86,8 @@ def why_chosen(where: torch.device, shape: tuple[int, int, int], precision: str,
         return str(found)
     if ratio:
         return f"kernels/tuning.json: our kernel runs {ratio:.2f} times as fast as torch's"
-    return "our kernels were not measured on this card for this shape"
+    newer = triton_backend.on_blackwell(where)
+    return newer.get("block" in kind, "our kernels were not measured on this card for this shape")
 
 
 def operation_of(precision: str, by_block: bool) -> str:

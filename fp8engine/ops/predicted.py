@@ -1,8 +1,7 @@
 """Predicted times of our kernels' configurations: the tuning table's rows as the timing model sees them.
 
     kernel_of    an operation's configuration -> numerics.matmul_time.Kernel
-    seconds      predicted time of one matmul on a card
-    fastest      configurations in the order of their predicted times: what a tuner tries first
+    seconds      predicted time of one matmul on a card: what is fast by it is tried first
 
 Nothing here is measured, and nothing is chosen by it that runs without having been measured.
 """
@@ -10,7 +9,6 @@ Nothing here is measured, and nothing is chosen by it that runs without having b
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,8 +49,3 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
 def seconds(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> float:
     """Predicted time of a matmul of that shape, M, N, K, by one call after a pause: as a tuner times it."""
     return predict(card, kernel_of(operation, config), shape, sustained=False).seconds
-
-
-def fastest(operation: str, configs: Iterable[Any], shape: tuple[int, int, int], card: Card) -> list[Any]:
-    """The configurations, the one that is predicted to be the fastest first; equals stay in their order."""
-    return sorted(configs, key=lambda config: seconds(operation, config, shape, card))

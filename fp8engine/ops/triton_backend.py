@@ -101,6 +101,19 @@ def _not_compiled(where: torch.device) -> str | None:
     return None
 
 
+def on_blackwell(where: torch.device) -> dict[bool, str]:
+    """What multiplies FP8 on a Blackwell card, by whether scales are in blocks; empty for another card."""
+    major, minor = device.capability(where)
+    if major < min(TCGEN05):
+        return {}
+    tiles, until = ("Hopper", "") if major in TCGEN05 else ("Ada", " until this card has measured our kernels")
+    ours = f"on Blackwell our kernel for Triton multiplies scales in blocks, with {tiles}'s tiles and without Gluon"
+    return {
+        False: f"on Blackwell cuBLASLt multiplies scales per tensor or row{until}",
+        True: f"{ours}; it was written without a card of sm_{major}{minor}, and never measured on one",
+    }
+
+
 def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, config=None) -> torch.Tensor:
     """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason.
 

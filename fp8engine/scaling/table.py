@@ -271,8 +271,8 @@ class ScalingState:
     def fold(self) -> None:
         """Enter this step's amaxes into the windows and predict the next scales."""
         came, self.begun = self.backward_seen, True
-        if came and self._host is None:  # not on a CPU: a card may measure itself
-            step_begins(self.device)
+        if self._host is None:  # not on a CPU: a card may measure itself
+            step_begins(self.device, self, came)
         self.backward_seen = self.recomputed = False
         if self.on_step is not None:
             self.step_amax_S = self.live_2S[0].clone()

@@ -1,14 +1,13 @@
 """A card that measures itself, on a fake card under a fake clock: what is timed, what is kept, what runs afterwards."""
 
 import logging
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cards import FAST, KEY, LARGE, SLOW, SMALL, WGRAD, WIDE, FakeCard, Model, train, trained
 
 import fp8engine as fe
-from benchmarks.distributed.processes import run
 from fp8engine import environment
 from fp8engine.errors import StateError
 from fp8engine.kernels import tuning
@@ -19,35 +18,7 @@ from fp8engine.ops.choice_file import Choice, Job
 from fp8engine.scaling import table
 from fp8engine.scaling.table import ScalingState
 
-KEY = {"card": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "driver": "580.95.05", "triton": "3.6.0", "kernels": "ab"}
-LARGE, SMALL = Job("matmul_fp8", "tensor", 8192, 4096, 4096), Job("matmul_fp8", "row", 512, 512, 512)
-WGRAD = Job("matmul_block", "block by block", 4096, 4096, 16384)
-FAST, SLOW, WIDE = Config(128, 256, 128, parts=2), Config(64, 128, 128, warps=4), Config(128, 128, 128, warps=4)
 CUDA = torch.device("cuda", 0)
-
-
-class FakeCard:
-    """Times that are given; each trial moves the clock by `costs` seconds, or raises."""
-
-    def __init__(self, times: dict, costs: float = 0.1):
-        self.times, self.costs, self.clock, self.tried = times, costs, 100.0, []
-
-    def now(self) -> float:
-        return self.clock
-
-    def configs(self, job):
-        return [FAST, SLOW, WIDE, FAST._replace(group_m=16)]
-
-    def forget(self) -> None:
-        self.tried.append("forgotten")
-
-    def time(self, job, config) -> float:
-        self.tried.append((job, config))
-        self.clock += self.costs
-        found = self.times.get(config, 1e-3)
-        if isinstance(found, Exception):
-            raise found
-        return found
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +30,6 @@ def cache(tmp_path, monkeypatch):
 def config_of(found: Choice | None) -> Config:
     assert found is not None
     return Config(**(found.config or {}))
-
-
-def trained(card: FakeCard, *jobs: Job, key=KEY) -> CardTrials:
-    """Trials after a first step in which these jobs occurred, and the beginning of a second."""
-    trials = CardTrials(card, key, card.now)
-    for job in jobs:
-        assert trials.look(job) is None
-    trials.step_begins()
-    return trials
 
 
 def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
@@ -84,17 +46,18 @@ def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
 
 def test_it_measures_once_says_so_once_and_keeps_it(caplog, cache):
     with caplog.at_level(logging.WARNING):
-        trials = trained(FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
-        for _ in range(3):
-            trials.step_begins()
+        trials = trained(card := FakeCard({None: 400e-6, FAST: 380e-6}), LARGE)
+        train(trials, LARGE, SMALL, model=trials.model, steps=3)  # type: ignore[attr-defined]
     assert trials.look(SMALL) is None  # a later shape follows the rule, and is not waited for
+    assert not trials.wanted
+    assert len(card.tried) == 5
     (line,) = [record.getMessage() for record in caplog.records]
     (file,) = cache.iterdir()
     for part in ("measured 1 of 1 matmul shapes", "FP8ENGINE_MEASURE=0 switches it off", str(file)):
         assert part in line
     again = CardTrials(card := FakeCard({}), KEY, lambda: 0.0)
     assert again.look(LARGE) == trials.look(LARGE)
-    again.step_begins()
+    train(again, LARGE)
     assert not card.tried
     assert len(caplog.records) == 1
 
@@ -108,7 +71,7 @@ def test_two_seconds_in_all_the_most_work_first():
     assert trials.look(LARGE) is None
 
 
-def test_a_slow_compilation_ends_the_trials():
+def test_a_slow_trial_ends_the_trials():
     card = FakeCard({}, costs=1.5)
     trained(card, LARGE, WGRAD)
     assert card.tried == [(WGRAD, None), "forgotten"]
@@ -232,29 +195,35 @@ def test_the_choice_is_followed_and_told(hopper, monkeypatch):
 def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_asked_for(hopper, monkeypatch):
     trials = CardTrials(card := FakeCard({}), KEY, lambda: 0.0)
     hopper(trials)
+    model = Model()
+    card_trials.step_begins(CUDA, model, False)
+    trials.look(LARGE)
     with fe.backend("cublas"):
-        card_trials.step_begins(CUDA)
+        card_trials.step_begins(CUDA, model, True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    card_trials.step_begins(CUDA)
+    card_trials.step_begins(CUDA, model, True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    card_trials.step_begins(CUDA)
-    card_trials.step_begins(torch.device("cpu"))
+    card_trials.step_begins(CUDA, model, True)
+    card_trials.step_begins(torch.device("cpu"), model, True)
     assert not trials.done
     assert not card.tried
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    card_trials.step_begins(CUDA, model, True)  # eager code, outside of all that
+    assert LARGE in trials.choices
 
 
 def test_a_table_on_a_card_tells_when_a_step_has_ended_and_another_begins(monkeypatch):
     state, told = ScalingState([("layer", fe.current())]), []
-    monkeypatch.setattr(table, "step_begins", told.append)
+    monkeypatch.setattr(table, "step_begins", lambda *given: told.append(given))
     state.backward_seen = True
     state.fold()
     assert told == []  # on a CPU nothing is asked
     state._host = None
     state.fold()
-    assert told == []  # the first step: no backward has come
     state.backward_seen = True
     state.fold()
-    assert told == [state.device]
+    assert told == [(state.device, state, False), (state.device, state, True)]
 
 
 def test_the_setting_switches_it_off(hopper, monkeypatch):
@@ -285,6 +254,14 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     assert seen == [FAST, FAST, None]
 
 
+def test_trials_leave_the_random_numbers_of_training_alone():
+    """Rank 0 alone draws operands: ranks that drop the same values would not any more."""
+    before = torch.get_rng_state()
+    a, b = card_trials.operands(SMALL, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(a.data.float(), b.data.float())
+
+
 def test_only_blocks_of_128_are_measured():
     sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
     for kind, groups in sizes.items():
@@ -304,30 +281,3 @@ def test_the_model_names_three_committed_configurations(monkeypatch):
         assert job.operation != "matmul_fp8" or {one[:3] for one in found} <= committed
     assert CardRunner(CUDA).configs(LARGE)[0].block_n == 256
     assert CardRunner(CUDA).configs(SMALL)[0].block_m == 64
-
-
-def _rank(rank: int, ranks: int, folder: str) -> dict:
-    """A rank on a fake card of its own speed: rank 1's finds cuBLASLt faster; at last it is another card."""
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/{rank}"
-    found = {}
-    for case, second in (("alike", KEY), ("apart", {**KEY, "card": "NVIDIA H200"})):
-        card_trials.STORE_KEY = case
-        card = FakeCard({None: (1e-3, 1e-6)[rank], FAST: 5e-4})
-        trials = CardTrials(card, second if rank else KEY, card.now)
-        before = trials.look(LARGE)
-        trials.step_begins()
-        found[case] = {"before": before, "after": trials.look(LARGE), "tried": len(card.tried)}
-    return found
-
-
-def test_rank_0_decides_for_all_that_have_its_card(tmp_path):
-    first, second = run(_rank, 2, str(tmp_path))
-    assert first["alike"]["before"] is second["alike"]["before"] is None
-    assert first["alike"]["after"] == second["alike"]["after"]
-    assert first["alike"]["after"].backend == "triton"
-    assert (first["alike"]["tried"], second["alike"]["tried"]) == (5, 0)
-    assert len(list((tmp_path / "0" / "fp8engine").iterdir())) == 1
-    assert not (tmp_path / "1").exists()
-    # In the next run rank 0 has its choices from the file, and publishes these; another card follows the rule.
-    assert first["apart"] == {"before": None, "after": first["alike"]["after"], "tried": 0}
-    assert second["apart"] == {"before": None, "after": None, "tried": 0}
