@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8engine import _torch
 from fp8engine.errors import LossScaleError
-
-if TYPE_CHECKING:
-    from fp8engine.amp.scaler import GradScaler
 
 SMALLEST_NORMAL = 2.0**-126  # of FP32; below 2^-128 the reciprocal that unscales the gradients is Inf
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # of a state_dict
@@ -49,7 +45,7 @@ class ScaleRules:
     floor: float = SMALLEST_NORMAL
     ceiling: float = math.inf
     collapse_after: int = 10
-    on_collapse: Callable[[GradScaler], None] | None = None
+    on_collapse: Callable[[Any], None] | None = None
 
     def __post_init__(self):
         if self.decrease_every_n < 1 or self.collapse_after < 0:
@@ -168,15 +164,6 @@ def check(scale: float, growth: float = 2.0, backoff: float = 0.5, interval: int
             f"growth_factor={growth}, backoff_factor={backoff}, growth_interval={interval}: the scale grows by more"
             " than 1 after at least 1 iteration and falls by less than 1 but more than 0"
         )
-
-
-def warn_of_collapse(scaler: GradScaler) -> None:
-    """The default of `on_collapse`."""
-    warnings.warn(
-        f"the loss scale fell {scaler.stats.falls_in_a_row} times in a row, to {scaler.get_scale():g}: every step is"
-        " skipped, so a gradient overflows whatever the scale; fe.amp.find_overflow(model) names the layer",
-        stacklevel=5,
-    )
 
 
 def first_fp16(optimizer: torch.optim.Optimizer) -> str:

@@ -269,7 +269,7 @@ class GradScaler(torch.amp.GradScaler):
         self._stats = self._stats.after(found, fell)
         self._changed(before.scale, after.scale)
         if fell and self._stats.falls_in_a_row == self.rules.collapse_after:
-            (self.rules.on_collapse or scale_rules.warn_of_collapse)(self)
+            (self.rules.on_collapse or warn_of_collapse)(self)
 
     def _changed(self, before: float, after: float) -> None:
         if after != before:
@@ -346,3 +346,12 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         counts = self._known() if self._enabled else self._counts  # before torch's, which forgets the tensors
         return {**super().__getstate__(), "_counts": counts, "_bad_tracker": None, "_seen": None, "_skips": {}}
+
+
+def warn_of_collapse(scaler: GradScaler) -> None:
+    """The default of `on_collapse`."""
+    warnings.warn(
+        f"the loss scale fell {scaler.stats.falls_in_a_row} times in a row, to {scaler.get_scale():g}: every step is"
+        " skipped, so a gradient overflows whatever the scale; fe.amp.find_overflow(model) names the layer",
+        stacklevel=5,
+    )

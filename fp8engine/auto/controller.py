@@ -23,94 +23,42 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from fp8engine.auto import budget, saving
-from fp8engine.auto.between import Between
-from fp8engine.auto.failures import Failures, some
-from fp8engine.auto.history import History
+from fp8engine.auto import budget
+from fp8engine.auto.failures import some
 from fp8engine.auto.host_copy import PendingSample, amaxes_of, several_ranks, start_copy, start_look
+from fp8engine.auto.known import Known
 from fp8engine.auto.log import Change, Plan, SlotChange
 from fp8engine.auto.outputs import Outputs
 from fp8engine.auto.policy import decide, needs_of, reasons, widen
 from fp8engine.auto.reading import outcome_of, paid_for, read, remember, saturated, slot_change, slower_in_fp8
-from fp8engine.auto.schedule import Moves, is_sampled, looks
+from fp8engine.auto.schedule import is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
-from fp8engine.errors import InvalidRecipe, StrictError
-from fp8engine.numerics.recipe import Auto, Cast, Recipe
+from fp8engine.errors import StrictError
+from fp8engine.numerics.recipe import Cast, Recipe
 from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label, recipe_of
 from fp8engine.scaling.prediction import Measured
-from fp8engine.scaling.reads import READS, Reads
-from fp8engine.scaling.sample import StepSamples, outside_of_autocast
-from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
+from fp8engine.scaling.sample import outside_of_autocast
+from fp8engine.scaling.table import OUTPUT
 
-SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
 MOST_WITHOUT_BACKWARD = 4  # forwards for which a sampled step waits for its backward
 UNUSUAL = 32.0  # amax over rms: a normal distribution has 5, at a million elements
 
 
-class Controller:
+class Controller(Known):
     """Decides for the layers of one scaling state whose recipes are `Auto`, at the interval of the first one.
 
-    layers: their numerics, with those recipes.  shapes: of their weights, [N, K] or [E, N, K].
-    log: every change so far.  history: the samples.  failures: what could not be sampled or decided.
-    step: the training step under way, -1 before the first.
-    plan: decisions to repeat.  choices: by a layer's place in `layers`; layers that are decided together share one.
-    reads: what is remembered of each layer's casts.  loss: the latest that was seen, in nats; None for none.
     Raises InvalidRecipe for recipes that disagree on more than needs.
     """
 
     def __init__(self, layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]], plan: Plan | None = None):
-        self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
-        self.by_layer = {numerics.layer: i for i, numerics in enumerate(layers)}
-        self.by_name = {numerics.name: numerics for numerics in layers}
-        self.recipes = [numerics.recipe for numerics in self.layers if isinstance(numerics.recipe, Auto)]
-        if fixed := [f"{each.name}: {each.recipe.name}" for each in self.layers if not isinstance(each.recipe, Auto)]:
-            raise InvalidRecipe(f"{fixed[0]} is fixed; want fe.auto(...)")
-        self.recipe = self.recipes[0]
-        self.check(self.recipes)
-        self.step = -1
-        self.choices: dict[int, Choice] = {}
-        self.reads: dict[int, Reads] = {}
-        self.loss: float | None = None
-        self.log: list[Change] = []
-        self.history = History()
-        self.failures, self.between = Failures(), Between()
-        self.moves = Moves()
-        self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
-        self.pending: PendingSample | None = None
-        self.counts: torch.Tensor | None = None  # the state's counters at the last sample
-        self.steps_without_backward = 0  # forwards since the sampled one
-        self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
-        self.calibrated = False  # whether decisions made before the first training step stay
-        self.plan = plan
-        self.outputs = Outputs(self.layers, self.recipes)
+        super().__init__(layers, shapes, plan)
         if plan is not None:
             for numerics in self.layers:
                 numerics.adopt(plan.start)
         self.state.controller, self.state.on_step = self, self.begin_step
-
-    @staticmethod
-    def check(recipes: Sequence[Auto]) -> None:
-        """Raise InvalidRecipe for recipes that cannot be one model's: only what layers need may differ."""
-        for key in SAME_FOR_ALL:
-            if len(found := {getattr(each, key) for each in recipes}) > 1:
-                found = ", ".join(sorted(map(str, found)))
-                raise InvalidRecipe(f"auto recipes of one model have {key} {found}: give all of them the same")
-
-    @property
-    def state(self) -> ScalingState:
-        """The tables of its layers."""
-        return self.layers[0].state
-
-    @property
-    def frozen(self) -> bool:
-        """Whether no decision is made any more, also in the run that a plan repeats."""
-        recipe = self.recipe if self.plan is None else self.plan.start
-        last = recipe.freeze_after if isinstance(recipe, Auto) else None
-        return last is not None and self.step > last
 
     def follow(self, flow: object) -> None:
         """Take the consumers of each layer's result, before the first step: a Flow, or {layer: kinds of its consumers}.
@@ -180,34 +128,6 @@ class Controller:
         start = self.plan.start if self.plan is not None else replace(self.recipe, plan=None)
         shapes = {numerics.name: shape for numerics, shape in zip(self.layers, self.shapes, strict=True)}
         return Plan(shapes, start, tuple(self.log))
-
-    def cost(self, numerics: Numerics, role: str) -> float | None:
-        """Predicted cost in nats of a layer's cast of its "input" or "weight" for the forward; None where not known."""
-        layer = self.by_layer.get(numerics.layer, -1)
-        seen, choice = self.reads.get(layer), self.choices.get(layer)
-        if seen is None or choice is None or role not in ("input", "weight"):
-            return None
-        known = seen.knows_cost(READS.index((role, "forward")))
-        return budget.cost_of(seen, choice.used.get((layer, "forward")), role) if known else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its decisions as JSON, and as tensors the statistics on which it has not decided yet."""
-        return saving.state_dict(self)
-
-    def load_state_dict(self, found: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called.  Raises StateError for another controller's, with nothing loaded."""
-        saving.load_state_dict(self, found)
-
-    def sizes(self) -> dict[int, tuple[int, int, int] | None]:
-        """M, N, K of each layer's latest matmul, by its index in the state."""
-        return {numerics.layer: numerics.sizes for numerics in self.layers}
-
-    def begin_sampling(self, only: Collection[int] | None = None) -> None:
-        """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
-        shapes = {layer: self.shapes[i] for layer, i in self.by_layer.items() if only is None or layer in only}
-        count = len(self.state.layers)
-        rows = (len(ROLES) + self.outputs.any) * count
-        self.state.sample(StepSamples(rows, count, shapes, self.state.device))
 
     def _after_evaluation(self, gradients: bool) -> None:
         """A forward without gradients came before any training step, and now another forward begins."""
@@ -364,17 +284,3 @@ class Controller:
     def _change(self, i: int, recipe: Recipe, slots: Sequence[SlotChange]) -> None:
         self.layers[i].adopt(self.outputs.with_output(i, recipe))
         self.log.append(Change(self.step, self.layers[i].name, self.layers[i].recipe, tuple(slots)))
-
-    def _slot(self, row: int) -> SlotKey:
-        """The slot that a row of the samples describes: outputs behind all operands."""
-        layer, role = divmod(row, len(ROLES))
-        if row >= (all_operands := len(ROLES) * len(self.state.layers)):
-            return self.by_layer[row - all_operands], OUTPUT
-        return self.by_layer[layer], ROLES[role]
-
-    def _name(self, slot: SlotKey) -> str:
-        return f"{self.layers[slot[0]].name}.{slot[1]}"
-
-    def __getstate__(self) -> dict:
-        # A copy to the host that is under way belongs to this process.
-        return {**self.__dict__, "pending": None, "watched": None}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from fp8engine.auto import budget
 from fp8engine.auto.host_copy import PendingSample
+from fp8engine.auto.known import Known
 from fp8engine.auto.log import SlotChange
 from fp8engine.numerics.cards import card_of
 from fp8engine.numerics.formats import BF16
@@ -27,13 +27,10 @@ from fp8engine.scaling.prediction import Measured, Prediction
 from fp8engine.scaling.reads import READS, Reads
 from fp8engine.scaling.sample import read_row
 
-if TYPE_CHECKING:
-    from fp8engine.auto.controller import Controller
-
 CALLS, ELEMENTS, SATURATED = (COUNTERS.index(name) for name in ("calls", "elements", "saturated"))
 
 
-def read(controller: Controller, slots: torch.Tensor) -> dict[SlotKey, Measured]:
+def read(controller: Known, slots: torch.Tensor) -> dict[SlotKey, Measured]:
     """Statistics of a controller's layers; layers whose inputs are the same tensor become a group."""
     found: dict[SlotKey, Measured] = {}
     consumers: dict[bytes, int] = {}
@@ -47,7 +44,7 @@ def read(controller: Controller, slots: torch.Tensor) -> dict[SlotKey, Measured]
     return {slot: measured for slot, measured in found.items() if slot[0] in controller.choices}
 
 
-def _join(controller: Controller, layer: int, first: int) -> None:
+def _join(controller: Known, layer: int, first: int) -> None:
     """Begin with a layer that is sampled for the first time: alone, or with the first layer that has its input."""
     mine = begin([layer], controller.recipes[layer])
     if first != layer and controller.choices[first].changes == 0:
@@ -57,7 +54,7 @@ def _join(controller: Controller, layer: int, first: int) -> None:
         controller.choices[i] = mine
 
 
-def remember(controller: Controller, found: Mapping[SlotKey, Measured], sample: PendingSample) -> set[int]:
+def remember(controller: Known, found: Mapping[SlotKey, Measured], sample: PendingSample) -> set[int]:
     """Enter the tried casts of layers whose tensors were finite; returns those layers."""
     tried, usable = sample.tables.reads.double().numpy(), set()
     for i in {i for i, _ in found}:
@@ -70,7 +67,7 @@ def remember(controller: Controller, found: Mapping[SlotKey, Measured], sample: 
     return usable
 
 
-def slower_in_fp8(controller: Controller, choice: Choice, counts: torch.Tensor) -> str:
+def slower_in_fp8(controller: Known, choice: Choice, counts: torch.Tensor) -> str:
     """Why a group stays in 16 bits whatever its statistics: FP8 is predicted to take longer here; "" if not."""
     where = controller.state.device
     if where.type != "cuda" or device.capability(where) < (8, 9):
@@ -90,7 +87,7 @@ def slower_in_fp8(controller: Controller, choice: Choice, counts: torch.Tensor) 
     )
 
 
-def saturated(controller: Controller, choice: Choice, counts: torch.Tensor) -> float:
+def saturated(controller: Known, choice: Choice, counts: torch.Tensor) -> float:
     """Share of a group's elements that saturated under predicted scales since the last sample.
 
     Of inputs and gradients: how often a weight was cast depends on the copies that are kept of it.
@@ -103,7 +100,7 @@ def saturated(controller: Controller, choice: Choice, counts: torch.Tensor) -> f
     return float(since[SATURATED]) / max(float(since[ELEMENTS]), 1.0)
 
 
-def paid_for(controller: Controller, choice: Choice) -> dict[tuple[int, str], tuple[str, str]]:
+def paid_for(controller: Known, choice: Choice) -> dict[tuple[int, str], tuple[str, str]]:
     """The reasons of casts that the budget has asked for, as `policy.reasons` takes them."""
     found = {}
     allowed = 1e3 * (controller.recipe.budget or 0.0) * (controller.loss or 0.0)

@@ -35,17 +35,11 @@ EXCLUDED = {
     (EXPERTS, STORED): ("what reads its rows next has other scales", UNSTORED),
     (CONV1D, RANKS): ("a plan divides weights stored as [out, in]", LEFT_OUT),
 }
+ONE = "one feature runs round a layer's matmuls", "switch off the one that it has"
 
 
 class Feature(Protocol):
-    """What runs round a layer's matmuls.
-
-    ranks: whether ranks divide the layer, and so cast together.
-    product: whether what is cast is the weight times other numbers at every call.
-    """
-
-    ranks: bool
-    product: bool
+    """What runs round a layer's matmuls."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,8 +51,10 @@ class Feature(Protocol):
         ...
 
 
-def why_excluded(name: str, has: Iterable[str], *wanted: str) -> str | None:
+def why_excluded(name: str, has: Iterable[str], *wanted: str, every: bool = False) -> str | None:
     """Why the layer of that name cannot have what is wanted beside what it has, with the remedy; None where it can.
+
+    every: a pair that is not in the table is excluded too, as two features round the matmuls are.
 
     >>> print(why_excluded("down", [SMOOTH], RANKS))
     down: it has fe.smooth, and cannot have a division over ranks beside it: each rank would choose scales of its own; \
@@ -68,7 +64,7 @@ leave the layer out of the plan of tensor_parallel, or switch fe.smooth off
     """
     for one in has:
         for other in wanted:
-            if (found := EXCLUDED.get((one, other)) or EXCLUDED.get((other, one))) is not None:
-                rule, remedy = found
+            if (found := EXCLUDED.get((one, other)) or EXCLUDED.get((other, one))) is not None or every:
+                rule, remedy = found or ONE
                 return f"{name}: it has {one}, and cannot have {other} beside it: {rule}; {remedy}"
     return None

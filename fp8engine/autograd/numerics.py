@@ -6,15 +6,15 @@ those of an input that sibling layers read (q, k, v; gate, up), so that it is qu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from fp8engine.autograd import products
-from fp8engine.autograd.features import STORED, Feature, why_excluded
+from fp8engine.autograd.features import RANKS, SMOOTH, STORED, Feature, why_excluded
 from fp8engine.autograd.weight import KeptWeight
+from fp8engine.errors import ConversionError
 from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops.card_trials import kind_of
 from fp8engine.ops.library import in_backward
@@ -34,7 +34,8 @@ class Numerics:
     ready: how many inputs came in FP8, by the reason why they were dequantised ("": they were not).
     bypassed: the first forward read the weight and did not call the layer.
     sizes: M, N, K of the latest eager forward's matmul.
-    feature: what runs round its matmuls (features.py), None for nothing.  kinds: what its weight is, in words of there.
+    feature: what runs round its matmuls (features.py), None for nothing.  around: its names.  shard: it, where ranks
+    divide the layer (distributed/shard.py).  kinds: what its weight is, in words of features.py.
     source: the norm or activation that has made its latest input, "" if none is known to have.
     columns: in the order of SLOTS.
     """
@@ -60,34 +61,32 @@ class Numerics:
         recipe = self.recipe
         self.kind = kind_of(*recipe.forward) if recipe.input.is_fp8 else None
         self.result = products.in_16_bits if recipe.stored is None else products.in_fp8
+        self.around: tuple[str, ...] = () if self.feature is None else self.feature.names
+        self.shard: Any = self.feature if RANKS in self.around else None
         # One amax for all ranks: they cast together, whatever each knows of its own part.
         joined = self.shard is not None and any(cast.per_tensor for _, cast in (recipe.forward, recipe.dgrad))
         self.weight = KeptWeight(recipe.cache_weights, joined, self.smooth, recipe.window)
 
     @property
-    def shard(self) -> Any:
-        """How ranks divide the layer (distributed/shard.py); None where they do not."""
-        return self.feature if self.feature is not None and self.feature.ranks else None
-
-    @property
     def smooth(self) -> bool:
         """Whether the outliers of its input's channels are shared with the weight's columns (smooth.py)."""
-        return self.feature is not None and self.feature.product
+        return SMOOTH in self.around
 
     def why_not(self, *wanted: str) -> str | None:
         """Why the layer cannot have one of these features beside what it is and has; None where it can."""
-        has = self.kinds if self.feature is None else (*self.kinds, *self.feature.names)
-        return why_excluded(self.name, has if self.recipe.stored is None else (*has, STORED), *wanted)
+        stored = () if self.recipe.stored is None else (STORED,)
+        return why_excluded(self.name, (*self.kinds, *self.around, *stored), *wanted)
 
     def switch(self, feature: Feature | None) -> None:
-        """Run with a feature round the matmuls from the next call on, or with none."""
+        """Run with a feature round the matmuls from the next call on, or with none.
+
+        Raises ConversionError for one that it cannot have: beside what it is, or in place of another one.
+        """
+        new = () if feature is None or feature.names == self.around else feature.names
+        if why := self.why_not(*new) or why_excluded(self.name, self.around, *new, every=True):
+            raise ConversionError(why)
         self.feature = feature
         self.__post_init__()
-
-    def divide(self, shard: Feature, group: str, roles: Sequence[str]) -> None:
-        """Follow `shard` from the next call on.  roles: operands that are divided over the process group."""
-        self.state.divide(self.layer, roles, group)
-        self.switch(shard)
 
     def __getstate__(self) -> dict:
         return {field.name: getattr(self, field.name) for field in fields(self)}

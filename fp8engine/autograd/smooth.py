@@ -35,7 +35,7 @@ MANTISSA, BIAS = 23, 127  # of FP32: bits of the mantissa, and what the exponent
 class Smooth:
     """The feature.  All are equal: it has no state."""
 
-    names, ranks, product = (SMOOTH,), False, True
+    names = (SMOOTH,)
 
     def run(self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N, numerics: Numerics) -> torch.Tensor:
         """`linear` of a layer that is smoothed."""

@@ -190,6 +190,9 @@ class Gather:
         stepped, code of the user's own may write what torch does not count; around evaluations too (weights that are
         averaged, and put back).
         """
+        if not in_backward():
+            for state in self.states:  # of layers that have no root: before their weights' scales are read
+                state.enter()
         for weight in self.weights:
             weight.attach()
         steps, trains = [state.optimizer_steps for state in self.states], torch.is_grad_enabled()
@@ -229,8 +232,7 @@ class Gather:
             )
 
     def _end(self, *_: object) -> None:
-        if not in_backward():
-            self.scales.current = False
+        self.scales.current &= in_backward()
 
 
 def _sharded(parameter: Any, mesh: dist.DeviceMesh, scales: WeightScales) -> ShardedWeight | None:

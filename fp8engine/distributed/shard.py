@@ -46,8 +46,6 @@ class Sharding:
     outputs: Placement
     local: bool = True
 
-    ranks, product = True, False  # as features.py has them
-
     @property
     def names(self) -> tuple[str, ...]:
         """The features of a layer that is divided so."""

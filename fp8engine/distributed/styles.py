@@ -103,8 +103,8 @@ class _Style(ParallelStyle):
         inputs = isinstance(self.inputs, Shard) or self.by == ROWS
         gradients = self.by == COLUMNS or isinstance(self.outputs, Shard)
         roles = [role for role, divided in zip(ROLES, (inputs, True, gradients), strict=True) if divided]
-        sharding = Sharding(mesh, self.by, self.inputs, self.outputs, self.local)
-        layer.numerics.divide(sharding, mesh.get_group().group_name, roles)
+        layer.numerics.switch(Sharding(mesh, self.by, self.inputs, self.outputs, self.local))
+        layer.numerics.state.divide(layer.numerics.layer, roles, mesh.get_group().group_name)
         layer.numerics.candidate &= not layer.numerics.why_not(STORED)
 
 

@@ -107,8 +107,7 @@ class WeightScales:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
-        self.joins = 0
-        self.current = False
+        self.joins, self.current = 0, False
         self.found: dict[Shard, Scales] = {}
         self.amaxes = torch.empty(0, device=device)  # of all groups of all weights, joined
         self._rules: tuple[tuple, _Rules] | None = None

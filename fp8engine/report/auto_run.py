@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fp8engine.auto import Controller
-    from fp8engine.auto.history import Samples, Spread
-    from fp8engine.auto.log import Plan
+from fp8engine.auto import Controller
+from fp8engine.auto.history import Samples, Spread
+from fp8engine.auto.log import Plan
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,16 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from fp8engine.auto import Alarm
+from fp8engine.auto.history import Sample, Spread
 from fp8engine.errors import ReportError
 from fp8engine.numerics import formats
+from fp8engine.report.facts import Facts
 from fp8engine.report.folded import measured
 from fp8engine.report.state import slot_name
 from fp8engine.scaling.table import ROLES
-
-if TYPE_CHECKING:
-    from fp8engine.auto.history import Sample, Spread
-    from fp8engine.report.table import Report
 
 FORMATS = tuple(formats.FORMATS)
 OCTAVE = 8  # bins of a Spread
@@ -52,7 +50,7 @@ class EventWriter:
         self.seen: dict[str, int] = {}  # slot -> step of the last sample written
         self.decided = self.warned = 0  # decisions and alarms written
 
-    def write_report(self, report: Report, step: int = 0) -> None:
+    def write_report(self, report: Facts, step: int = 0) -> None:
         """Add what is new in a report; `step` is where numbers without a step of their own go."""
         for slot, samples in report.auto.samples.items():
             for sample in samples.since(self.seen.get(slot, -1)):
@@ -125,7 +123,7 @@ class EventWriter:
             global_step=spread.step,
         )
 
-    def _texts(self, report: Report) -> None:
+    def _texts(self, report: Facts) -> None:
         """Each decision and alarm as a line of code, so that no name is taken for Markdown."""
         lines: dict[tuple[str, int], list[str]] = defaultdict(list)
         for each in report.decisions[self.decided :]:

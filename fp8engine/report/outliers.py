@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fp8engine.auto import Controller
+from fp8engine.auto import Controller
 
 ABOVE = 100.0  # amax / rms: a normal distribution has 5 at a million elements; 10,000 elements are needed to exceed it
 

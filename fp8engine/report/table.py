@@ -6,46 +6,22 @@ import csv
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from fp8engine import files
 from fp8engine.auto import Alarm, merge
 from fp8engine.errors import StateError
 from fp8engine.report import folded, outliers
-from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.columns import columns, terminal_width, wrapped
-from fp8engine.report.page import write
+from fp8engine.report.facts import Facts
+from fp8engine.report.page.write import Drawn, write
 from fp8engine.scaling.table import ROLES
-
-if TYPE_CHECKING:
-    from fp8engine.report.page.write import Drawn
 
 COLUMNS = ("name", "kind", "shape", "recipe", "backend", "emulated", "reason", "fused")
 SLOT_COLUMNS = ("cast", "scale", "amax", "saturated", "underflowed", "nonfinite", "recasts")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What each linear layer ran, and the sums.
-
-    layers: one dict each: name, kind, shape, recipe, backend, emulated, reason, fused, and a dict for each of input,
-    weight, grad_output and output.  totals: fp8_flops_share, layers = in_fp8 (of which
-    in_fp8_in_part have matmuls in 16 bits) + in_16_bits + never_ran + left_alone, ...  Shares are of elements.
-    decisions: changes of format, oldest first (a fixed recipe makes none).  auto: the samples behind them, and plans.
-    alarms: early warnings, oldest first: step, slot, ratio (amax/rms), growth over the last `steps` steps.
-    attention: one dict for each attention whose format was asked for or is fe.Attention's: name, asked, ran and why.
-    outliers: slots with standing outliers, the largest first: step, slot, ratio (amax/rms), cast, sqnr_db, remedy.
-    It is plain data: it keeps nothing of the model alive, and does not change while training goes on.
-    """
-
-    layers: list[dict]
-    totals: dict
-    decisions: list[dict] = field(default_factory=list)
-    auto: AutoRun = field(default_factory=AutoRun, repr=False)
-    alarms: list[dict] = field(default_factory=list)
-    attention: tuple[dict, ...] = ()
-    outliers: list[dict] = field(default_factory=list)
+class Report(Facts):
+    """What each linear layer ran, and the sums: `Facts` with their forms."""
 
     def save_plan(self, path: str | os.PathLike) -> None:
         """Write the decisions so far, for `fe.auto(plan=path)` to repeat step by step.

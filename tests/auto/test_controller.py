@@ -1,7 +1,6 @@
 """fp8engine/auto/controller.py: when tensors are looked at, when decisions follow, what must not move them."""
 
 import copy
-import pickle
 import types
 
 import pytest
@@ -10,7 +9,6 @@ from autos import CALM, INTERVAL, TROUBLE, batch, controller, fused, lines, loss
 from blocks import WIDTH, Net
 from support import converted, same, state_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8engine as fe
 from fp8engine.auto import Controller, host_copy
@@ -177,32 +175,6 @@ def test_a_refused_conversion_leaves_the_model_as_it_was():
     converted(model, "auto")
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_goes_on_as_the_original_and_apart_from_it(how: str, tmp_path):
-    model = plain()
-    controller(model).history.listeners.append(lambda alarm: None)  # cannot be pickled, and stays behind
-    train(model, 7)
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, tmp_path / "model.pt")
-        other = torch.load(tmp_path / "model.pt", weights_only=False)
-    mine, theirs = controller(model), controller(other)
-    assert theirs is not mine
-    assert [numerics.name for numerics in theirs.layers] == [numerics.name for numerics in mine.layers]
-    for name, layer in other.named_modules():
-        if isinstance(layer, fe.Linear):
-            assert any(layer.numerics is numerics for numerics in theirs.layers), name
-            assert not any(layer.numerics is numerics for numerics in mine.layers), name
-    before = formats(model)
-    losses = train(other, 16, start=7)
-    assert formats(model) == before != formats(other)
-    assert train(model, 16, start=7) == losses
-    assert lines(model) == lines(other)
-
-
 def test_half_a_model_copied_keeps_its_own_controller():
     model = plain()
     train(model, 3)
@@ -246,22 +218,6 @@ def test_validation_between_steps_changes_no_look_and_no_decision(evaluate, reen
     seen = (controller(model).history.samples for model in (quiet, disturbed))
     mine, theirs = ({slot: list(looks) for slot, looks in each.items()} for each in seen)
     assert mine == theirs
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_are_seen_and_decided_as_without(reentrant: bool):
-    stored, recomputed = plain(), plain(reentrant=reentrant)
-    assert train(stored, 16) == train(recomputed, 16)
-    assert lines(stored) == lines(recomputed) != []
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_model_recomputed_as_a_whole(reentrant: bool):
-    """A reentrant one's first forward has no gradients, and begins the step all the same."""
-    stored, recomputed = plain(), plain()
-    assert train(stored, 16) == train(recomputed, 16, lambda x: checkpoint(recomputed, x, use_reentrant=reentrant))
-    assert lines(stored) == lines(recomputed) != []
-    assert controller(stored).step == controller(recomputed).step == 15
 
 
 def test_two_forwards_before_two_backwards_are_both_seen():

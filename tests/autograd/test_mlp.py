@@ -24,7 +24,7 @@ from fused import (
     train,
     with_root,
 )
-from support import FP8_RECIPES, sqnr, tables
+from support import FP8_RECIPES, sqnr
 
 import fp8engine as fe
 from fp8engine.autograd import Memory
@@ -195,6 +195,9 @@ def test_recipes_without_fp8_have_second_gradients(recipe):
 
 
 FROZEN = {
+    "x": ["x"],
+    "gamma": ["gamma"],
+    "norm": ["gamma", "beta"],
     "first weight": [0],
     "first layer": [0, 1],
     "second weight": [2],
@@ -221,19 +224,6 @@ def test_what_takes_no_gradient_gets_none_and_changes_no_other(recipe, memory, f
     one, other = like(model, model.call, memory), like(model, apart)
     assert_equal(step(one, x, dys), step(other, x, dys))
     assert_same_tables(one, other)
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_evaluation_between_steps_changes_nothing(recipe):
-    model = Model(recipe, NORMS[2], shapes("swiglu"), kind="swiglu")
-    alone, watched = like(model, model.call), like(model, model.call)
-    for x, dys in batches(ROWS, K, (K,)):
-        wanted = train(alone, x, dys)
-        before = tables(watched)[:2]
-        with torch.no_grad():
-            watched(x * 1000)
-        assert all(torch.equal(a, b) for a, b in zip(before, tables(watched)[:2], strict=True))
-        assert_equal(train(watched, x, dys), wanted)
 
 
 def test_the_report_says_where_both_ran():

@@ -171,21 +171,6 @@ def test_norms_without_fp8_are_float64s(norm):
         assert sqnr(wanted[key], found[key]) > 20 * math.log10(2**24 / 100)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_evaluation_between_steps_changes_nothing(recipe):
-    model = Model(recipe, LAYER, [(48, 16)] * 2)
-    plain, watched = like(model, model.call), like(model, model.call)
-    for x, dys in batches(ROWS, 48, (16, 16)):
-        wanted = train(plain, x, dys)
-        before = tables(watched)[:2]
-        with torch.no_grad():
-            watched(x * 1000)
-        with torch.inference_mode():
-            watched(x.detach() * 1000)
-        assert all(torch.equal(a, b) for a, b in zip(before, tables(watched)[:2], strict=True))
-        assert_equal(train(watched, x, dys), wanted)
-
-
 def test_a_predicted_scale_that_is_too_small_is_recast():
     model = Model("delayed", LAYER, [(48, 16)])
     ((x, dys),) = batches((24,), 48, (16,))
@@ -208,29 +193,6 @@ def test_a_result_that_nobody_reads_leaves_its_layer_alone(recipe):
     assert model.layers[1].weight.grad is None
     assert int(fe.scaling_state(model)["layers.1.grad_output"].calls) == 0
     assert x.grad is not None
-
-
-FROZEN = {
-    "weight": lambda model, x: model.layers[0].weight,
-    "x": lambda model, x: x,
-    "gamma": lambda model, x: model.gamma,
-    "norm": lambda model, x: (model.gamma, model.beta),
-    "all but weight": lambda model, x: (x, model.gamma, model.beta, model.layers[0].bias),
-    "all but beta": lambda model, x: (x, model.gamma, *model.layers[0].parameters()),
-    "all but x": lambda model, x: tuple(model.parameters()),
-}
-
-
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("memory", EXACT, ids=str)
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "rowwise_gw_hp"])
-def test_what_takes_no_gradient_gets_none_and_changes_no_other(recipe, memory, frozen):
-    model = Model(recipe, LAYER, [(48, 16)])
-    ((x, dys),) = batches((6,), 48, (16,))
-    found = FROZEN[frozen](model, x)
-    for each in found if isinstance(found, tuple) else (found,):
-        each.requires_grad_(False)
-    assert_equal(step(like(model, model.call, memory), x, dys), step(like(model, apart), x, dys))
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

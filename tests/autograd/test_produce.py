@@ -305,19 +305,6 @@ def test_a_copy_of_a_tensor_takes_none_along(how):
         model.q(seen[0])  # and is read like any other
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_of_a_model_trains_as_the_model_does(how):
-    model = block("delayed")
-    steps(model, [model] * 2)
-    other = COPIES[how](model)
-    assert [type(m).__name__ for m in other.modules()] == [type(m).__name__ for m in model.modules()]
-    assert other.norm1.recognised.producer is not model.norm1.recognised.producer
-    assert other.norm1.recognised.producer.reader is None, "its readers are others"
-    assert same(steps(other, [other] * 3), steps(model, [model] * 3))
-    assert other.norm1.recognised.producer.reader is other.q.numerics
-    assert by_saving(model.state_dict()).keys() == Block().state_dict().keys()
-
-
 PARTS = {
     "LayerNormLinear": lambda recipe, on: fe.LayerNormLinear(K, F, recipe=recipe, recompute=on),
     "LayerNormMLP": lambda recipe, on: fe.LayerNormMLP(K, F, "swiglu", recipe=recipe, recompute=on),

@@ -109,7 +109,7 @@ def test_auto_does_not_store_what_cannot_be_stored(excluding: str):
     numerics.state.controller.follow(readers)
     assert numerics.candidate == (excluding != EXPERTS)
     if excluding == SUMS:
-        feature: Any = SimpleNamespace(names=(RANKS, SUMS), ranks=True, product=False)
+        feature: Any = SimpleNamespace(names=(RANKS, SUMS))
         numerics.switch(feature)
         numerics.state.controller.follow(readers)
     assert not numerics.candidate

@@ -139,12 +139,28 @@ def test_a_layer_that_is_set_is_not_divided_and_a_divided_one_not_set():
     assert "it has fe.smooth, and cannot have a division over ranks beside it" in str(
         style.problem(model.blocks[0].down, 2)
     )
-    model.blocks[1].down.numerics.switch(SimpleNamespace(names=(RANKS,), ranks=True, product=False))  # pyright: ignore[reportArgumentType]
+    model.blocks[1].down.numerics.switch(SimpleNamespace(names=(RANKS,)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         fe.errors.ConversionError, match=r"blocks\.1\.down: it has a division over ranks, and cannot have fe\.smooth"
     ):
         fe.smooth(model)
     assert [name for name, layer in gated(model) if layer.numerics.smooth] == ["blocks.0.down"]
+
+
+def test_a_layer_that_has_a_feature_refuses_another_one_that_the_table_does_not_know():
+    numerics: Any = net().blocks[0].down.numerics
+    numerics.switch(Smooth())
+    numerics.switch(Smooth())
+    for unknown, why in {
+        "a new feature": "cannot have a new feature beside it: one feature runs round a layer's matmuls; switch off",
+        RANKS: "cannot have a division over ranks beside it: each rank would choose scales of its own; leave the layer",
+    }.items():
+        with pytest.raises(fe.errors.ConversionError, match=rf"blocks\.0\.down: it has fe\.smooth, and {why}"):
+            numerics.switch(SimpleNamespace(names=(unknown,)))
+        assert numerics.smooth
+    numerics.switch(None)
+    numerics.switch(SimpleNamespace(names=("a new feature",)))
+    assert numerics.around == ("a new feature",)
 
 
 def test_fully_shard_gathers_a_smoothed_weight_in_high_precision():

@@ -193,8 +193,8 @@ TABLE = [
     # It notes in which format it ran, on itself: Dynamo allows no such write in a checkpoint's body.
     plain("attention in fp8", Attention, "checkpoint in a graph", attention="fp8"),
     # In 16 bits there are no codes to freeze.  A frozen layer, whose scales are never predicted, shows the amax of what
-    # it read last, of an evaluation too; a graph shows none.
-    plain("frozen codes and an adapter", Adapted, "recipe bf16", "evaluation", "compiled", frozen="fp8"),
+    # it read last, of an evaluation too; a graph shows none.  gloo sends no FP8 tensor, and ranks do not divide codes.
+    plain("frozen codes and an adapter", Adapted, "recipe bf16", "evaluation", "compiled", "ranks", frozen="fp8"),
     plain("tied weights", Tied),
     # It is described by the call that was cast last, which is the first one where a backward pass repeats both; without
     # gradients its weight is cast once for both.
@@ -202,19 +202,20 @@ TABLE = [
     plain("overrides", stack, overrides={"2": "rowwise_gw_hp"}),
     plain("one layer in 16 bits", lambda: Siblings(nn.LayerNorm(WIDTH)), overrides={"k": "bf16"}),
     # A graph stores 16 bits where eager code stores codes; a reentrant checkpoint of the reader alone detaches its
-    # input, whose amax then stays with the layer that has stored it.
+    # input, whose amax then stays with the layer that has stored it.  Its first layer's scales are each rank's own.
     plain(
         "stored results",
         lambda: nn.Sequential(nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)),
         "compiled",
         "checkpoint of parts, reentrant",
+        "ranks",
         overrides={"0": storing()},
     ),
     # There is nothing to convert to BF16; torch sums a BF16 norm's gradients in another order than ours.
     plain("bf16", lambda: InBfloat16(Block(WIDTH)), "recipe bf16", "fused"),
     plain("autocast", lambda: UnderAutocast(Block(WIDTH))),
-    Scenario("smooth", smoothed, True),
-    ours("experts", Experts),
+    Scenario("smooth", smoothed, True, ("ranks",)),  # outliers are shared as each rank's own input asks
+    ours("experts", Experts, "ranks"),  # its SIZES are of a whole batch
     ours("layer norm and linear", lambda recipe: fe.LayerNormLinear(WIDTH, WIDTH, recipe=recipe)),
     ours("layer norm and mlp", lambda recipe: fe.LayerNormMLP(WIDTH, INNER, "gelu", recipe=recipe)),
     # A layer whose operand is made again from what the norm has kept is not checkpointed by itself.
@@ -239,12 +240,13 @@ TABLE = [
         lambda recipe: transformer(recipe, placement="post", recompute=True, store="fp8"),
         *PARTS,
     ),
-    # A graph draws other numbers.
-    ours("transformer with dropout", lambda recipe: transformer(recipe, dropout=0.3), "compiled"),
+    # A graph draws other numbers, and so do ranks.
+    ours("transformer with dropout", lambda recipe: transformer(recipe, dropout=0.3), "compiled", "ranks"),
     ours(
         "transformer with norms at the end and dropout, recomputed",
         lambda recipe: transformer(recipe, placement="post", dropout=0.3, recompute=True),
         "compiled",
+        "ranks",
         *PARTS,
     ),
 ]

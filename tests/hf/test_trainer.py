@@ -1,6 +1,5 @@
 """Trainer, Accelerate and Lightning as people use them: stopped after two steps and resumed, the run is the same."""
 
-import copy
 import itertools
 import warnings
 from pathlib import Path
@@ -172,12 +171,3 @@ def test_lightning_resumes_exactly(tmp_path: Path):
     runner.save_checkpoint(tmp_path / "stopped.ckpt")
     resumed, _ = run(2, tmp_path / "stopped.ckpt")
     assert same(everything(resumed.model), everything(straight.model))
-
-
-def test_a_copy_of_a_converted_model_trains_like_it(tmp_path: Path):
-    """Trainer's model_init and hyperparameter searches copy models."""
-    model = llama("delayed")
-    twin = copy.deepcopy(model)
-    for one, folder in ((model, "a"), (twin, "b")):
-        trainer(one, tmp_path / folder, save_strategy="no", max_steps=STOP).train()
-    assert same(everything(model), everything(twin))

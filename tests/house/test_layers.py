@@ -1,6 +1,6 @@
 """Imports go down: from rooms above one's own in the table of rooms, or from one's own room without a cycle.
 
-Read with `ast`, imports inside functions included; those under `if TYPE_CHECKING:` never run, and do not count.
+Read with `ast`: imports inside functions count, and those of types under `if TYPE_CHECKING:`.
 A file in no room fails too, so that whoever adds one decides where it stands.
 """
 
@@ -95,6 +95,7 @@ def test_nothing_else_is_at_the_top_level():
         ("ops/a.py", "from ..scaling import T", "fp8engine/ops/a.py:1 imports scaling: not above"),
         ("nn/a.py", "from fp8engine.report.html import page", "fp8engine/nn/a.py:1 imports report: not above"),
         ("ops/a.py", "import_module('fp8engine.nn')", "fp8engine/ops/a.py:1 imports nn: not above"),
+        ("nn/a.py", "if TYPE_CHECKING:\n    from fp8engine.convert import Plan", "fp8engine/nn/a.py:2 imports convert"),
         ("amp/scaler.py", "import fp8engine.ops", "fp8engine/amp/scaler.py:1 imports ops: not above"),
         (
             "amp/scaler.py",
@@ -120,7 +121,6 @@ def test_a_planted_import_is_found(tmp_path: Path, file: str, source: str, compl
     [
         ("ops/a.py", "from fp8engine import numerics, kernels"),
         ("nn/a.py", "from fp8engine.autograd.linear import linear\nfrom fp8engine.nn import attention"),
-        ("nn/a.py", "if TYPE_CHECKING:\n    from fp8engine.convert import Plan"),
         ("convert/a.py", "from fp8engine.report import flow"),
         ("__main__.py", "from fp8engine.cli import main"),
         ("../kernels/quantize.py", "import triton.language as tl\nfrom fp8engine.kernels.rounding import rne"),
@@ -131,8 +131,9 @@ def test_a_lawful_import_is_not(tmp_path: Path, file: str, source: str):
     assert list(violations(tmp_path)) == []
 
 
-def test_a_planted_cycle_is_found(tmp_path: Path):
-    one, other = "from fp8engine.ops import b", "def f():\n    from fp8engine.ops.a import g"
+@pytest.mark.parametrize("block", ["def f():", "if TYPE_CHECKING:"])
+def test_a_planted_cycle_is_found(tmp_path: Path, block: str):
+    one, other = "from fp8engine.ops import b", f"{block}\n    from fp8engine.ops.a import g"
     plant(tmp_path, {"ops/a.py": one, "ops/b.py": "import torch"})
     assert cycle(tmp_path) is None
     plant(tmp_path, {"ops/b.py": other})
@@ -241,7 +242,7 @@ def room_of(module: str) -> str:
 def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything a file imports; `from package import module` names the module."""
     package = module_of(path, root).split(".")[:-1]
-    for node in nodes_that_run(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -254,18 +255,6 @@ def imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
             case ast.Call(func=ast.Name(id="import_module") | ast.Attribute(attr="import_module"), args=[name, *_]):
                 if isinstance(name, ast.Constant) and isinstance(name.value, str):
                     yield node.lineno, name.value
-
-
-def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, but for the bodies of `if TYPE_CHECKING:`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for other in child.orelse:
-                yield other
-                yield from nodes_that_run(other)
-        else:
-            yield child
-            yield from nodes_that_run(child)
 
 
 def is_module(name: str, root: Path) -> bool:

@@ -321,21 +321,6 @@ def test_relu_agrees_with_the_twin_outright():
                 assert torch.equal(mine[1], twin.scale)
 
 
-@pytest.mark.parametrize("form", [None, *WAYS], ids=str)
-@pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)])
-def test_nothing_gives_nothing(form, shape):
-    x, to = torch.empty(shape), Store() if form is None else way(*form)
-    y, *codes = act_quantize(x, "gelu", to)
-    assert y.shape == shape
-    dx, *nothing, dbias = act_quantize_backward(x, x, "gelu", to)
-    assert dx.shape == shape
-    assert codes + nothing == [None] * 5
-    assert torch.equal(dbias, torch.zeros(shape[1]))
-    dgate, *_, dup, dbias = act_quantize_backward(x, x, "swiglu", Store(), x)
-    assert dgate.shape == dup.shape == shape
-    assert dbias is None
-
-
 def test_a_slot_may_only_count_or_only_record():
     x = numbers(5, 70, torch.float32, 1)
     for count, record in itertools.product((False, True), repeat=2):

@@ -1,12 +1,9 @@
 """LayerNormLinear and LayerNormMLP: ordinary children, names as users expect, one state, copies and moves."""
 
-import copy
-import io
 from typing import Any
 
 import pytest
 import torch
-from fused import assert_same_tables
 from support import EXACT_SCALES, FP8_RECIPES, converted, sqnr, state_of
 from torch import nn
 
@@ -97,25 +94,6 @@ def test_the_report_and_convert_see_ordinary_layers():
     ]
     model(torch.randn(6, K))
     assert [row["backend"] for row in fe.inspect(model).layers] == ["reference"] * 3
-
-
-def test_a_copy_trains_apart_and_a_saved_state_goes_on():
-    mlp = LayerNormMLP(K, F, "gelu", recipe="delayed", recompute=True)
-    x = torch.randn(6, K)
-    mlp(x).sum().backward()
-    other = copy.deepcopy(mlp)
-    buffer = io.BytesIO()
-    torch.save((mlp.state_dict(), fe.scaling_state_dict(mlp)), buffer)
-    buffer.seek(0)
-    weights, scales = torch.load(buffer)
-    third = LayerNormMLP(K, F, "gelu", recipe="delayed", recompute=True)
-    third.load_state_dict(weights)
-    fe.load_scaling_state_dict(third, scales)
-    for each in (mlp, other, third):
-        each(x * 3).sum().backward()
-    assert_same_tables(mlp, other)
-    assert_same_tables(mlp, third)
-    assert state_of(mlp) is not state_of(other)
 
 
 def test_dtype_and_device():

@@ -146,14 +146,15 @@ def test_why_a_weight_is_kept_and_what_it_costs():
     assert "quantised weights kept between calls take 0.0 MiB (asked)" in fe.inspect(model).table()
 
 
-def test_a_frozen_weight_is_cast_once_in_all(casts):
+@pytest.mark.parametrize(("backend", "cast"), [("cublas", "cast_transpose"), ("reference", "quantize")])
+def test_a_frozen_weight_is_cast_once_in_all(backend: str, cast: str, casts):
     layer = layer_with("auto").requires_grad_(False)
-    with fe.backend("cublas"):
+    with fe.backend(backend):
         for seed in range(3):
             step(layer, seed)
         with torch.no_grad():
             layer(torch.randn(6, 48))
-    assert of_weight(casts) == ["cast_transpose"]
+    assert of_weight(casts) == [cast]
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from fp8engine.auto import Controller
 from fp8engine.numerics.formats import BF16
 from fp8engine.numerics.recipe import MATMULS
 from fp8engine.scaling.choice import Casts
-
-if TYPE_CHECKING:
-    from fp8engine.auto import Controller
 
 
 def chosen(controllers: Iterable[Controller]) -> dict | None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from fp8engine.report.flow.fold import Folded, fold
+from fp8engine.report.flow.graph import Graph
 from fp8engine.report.flow.layout import Spot, place
 from fp8engine.report.flow.text import INK, ink_of
-
-if TYPE_CHECKING:
-    from fp8engine.report.flow.result import Flow
 
 MARGIN, PAD, TOP = 28.0, 16.0, 99.0  # around the picture, inside a frame, above the first row's middle
 ROW, HEIGHT = 62.0, 30.0  # from row to row; of a box
@@ -28,7 +25,7 @@ TITLE = 'class="words title" font-weight="600" fill="#4a6078" stroke="#f7f9fb" s
 FORMATS = "below a matmul's name: the formats of input · weight · grad_output, one where they are equal"
 
 
-def svg(flow: Flow, formats: Mapping[str, Sequence[str]] | None = None) -> str:
+def svg(flow: Graph, formats: Mapping[str, Sequence[str]] | None = None) -> str:
     """The graph from top to bottom, equal blocks once in a dashed frame; full names as tool tips.
 
     formats: of a layer's input, weight and grad_output, by its name, which are written below the name.
@@ -77,7 +74,7 @@ def svg(flow: Flow, formats: Mapping[str, Sequence[str]] | None = None) -> str:
     return "\n".join([HEAD.format(width, height), paper, *legend, *frames, *curves, *titles, *boxes, "</svg>\n"])
 
 
-def _below(flow: Flow, folded: Folded, formats: Mapping[str, Sequence[str]]) -> dict[int, str]:
+def _below(flow: Graph, folded: Folded, formats: Mapping[str, Sequence[str]]) -> dict[int, str]:
     """The text below a layer's name: formats of all layers that its box stands for."""
     frames = {node: frame for frame in folded.frames for node in frame.nodes}
     found = {}

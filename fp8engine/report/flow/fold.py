@@ -8,12 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fp8engine.report.flow import repeats
-
-if TYPE_CHECKING:
-    from fp8engine.report.flow.result import Consumer, Flow
+from fp8engine.report.flow.graph import Consumer, Graph
 
 FIRST_NUMBER = re.compile(r"^(.*?)(?:^|(?<=\.))(\d+)(?=\.|$)")
 Block = tuple[str, int]  # (what stands before the first number in its name, that number)
@@ -55,7 +52,7 @@ class Folded:
     frames: tuple[Frame, ...]
 
 
-def fold(flow: Flow) -> Folded:
+def fold(flow: Graph) -> Folded:
     """The graph with each run of equal blocks as its first one.
 
     >>> from torch import nn
@@ -103,7 +100,7 @@ def block_of(node: Consumer) -> Block | None:
     return (found[1], int(found[2])) if found else None
 
 
-def _runs(flow: Flow, blocks: dict[Block, list[int]]) -> list[list[Block]]:
+def _runs(flow: Graph, blocks: dict[Block, list[int]]) -> list[list[Block]]:
     """Neighbouring blocks that are equal, and have more than one part."""
     equal: dict[tuple[str, tuple], list[int]] = {}
     for (family, number), nodes in blocks.items():
@@ -113,14 +110,14 @@ def _runs(flow: Flow, blocks: dict[Block, list[int]]) -> list[list[Block]]:
     return [[(family, number) for number in range(first, last + 1)] for family, (first, last) in sorted(runs)]
 
 
-def _content(flow: Flow, block: Block, nodes: Sequence[int]) -> tuple:
+def _content(flow: Graph, block: Block, nodes: Sequence[int]) -> tuple:
     """A block's parts and edges without its number."""
     place = {index: i for i, index in enumerate(nodes)}
     parts = ((flow.nodes[i].kind, flow.nodes[i].name.removeprefix(f"{block[0]}{block[1]}.")) for i in nodes)
     return tuple(parts), tuple(sorted({(place[i], place[j]) for i, j in flow.edges if i in place and j in place}))
 
 
-def _label(flow: Flow, node: int, frame: Frame | None) -> str:
+def _label(flow: Graph, node: int, frame: Frame | None) -> str:
     """A node's name without that of its frame; a sign for an addition and a product."""
     shown = flow.nodes[node]
     if shown.kind == "residual" and shown.name.startswith("aten."):

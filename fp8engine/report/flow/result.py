@@ -1,67 +1,19 @@
-"""Result of a recording: layers, their consumers and producers, and the graph between them."""
+"""Result of a recording: the graph and its forms."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 from fp8engine.report.flow import draw, repeats, text
-
-if TYPE_CHECKING:
-    from fp8engine.report.flow.origins import Origin
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """A node of the graph: something that reads a tensor, or made it.
-
-    kind: "matmul", "softmax" (attention), "norm", "residual", "activation", "loss", "output" (it leaves the model) or
-    "unknown"; of what made an input also "attention", "embedding" and "input".
-    name: of the module that does it ("model.layers.0.mlp.act_fn"), or of the function ("aten.add", "attention").
-    where: the module in whose forward that happens, "" for the model itself.
-    """
-
-    kind: str
-    name: str
-    where: str = field(default="", repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
+from fp8engine.report.flow.graph import Consumer, Graph, Layer
+from fp8engine.report.flow.origins import Origin
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One linear layer: the consumers of its output, the producers of its input, layers with the very same input.
-
-    calls: how often it ran in the recorded forward; the consumers are those of all calls.
-    """
-
-    consumers: tuple[Consumer, ...] = ()
-    producer: tuple[Consumer, ...] = ()
-    shares_input_with: tuple[str, ...] = ()
-    calls: int = 0
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of its consumers, each once."""
-        return tuple(dict.fromkeys(consumer.kind for consumer in self.consumers))
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Data flow of a model; `record` makes it.
-
-    layers: by name, in the order in which they first ran, those that never ran last.
-    nodes, edges: the graph: layers (kind "matmul") and all else that made or read a tensor, in the order in which they
-    ran; an edge (i, j) says that node j reads what node i made.
-    """
-
-    layers: dict[str, Layer]
-    nodes: tuple[Consumer, ...] = ()
-    edges: tuple[tuple[int, int], ...] = ()
+class Flow(Graph):
+    """Data flow of a model and its forms; `record` makes it."""
 
     def to_dict(self) -> dict:
         """Everything, in types that JSON knows."""

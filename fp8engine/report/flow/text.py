@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fp8engine.report.flow.fold import fold
-
-if TYPE_CHECKING:
-    from fp8engine.report.flow.result import Flow
+from fp8engine.report.flow.graph import Graph
 
 
 class Ink(NamedTuple):
@@ -39,7 +37,7 @@ def ink_of(kind: str) -> str:
     return SAME_INK.get(kind, kind)
 
 
-def mermaid(flow: Flow) -> str:
+def mermaid(flow: Graph) -> str:
     """The graph as a Mermaid flowchart, which GitHub and notebooks render.
 
     >>> import torch

@@ -19,13 +19,12 @@ import json
 import math
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fp8engine.auto.history import Sample
 from fp8engine.numerics.formats import FORMATS
+from fp8engine.report.facts import Facts
 from fp8engine.scaling.table import ROLES
-
-if TYPE_CHECKING:
-    from fp8engine.auto.history import Sample
 
 COLUMNS = 100
 ALPHABET = string.ascii_letters + string.digits + "-_"  # none that HTML or JSON writes as more than one
@@ -33,12 +32,12 @@ WIDTH = {"amax": 3, "sqnr": 2, "crest": 2, "flushed": 2, "saturated": 2}
 NONE, LOST = -1, -2  # the last numbers that a row's letters can write
 
 
-def samples_of(report) -> dict[str, list[Sample]]:
+def samples_of(report: Facts) -> dict[str, list[Sample]]:
     """Slot name -> samples, oldest first; empty under fixed recipes."""
     return {slot: samples.evenly() for slot, samples in report.auto.samples.items()}
 
 
-def blob(report, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+def blob(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     """The value that `to_json` writes into the page.
 
     steps: the last of each column.  thinned: whether a column may be several samples.  layers: name -> role -> the rows
@@ -73,7 +72,7 @@ def to_json(value) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _names(report, slots: Iterable[str]) -> list[str]:
+def _names(report: Facts, slots: Iterable[str]) -> list[str]:
     """Layers that were sampled: in the report's order, then any that it lists under another name."""
     seen = dict.fromkeys(slot.rpartition(".")[0] for slot in slots)
     known = dict.fromkeys(layer["name"] for layer in report.layers if layer["name"] in seen)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fp8engine.auto.history import Sample
+from fp8engine.report.facts import Facts
 from fp8engine.report.flow import repeats
-
-if TYPE_CHECKING:
-    from fp8engine.auto.history import Sample
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[-+]?\d+)?(?=x? |%|,|;|\)|$)")
 
 
-def decisions(report, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+def decisions(report: Facts, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
     """An entry for each sentence: before, after, why, when; slots, folded; changes; crest, least SQNR, more of it."""
     groups: dict[tuple, list[dict]] = {}
     for each in report.decisions:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from fp8engine.auto.history import Sample
+from fp8engine.report.facts import Facts
 from fp8engine.report.flow import repeats
 from fp8engine.report.folded import measured
 from fp8engine.scaling.table import ROLES
-
-if TYPE_CHECKING:
-    from fp8engine.auto.history import Sample
 
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
 
@@ -28,12 +27,12 @@ class Card(NamedTuple):
     share: float | None = None
 
 
-def recipes(report) -> list[str]:
+def recipes(report: Facts) -> list[str]:
     """The recipes of the converted layers."""
     return sorted({layer["recipe"] for layer in report.layers if layer["recipe"] != "none"})
 
 
-def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[float] | None) -> list[Card]:
+def cards(report: Facts, samples: Mapping[str, Sequence[Sample]], losses: Sequence[float] | None) -> list[Card]:
     """The cards at the top: shares, backends, losses of precision, counts of changes and warnings."""
     totals = report.totals
     share, emulated = totals["fp8_flops_share"], totals["emulated"]
@@ -68,7 +67,7 @@ def cards(report, samples: Mapping[str, Sequence[Sample]], losses: Sequence[floa
     return found
 
 
-def why_no_maps(report) -> str:
+def why_no_maps(report: Facts) -> str:
     """The text in place of the maps: why there are none."""
     if not report.auto.plans:
         return (
@@ -94,7 +93,7 @@ def short_names(numbers: Mapping) -> list[str]:
     return [each.replace(shared, "…", 1) if shared else each for each in names]
 
 
-def outliers(report) -> list[dict]:
+def outliers(report: Facts) -> list[dict]:
     """Growing and standing outliers, one entry for each slot, the greatest first."""
     rows: dict[str, dict] = {each["slot"]: each | {"grew": "stands"} for each in report.outliers}
     for alarm in report.alarms:  # oldest first: the latest of a slot is shown
@@ -103,7 +102,7 @@ def outliers(report) -> list[dict]:
     return sorted(rows.values(), key=lambda each: -each["ratio"])
 
 
-def left(report) -> list[dict]:
+def left(report: Facts) -> list[dict]:
     """Layers that are not in FP8."""
     return [layer for layer in report.layers if layer["recipe"] == "none" or not layer["ran"] or not layer["fp8_share"]]
 

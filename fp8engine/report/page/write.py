@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fp8engine import files
 from fp8engine.errors import ReportError
+from fp8engine.report.facts import Facts
 from fp8engine.report.flow import Flow
 from fp8engine.report.outliers import ABOVE
 from fp8engine.report.page import parts, svg
@@ -36,7 +37,9 @@ class Drawn(Protocol):
         ...
 
 
-def write(report, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> None:
+def write(
+    report: Facts, path: str | os.PathLike, losses: Sequence[float] | None = None, flow: Drawn | None = None
+) -> None:
     """Put the page at `path`, whole or not at all.  Raises ReportError where it cannot be written."""
     text = page(report, losses, flow)
     try:
@@ -45,7 +48,7 @@ def write(report, path: str | os.PathLike, losses: Sequence[float] | None = None
         raise ReportError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
-def page(report, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> str:
+def page(report: Facts, losses: Sequence[float] | None = None, flow: Drawn | None = None) -> str:
     """The page as text.  Raises ReportError for losses that are not numbers, or a flow that cannot draw itself."""
     measured = None if losses is None else _numbers(losses)
     samples = samples_of(report)
@@ -90,7 +93,7 @@ def _template() -> Template:
     return made.get_template("page.html")
 
 
-def _picture(flow: Drawn, report) -> str:
+def _picture(flow: Drawn, report: Facts) -> str:
     """A drawing in base64, for an image: its styles and ids do not mix with the page's, and no script in it runs."""
     formats = {x["name"]: [x[role]["format"] for role in ROLES] for x in report.layers if x["recipe"] != "none"}
     try:

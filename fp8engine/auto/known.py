@@ -1,0 +1,249 @@
+"""Knowledge of a controller: its layers and recipes, what it has decided, and the statistics that it waits for.
+
+Its state is JSON and tensors, so that a resumed run decides as the uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from fp8engine.auto import budget
+from fp8engine.auto.between import Between
+from fp8engine.auto.failures import Failures
+from fp8engine.auto.history import History, trends_from_dict
+from fp8engine.auto.host_copy import PendingSample
+from fp8engine.auto.log import Change, Plan
+from fp8engine.auto.outputs import Outputs
+from fp8engine.auto.schedule import Moves
+from fp8engine.autograd.numerics import Numerics
+from fp8engine.errors import InvalidRecipe, StateError
+from fp8engine.files import HostCopy
+from fp8engine.numerics.formats import Format
+from fp8engine.numerics.recipe import Auto
+from fp8engine.scaling.choice import Casts, Choice, SlotKey
+from fp8engine.scaling.reads import READS, Reads
+from fp8engine.scaling.sample import StepSamples, Tables
+from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
+
+SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
+# Attributes that the JSON text holds as they are: of a controller, of a choice.
+PLAIN = ("step", "tentative", "calibrated", "loss")
+OF_CHOICE = ("layers", "margin", "changes", "spent")
+PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
+TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
+
+
+class Known:
+    """What a controller of `fe.auto` knows, and how its slots are named.
+
+    layers: their numerics, with those recipes.  shapes: of their weights, [N, K] or [E, N, K].
+    log: every change so far.  history: the samples.  failures: what could not be sampled or decided.
+    step: the training step under way, -1 before the first.
+    plan: decisions to repeat.  choices: by a layer's place in `layers`; layers that are decided together share one.
+    reads: what is remembered of each layer's casts.  loss: the latest that was seen, in nats; None for none.
+    Raises InvalidRecipe for recipes that disagree on more than needs.
+    """
+
+    def __init__(self, layers: Sequence[Numerics], shapes: Sequence[tuple[int, ...]], plan: Plan | None = None):
+        self.layers, self.shapes = list(layers), [tuple(shape) for shape in shapes]
+        self.by_layer = {numerics.layer: i for i, numerics in enumerate(layers)}
+        self.by_name = {numerics.name: numerics for numerics in layers}
+        self.recipes = [numerics.recipe for numerics in self.layers if isinstance(numerics.recipe, Auto)]
+        if fixed := [f"{each.name}: {each.recipe.name}" for each in self.layers if not isinstance(each.recipe, Auto)]:
+            raise InvalidRecipe(f"{fixed[0]} is fixed; want fe.auto(...)")
+        self.recipe = self.recipes[0]
+        self.check(self.recipes)
+        self.step = -1
+        self.choices: dict[int, Choice] = {}
+        self.reads: dict[int, Reads] = {}
+        self.loss: float | None = None
+        self.log: list[Change] = []
+        self.history = History()
+        self.failures, self.between = Failures(), Between()
+        self.moves = Moves()
+        self.watched: PendingSample | None = None  # amaxes that `moves` will be asked about
+        self.pending: PendingSample | None = None
+        self.counts: torch.Tensor | None = None  # the state's counters at the last sample
+        self.steps_without_backward = 0  # forwards since the sampled one
+        self.tentative = False  # this step began in a forward without gradients: of a checkpoint, or of an evaluation
+        self.calibrated = False  # whether decisions made before the first training step stay
+        self.plan = plan
+        self.outputs = Outputs(self.layers, self.recipes)
+
+    @staticmethod
+    def check(recipes: Sequence[Auto]) -> None:
+        """Raise InvalidRecipe for recipes that cannot be one model's: only what layers need may differ."""
+        for key in SAME_FOR_ALL:
+            if len(found := {getattr(each, key) for each in recipes}) > 1:
+                found = ", ".join(sorted(map(str, found)))
+                raise InvalidRecipe(f"auto recipes of one model have {key} {found}: give all of them the same")
+
+    @property
+    def state(self) -> ScalingState:
+        """The tables of its layers."""
+        return self.layers[0].state
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no decision is made any more, also in the run that a plan repeats."""
+        recipe = self.recipe if self.plan is None else self.plan.start
+        last = recipe.freeze_after if isinstance(recipe, Auto) else None
+        return last is not None and self.step > last
+
+    def cost(self, numerics: Numerics, role: str) -> float | None:
+        """Predicted cost in nats of a layer's cast of its "input" or "weight" for the forward; None where not known."""
+        layer = self.by_layer.get(numerics.layer, -1)
+        seen, choice = self.reads.get(layer), self.choices.get(layer)
+        if seen is None or choice is None or role not in ("input", "weight"):
+            return None
+        known = seen.knows_cost(READS.index((role, "forward")))
+        return budget.cost_of(seen, choice.used.get((layer, "forward")), role) if known else None
+
+    def sizes(self) -> dict[int, tuple[int, int, int] | None]:
+        """M, N, K of each layer's latest matmul, by its index in the state."""
+        return {numerics.layer: numerics.sizes for numerics in self.layers}
+
+    def begin_sampling(self, only: Collection[int] | None = None) -> None:
+        """Give the step that begins a table for the statistics of layers, by their index in the state; None: of all."""
+        shapes = {layer: self.shapes[i] for layer, i in self.by_layer.items() if only is None or layer in only}
+        count = len(self.state.layers)
+        rows = (len(ROLES) + self.outputs.any) * count
+        self.state.sample(StepSamples(rows, count, shapes, self.state.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its decisions as JSON, and as tensors what it remembers and what it has not decided on yet."""
+        state, pending, samples = self.state, self.pending, self.state.samples
+        decided = {key: getattr(self, key) for key in PLAIN} | {
+            "late": self.steps_without_backward,
+            "pending": None if pending is None else pending.step,
+            "begun": state.begun,
+            "decides_next": state.decides_next,
+            "between": self.between.kept(state),
+            "choices": choices_to_list(self.choices),
+            "log": [change.to_dict() for change in self.log],
+            "trends": self.history.trends_to_dict(),
+            **self.outputs.state_dict(),
+            "remembered": [[i, seen.count] for i, seen in self.reads.items()],
+            "tries": [self.moves.number, list(self.moves.tries.items())],
+        }
+        tables: dict[str, torch.Tensor] = {"moves": torch.from_numpy(self.moves.ranges)}
+        if self.counts is not None:
+            tables["counts"] = self.counts
+        if self.reads:
+            tables["remembered"] = torch.stack([torch.from_numpy(seen.table) for seen in self.reads.values()])
+        if self.watched is not None:
+            tables["watched"] = self.watched.copy.wait()[0]
+        if pending is not None:
+            tables |= zip(PENDING, pending.copy.wait(), strict=True)
+        elif samples is not None and (samples.tables is not None or state.backward_seen):
+            tables |= zip(PENDING[:3], samples.finish(self.sizes(), state.backward_seen), strict=True)
+        elif samples is not None:  # its backward, or another forward, is still to come
+            decided["sampled"] = list(samples.layouts)
+            tables |= {"slots": samples.slots_SL, "parts": samples.flat, "loss": samples.loss_1}
+        kept = {key: tables.get(key, torch.empty(0)).detach().cpu().clone() for key in TABLES}
+        return {"decided": json.dumps(decided), **kept}
+
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`.  Raises StateError for another controller's state, with nothing loaded."""
+        state = self.state
+        try:
+            decided = json.loads(found["decided"])
+            tables = {key: found[key] for key in TABLES}
+            new: dict[str, Any] = {key: decided[key] for key in PLAIN} | {"steps_without_backward": decided["late"]}
+            new |= {"choices": choices_from_list(decided["choices"]), "pending": None, "watched": None}
+            new["log"] = [Change.from_dict(change) for change in decided["log"]]
+            new["moves"] = Moves(tables["moves"].numpy().copy().reshape(3, -1, 3), *decided["tries"])
+            new["counts"] = tables["counts"] if len(tables["counts"]) else None
+            remembered = zip(decided["remembered"], tables["remembered"], strict=True)
+            new["reads"] = {i: Reads(table.numpy().copy(), count) for (i, count), table in remembered}
+            if len(tables["watched"]):
+                new["watched"] = PendingSample(new["step"], HostCopy([tables["watched"]]))
+            if decided["pending"] is not None:
+                new["pending"] = PendingSample(decided["pending"], HostCopy(tables[key] for key in PENDING))
+            trends = trends_from_dict(decided["trends"])
+            begun, decides_next, between = (decided[key] for key in ("begun", "decides_next", "between"))
+            outputs = {key: decided[key] for key in ("outputs", "taken")}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"not the state of an auto recipe ({type(error).__name__}: {error})") from error
+        unknown = {change.layer for change in new["log"]} - self.by_name.keys()
+        if unknown or set(new["choices"]) - set(range(len(self.layers))):
+            raise StateError("the state of an auto recipe for another model: its layers are not these")
+        vars(self).update(new)
+        self.history.trends = trends
+        for numerics, recipe in zip(self.layers, self.recipes, strict=True):
+            numerics.adopt(recipe if self.plan is None else self.plan.start)
+        self.outputs.load_state_dict(outputs)
+        for change in self.log:
+            self.by_name[change.layer].adopt(change.recipe)
+        self.between.load(*between)
+        state.outputs.widen = not self.frozen
+        state.begun, state.decides_next = begun, decides_next
+        state.sample(None)
+        if "sampled" in decided:
+            self.begin_sampling(decided["sampled"])
+            samples = cast(StepSamples, state.samples)
+            for mine, key in ((samples.slots_SL, "slots"), (samples.flat, "parts"), (samples.loss_1, "loss")):
+                mine.copy_(tables[key])
+        elif decided["pending"] is None and len(tables["slots"]):
+            finished = Tables(*(tables[key].to(state.device, copy=True) for key in PENDING[:3]))
+            state.sample(StepSamples.finished(finished))
+
+    def _slot(self, row: int) -> SlotKey:
+        """The slot that a row of the samples describes: outputs behind all operands."""
+        layer, role = divmod(row, len(ROLES))
+        if row >= (all_operands := len(ROLES) * len(self.state.layers)):
+            return self.by_layer[row - all_operands], OUTPUT
+        return self.by_layer[layer], ROLES[role]
+
+    def _name(self, slot: SlotKey) -> str:
+        return f"{self.layers[slot[0]].name}.{slot[1]}"
+
+    def __getstate__(self) -> dict:
+        # A copy to the host that is under way belongs to this process.
+        return {**self.__dict__, "pending": None, "watched": None}
+
+
+def choices_to_list(choices: Mapping[int, Choice]) -> list[dict]:
+    """Each group's choice once, in types that JSON knows; the log has the reasons."""
+    groups = {id(choice): choice for choice in choices.values()}.values()
+    return [
+        {key: getattr(choice, key) for key in OF_CHOICE}
+        | {"fades": choice.fades_db, "cheaper": [[*key, count] for key, count in choice.cheaper.items()]}
+        | {"matmuls": _casts_to_list(choice.matmuls), "paid": _casts_to_list(choice.paid)}
+        for choice in groups
+    ]
+
+
+def choices_from_list(found: Iterable[Mapping]) -> dict[int, Choice]:
+    """The inverse of `choices_to_list`.
+
+    >>> from fp8engine.scaling.choice import begin
+    >>> from fp8engine.numerics.recipe import auto
+    >>> choices = {0: begin([0], auto())}
+    >>> choices_from_list(choices_to_list(choices)) == choices
+    True
+    """
+    choices = {}
+    for group in found:
+        parts: dict[str, Any] = {key: group[key] for key in OF_CHOICE} | {"layers": tuple(group["layers"])}
+        parts |= {key: _casts_from_list(group[key]) for key in ("matmuls", "paid")}
+        cheaper = {(layer, matmul): count for layer, matmul, count in group["cheaper"]}
+        choice = Choice(**parts, fades_db=group["fades"], cheaper=cheaper)
+        choices |= dict.fromkeys(choice.layers, choice)
+    return choices
+
+
+def _casts_to_list(casts: Mapping[tuple[int, str], Casts | None]) -> list[list]:
+    """[layer, matmul] of one in 16 bits, [layer, matmul, granularity, first, second] of the others."""
+    return [[*key, *map(str, found or ())] for key, found in casts.items()]
+
+
+def _casts_from_list(found: Iterable[Sequence]) -> dict[tuple[int, str], Casts | None]:
+    return {
+        (layer, matmul): Casts(rest[0], *map(Format.named, rest[1:])) if rest else None
+        for layer, matmul, *rest in found
+    }
