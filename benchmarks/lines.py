@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_888,
-    "auto": 1_451,
-    "autograd": 1_957,
-    "bench": 934,
-    "cli": 986,
-    "convert": 1_497,
-    "demo": 1_039,
-    "distributed": 2_294,
+    "amp": 2_885,
+    "auto": 1_449,
+    "autograd": 1_955,
+    "bench": 935,
+    "cli": 1_031,
+    "convert": 1_498,
+    "demo": 1_081,
+    "distributed": 2_295,
     "export": 1_242,
     "integrations": 199,
-    "kernels": 3_456,
+    "kernels": 3_519,
     "nn": 1_273,
-    "numerics": 613,
-    "ops": 2_949,
-    "report": 2_995,
+    "numerics": 599,
+    "ops": 3_168,
+    "report": 2_989,
     "scaling": 1_230,
-    "top level": 369,
+    "top level": 370,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
