@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from emulator import forms
 from emulator.arithmetic import RULES
-from emulator.faults import UnknownInstruction
+from emulator.faults import Fault, UnknownInstruction
 from ptx import run, several
 
 GENERATOR = np.random.default_rng(0)
@@ -302,6 +302,13 @@ def test_an_unknown_qualifier_of_a_known_instruction_is_an_error_that_names_both
 def test_an_exchange_of_a_part_of_a_warp_is_an_error(text: str):
     with pytest.raises(UnknownInstruction, match="no rule for these operands"):
         run(text, [np.zeros(1, np.uint32)])
+
+
+def test_a_reduction_takes_its_mask_from_a_register():
+    x = np.arange(32, dtype=np.uint32)
+    assert (several("mov.b32 %r9, -1; redux.sync.add.s32 OUT, IN0, %r9;", [x], 4) == x.sum()).all()
+    with pytest.raises(Fault, match="redux of a part of a warp"):
+        several("mov.b32 %r9, 15; redux.sync.add.s32 OUT, IN0, %r9;", [x], 4)
 
 
 def test_every_rule_has_forms_and_every_form_a_rule():
