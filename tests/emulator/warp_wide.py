@@ -68,15 +68,15 @@ def _vote(program: Program, ins: Instruction) -> Execute:
 
 @rule("redux")
 def _redux(program: Program, ins: Instruction) -> Execute:
-    reduce = REDUCTIONS[ins.opcode[2]]
-    if ins.operands[2] not in WHOLE:
-        raise unknown(ins)
+    reduce, lanes = REDUCTIONS[ins.opcode[2]], reader(program, ins.operands[2], "b32")
     write, read = writer(program, ins.operands[0]), reader(program, ins.operands[1], ins.type)
 
     def execute(cta: Cta, mask: Mask) -> None:
         taking = mask.lanes.reshape(-1, WARP)
         if (taking.any(1) != taking.all(1)).any():
             raise Fault("redux by a part of a warp")
+        if (np.broadcast_to(lanes(cta), cta.threads)[mask.lanes].astype(np.uint32) != np.uint32(0xFFFFFFFF)).any():
+            raise Fault("redux of a part of a warp")
         values = np.broadcast_to(read(cta), cta.threads).reshape(-1, WARP)
         write(cta, mask, np.repeat(reduce.reduce(values, axis=1).astype(values.dtype), WARP))
 
