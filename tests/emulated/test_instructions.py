@@ -212,6 +212,10 @@ def test_shuffles_votes_and_reductions():
     assert np.array_equal(several("shfl.sync.idx.b32 OUT, IN0, 7, 31, -1;", [x], 4), np.full(32, x[7]))
     assert (several("redux.sync.add.s32 OUT, IN0, -1;", [x], 4) == x.sum()).all()
     assert (several("redux.sync.max.s32 OUT, IN0, -1;", [x], 4) == 31).all()
+    in_register = "mov.b32 %r60, {}; redux.sync.add.s32 OUT, IN0, %r60;"  # ptxas is given either
+    assert (several(in_register.format("-1"), [x], 4) == x.sum()).all()
+    with pytest.raises(Fault, match="redux of a part of a warp"):
+        several(in_register.format("15"), [x], 4)
     ballot = several("setp.lt.u32 %p1, IN0, 4; vote.sync.ballot.b32 OUT, %p1, -1;", [x], 4)
     assert (ballot == (np.where(x < 4, 1, 0) << lanes).sum()).all()
     elected = several("elect.sync %r60|%p1, -1; selp.b32 OUT, 1, 0, %p1;", [x], 4)
