@@ -19,6 +19,7 @@ from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import quantize as twin
+from fp8engine.ops.reference import quantize_given as twin_given
 from fp8engine.ops.reference.operand import COUNTERS
 from tests.helpers.casts import cast_of
 
@@ -252,6 +253,18 @@ def test_no_more_programs_run_than_are_read_of(monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda where: 1 << 20)
     monkeypatch.setattr(kernel, "MOST_PROGRAMS", tl.constexpr(2))
     assert_as_twin(some(3, 5000, torch.bfloat16), cast_of(E4M3, -1, -1))
+
+
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (16, 64)], ids=str)
+def test_given_factors_of_any_strides(rows_cols):
+    """Behind each factor lies NaN, and behind the last the memory of no tensor."""
+    x, how = some(70, 150, torch.bfloat16), cast_of(E4M3, *rows_cols)
+    s = torch.exp2(torch.randint(-3, 4, how.scale_shape(70, 150)).float())
+    between = torch.full((*s.shape[:1], 2 * s.shape[1] - 1), NAN) if s.dim() else s
+    spread = between[:, ::2] if s.dim() else s
+    spread.copy_(s)
+    for given_s in (s, spread, s.t().contiguous().t()):
+        assert_same(quantize_given(x, how, given_s).float(), twin_given(x, how, s).float(), f"codes, {how}")
 
 
 @pytest.mark.parametrize("dtype", FP8)
