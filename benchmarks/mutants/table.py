@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from benchmarks.mutants.planted import FAMILIES, KINDS, ROOT, Mutant
 
@@ -21,17 +20,16 @@ def table(known: Known) -> str:
     """The lines between the two marks, the marks included.  known: of each mutant what a way's tests said."""
     rows = [["kind", *FAMILIES], ["---"] * (len(FAMILIES) + 1)]
     for kind, what in KINDS.items():
-        cells = [(mutant for mutant in known if (mutant.kind, mutant.family) == (kind, name)) for name in FAMILIES]
+        cells = [[mutant for mutant in known if (mutant.kind, mutant.family) == (kind, name)] for name in FAMILIES]
         rows.append([f"{kind}: {what}", *(cell(mutants, known) for mutants in cells)])
-    rows.append(["all", *(cell((each for each in known if each.family == name), known) for name in FAMILIES)])
+    rows.append(["all", *(cell([each for each in known if each.family == name], known) for name in FAMILIES)])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     missed = [f"- {each.family}, {each.kind}. {each.wrong} {each.missed}" for each in known if each.missed]
     return "\n".join(["<!-- mutants -->", *lines, "", "Not caught:", "", *missed, "<!-- /mutants -->"])
 
 
-def cell(mutants: Iterable[Mutant], known: Known) -> str:
+def cell(found: list[Mutant], known: Known) -> str:
     """How many bugs, and of them how many are caught in the interpreter, on the card, are equal, are not caught."""
-    found = list(mutants)
     counts = {
         "i": sum(bool(_test(known[each], "interpreter")) for each in found),
         "c": sum(bool(_test(known[each], "emulated")) for each in found),

@@ -32,8 +32,7 @@ class Suite(NamedTuple):
 def interpreted(*names: str) -> Suite:
     """In the interpreter, without 30 s of 2 GiB, and without what hypothesis draws and then makes smaller for long."""
     drawn = "not any_shape and not any_value and not casts_of_what_was and not ragged_edges and not beyond_2_gib"
-    files = (name if "::" in name else f"{name}.py" for name in names)
-    return Suite(tuple(f"tests/interpreted/test_interpreted_{file}" for file in files), drawn)
+    return Suite(tuple(f"tests/interpreted/test_interpreted_{name}.py" for name in names), drawn)
 
 
 def on_card(chosen: str, *names: str) -> Suite:
@@ -78,7 +77,6 @@ OF_ACTIVATIONS = emulated(
     "a_gate_and_an_up_that_are_two_matrices[clamped_swiglu]",
 )
 OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_stays_in_it")
-NOTHING = "test_nothing_gives_what_the_twin_gives"
 # way -> file -> the tests that concern it
 WAYS = {
     "interpreter": {
@@ -92,7 +90,7 @@ WAYS = {
         "kernels/activations.py": interpreted("epilogue", "act"),
         "kernels/tile.py": interpreted("tile", "matmul_fp8", "matmul_fp16", "split_k"),
         "kernels/rounding.py": interpreted("rounding", "quantize"),
-        "kernels/quantize.py": interpreted("quantize", "cast_transpose", f"contracts.py::{NOTHING}"),
+        "kernels/quantize.py": interpreted("quantize", "cast_transpose"),
         "kernels/quantize_groups.py": interpreted("quantize", "cast_transpose", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
         "kernels/norm_quantize.py": interpreted("norm"),

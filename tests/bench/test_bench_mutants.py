@@ -11,21 +11,49 @@ import pytest
 from benchmarks.mutants.__main__ import RESULTS, as_expected, known
 from benchmarks.mutants.planted import FAMILIES, KINDS, ROOT, Mutant, mutants
 from benchmarks.mutants.table import PAGE, table
-from benchmarks.mutants.trials import WAYS, Copy, Suite, ways_of
+from benchmarks.mutants.trials import WAYS, Copy, Suite
 
 MUTANTS = mutants()
 KILLED, SURVIVED = {"test": "tests/a.py::test", "seconds": 1}, {"test": "", "seconds": 1}
+CASES = {"Both": (), "Equal": ("same bits",), "Missed": (None, "not modelled")}
 HOST = {"cast_transpose", "encoded", "launch", "tuning"}  # without a kernel
-# What a family has no place for: nothing is scaled or rounded there, or no ring is written by hand.
+WAITING = {"act_quantize", "rounding"}  # written in waiting/, and not yet run
+# Kinds that a family has no place for, or of which its bugs are waiting.
 ABSENT = {
-    "casts": {"ring", "registers"},
-    "norms": {"ring", "registers", "atomics"},
-    "matmuls": {"unwritten", "registers", "atomics"},
-    "Gluon": {"overflow", "transposed", "rounding", "value", "dtype", "unwritten", "launch"},
-    "split-K": {"transposed", "rounding", "value", "ring", "registers", "atomics"},
-    "grouped": {"rounding", "value", "registers"},
-    "attention": {"count", "ring", "registers", "atomics", "launch"},
-    "scale update": {"transposed", "sum", "value", "ring", "registers", "atomics", "launch"},
+    "casts": {"value", "ring", "registers"},
+    "norms": {"sum", "race", "barrier", "ring", "atomics", "registers"},
+    "matmuls": {"dtype", "unwritten", "race", "atomics", "registers"},
+    "Gluon": {
+        "transposed",
+        "overflow",
+        "rounding",
+        "amax",
+        "count",
+        "value",
+        "dtype",
+        "unwritten",
+        "atomics",
+        "launch",
+    },
+    "split-K": {
+        "mask",
+        "transposed",
+        "overflow",
+        "scale",
+        "rounding",
+        "amax",
+        "count",
+        "value",
+        "dtype",
+        "unwritten",
+        "barrier",
+        "ring",
+        "atomics",
+        "registers",
+    },
+    "grouped": {"rounding", "count", "value", "registers"},
+    "attention": {"count", "ring", "atomics", "registers", "launch"},
+    "scale update": {"transposed", "sum", "value", "dtype", "race", "ring", "atomics", "registers", "launch"},
 }
 
 
@@ -44,12 +72,11 @@ def test_the_old_text_occurs_once_and_the_new_one_differs(mutant):
 
 def test_every_file_of_kernels_has_mutants_and_every_kind_is_planted_in_every_family_that_has_a_place_for_it():
     assert len(set(MUTANTS)) == len(MUTANTS)
-    files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - HOST
+    files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - HOST - WAITING
     assert {mutant.file for mutant in MUTANTS} == {f"kernels/{name}.py" for name in files}
     planted = Counter((mutant.family, mutant.kind) for mutant in MUTANTS)
     for family in FAMILIES:
         assert {kind for kind in KINDS if not planted[family, kind]} == ABSENT[family]
-        assert sum(count for (name, _), count in planted.items() if name == family) >= 14
 
 
 def test_the_committed_result_is_of_these_mutants_and_none_survived_without_a_reason():
@@ -58,11 +85,22 @@ def test_the_committed_result_is_of_these_mutants_and_none_survived_without_a_re
     for row, mutant in zip(rows, MUTANTS, strict=True):
         ran = [row[way] for way in WAYS if row[way]]
         assert any(outcome["test"] for outcome in ran) != bool(mutant.equal or mutant.missed), mutant.wrong
-        assert not (mutant.equal or mutant.missed) or len(ran) == len(ways_of(mutant)), mutant.wrong
 
 
 def test_the_page_of_the_card_has_the_table_of_the_committed_result():
     assert table(known()) in PAGE.read_text(), "python -m benchmarks.mutants --only nothing"
+
+
+def test_a_cell_of_the_table_counts_the_bugs_of_one_kind_in_one_family():
+    file = "kernels/split_k.py"
+    both, equal, missed = (Mutant(file, "mask", f"{word}.", "a", "b", *why) for word, why in CASES.items())
+    none = {"interpreter": SURVIVED, "emulated": None}
+    found = {both: {"interpreter": KILLED, "emulated": KILLED}, equal: none, missed: none}
+    lines = table(found).split("\n")
+    assert next(line for line in lines if line.startswith("| mask")).split("|")[2:-1] == [
+        " 3 i1 c1 =1 !1 " if family == "split-K" else "  " for family in FAMILIES
+    ]
+    assert lines[-2] == "- split-K, mask. Missed. not modelled"
 
 
 @pytest.mark.slow

@@ -255,6 +255,10 @@ def test_no_more_programs_run_than_are_read_of(monkeypatch):
     assert_as_twin(some(3, 5000, torch.bfloat16), cast_of(E4M3, -1, -1))
 
 
+def test_the_scale_of_nothing_is_one():
+    assert quantize(torch.ones(0, 5), cast_of(E4M3, -1, -1))[1].item() == 1.0
+
+
 @pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (16, 64)], ids=str)
 def test_given_factors_of_any_strides(rows_cols):
     """Behind each factor lies NaN, and behind the last the memory of no tensor."""
