@@ -1,12 +1,12 @@
-"""Trials of mutants: a copy of the checkout gets one bug, and pytest runs over it until a test fails.
+"""Trials of mutants: a copy of the checkout gets one bug, and its tests run until one fails.
 
-Each trial is a process of its own with a time limit.
+Each trial is a fork of its own with a time limit (forked.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +18,6 @@ from benchmarks.mutants.planted import ROOT, Mutant
 
 COPIED = ("kernels", "fp8engine", "tests", "benchmarks", "examples", "pyproject.toml")
 LIMIT = 300  # seconds; the slowest run without a bug takes a tenth of it
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?$", re.MULTILINE)
 PLANTED = "tests/emulated/test_planted_bugs.py"
 ON_CARD = "tests/on_card"  # of a copy: the interpreter's tests and a conftest.py that starts the emulated card
 
@@ -46,6 +45,38 @@ STORES = (
     "nothing_predicted or without_a_slot or group_that_begins or several_tiles or not_finite "
     "or own_rounding or rows_beyond or nothing_gives"
 )
+
+
+def emulated(name: str, *cases: str) -> tuple[str, ...]:
+    """Tests of tests/emulated/test_emulated_<name>.py: few, for each compiles its kernels."""
+    return tuple(f"tests/emulated/test_emulated_{name}.py::test_{case}" for case in cases)
+
+
+TWIN = "a_cast_is_its_twin_bit_for_bit"
+OF_TENSORS = emulated(
+    "memory",
+    f"{TWIN}[(-1, -1, False)-torch.bfloat16-not finite]",
+    f"{TWIN}[(-1, -1, True)-torch.float16-not finite]",
+    f"{TWIN}[(-1, -1, True)-torch.bfloat16-finite]",
+)
+OF_GROUPS = emulated(
+    "memory",
+    f"{TWIN}[(1, -1, False)-torch.bfloat16-not finite]",
+    f"{TWIN}[(128, 128, False)-torch.bfloat16-not finite]",
+    f"{TWIN}[(1, 128, False)-torch.bfloat16-finite]",
+    f"{TWIN}[(-1, 1, False)-torch.bfloat16-finite]",
+)
+OF_NORMS = emulated(
+    "memory", *(f"a_norm_is_its_twin[layer-{store}]" for store in ("16 bits", "backward", "1x128", "predicted"))
+)
+OF_ACTIVATIONS = emulated(
+    "memory",
+    "an_activation_is_its_twin[swiglu-16 bits-backward]",
+    "an_activation_is_its_twin[clamped_swiglu-16 bits-backward]",
+    "an_activation_is_its_twin[swiglu-1x128-forward]",
+    "a_gate_and_an_up_that_are_two_matrices[clamped_swiglu]",
+)
+OF_EPILOGUES = emulated("gluon", "every_epilogue_is_the_twins", "nan_in_a_row_stays_in_it")
 # way -> file -> the tests that concern it
 WAYS = {
     "interpreter": {
@@ -57,23 +88,71 @@ WAYS = {
         "kernels/split_k.py": interpreted("split_k"),
         "kernels/epilogue.py": interpreted("epilogue", "matmul_fp8"),
         "kernels/activations.py": interpreted("epilogue", "act"),
-        "kernels/tile.py": interpreted("tile", "matmul_fp8", "matmul_fp16"),
+        "kernels/tile.py": interpreted("tile", "matmul_fp8", "matmul_fp16", "split_k"),
+        "kernels/rounding.py": interpreted("rounding", "quantize"),
+        "kernels/quantize.py": interpreted("quantize", "cast_transpose"),
+        "kernels/quantize_groups.py": interpreted("quantize", "cast_transpose", "column_sums"),
+        "kernels/column_sums.py": interpreted("column_sums"),
+        "kernels/norm_quantize.py": interpreted("norm"),
+        "kernels/act_quantize.py": interpreted("act"),
+        "kernels/matmul_grouped.py": interpreted("grouped"),
+        "kernels/quantize_experts.py": interpreted("grouped"),
+        "kernels/expert_rows.py": interpreted("grouped"),
+        "kernels/attention.py": interpreted("attention"),
+        "kernels/attention_cast.py": interpreted("attention"),
+        "kernels/attention_backward.py": interpreted("attention"),
+        "kernels/scale_update.py": interpreted("scale_update"),
     },
     "emulated": {
         "kernels/scaling.py": on_card(SCALES, "quantize"),
         "kernels/produce.py": on_card(STORES, "produce", "act", "norm"),
-        "kernels/matmul_fp8.py": on_card("number_of_programs or formats_and_scales or alone", "matmul_fp8", "epilogue"),
+        "kernels/matmul_fp8.py": Suite(
+            (
+                "tests/emulated/test_hopper_sums.py",
+                *emulated("split_k", "parts_are_exact_and_added_as_the_twin_adds_them"),
+                *on_card("", "matmul_fp8", "epilogue").paths[:2],
+            ),
+            "number_of_programs or formats_and_scales or alone or bits_of_an_h100 or parts_are_exact",
+        ),
         "kernels/matmul_block.py": on_card("number_of_programs or formats_and_scales or any_strides", "matmul_block"),
         "kernels/matmul_fp16.py": on_card("number_of_programs or layouts", "matmul_fp16"),
         "kernels/epilogue.py": on_card("alone or saturation_begins or nan_and_inf or activations_of", "epilogue"),
         "kernels/tile.py": on_card(
             "visited_once or pieces_are or number_of_programs or an_offset", "tile", "matmul_fp8"
         ),
-        "kernels/gluon_ring.py": Suite((PLANTED,), "without_a_bug"),
+        "kernels/rounding.py": Suite((*OF_GROUPS[:2], *OF_TENSORS[2:]), "twin"),
+        "kernels/quantize.py": Suite(OF_TENSORS, "twin"),
+        "kernels/quantize_groups.py": Suite(OF_GROUPS, "twin"),
+        "kernels/column_sums.py": Suite(emulated("memory", "sums_of_columns_stay_within_their_bound[(3, 7)]"), "sums"),
+        "kernels/norm_quantize.py": Suite((*OF_NORMS, *emulated("far", "a_norm")), "norm"),
+        "kernels/act_quantize.py": Suite((*OF_ACTIVATIONS, *emulated("far", "an_activation")), "test"),
+        "kernels/matmul_grouped.py": Suite(
+            (*emulated("grouped", "every_division_of_rows"), "tests/emulated/test_hopper_sums.py"),
+            "division or expert and positive",
+        ),
+        "kernels/quantize_experts.py": Suite(emulated("grouped", TWIN, "codes_are_transposed_and_rows_summed"), "test"),
+        "kernels/expert_rows.py": Suite(emulated("grouped", TWIN, "every_division_of_rows"), "test"),
+        "kernels/attention.py": Suite(("tests/emulated/test_emulated_attention.py",), "forward"),
+        "kernels/attention_cast.py": Suite(
+            emulated("attention", TWIN) + emulated("far", "rows_of_attention", "batches_of_attention"),
+            "attention and not 96 and not float16 and not float32 or 128 and bfloat16",
+        ),
+        "kernels/attention_backward.py": Suite(
+            (*emulated("far", "batches_of_attention"), "tests/emulated/test_emulated_attention.py"),
+            "backward or batches",
+        ),
+        "kernels/scale_update.py": Suite(emulated("memory", "the_update_of_scales_is_its_twin_bit_for_bit"), "90"),
+        "kernels/split_k.py": Suite(("tests/emulated/test_emulated_split_k.py",), "part or split"),
+        "kernels/gluon_ring.py": Suite((PLANTED, *OF_EPILOGUES), "without_a_bug or epilogue or nan"),
         "kernels/matmul_gluon.py": Suite((PLANTED,), "without_a_bug and specialised"),
-        "kernels/matmul_gluon_scaled.py": Suite((PLANTED,), "without_a_bug and consumers"),
+        "kernels/matmul_gluon_scaled.py": Suite((PLANTED, *OF_EPILOGUES), "consumers_is_right or epilogue or nan"),
     },
 }
+
+
+def ways_of(mutant: Mutant) -> list[str]:
+    """The ways in which there are tests of a mutant."""
+    return [way for way, files in WAYS.items() if mutant.file in files and (way == "emulated" or not mutant.kernel)]
 
 
 class Outcome(NamedTuple):
@@ -98,9 +177,11 @@ class Copy:
         if way == "emulated":
             shutil.copytree(folder / "tests" / "interpreted", folder / ON_CARD)
             shutil.copy2(folder / "benchmarks" / "mutants" / "on_card.py", folder / ON_CARD / "conftest.py")
+        self.collected: tuple[Suite, subprocess.Popen[str]] | None = None
+        self.said = folder / "pytest.txt"
 
     def unmutated(self, file: str) -> Outcome:
-        """The tests of a file without a bug, which must pass."""
+        """The tests of a file that is read again without a bug, which must pass."""
         outcome = self._run(file)
         if outcome.test:
             raise RuntimeError(f"{outcome.test} fails without a mutant: {outcome.why}")
@@ -108,34 +189,58 @@ class Copy:
 
     def trial(self, mutant: Mutant) -> Outcome:
         """The tests of a mutant's file with the bug in it."""
+        if mutant.kernel:
+            return self._run(mutant.file, [mutant.kernel, mutant.old, mutant.new])
         path = self.root / mutant.file
-        status = path.stat()
         before = mutant.plant(self.root)
         try:
-            return self._run(mutant.file, PYTHONDONTWRITEBYTECODE="1")
+            return self._run(mutant.file)
         finally:
             path.write_text(before)
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # its byte code is valid again
 
-    def _run(self, file: str, **environment: str) -> Outcome:
-        cache = self.root / "triton_cache"
-        shutil.rmtree(cache, ignore_errors=True)
-        environment |= {"PYTHONPATH": str(self.root), "TRITON_CACHE_DIR": str(cache), "COLUMNS": "400"}
-        environment |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if self.way == "interpreter" else "0"}
-        suite = WAYS[self.way][file]
-        words = [sys.executable, "-m", "pytest", *suite.paths, "-k", suite.chosen, "-x", "-q", "--tb=no"]
-        words += ["-p", "no:cacheprovider"]
+    def close(self) -> None:
+        """End the process that has collected tests."""
+        if self.collected:
+            self.collected[1].communicate()
+            self.collected = None
+
+    def _run(self, file: str, code: list[str] | None = None) -> Outcome:
+        process = self._collect(WAYS[self.way][file])
+        assert process.stdin is not None
+        assert process.stdout is not None
         start = time.perf_counter()
-        try:
-            done = subprocess.run(
-                words, cwd=self.root, env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome("time limit", f"{LIMIT} s", LIMIT)
+        module = None if code else f"fp8engine.kernels.{Path(file).stem}"
+        process.stdin.write(json.dumps([module, code, LIMIT]) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
         seconds = time.perf_counter() - start
-        if done.returncode == 0:
-            return Outcome("", "", seconds)
-        first = FAILED.search(done.stdout)
-        if first is None:  # nothing was tested: a bug that no import survives proves nothing
-            raise RuntimeError(f"pytest ended with {done.returncode} and no test:\n{done.stdout}{done.stderr}")
-        return Outcome(first[1], first[2] or "", seconds)
+        if not line:
+            raise RuntimeError(f"pytest collects nothing of {WAYS[self.way][file]}:\n{self.said.read_text()}")
+        if (answer := json.loads(line)) is None:
+            return Outcome("time limit", f"{LIMIT} s", LIMIT)
+        test, why, edited = answer
+        if code and not edited:
+            raise RuntimeError(f"not in the machine code: {code}")
+        if test == "import":  # nothing was tested: a bug that no import survives proves nothing
+            raise RuntimeError(f"{file} cannot be imported: {why}")
+        return Outcome(test, why, seconds)
+
+    def _collect(self, suite: Suite) -> subprocess.Popen[str]:
+        """The process that has collected these tests."""
+        if self.collected and self.collected[0] == suite:
+            return self.collected[1]
+        self.close()
+        environment = {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["TRITON_CACHE_DIR"] = str(self.root / "triton_cache")  # its keys are of the sources
+        environment["TRITON_INTERPRET"] = "1" if self.way == "interpreter" else "0"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.mutants.forked", *suite.paths, "-k", suite.chosen],
+            cwd=self.root,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said.open("w"),
+            text=True,
+        )
+        self.collected = suite, process
+        return process

@@ -15,9 +15,11 @@ from mmaemu.api import accumulate
 
 from fp8engine.kernels.matmul_fp8 import matmul_fp8
 from fp8engine.kernels.matmul_gluon_scaled import matmul_gluon_scaled
+from fp8engine.kernels.matmul_grouped import Result, grouped_rows
 from fp8engine.kernels.tuning import Config
 from fp8engine.numerics.formats import E4M3, E5M2, Format
 from fp8engine.ops.reference import Epilogue, Operand
+from fp8engine.ops.reference.grouped import bounds_of
 
 PLAIN = Config(64, 64, 128, warps=4, descriptors=True)
 GLUON = Config(128, 128, 128, group_m=2, warps=8, stages=3, parts=2, kernel="gluon")
@@ -31,6 +33,9 @@ DATA: dict[str, tuple[Callable[..., torch.Tensor], Format]] = {
 KERNELS = {
     "fast": lambda a, b, end: matmul_fp8(a, b, end, False, PLAIN),
     "promoted": lambda a, b, end: matmul_fp8(a, b, end, True, PLAIN),
+    "promoted, of an expert": lambda a, b, end: grouped_rows(
+        a, b, bounds_of(torch.tensor([SIZES[0]])), Result(end.out), True, PLAIN
+    ),
     "promoted in Gluon": lambda a, b, end: matmul_gluon_scaled(a, b, end, GLUON),
 }
 

@@ -23,6 +23,7 @@ SHAPES = {
     "window, keys before": (1, 1, 70, 200, 96, Form(0.1, True, 50, 130)),
     "full, not rotated": (1, 1, 100, 67, 128, Form(0.09, rotated=False)),
     "some see nothing": (1, 1, 130, 66, 64, Form(0.125, True, 0, -64)),
+    "two heads of keys": (4, 2, 70, 70, 64, Form(0.125, True)),
 }
 
 
@@ -89,3 +90,19 @@ def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it():
     found = attention_backward(do, q, k, cast(do, True), cast(v, True), form, form.scale * LOG2_E)
     for ours, twins in zip(found, backward_twin(do, q, k, v, form), strict=True):
         assert torch.equal(ours.isnan(), twins.isnan())
+
+
+def test_what_is_tiny_is_masked_all_the_same():
+    """Scores times a factor of 2^-150: a factor of 0 would make no number of the -Inf of a masked score."""
+    q, k, v, _, form = inputs("causal, grouped")
+    q, k = q * 2.0**-70, k * 2.0**-80
+    near(forward(q, k, v, form), twin(q, k, v, form), 2.0**-9)
+
+
+def test_what_fp16_cannot_hold_is_finite_in_bf16():
+    q, k, v, do, form = inputs("causal, grouped")
+    q, k, v, do = q * 2.0**-20, k * 2.0**20, v * 2.0**17, do * 2.0**17
+    near(forward(q, k, v, form), twin(q, k, v, form), 2.0**-9)
+    found = attention_backward(do, q, k, cast(do, True), cast(v, True), form, form.scale * LOG2_E)
+    for ours, twins in zip(found, backward_twin(do, q, k, v, form), strict=True):
+        near(ours, twins, 2.0**-11)

@@ -8,6 +8,7 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from casts import E4M3, E5M2, FP8, MAX, assert_same, bits, clamped_cast, every_value, factor
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import quantize as twin
+from fp8engine.ops.reference import quantize_given as twin_given
 from fp8engine.ops.reference.operand import COUNTERS
 from tests.helpers.casts import cast_of
 
@@ -234,6 +236,39 @@ def test_the_result_does_not_depend_on_the_number_of_programs(how, monkeypatch):
         ours = slot(1.0)
         results.append((*(t.float() for t in quantize(x, how, ours)), ours.live_2S, ours.counts_CS))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_as_many_saturate_as_32_bits_do_not_count():
+    """Four programs, of which each has found 2^30 in its tiles: the sum is 2^32, in 32 bits 0."""
+    x, how, ours = torch.ones(2, 8), cast_of(E4M3, -1, -1, delayed=True), slot(2.0**9)
+    results, found = kernel.tensor_results(x, how, False), kernel.workspace(x.device)
+    found[:, :4] = torch.tensor([[1.0], [0.0], [0.0], [0.0]]).view(torch.int32)
+    found[1, :4] = 1 << 30
+    kernel.cast_measured(x, (found, 4), how, ours, results)
+    assert results[0].float().tolist() == [[448.0] * 8] * 2
+    assert ours.counts_CS[COUNTERS.index("saturated"), INDEX] == 1 << 32
+
+
+def test_no_more_programs_run_than_are_read_of(monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda where: 1 << 20)
+    monkeypatch.setattr(kernel, "MOST_PROGRAMS", tl.constexpr(2))
+    assert_as_twin(some(3, 5000, torch.bfloat16), cast_of(E4M3, -1, -1))
+
+
+def test_the_scale_of_nothing_is_one():
+    assert quantize(torch.ones(0, 5), cast_of(E4M3, -1, -1))[1].item() == 1.0
+
+
+@pytest.mark.parametrize("rows_cols", [(-1, -1), (1, -1), (-1, 1), (16, 64)], ids=str)
+def test_given_factors_of_any_strides(rows_cols):
+    """Behind each factor lies NaN, and behind the last the memory of no tensor."""
+    x, how = some(70, 150, torch.bfloat16), cast_of(E4M3, *rows_cols)
+    s = torch.exp2(torch.randint(-3, 4, how.scale_shape(70, 150)).float())
+    between = torch.full((*s.shape[:1], 2 * s.shape[1] - 1), NAN) if s.dim() else s
+    spread = between[:, ::2] if s.dim() else s
+    spread.copy_(s)
+    for given_s in (s, spread, s.t().contiguous().t()):
+        assert_same(quantize_given(x, how, given_s).float(), twin_given(x, how, s).float(), f"codes, {how}")
 
 
 @pytest.mark.parametrize("dtype", FP8)
