@@ -233,14 +233,15 @@ class Copy:
         environment = {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         environment["TRITON_CACHE_DIR"] = str(self.root / "triton_cache")  # its keys are of the sources
         environment["TRITON_INTERPRET"] = "1" if self.way == "interpreter" else "0"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.mutants.forked", *suite.paths, "-k", suite.chosen],
-            cwd=self.root,
-            env=os.environ | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.said.open("w"),
-            text=True,
-        )
+        with self.said.open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.mutants.forked", *suite.paths, "-k", suite.chosen],
+                cwd=self.root,
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            )
         self.collected = suite, process
         return process
