@@ -124,7 +124,9 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
         bytes_per_clock = (moved.loaded + moved.stored) * 32 * warps / issued
     fit = programs(made, card)
     resident = min(fit, max(1, launch.programs // PRETEND_PROCESSORS))
-    allowed = loop.ceiling(multiplied, warps, turns=config is not None and config.in_turns)
+    allowed = 0.0
+    if cycles:
+        allowed = loop.ceiling(multiplied, warps, turns=config is not None and config.in_turns) * cycles / multiplied
     return Row(
         name=name,
         registers=made.registers,
@@ -136,7 +138,7 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
         shape="/".join(loop.shapes),
         tensor_cycles=cycles,
         issue_cycles=issued,
-        ceiling=round(100 * allowed * cycles / multiplied) if cycles else 0,
+        ceiling=round(100 * allowed),
         bytes_per_clock=bytes_per_clock,
         accesses=sass.accesses(made.ptx),
         notes=made.notes,

@@ -16,7 +16,7 @@ from benchmarks.mutants.trials import WAYS, Copy, Suite
 MUTANTS = mutants()
 KILLED, SURVIVED = {"test": "tests/a.py::test", "seconds": 1}, {"test": "", "seconds": 1}
 CASES = {"Both": (), "Equal": ("same bits",), "Missed": (None, "not modelled")}
-HOST = {"cast_transpose", "encoded", "launch", "tuning"}  # without a kernel
+HOST = {"cast_transpose", "encoded", "launch", "limits", "tuning"}  # without a kernel
 WAITING = {"act_quantize", "rounding"}  # written in waiting/, and not yet run
 # Kinds that a family has no place for, or of which its bugs are waiting.
 ABSENT = {
