@@ -34,7 +34,7 @@ BUDGET = {
     "distributed": 2_295,
     "export": 1_242,
     "integrations": 199,
-    "kernels": 3_519,
+    "kernels": 3_522,
     "nn": 1_273,
     "numerics": 599,
     "ops": 3_168,

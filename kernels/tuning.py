@@ -178,10 +178,13 @@ def _traffic(config: Config, m: int, n: int) -> int:
 
 
 def plain(config: Config) -> Config:
-    """The configuration of the plain Triton kernel that does what Gluon's cannot, of tiles of at most 128 rows."""
-    return (
-        config._replace(kernel="triton", block_m=min(config.block_m, TILE[0])) if config.kernel == "gluon" else config
-    )
+    """The configuration of the plain Triton kernel that does what Gluon's cannot.
+
+    Its tiles have at most 128 rows; where Gluon's have more, that leaves room for another stage.
+    """
+    if config.in_turns:
+        config = config._replace(block_m=TILE[0], stages=config.stages + 1)
+    return config._replace(kernel="triton") if config.kernel == "gluon" else config
 
 
 @functools.cache

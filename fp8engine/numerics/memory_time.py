@@ -36,7 +36,7 @@ KERNELS: dict[str, Moved] = {
     "line_cast": Moved(10.7, 32768),
     "line_cast transposed": Moved(7.5, 16384),
     "short": Moved(10.5, 24576),
-    "short transposed": Moved(6.9, 16384),
+    "short transposed": Moved(7.0, 16384),
     "column_sums": Moved(120.5, 49152),
 }
 

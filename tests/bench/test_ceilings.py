@@ -270,7 +270,7 @@ def test_the_distance_is_of_48_layers_and_144_matmuls():
     for kernel in distance.KERNELS:
         for sums in distance.SUMS:
             assert all(0.1 < share < 1 for share in distance.shares(H100_SXM, kernel, sums, "forward"))
-    block, fast = (distance.shares(H100_SXM, "Gluon", sums, "wgrad") for sums in ("block", "fast"))
+    block, fast = (distance.shares(H100_SXM, "Triton", sums, "wgrad") for sums in ("block", "fast"))
     assert sum(block) < sum(fast)  # 64 bytes a clock from L2 instead of 48
 
 

@@ -150,6 +150,14 @@ def test_what_is_left_to_the_plain_kernel_says_why(reason: str):
     assert str(unsupported(a, b, end, TILE)).startswith(reason)
 
 
+@pytest.mark.parametrize("statistics", [{"amax": torch.zeros(1)}, {"counts": counts(CPU)}])
+def test_statistics_of_high_tiles_by_row_are_left_to_the_plain_kernel(statistics: dict):
+    refused = [(way, name) for way in WAYS for name, tile in TILES.items()
+               if unsupported(*operands(way, 512, 128, 256), Epilogue(**statistics), tile)]  # fmt: skip
+    assert refused == [("ring", "256 rows")]
+    assert unsupported(*operands("ring", 512, 128, 256), Epilogue(), HIGH) is None
+
+
 TURNS = {
     "a turn is passed to oneself": ("turns.index(1 - CONSUMER)", "turns.index(CONSUMER)"),
     "a turn is not passed on": ("    mbarrier.arrive(turns.index(1 - CONSUMER), count=1)\n", ""),
