@@ -149,9 +149,30 @@ def test_a_card_that_is_not_known_has_the_least_shared_memory():
 
 @given(st.sampled_from(OPERATIONS), st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.booleans())
 def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
-    picked = pick(operation, (9, 0), m, n, aligned)
+    picked, rows = pick(operation, (9, 0), m, n, aligned), table()[operation]["sm_90"]
     assert picked == pick(operation, (9, 0), m, n, aligned)
-    assert picked is table()[operation]["sm_90"][shape_class(m, n, aligned)]
+    wanted = shape_class(m, n, aligned)
+    if wanted == "large":  # rounds of 132 tiles, each of which asks for a tile's rows and columns
+        asked = {}
+        for name in ("large", "medium"):
+            height, width = rows[name].block_m, rows[name].block_n
+            asked[name] = -(-(-(-m // height) * -(-n // width)) // 132) * (height + width)
+        wanted = "medium" if asked["medium"] < asked["large"] else "large"
+    assert picked is rows[wanted]
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "rows"),
+    [
+        (8192, 4096, 256),  # 1,024 tiles of 256x128 in 8 rounds: 8 * 384 < 16 * 256
+        (1408, 3072, 128),  # 144 in 2 rounds, the second of 12: 2 * 384 > 2 * 256 of 264 tiles of 128x128
+        (1024, 2048, 128),  # 64: too few
+    ],
+)
+def test_high_tiles_are_taken_where_their_rounds_are_full(m, n, rows):
+    assert [pick(operation, (9, 0), m, n).block_m for operation in ("matmul_block", "matmul_fp8_promoted")] == [
+        rows
+    ] * 2
 
 
 @pytest.mark.parametrize(
