@@ -128,7 +128,7 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
     >>> from fp8engine.numerics.recipe import blockwise, current
     >>> dispatched(current(), "forward", (8192, 4096, 4096))
     >>> print(*dispatched(blockwise(), "forward", (8192, 4096, 4096)))
-    matmul_block 128x128x128 g8 w8 s5 p2 gluon
+    matmul_block 256x128x128 g8 w8 s4 p4 gluon
     """
     if (sums := sums_of(recipe, name)) is None:
         return None

@@ -105,7 +105,7 @@ CALLS = {
         "step 0: 0.input, 0.weight, 0.grad_output and 3 others could not be sampled",
     ),
     "trying the casts": ("fp8engine.scaling.sample.judge", "step 1"),
-    "room for a sample": ("fp8engine.auto.controller.StepSamples", "step 0"),
+    "room for a sample": ("fp8engine.auto.known.StepSamples", "step 0"),
     "the copy to the host": ("fp8engine.auto.controller.start_copy", "step 1"),
     "deciding": ("fp8engine.auto.controller.decide", "step 1"),
 }

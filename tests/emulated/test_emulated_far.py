@@ -48,6 +48,7 @@ def test_a_norm(strides: tuple[int, int], card):
     assert same(found, norm_quantize_backward(dy, x, weight, rows, norm))
 
 
+@pytest.mark.short
 @pytest.mark.slow
 @pytest.mark.parametrize("strides", LAYOUTS, ids=["rows", "columns"])
 def test_an_activation(strides: tuple[int, int], card):
