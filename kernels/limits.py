@@ -1,4 +1,4 @@
-"""What tensor descriptors and Gluon's matmuls for Hopper take, by sizes and layouts.  Read without Triton."""
+"""Limits of tensor descriptors and of Hopper's Gluon matmuls: the sizes and layouts they take.  Read without Triton."""
 
 import torch
 
@@ -36,7 +36,7 @@ def operands(a, b, epilogue) -> str | None:
     return None
 
 
-def scaled(a, b, config) -> str | None:
+def scaled(a, b, epilogue, config) -> str | None:
     """Why `matmul_gluon_scaled` cannot multiply these, beyond that; None where it can."""
     if (config.block_m, config.block_n, config.block_k) not in TILES:
         return f"tiles are {' or '.join(map(str, TILES))}, not of {config}"
@@ -46,6 +46,8 @@ def scaled(a, b, config) -> str | None:
         if a.rows == b.rows == 1:
             if not (describable(a.scale.t()) and describable(b.scale.t())):
                 return "scales of rows are not contiguous and 16-byte aligned along M and N"
+            if config.in_turns and (epilogue.amax is not None or epilogue.counts is not None):
+                return "statistics of the result beside scales of both operands' rows: registers would spill"
         elif b.rows % config.block_n != 0:
             return f"blocks of {b.rows} rows of b, of which a tile has {config.block_n}"
     return None

@@ -343,10 +343,7 @@ def _matmul_gluon_scaled_kernel(
 
 def unsupported(a, b, epilogue, config: Config) -> str | None:
     """Why `matmul_gluon_scaled` cannot do this, for its arguments; None where it can."""
-    by_row = a.scaled_along_k and a.rows == b.rows == 1
-    if by_row and config.in_turns and (epilogue.amax is not None or epilogue.counts is not None):
-        return "statistics of the result beside scales of both operands' rows: registers would spill"
-    return gluon_ring.unsupported(a, b, epilogue) or limits.scaled(a, b, config)
+    return gluon_ring.unsupported(a, b, epilogue) or limits.scaled(a, b, epilogue, config)
 
 
 def matmul_gluon_scaled(a, b, epilogue, config: Config) -> torch.Tensor:

@@ -142,7 +142,8 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
         size = a.cols if a.scaled_along_k else b.cols
         a, b = triton_backend.in_groups(a, size), triton_backend.in_groups(b, size)
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))
-    if limits.operands(a, b, Epilogue()) or (operation != "matmul_fp8" and limits.scaled(a, b, config)):
+    end = Epilogue()
+    if limits.operands(a, b, end) or (operation != "matmul_fp8" and limits.scaled(a, b, end, config)):
         config = tuning.plain(config)
     return operation, config
 
