@@ -8,11 +8,17 @@ instead of 4 s.  They share no memory, but hash strings alike: only ranks that a
 a set of names differs from rank to rank.  The tests of FSDP, tensor parallelism and experts have such ranks once each.
 A collective that waits for a rank that never comes is an error after WAIT; ranks that are not done after LIMIT are
 killed.
+
+A rank leaves by os._exit, without Python's own ending: a thread of gloo that drops a collective's last tensor while
+Python ends is stopped in the middle of it, which aborts the process (pytorch pull 179291) or spoils its heap.  Any
+other signal that ends a rank prints the line of Python it ran.
 """
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 
@@ -21,7 +27,7 @@ import torch.distributed as dist
 
 WAIT = datetime.timedelta(seconds=240)
 LIMIT = 900.0  # seconds; the longest run of the tests takes a tenth on two cores
-SETTLE = 0.3  # seconds; a gloo thread that drops a collective while Python exits aborts it (pytorch pull 179291)
+SETTLE = 0.3  # seconds; for what gloo's threads still send when a rank is done
 IMPORTED = ["fp8engine", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 IMPORTED += ["torch._dynamo", "pytest"]  # what is not installed is left out by multiprocessing
 
@@ -56,9 +62,12 @@ def _kill(processes) -> None:
 def _rank(rank: int, ranks: int, folder: str, environment: dict[str, str], work, arguments: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    faulthandler.enable()
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=WAIT)
     torch.save(work(rank, ranks, *arguments), f"{folder}/{rank}.pt")
     time.sleep(SETTLE)
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
