@@ -37,7 +37,7 @@ def main(names: list[str]) -> None:
             print(f"{row['recipe']:14} {row['ranks']:5}  {row['option']:34} {equal:6} {share:>13}  {words}", flush=True)
     if names:
         return
-    rows = [{key: value for key, value in row.items() if key not in ("losses", "graphs")} for row in rows]
+    rows = [{key: value for key, value in row.items() if key not in ("losses", "graphs", "changes")} for row in rows]
     path = common.save("distributed", {"what": "distributed", "machine": common.machine(), "rows": rows})
     print(f"\n{path}: {len(json.dumps(rows))} bytes")
 

@@ -24,6 +24,7 @@ from benchmarks.distributed.processes import run
 from fp8engine.distributed.fsdp import GATHER
 from fp8engine.distributed.traffic import Traffic
 from fp8engine.nn.linear import float8_modules
+from fp8engine.report.state import controllers_of
 
 RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "auto")
 EVEN, ODD = (128, 512), (129, 333)
@@ -136,7 +137,8 @@ def train(case: Case, fp8: bool, rank: int, ranks: int) -> dict:
     joins = vars(model)[GATHER].scales.joins if fp8 else 0
     weights = [cast(DTensor, parameter).full_tensor() for parameter in model.parameters()]
     found = {"losses": losses, "traffic": traffic, "weights": weights, "joins": joins}
-    return found | {"graphs": counters["stats"]["unique_graphs"]}
+    changes = sum(len(controller.log) for controller in controllers_of(model))
+    return found | {"graphs": counters["stats"]["unique_graphs"], "changes": changes}
 
 
 def _accumulate(model: Any, case: Case, seed: int) -> list[float]:
@@ -202,6 +204,7 @@ def compare(rank: int, ranks: int, cases: list[Case]) -> list[dict]:
                 "note": f"{ours['joins']} amax all-reduces in {STEPS * case.microbatches} forwards",
                 "losses": ours["losses"],
                 "graphs": ours["graphs"],
+                "changes": ours["changes"],
             }
         )
     return rows
@@ -227,4 +230,4 @@ def rows() -> list[dict]:
 
 if __name__ == "__main__":
     for row in rows():
-        print({key: value for key, value in row.items() if key not in ("losses", "graphs", "against", "part")})
+        print({key: row[key] for key in row if key not in ("losses", "graphs", "changes", "against", "part")})

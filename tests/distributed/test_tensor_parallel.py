@@ -123,9 +123,9 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def check(ours: dict, reference: dict, of_sums: float = SUMS) -> None:
+def check(ours: dict, reference: dict, of_sums: float = SUMS, of_gradients: float = 1e-5) -> None:
     for name, value in reference.items():
-        most = of_sums if name in ("y", "dx") else 1e-5
+        most = of_sums if name in ("y", "dx") else of_gradients
         assert error(ours[name], value) <= most, name
 
 
@@ -191,7 +191,10 @@ def test_a_layer_in_16_bits_gathers_16_bits(found: list[dict]):
     bf16 = BATCH * T // RANKS * K * 2
     assert traffic["all-gather bfloat16"] == {"bytes": bf16, "calls": 1}  # x for up
     assert traffic["all-gather uint8"]["calls"] == 2  # x for gate, dy for down
-    check(ours, step(made("one in 16 bits"), *data()))
+    # A rank's half of up is another matmul of BF16, which a CPU may add in another order: K numbers in FP32, 2^-17 of
+    # the sum, and one result in 2^9 is rounded to the other neighbour, 2^-8 away.  One cast in 2^5 of those then takes
+    # another code, 2^-3 away: sqrt(2^-9 2^-5 2^-6) in norms.
+    check(ours, step(made("one in 16 bits"), *data()), of_gradients=2.0**-10)
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
