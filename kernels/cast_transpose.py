@@ -9,7 +9,7 @@ the tile that is in registers anyway it costs one byte an element, where a trans
 launch.  Both are written in rows of 64 bytes or more, 16 bytes a thread: the tile turns in shared memory.
 
 The launch that first reads x also sums its columns where asked to: a gradient's are its layer's dbias.  Each tile
-writes its own sums, FP32, and a last launch adds them (column_sums.py): 0.06 to 0.12 bytes an element, not another 2.
+writes its own sums, FP32, and the next launch adds them (column_sums.py): 0.06 to 0.12 bytes an element, not another 2.
 
 Twin: fp8engine/ops/reference/cast_transpose.py.
 """

@@ -2,9 +2,9 @@
 
     sum[k] = sum over m of x[m, k]      x: FP32 partial sums, a row each for a program or a row of tiles
 
-Whoever reads the matrix anyway writes a row of partial sums for every 64 or 128 rows of it, and the launch here adds
-these: written and read, 0.12 or 0.06 bytes an element of the matrix.  Atomic additions would need no second launch, and
-give another result each time.
+Whoever reads the matrix anyway writes a row of partial sums for every 64 or 128 rows of it, and a later launch adds
+these: written and read, 0.12 or 0.06 bytes an element of the matrix.  A cast of two launches adds them in its second
+one; after any other kernel it is the launch here.  Atomic additions would give another result each time.
 Twins: torch's own sum, in fp8engine/ops/reference/cast_transpose.py, act_quantize.py and norm_quantize.py.
 """
 
@@ -15,7 +15,21 @@ import triton
 import triton.language as tl
 
 # A tile: 16 elements a thread of 8 warps, rows of a whole line of 128 bytes; 4,096 columns make 128 programs.
-ROWS, COLUMNS, WARPS = 128, 32, 8
+ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(32)
+WARPS = 8
+
+
+@triton.jit
+def add_column_sums(part_PK, sum_K, P, K):
+    """This program's share of the sums: of every so many columns COLUMNS, so that any number of programs does it."""
+    for begin in tl.range(tl.program_id(0) * COLUMNS, K, tl.num_programs(0) * COLUMNS):
+        columns = begin + tl.arange(0, COLUMNS)
+        sums_PK = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, P, ROWS):
+            rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+            inside = (rows[:, None] < P) & (columns[None, :] < K)
+            sums_PK += tl.load(part_PK + (rows[:, None] * K + columns[None, :]), mask=inside, other=0.0)
+        tl.store(sum_K + columns, tl.sum(sums_PK, 0).to(sum_K.dtype.element_ty), mask=columns < K)
 
 
 @triton.jit
@@ -23,15 +37,8 @@ def _column_sums_kernel(
     part_PK,
     sum_K,
     P, K,
-    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    sums_PK = tl.zeros((BLOCK_P, BLOCK_K), tl.float32)
-    for first in range(0, P, BLOCK_P):
-        rows = (first + tl.arange(0, BLOCK_P)).to(tl.int64)
-        inside = (rows[:, None] < P) & (columns[None, :] < K)
-        sums_PK += tl.load(part_PK + (rows[:, None] * K + columns[None, :]), mask=inside, other=0.0)
-    tl.store(sum_K + columns, tl.sum(sums_PK, 0).to(sum_K.dtype.element_ty), mask=columns < K)
+    add_column_sums(part_PK, sum_K, P, K)
 
 
 @triton.jit
@@ -53,10 +60,10 @@ def column_sums(part_PK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     p, k = part_PK.shape
     sum_K = torch.empty(k, dtype=dtype, device=part_PK.device)
     if k:
-        _column_sums_kernel[(triton.cdiv(k, COLUMNS),)](
+        _column_sums_kernel[(triton.cdiv(k, COLUMNS.value),)](
             part_PK,  # input
             sum_K,  # output
             p, k,  # sizes
-            BLOCK_P=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,  # constants
+            num_warps=WARPS,
         )  # fmt: skip
     return sum_K

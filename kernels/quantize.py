@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
+from fp8engine.kernels.column_sums import add_column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import MULTIPLE, processors, triton_dtype
 from fp8engine.kernels.limits import ALIGNMENT
@@ -108,13 +108,16 @@ def _partial(found, ROW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _cast_kernel(
-    x, found,
-    q, q_t, scale, live, counts,
-    M, K, stride_m, stride_k, index, stride_live, stride_counts,
+    x, found, parts,
+    q, q_t, scale, sums, live, counts,
+    M, K, P, stride_m, stride_k, index, stride_live, stride_counts,
     DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, PREDICTED: tl.constexpr,
     COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scale and round by what was found, or, PREDICTED, only where the prediction did not hold."""
+    """Scale and round by what was found, or, PREDICTED, only where the prediction did not hold.
+
+    parts: None, or FP32 [P, K], whose columns are added to `sums`.
+    """
     s = 0.0
     saturated = tl.zeros((), dtype=tl.int64)
     if PREDICTED:
@@ -144,6 +147,8 @@ def _cast_kernel(
             _store(q, q_t, codes_MK, row, column, M, K)
         if COUNT:
             add(counts, index, stride_counts, UNDERFLOWED, flushed)
+    if parts is not None:
+        add_column_sums(parts, sums, P, K)
 
 
 @triton.jit
@@ -190,10 +195,9 @@ def quantize_tensor(
 
     sums, with `transposed` only: the sums of x's columns, FP32.
     """
-    results = q_MK, q_KM, scale = tensor_results(x_MK, cast, transposed)
+    results = q_MK, q_KM, _ = tensor_results(x_MK, cast, transposed)
     if x_MK.numel() == 0:
-        sums_K = torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
-        return q_MK, q_KM, scale, sums_K
+        return *results, torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
     sizes, (block_m, block_k, warps) = _tiles(x_MK, transposed)
     tiles = math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k)
     programs = min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value)
@@ -207,8 +211,7 @@ def quantize_tensor(
         DTYPE=triton_dtype(cast.dtype), PREDICTED=predicted,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
-    cast_measured(x_MK, (found, programs), cast, slot, results)
-    return q_MK, q_KM, scale, None if parts_PK is None else column_sums(parts_PK, torch.float32)
+    return *results, cast_measured(x_MK, (found, programs, parts_PK), cast, slot, results)
 
 
 def tensor_results(x_MK: torch.Tensor, cast, transposed: bool) -> tuple:
@@ -225,21 +228,26 @@ def workspace(where: torch.device) -> torch.Tensor:
     return torch.empty(4, MOST_PROGRAMS.value, dtype=torch.int32, device=where)
 
 
-def cast_measured(x_MK: torch.Tensor, measured: tuple[torch.Tensor, int], cast, slot, results) -> None:
-    """The second launch, which writes `results`.  measured: the workspace, and how many programs have written it."""
-    found, programs = measured
+def cast_measured(x_MK: torch.Tensor, measured: tuple, cast, slot, results) -> torch.Tensor | None:
+    """The second launch, which writes `results` and returns the sums of columns.
+
+    measured: the workspace, how many programs have written it, and FP32 partial sums of columns [P, K] or None.
+    """
+    found, programs, parts_PK = measured
+    sums_K = None if parts_PK is None else parts_PK.new_empty(parts_PK.shape[1])
     sizes, (block_m, block_k, warps) = _tiles(x_MK, results[1] is not None)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
     live, index, stride_live = (slot.live_2S, slot.index, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
     counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
     _cast_kernel[(programs,)](
-        x_MK, found,  # inputs
-        *results, live, counts,  # outputs
-        *sizes, index, stride_live, stride_counts,  # sizes
+        x_MK, found, parts_PK,  # inputs
+        *results, sums_K, live, counts,  # outputs
+        *sizes[:2], 0 if parts_PK is None else len(parts_PK), *sizes[2:], index, stride_live, stride_counts,  # sizes
         DTYPE=triton_dtype(cast.dtype), POWER_OF_2=cast.power_of_2,  # constants
         PREDICTED=slot is not None and cast.delayed, COUNT=count, RECORD=record,
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
+    return sums_K
 
 
 def quantize_given(x_MK: torch.Tensor, cast, s: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
+from fp8engine.kernels.column_sums import add_column_sums, column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
 from fp8engine.kernels.scaling import (
     WORK,
@@ -248,13 +248,16 @@ def _line_amax_kernel(
 
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
 def _line_cast_kernel(
-    x, amax_M, amax_K,
-    q, scale, q_t, scale_t, work, live, counts,
-    M, K, stride_m, stride_k, index, stride_live, stride_counts,
+    x, amax_M, amax_K, parts,
+    q, scale, q_t, scale_t, sums, work, live, counts,
+    M, K, P, stride_m, stride_k, index, stride_live, stride_counts,
     DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, BY_ROW: tl.constexpr,
     COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """q by the amax of its rows (BY_ROW) or of its columns; q_t, where it is kept, by the other."""
+    """q by the amax of its rows (BY_ROW) or of its columns; q_t, where it is kept, by the other.
+
+    parts: None, or FP32 [P, K], whose columns are added to `sums`.
+    """
     flushed = 0
     nonfinite = 0
     amax = 0.0
@@ -284,6 +287,8 @@ def _line_cast_kernel(
                 _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
                 codes_MK, _, _ = scale_and_round(x_MK, t_M[:, None], DTYPE, False)
             store_tile(q_t, codes_MK.T, column, row, K, M, False)
+    if parts is not None:
+        add_column_sums(parts, sums, P, K)
     if COUNT or RECORD:
         elements = tl.cast(M, tl.int64) * K
         finish(
@@ -332,7 +337,9 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
             m, k, *x_MK.stride(),  # sizes
             BLOCK_M=top.block_m, BLOCK_K=top.block_k, num_warps=top.warps,  # constants
         )  # fmt: skip
-        by_amax = x_MK, amax_M, amax_K, *results, *tables, *sizes
+        sums_K = None if parts_PK is None else parts_PK.new_empty(k)
+        p = 0 if parts_PK is None else len(parts_PK)
+        by_amax = x_MK, amax_M, amax_K, parts_PK, *results, sums_K, *tables, m, k, p, *sizes[2:]
         _line_cast_kernel[(programs,)](*by_amax, BY_ROW=cast.cols == -1, **constants)
     else:
         cols = tile.block_k if cast.cols == -1 else cast.cols
@@ -341,7 +348,8 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
             piece = SMALLEST
         given = x_MK, *results, parts_PK, *tables, *sizes
         _short_kernel[(programs,)](*given, ROWS=cast.rows, COLS=cols, PIECE=piece, **constants)
-    return *results, None if parts_PK is None else column_sums(parts_PK, torch.float32)
+        sums_K = None if parts_PK is None else column_sums(parts_PK, torch.float32)
+    return *results, sums_K
 
 
 def _short_tile(cast, k: int, transposed: bool) -> Tile:

@@ -9,8 +9,9 @@ What a cast is made of, per element of 16 bits read, and with one byte more wher
     rows and columns          line_amax: 2                          line_cast: 3         also rows wider than WIDEST
     blocks; rows alone        short: 3
 
-Groups have a workspace that torch fills with zeros.  A bias's gradient is summed by the pass that first reads dy, and
-by one launch more; where dy is not cast in both directions, by torch.  What torch launches itself is called "torch".
+Groups have a workspace that torch fills with zeros.  A bias's gradient is summed by the two launches of dy's cast, or
+by that of blocks and one more; where dy is not cast in both directions, by torch.  What torch launches itself is called
+"torch".
 
 tests/emulated/test_emulated_launches.py holds this against what the emulated card's driver is asked for.  Left out: the
 update of a model's predicted scales, one launch a step for all of its layers.
@@ -94,17 +95,16 @@ def cast(
 ) -> list[Launch]:
     """Launches of one cast to FP8.  transposed: the transpose too.  sums: of the columns too.  counted: in a slot."""
     size, turned = rows * columns, " transposed" * transposed
-    read, both = HALF * size, (HALF + 1 + transposed) * size
+    read, both, parts = HALF * size, (HALF + 1 + transposed) * size, PARTIAL_SUMS * size * sums
     long = how.rows == -1 or (how.cols == -1 and (transposed or columns > WIDEST))
     if how.per_tensor and how.delayed:
-        found = [Launch(f"measure predicted{turned}", both), Launch("cast")]
-    elif how.per_tensor:
-        found = [Launch("measure", read), Launch(f"cast{turned}", both)]
-    elif long:
-        found = [Launch("torch fill"), Launch("line_amax", read), Launch(f"line_cast{turned}", both)]
-    else:
-        found = [Launch("torch fill")] * counted + [Launch(f"short{turned}", both)]
-    return found + [Launch("column_sums", 2 * PARTIAL_SUMS * size)] * sums
+        return [Launch(f"measure predicted{turned}", both + parts), Launch("cast", parts)]
+    if how.per_tensor:
+        return [Launch("measure", read + parts), Launch(f"cast{turned}", both + parts)]
+    if long:
+        return [Launch("torch fill"), Launch("line_amax", read + parts), Launch(f"line_cast{turned}", both + parts)]
+    found = [Launch("torch fill")] * counted + [Launch(f"short{turned}", both + parts)]
+    return found + [Launch("column_sums", parts)] * sums
 
 
 def _one(how: Cast, rows: int, columns: int, again: Cast | None = None) -> list[Launch]:

@@ -128,15 +128,15 @@ def test_a_row_wider_than_a_program_holds(monkeypatch):
 
 
 def test_what_was_not_asked_for_is_not_there(monkeypatch):
-    monkeypatch.setattr(quantize, "column_sums", pytest.fail)
-    monkeypatch.setattr(quantize_groups, "column_sums", pytest.fail)
+    monkeypatch.setattr(quantize, "partial_sums", pytest.fail)
+    monkeypatch.setattr(quantize_groups, "partial_sums", pytest.fail)
     for how in EVERY:
         assert len(cast_transpose(whole(5, 6, torch.bfloat16), how, slot())) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_partial_sums_are_added_in_fp32_and_rounded_once(dtype):
-    for p, k in ((0, 5), (1, 1), (ROWS + 3, COLUMNS + 1), (2 * ROWS, COLUMNS), (5, 0)):
+    for p, k in ((0, 5), (1, 1), (ROWS.value + 3, COLUMNS.value + 1), (2 * ROWS.value, COLUMNS.value), (5, 0)):
         part_PK = whole(p, k, torch.float32) * 33.0  # sums that 16 bits do not hold
         found = column_sums(part_PK, dtype)
         assert found.dtype == dtype

@@ -244,7 +244,7 @@ def test_as_many_saturate_as_32_bits_do_not_count():
     results, found = kernel.tensor_results(x, how, False), kernel.workspace(x.device)
     found[:, :4] = torch.tensor([[1.0], [0.0], [0.0], [0.0]]).view(torch.int32)
     found[1, :4] = 1 << 30
-    kernel.cast_measured(x, (found, 4), how, ours, results)
+    kernel.cast_measured(x, (found, 4, None), how, ours, results)
     assert results[0].float().tolist() == [[448.0] * 8] * 2
     assert ours.counts_CS[COUNTERS.index("saturated"), INDEX] == 1 << 32
 
