@@ -30,6 +30,7 @@ from fp8engine.distributed.weight_samples import sample_weights
 from fp8engine.distributed.weight_scales import Rows, Shard, WeightScales
 from fp8engine.errors import ParallelError, ParallelWarning, StrictError
 from fp8engine.nn.linear import Float8Module, float8_modules
+from fp8engine.nn.serving import Served
 from fp8engine.ops import ranks
 from fp8engine.ops.library import in_backward
 from fp8engine.scaling.sample import outside_of_autocast
@@ -113,6 +114,7 @@ def gather_fp8(model: Model, *, strict: bool = False) -> Model:
         raise ParallelError(f"{here}: {type(model).__name__} has no converted layers; call fe.convert first")
     if any(GATHER in vars(module) for module in model.modules()):
         raise ParallelError(f"{here}: {type(model).__name__} is gathered in FP8 already: call it, or fsdp, once")
+    _refuse_codes(here, model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = [parameter for module in sharded for parameter in _torch.sharded_parameters(module)]
     if not parameters:
@@ -270,6 +272,7 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
         if found := _torch.wrapper_of(module):
             where = f"its part {name!r}" if name else "the model"
             raise ParallelError(f"{here}: {where} is under {found} already: convert, shard once, then wrap")
+    _refuse_codes(here, model)
     again = options.get("reshard_after_forward")
     if isinstance(again, int) and not isinstance(again, bool):
         _refuse_partial_reshard(here, again)
@@ -279,6 +282,17 @@ def _check(model: nn.Module, layers: list[Float8Module], options: dict) -> None:
             "gathered in high precision",
             ParallelWarning,
             stacklevel=3,
+        )
+
+
+def _refuse_codes(here: str, model: nn.Module) -> None:
+    """Raise ParallelError for a model that stores weights as FP8 codes alone: a rank's codes would be cast again."""
+    stored = [plain_name(model, name) for name, module in model.named_modules() if isinstance(module, Served)]
+    if stored:
+        raise ParallelError(
+            f"{here}: {len(stored)} weights ({stored[0]} the first) are FP8 codes alone, which fully_shard cannot "
+            "divide with their scales: fe.convert the frozen model without frozen='fp8'; its weights are gathered as "
+            "codes too"
         )
 
 

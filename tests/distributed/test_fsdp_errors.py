@@ -75,6 +75,16 @@ def plain_model() -> None:
     fe.distributed.fsdp(Net(16, 32))
 
 
+def codes_alone() -> None:
+    fe.distributed.fsdp(fe.convert(Net(16, 32).requires_grad_(False), "rowwise", skip=lambda *_: False, frozen="fp8"))
+
+
+def codes_alone_sharded_by_others() -> None:
+    model = fe.convert(Net(16, 32).requires_grad_(False), "rowwise", skip=lambda *_: False, frozen="fp8")
+    fully_shard(model)
+    fe.distributed.gather_fp8(model)
+
+
 def transforms() -> None:
     model: Any = fe.distributed.fsdp(net())
     block = model.blocks[0]
@@ -105,6 +115,8 @@ CASES = {
     other_options: (ParallelError, "option reshard_after_forward is False on rank 0 of the group and True on rank 1"),
     reshard_to_two: (ParallelError, "reshard_after_forward=2 keeps weights on 2 ranks .* give True or False"),
     plain_model: (ParallelError, "Net has no converted layers; call fe.convert first"),
+    codes_alone: (ParallelError, "fsdp: 7 weights .blocks.0.up the first. are FP8 codes alone.* without frozen='fp8'"),
+    codes_alone_sharded_by_others: (ParallelError, "gather_fp8: 7 weights .blocks.0.up the first. are FP8 codes alone"),
     transforms: (Fp8EngineError, "blocks\\.0\\.up: an FP8 layer does not take torch.func's transforms"),
     dead_rank: (ParallelError, "a rank did not come within the time limit|the dead one"),
 }
