@@ -1,13 +1,14 @@
 """Folder of a model that a command line names: a folder on the disk, or a model of the Hugging Face hub by its id.
 
-A hub's model is downloaded where the hub can be reached; else what an earlier download left in the local cache is used
-(`HF_HOME`; `HF_HUB_OFFLINE=1` asks for the cache alone).  huggingface_hub does both.
+A hub's model is downloaded where the hub can be reached; else what an earlier download left in the local cache is used,
+and a line on stderr says so (`HF_HOME`; `HF_HUB_OFFLINE=1` asks for the cache alone).  huggingface_hub does both.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from fp8engine.cli.shared import console
 from fp8engine.errors import ConversionError
 
 # Of a hub's model, what is read: sizes alone, or weights and tokenizer too.  Code is never downloaded.
@@ -37,7 +38,7 @@ def folder_of(target: str, files: tuple[str, ...] = WHOLE) -> Path | None:
             "pip install 'fp8engine[hf]'"
         ) from error
     try:
-        return Path(huggingface_hub.snapshot_download(target, allow_patterns=list(files)))
+        folder = Path(huggingface_hub.snapshot_download(target, allow_patterns=list(files)))
     except (OSError, ValueError) as error:  # what huggingface_hub raises: of the network, of the cache, of the id
         reason = " ".join(str(error).split()).split(". ")[0]
         raise ConversionError(
@@ -45,3 +46,10 @@ def folder_of(target: str, files: tuple[str, ...] = WHOLE) -> Path | None:
             f"can be downloaded, nor in the local cache {huggingface_hub.constants.HF_HUB_CACHE} "
             f"({type(error).__name__}: {reason})"
         ) from error
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:  # snapshot_download takes the cache without a word
+        try:
+            huggingface_hub.model_info(target)
+        except Exception:  # of httpx or of requests, by huggingface_hub's version
+            note = f"{target}: the Hugging Face hub cannot be reached; read from the local cache, {folder}"
+            console(stderr=True).print(note, soft_wrap=True, highlight=False)
+    return folder

@@ -98,9 +98,11 @@ def test_a_model_is_downloaded_and_later_taken_from_the_cache(hub: tuple[str, li
     told = json.loads(shown.stdout)
     assert (told["class"], told["totals"]["converted"]) == ("LlamaForCausalLM", 14)
     assert set(asked) == {"config.json"}  # no weights for sizes
+    assert "cannot be reached" not in shown.stderr
     without = call(closed, cache, "inspect", ID, "-r", "current", "--json")
     assert without.returncode == 0, without.stderr
     assert json.loads(without.stdout) == told
+    assert f"{ID}: the Hugging Face hub cannot be reached; read from the local cache, {cache}" in without.stderr
     other = call(closed, tmp_path / "empty", "inspect", ID)
     assert other.returncode != 0
     assert f"'{ID}' is neither a folder that exists nor module:function" in " ".join(other.stderr.split())
