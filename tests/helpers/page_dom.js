@@ -11,7 +11,16 @@ class Node_ {
   set textContent(text) { this.children_ = [String(text)]; }
   setAttribute(name, value) { this.attributes[name] = String(value); }
   getAttribute(name) { return name in this.attributes ? this.attributes[name] : null; }
-  append(...nodes) { for (const each of nodes) { if (typeof each !== "string") each.parentNode = this; this.children_.push(each); } }
+  removeAttribute(name) { delete this.attributes[name]; }
+  append(...nodes) {
+    for (const each of nodes) {
+      if (typeof each !== "string") {
+        if (each.parentNode) each.parentNode.children_ = each.parentNode.children_.filter((child) => child !== each);
+        each.parentNode = this;
+      }
+      this.children_.push(each);
+    }
+  }
   replaceChildren(...nodes) { this.children_ = []; this.append(...nodes); }
   get value() { return this.value_ !== null ? this.value_ : this.tag === "select" ? this.children[0].attributes.value : ""; }
   set value(text) {

@@ -62,6 +62,14 @@
     };
     seen.filter = { all: type(""), some: type("UP  grad_output"), none: type("no such slot"), rows: rows.length, groups: groups.filter((group) => !group.hidden).length };
   }
+  const headings = Array.from(find("sorted").getElementsByTagName("th"));
+  const order = () => Array.from(find("sorted").getElementsByTagName("tbody")[0].children).map((row) => row.children[0].textContent);
+  seen.orders = [order()];
+  for (const [name, times] of [["flushed", 2], ["layer", 1], ["weight", 1]]) {
+    const heading = headings.find((each) => each.textContent.startsWith(name));
+    for (let i = 0; i < times; i += 1) heading.click();
+    seen.orders.push([heading.getAttribute("aria-sort"), ...order()]);
+  }
   find("theme").click();
   seen.theme = document.documentElement.getAttribute("data-theme");
   if (typeof getComputedStyle === "function") {

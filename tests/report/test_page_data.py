@@ -14,7 +14,7 @@ import fp8engine as fe
 from fp8engine.auto import Alarm
 from fp8engine.auto.history import Sample, Samples
 from fp8engine.errors import ReportError
-from fp8engine.report.page import page
+from fp8engine.report.page import page, parts
 from fp8engine.report.page.data import ALPHABET, COLUMNS, blob, samples_of, to_json
 from fp8engine.report.page.svg import colour, format_map, loss_curve
 from fp8engine.report.state import controllers_of
@@ -53,6 +53,30 @@ def embedded(text: str) -> dict:
     """The page's numbers, read as strict JSON from between its tags."""
     (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
     return json.loads(found, parse_constant=pytest.fail)
+
+
+def lost(name: str, flushed: float, saturated: float) -> dict:
+    """A layer of a report whose gradient loses that."""
+    slot = {"elements": 8, "sampled": 8, "underflowed": 0.0, "saturated": 0.0}
+    layer = fe.inspect(nn.Linear(2, 2)).layers[0]
+    worst = {"underflowed": flushed, "saturated": saturated}
+    return layer | {"name": name, "input": slot, "weight": slot, "grad_output": slot | worst}
+
+
+def test_the_layer_that_loses_most_is_a_headline_and_the_first_row():
+    """Beside what harms nothing: 0.1 % saturated (20 times) is more than 26 % flushed (13 times)."""
+    layers = [lost("a", 0.0, 0.0), lost("b", 0.26, 0.0), lost("c", 0.03, 1e-3), lost("d", 0.0, 0.0)]
+    totals = fe.inspect(nn.Linear(2, 2)).totals | {"elements": 8, "sampled": 8, "underflowed": 0.07, "saturated": 2e-4}
+    report = Report(layers, totals)
+    assert [(place, layer["name"]) for place, layer in parts.troubled(report)] == [
+        (2, "c"),
+        (1, "b"),
+        (0, "a"),
+        (3, "d"),
+    ]
+    found = {card.title: card for card in parts.cards(report, {}, None)}
+    assert found["flushed to zero"] == parts.Card("flushed to zero", "7 %", "most 26 %:", "warn", "b.grad_output")
+    assert found["saturated"] == parts.Card("saturated", "0.02 %", "most 0.1 %:", "warn", "c.grad_output")
 
 
 def test_numbers_come_back_as_they_were_seen():

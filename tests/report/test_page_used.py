@@ -94,6 +94,21 @@ def test_the_filter_wants_every_word_in_any_case(seen, auto):
     assert filtered["none"]["shown"] == filtered["groups"] == 0
 
 
+def test_layers_are_sorted_by_loss_and_by_a_click(seen, auto):
+    def flushed(name: str) -> float:
+        layer = next(each for each in auto[0].layers if each["name"] == name)
+        return max(layer[role].get("underflowed", -1.0) for role in ("input", "weight", "grad_output"))
+
+    names = [layer["name"] for layer in auto[0].layers]
+    at_first, by_flushed, by_place, by_shape = seen["orders"]
+    assert sorted(at_first) == sorted(names)
+    assert by_flushed[0] == by_place[0] == "ascending"
+    assert [flushed(name) for name in by_flushed[1:]] == sorted(map(flushed, names))
+    assert len(set(map(flushed, names))) > 1
+    assert by_place[1:] == names  # the model's own order, not the alphabet's
+    assert by_shape[0] == "descending"
+
+
 def test_the_button_turns_light_into_dark(seen):
     assert seen["theme"] == "dark"
     if seen["engine"] == "chromium":

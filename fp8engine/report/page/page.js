@@ -1,4 +1,5 @@
-// What moves on the page: reading a cell of the maps, the charts of one layer, the filter of the decisions, the theme.
+// What moves on the page: reading a cell of the maps, the charts of one layer, the filter of the decisions, the order of
+// the layers, the theme.
 // Names are only ever set as text.  The numbers come from the page itself, as fp8engine/report/page/data.py wrote them.
 "use strict";
 (() => {
@@ -279,6 +280,23 @@
     filter.addEventListener("input", sieve);
     sieve();
   }
+
+  // ---- order of the layers --------------------------------------------------------------------------------------
+  const headings = Array.from(find("sorted").getElementsByTagName("th"));
+  const body = find("sorted").getElementsByTagName("tbody")[0];
+  headings.forEach((heading, column) => {
+    heading.setAttribute("tabindex", "0");
+    const order = () => {
+      const down = heading.getAttribute("aria-sort") !== "descending" && column > 0;
+      headings.forEach((each) => each.removeAttribute("aria-sort"));
+      heading.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const key = (row) => row.children[column].getAttribute("data-by") ?? row.children[column].textContent;
+      const compare = (a, b) => (isNaN(key(a)) || isNaN(key(b)) ? key(a).localeCompare(key(b)) : key(a) - key(b));
+      body.append(...Array.from(body.children).sort((a, b) => (down ? compare(b, a) : compare(a, b))));
+    };
+    heading.addEventListener("click", order);
+    heading.addEventListener("keydown", (event) => { if (event.key === "Enter") order(); });
+  });
 
   // ---- light and dark -------------------------------------------------------------------------------------------
   find("theme").addEventListener("click", () => {

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fp8engine.auto.history import Sample
 from fp8engine.report.facts import Facts
 from fp8engine.report.flow import repeats
-from fp8engine.report.folded import measured
+from fp8engine.report.folded import HARMLESS, measured
 from fp8engine.scaling.table import ROLES
 
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
@@ -43,7 +43,8 @@ def cards(report: Facts, samples: Mapping[str, Sequence[Sample]], losses: Sequen
         Card("FP8 share of linear FLOPs", f"{share:.1%}", share=share),
         Card("layers in FP8", f"{totals['in_fp8']} of {totals['layers']}", others),
         Card("matmuls ran on", " + ".join(backends), how, "warn" if emulated else ""),
-        Card("saturated", *_losses(totals)),
+        _lost(report, "saturated", "saturated"),
+        _lost(report, "flushed to zero", "underflowed"),
     ]
     now = {slot: seen[-1].sqnr_db for slot, seen in samples.items() if math.isfinite(seen[-1].sqnr_db)}
     if now:
@@ -102,6 +103,26 @@ def outliers(report: Facts) -> list[dict]:
     return sorted(rows.values(), key=lambda each: -each["ratio"])
 
 
+def across(count: int) -> int:
+    """How many cards a row of a wide page has, so that the last row lacks as few as possible.
+
+    >>> [across(count) for count in (5, 6, 7, 9, 10, 11)]
+    [5, 3, 4, 3, 5, 4]
+    """
+    return min((5, 4, 3), key=lambda columns: -count % columns)
+
+
+def troubled(report: Facts) -> list[tuple[int, dict]]:
+    """(place in the model, layer), the one that loses most first: beside what harms nothing."""
+    lost = [max(largest(layer, key) / HARMLESS[key] for key in HARMLESS) for layer in report.layers]
+    return sorted(enumerate(report.layers), key=lambda row: -lost[row[0]])
+
+
+def largest(layer: Mapping, key: str) -> float:
+    """The largest share that a layer's input, weight or gradient loses; -1.0 where none was looked at."""
+    return max(-1.0 if (share := measured(layer[role], key)) is None else share for role in ROLES)
+
+
 def left(report: Facts) -> list[dict]:
     """Layers that are not in FP8."""
     return [layer for layer in report.layers if layer["recipe"] == "none" or not layer["ran"] or not layer["fp8_share"]]
@@ -127,12 +148,17 @@ def _calm(samples: Mapping, standing: Sequence[dict]) -> tuple[str, str]:
     return ("none grows: see standing outliers", "") if standing else ("no tensor has outliers or grows them", "good")
 
 
-def _losses(totals: Mapping) -> tuple[str, str]:
-    """(the share of elements that saturated, a sentence on those that were flushed)."""
-    saturated, flushed = measured(totals, "saturated"), measured(totals, "underflowed")
-    if saturated is None:
-        return "–", "nothing was cast"
-    return _percent(saturated), "flushed: not sampled" if flushed is None else f"flushed to zero {_percent(flushed)}"
+def _lost(report: Facts, title: str, key: str) -> Card:
+    """The card of a share of all elements, with the slot that has the largest one."""
+    share = measured(report.totals, key)
+    if share is None:
+        return Card(title, "–", "nothing was cast" if measured(report.totals, "saturated") is None else "not sampled")
+    slots = {f"{layer['name']}.{role}": measured(layer[role], key) or 0.0 for layer in report.layers for role in ROLES}
+    worst = max(slots, key=slots.__getitem__)
+    if not slots[worst]:
+        return Card(title, _percent(share))
+    mood = "warn" if slots[worst] > HARMLESS[key] else ""
+    return Card(title, _percent(share), f"most {_percent(slots[worst])}:", mood, worst)
 
 
 def _percent(share: float) -> str:

@@ -53,11 +53,14 @@ def page(report: Facts, losses: Sequence[float] | None = None, flow: Drawn | Non
     measured = None if losses is None else _numbers(losses)
     samples = samples_of(report)
     numbers = blob(report, samples)
+    cards = parts.cards(report, samples, measured)
     return _template().render(
         report=report,
         numbers=numbers,
         recipes=parts.recipes(report),
-        cards=parts.cards(report, samples, measured),
+        cards=cards,
+        across=parts.across(len(cards)),
+        layers=parts.troubled(report),
         losses=measured,
         curve=measured and svg.loss_curve(measured, Counter(decision["step"] for decision in report.decisions)),
         why_no_maps=parts.why_no_maps(report),
@@ -87,7 +90,9 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters.update(colour=svg.colour, decibel=parts.decibel, explained=explained, shares=parts.shares)
+    made.filters.update(
+        colour=svg.colour, decibel=parts.decibel, explained=explained, shares=parts.shares, largest=parts.largest
+    )
     made.globals.update(style=_asset("page.css"), script=_asset("page.js"), words=WORDS)
     made.globals.update(paints=parts.PAINTS, above=ABOVE, svg=svg)
     return made.get_template("page.html")
