@@ -98,8 +98,8 @@ def scale_round_and_count(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
     flushed = 0
     nonfinite = 0
     if COUNT:
-        # One reduction over the program, not two.  By q: what tells it of x is held in registers until then.
-        both = total(lost.to(tl.int32) + tl.where(is_finite(q.to(tl.float16)) == 0, PAIR, 0))
+        # One reduction over the program, not two.
+        both = total(lost.to(tl.int32) + tl.where(is_finite(x) == 0, PAIR, 0))
         flushed = both % PAIR
         nonfinite = both // PAIR
     return q, flushed, nonfinite
