@@ -123,17 +123,16 @@ def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, confi
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
     with _on(a.data.device):
-        cast = {"config": _configured(config, a, b), "gluon": environment.gluon()}
+        cast = {"config": config and _configured(config, a, b), "gluon": environment.gluon()}
         if a.scaled_along_k:
             return _kernel("matmul_block")(a, b, epilogue, **cast)
         return _kernel("matmul_fp8")(a, b, epilogue, not fast, **cast)
 
 
 def _configured(config, a: Operand, b: Operand):
-    """The configuration; None without one, or where its descriptors cannot describe these operands."""
+    """The configuration; None where its descriptors cannot describe these operands."""
     describable = _kernel("launch", "describable")
-    suits = config is None or not config.descriptors or (describable(a.data) and describable(b.data))
-    return config if suits else None
+    return config if not config.descriptors or (describable(a.data) and describable(b.data)) else None
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
