@@ -264,6 +264,16 @@ def test_trials_leave_the_random_numbers_of_training_alone():
     assert not torch.equal(a.data.float(), b.data.float())
 
 
+@pytest.mark.parametrize(
+    ("kind", "of_a", "of_b"),
+    [("tensor", (), ()), ("row", (4, 1), (130, 1)), ("block", (4, 2), (2, 2)), ("block by block", (4, 2), (130, 2))],
+)
+def test_operands_have_scales_of_their_kind(kind, of_a, of_b):
+    a, b = card_trials.operands(Job("", kind, 4, 130, 256), torch.device("cpu"))
+    assert (tuple(a.scale.shape), tuple(b.scale.shape)) == (of_a, of_b)
+    assert card_trials.kind_of(a, b) == kind
+
+
 def test_only_blocks_of_128_are_measured():
     sizes = {"block": ((1, 128), (128, 128)), "block by block": ((1, 128), (1, 128)), "row": ((1, -1), (-1, -1))}
     for kind, groups in sizes.items():
