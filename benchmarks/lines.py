@@ -37,7 +37,7 @@ BUDGET = {
     "kernels": 3_521,
     "nn": 1_273,
     "numerics": 599,
-    "ops": 3_169,
+    "ops": 3_121,
     "report": 2_989,
     "scaling": 1_230,
     "top level": 370,

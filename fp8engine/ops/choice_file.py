@@ -1,22 +1,19 @@
-"""The file that keeps what a card measured of itself, in the user's cache directory.
+"""What a card measured of itself, and the file that keeps it: $XDG_CACHE_HOME/fp8engine/CARD-DIGEST.json.
 
-    $XDG_CACHE_HOME/fp8engine/CARD-DIGEST.json        ~/.cache where XDG_CACHE_HOME is not set (XDG base directories)
+    {"key": all that the choices depend on, "choices": [...], "sum": SHA-256 of key and choices}
 
-    {"format": 1, "key": {...}, "choices": [...], "sum": SHA-256 of key and choices}
-
-The key holds all that the choices depend on: the card, its driver, the versions of CUDA, torch and Triton, and a digest
-of the kernels' source and their tuning table.  DIGEST is the key's.  A file whose sum or key is not what it has to be,
-or that holds what this version does not know, is refused by its name, and what it held is measured anew.
+DIGEST is the key's.  What is damaged, has another key, or holds what this version does not know is refused.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import importlib
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,15 +23,14 @@ from fp8engine import environment, files
 from fp8engine.errors import StateError
 from fp8engine.ops import device
 
-FORMAT = 1
+FORMAT = 1  # of the file, a part of the key
 DRIVER = Path("/proc/driver/nvidia/version")  # of the kernel module: "... Kernel Module  580.95.05  ..."
+TUNING = "fp8engine.kernels.tuning"
+log = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
-    """One matmul: operation of the tuning table, kind of scales, and sizes.  y [M, N] of a [M, K] and b [N, K].
-
-    kind: "tensor", "row", "block" (1x128 by 128x128) or "block by block" (1x128 by 1x128).
-    """
+    """One matmul: operation of the tuning table, kind of scales (card_trials.KINDS), sizes of a [M, K] and b [N, K]."""
 
     operation: str
     kind: str
@@ -44,110 +40,86 @@ class Job(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was measured to be the fastest.  backend: "triton" or "cublas".  config: ours, as a dict; None for cublas.
+    """The fastest: a configuration of kernels/tuning.py, or None for cuBLASLt.  us: microseconds of each, by name."""
 
-    us: microseconds of each that was timed, by its name.
-    """
-
-    backend: str
-    config: dict[str, Any] | None
+    config: Any | None
     us: dict[str, float]
+
+    @property
+    def backend(self) -> str:
+        return "cublas" if self.config is None else "triton"
 
     def __str__(self) -> str:
         return "measured on this card: " + ", ".join(f"{name} {us:.0f} us" for name, us in self.us.items())
 
 
-def key_of(where: torch.device) -> dict[str, Any] | None:
-    """All that a card's choices depend on; None where the driver's version cannot be read: nothing is then kept."""
-    try:
+def key_of(where: torch.device) -> dict[str, Any]:
+    """All that a card's choices depend on.  Without a driver's version, None where it cannot be read, none are kept."""
+    driver = None
+    with contextlib.suppress(OSError):
         driver = re.search(r"Kernel Module\D*([\d.]+)", DRIVER.read_text())
-    except OSError:
-        driver = None
-    if driver is None:
-        return None
+    table = importlib.import_module(TUNING).TABLE
+    kernels = {path.name: path.read_bytes().hex() for path in (table, *table.parent.glob("*.py"))}
     return {
+        "format": FORMAT,
         "card": device.name(where),
         "capability": list(device.capability(where)),
         "processors": device.processors(where),
-        "driver": driver[1],
+        "driver": driver and driver[1],
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__,
-        "kernels": kernels_digest(),
+        "kernels": _digest(kernels),
     }
 
 
-@functools.cache
-def kernels_digest() -> str:
-    """SHA-256 of the kernels' source and their tuning table."""
-    home = importlib.import_module("fp8engine.kernels.tuning").TABLE.parent
-    found = hashlib.sha256()
-    for path in sorted([*home.glob("*.py"), *home.glob("*.json")]):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()
-
-
-def path_of(key: dict[str, Any]) -> Path:
+def path_of(key: Mapping[str, Any]) -> Path:
     """The file of a key."""
     card = re.sub(r"[^a-z0-9]+", "-", str(key["card"]).lower()).strip("-")
     return environment.caches() / "fp8engine" / f"{card}-{_digest(key)[:12]}.json"
 
 
-def read(key: dict[str, Any]) -> dict[Job, Choice]:
-    """The choices kept under a key; none where there is no file.
-
-    Raises StateError with the file's name for a file that is damaged, of another key, or of another version.
-    """
+def read(key: Mapping[str, Any]) -> dict[Job, Choice]:
+    """The choices kept under a key; none where there is no file, or one that is refused, which the log names."""
     path = path_of(key)
     try:
-        content = json.loads(path.read_text())
-        reason = _why_refused(content, key)
-        if not reason:
-            return from_rows(content["choices"])
-    except FileNotFoundError:
+        return unpack(path.read_bytes(), key) if path.exists() else {}
+    except (OSError, StateError) as error:
+        log.warning("%s: %s: measured anew", path, error)
         return {}
-    except OSError as error:
-        raise StateError(f"{path} cannot be read ({error}): measured anew") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise StateError(f"{path} is not a measurement of this card ({reason}): measured anew")
 
 
-def _why_refused(content: Any, key: dict[str, Any]) -> str:
-    if content["format"] != FORMAT:
-        return f"format {content['format']}, not {FORMAT}"
-    if content["key"] != key:
-        return "of another card, driver or version"
-    return "" if content["sum"] == _digest([key, content["choices"]]) else "its checksum does not fit its content"
-
-
-def write(key: dict[str, Any], choices: Mapping[Job, Choice]) -> Path:
-    """Keep choices under a key, in place of what was there.  Raises OSError."""
-    path, rows = path_of(key), to_rows(choices)
+def write(key: Mapping[str, Any], choices: Mapping[Job, Choice]) -> Path:
+    """Keep choices under a key, in place of what was there.  Raises OSError or StateError with the reason."""
+    if key["driver"] is None:
+        raise StateError("this system does not tell its driver's version")
+    path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "key": key, "choices": rows, "sum": _digest([key, rows])}
-    files.write(path, json.dumps(content, indent=1) + "\n")
+    files.write(path, pack(key, choices))
     return path
 
 
-def to_rows(choices: Mapping[Job, Choice]) -> list[dict[str, Any]]:
-    """Choices as plain values."""
-    return [{**job._asdict(), **choice._asdict()} for job, choice in choices.items()]
+def pack(key: Mapping[str, Any], choices: Mapping[Job, Choice]) -> str:
+    """Choices with the key that they are valid for, as the file has them and rank 0 tells them to the others."""
+    rows = [{"job": job, "config": config and config._asdict(), "us": us} for job, (config, us) in choices.items()]
+    return json.dumps({"key": key, "choices": rows, "sum": _digest([key, rows])}, indent=1) + "\n"
 
 
-def from_rows(rows: Iterable[Mapping[str, Any]]) -> dict[Job, Choice]:
-    """The inverse of `to_rows`.  Raises KeyError, TypeError or StateError for what is no such row."""
-    config_of = importlib.import_module("fp8engine.kernels.tuning").Config
-    found = {}
-    for row in rows:
-        job = Job(**{name: row[name] for name in Job._fields})
-        choice = Choice(**{name: row[name] for name in Choice._fields})
-        if choice.backend == "triton":
-            config_of(**(choice.config or {}))  # a field that this version does not know is a TypeError
-        elif choice.backend != "cublas" or choice.config is not None:
-            raise StateError(f"backend {choice.backend!r} is none that a card measures")
-        found[job] = choice
-    return found
+def unpack(text: bytes, key: Mapping[str, Any]) -> dict[Job, Choice]:
+    """The inverse of `pack`.  Raises StateError for what is damaged, of another key, or of another version."""
+    config_of = importlib.import_module(TUNING).Config  # for a field that this version does not know, a TypeError
+    try:
+        content = json.loads(text)
+        rows = content["choices"]
+        if content["key"] != key:
+            reason = f"of another card, driver or version: {content['key']}"
+        elif content["sum"] != _digest([key, rows]):
+            reason = "its checksum does not fit its content"
+        else:
+            return {Job(*row["job"]): Choice(row["config"] and config_of(**row["config"]), row["us"]) for row in rows}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise StateError(f"not a measurement of this card ({reason})")
 
 
 def _digest(value: Any) -> str:

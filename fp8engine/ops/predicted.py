@@ -1,10 +1,4 @@
-"""Predicted times of our kernels' configurations: the tuning table's rows as the timing model sees them.
-
-    kernel_of    an operation's configuration -> numerics.matmul_time.Kernel
-    seconds      predicted time of one matmul on a card: what is fast by it is tried first
-
-Nothing here is measured, and nothing is chosen by it that runs without having been measured.
-"""
+"""The tuning table's configurations as the timing model sees them: what is predicted to be fast is tried first."""
 
 from __future__ import annotations
 
@@ -21,7 +15,7 @@ SUMS = {"matmul_fp8": "fast", "matmul_fp8_promoted": "promoted", "matmul_block":
 
 
 def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
-    """A configuration as the model sees it.  config: of kernels/tuning.py.
+    """A configuration, of kernels/tuning.py, as the timing model sees it.
 
     sums: what the main loop does with them, a key of CEILINGS; None: what the operation says, for blocks "block".
 
@@ -34,11 +28,9 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
     family = ("gluon in turns" if config.in_turns else config.kernel) if config.descriptors else "pointers"
     ceilings = CEILINGS.get(family, CEILINGS["triton"])
     return Kernel(
-        config.block_m,
-        config.block_n,
-        config.block_k,
-        ceilings[sums or SUMS[operation]],
-        config.group_m,
+        *config[:3],  # the sizes of its tiles
+        ceiling=ceilings[sums or SUMS[operation]],
+        group_m=config.group_m,
         bits=16 if operation == "matmul_fp16" else 8,
         programs=importlib.import_module("fp8engine.kernels.tuning").programs(operation, config, HOPPER),
         overlapped=config.kernel == "gluon" or config.flatten,

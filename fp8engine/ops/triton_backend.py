@@ -117,23 +117,22 @@ def on_blackwell(where: torch.device) -> dict[bool, str]:
 def matmul(a: Operand, b: Operand, epilogue: Epilogue, fast: bool = False, config=None) -> torch.Tensor:
     """a @ b.T ended by the epilogue.  fast: Hopper's fast accumulation.  Raises BackendError with the reason.
 
-    config: of kernels/tuning.py or its fields in a dict, where operands are aligned; None: the tuning table's.
+    config: of kernels/tuning.py, where operands are aligned; None: the tuning table's.
     """
     if reason := unsupported(a, b):
         raise BackendError(f"backend 'triton' cannot multiply these: {reason}; use fe.backend('reference')")
     a, b = _suited(a, b)
     with _on(a.data.device):
-        cast = {"config": None if config is None else _configured(config, a, b), "gluon": environment.gluon()}
+        cast = {"config": config and _configured(config, a, b), "gluon": environment.gluon()}
         if a.scaled_along_k:
             return _kernel("matmul_block")(a, b, epilogue, **cast)
         return _kernel("matmul_fp8")(a, b, epilogue, not fast, **cast)
 
 
 def _configured(config, a: Operand, b: Operand):
-    """A configuration as kernels take it; None where its descriptors cannot describe these operands."""
-    made = _kernel("tuning", "Config")(**config) if isinstance(config, dict) else config
+    """The configuration; None where its descriptors cannot describe these operands."""
     describable = _kernel("launch", "describable")
-    return made if not made.descriptors or (describable(a.data) and describable(b.data)) else None
+    return config if not config.descriptors or (describable(a.data) and describable(b.data)) else None
 
 
 def matmul_fp16(a_MK: torch.Tensor, b_NK: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:

@@ -4,7 +4,15 @@ from fp8engine.kernels.tuning import Config
 from fp8engine.ops.card_trials import CardTrials
 from fp8engine.ops.choice_file import Job
 
-KEY = {"card": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "driver": "580.95.05", "triton": "3.6.0", "kernels": "ab"}
+KEY = {
+    "format": 1,
+    "card": "NVIDIA H100 80GB HBM3",
+    "capability": [9, 0],
+    "driver": "580.95.05",
+    "triton": "3.6.0",
+    "kernels": "ab",
+}
+UNKEPT = {**KEY, "driver": None}  # the key of a system that does not tell its driver's version
 LARGE, SMALL = Job("matmul_fp8", "tensor", 8192, 4096, 4096), Job("matmul_fp8", "row", 512, 512, 512)
 WGRAD = Job("matmul_block", "block by block", 4096, 4096, 16384)
 FAST, SLOW, WIDE = Config(128, 256, 128, parts=2), Config(64, 128, 128, warps=4), Config(128, 128, 128, warps=4)

@@ -67,7 +67,7 @@ def test_older_cards_are_told_what_they_were_told(capability, card):
 
 def test_a_card_with_tensor_memory_has_nothing_to_measure_and_one_without_has(card, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(card_trials, "CardRunner", lambda where: None)
-    monkeypatch.setattr(card_trials.choice_file, "key_of", lambda where: None)
+    monkeypatch.setattr(card_trials.choice_file, "key_of", lambda where: {"card": "pretended", "driver": None})
     trials_of = card_trials.trials_of.__wrapped__
     card((10, 0))
     assert trials_of(CUDA) is None

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cards import FAST, KEY, LARGE, SLOW, SMALL, WGRAD, WIDE, FakeCard, Model, train, trained
+from fake_cards import FAST, KEY, LARGE, SLOW, SMALL, UNKEPT, WGRAD, WIDE, FakeCard, Model, train, trained
 
 import fp8engine as fe
 from fp8engine import environment
-from fp8engine.errors import StateError
 from fp8engine.kernels import tuning
 from fp8engine.kernels.tuning import Config
 from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backend
@@ -29,7 +28,8 @@ def cache(tmp_path, monkeypatch):
 
 def config_of(found: Choice | None) -> Config:
     assert found is not None
-    return Config(**(found.config or {}))
+    assert isinstance(found.config, Config)
+    return found.config
 
 
 def test_the_fastest_of_three_and_cublas_runs_from_the_second_step_on():
@@ -102,7 +102,7 @@ def test_where_cublas_cannot_ours_are_compared_with_each_other():
         (lambda text: text[: len(text) // 2], "not a measurement of this card"),
         (lambda text: text.replace('"cublas": 400.0', '"cublas": 40.0'), "checksum"),
         (lambda text: text.replace("580.95.05", "581.00.00"), "another card, driver or version"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "format 2, not 1"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "of another card, driver or version: {'format': 2"),
         (lambda text: "[]", "TypeError"),
         (lambda text: "\ufffd{", "not a measurement"),
     ],
@@ -121,34 +121,37 @@ def test_a_damaged_or_foreign_file_is_refused_by_name_and_measured_anew(damage, 
     assert file.read_text() == whole
 
 
-def test_a_row_of_a_version_that_knows_more_is_refused():
-    choice_file.write(KEY, {LARGE: Choice("triton", FAST._asdict() | {"clusters": 2}, {"cublas": 1.0})})
-    with pytest.raises(StateError, match="unexpected keyword argument 'clusters'"):
-        choice_file.read(KEY)
+def test_a_row_of_a_version_that_knows_more_is_refused(caplog):
+    later = SimpleNamespace(_asdict=lambda: FAST._asdict() | {"clusters": 2})
+    file = choice_file.write(KEY, {LARGE: Choice(later, {"cublas": 1.0})})
+    assert choice_file.read(KEY) == {}
+    assert str(file) in caplog.text
+    assert "unexpected keyword argument 'clusters'" in caplog.text
 
 
 @pytest.mark.parametrize("part", KEY)
 def test_every_part_of_the_key_counts(part):
-    choice_file.write(KEY, {LARGE: Choice("cublas", None, {"cublas": 1.0})})
+    choice_file.write(KEY, {LARGE: Choice(None, {"cublas": 1.0})})
     assert choice_file.read(KEY)
     assert not choice_file.read({**KEY, part: "another"})
 
 
-def test_the_key_needs_a_driver_version(monkeypatch, tmp_path):
+def test_choices_are_kept_with_a_driver_version_alone(monkeypatch, tmp_path, caplog, cache):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "NVIDIA H100")
     monkeypatch.setattr(device, "capability", lambda where: (9, 0))
     monkeypatch.setattr(device, "processors", lambda where: 132)
     monkeypatch.setattr(choice_file, "DRIVER", tmp_path / "none")
-    assert choice_file.key_of(CUDA) is None
+    assert choice_file.key_of(CUDA)["driver"] is None
     told = tmp_path / "version"
     told.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n")
     monkeypatch.setattr(choice_file, "DRIVER", told)
     key = choice_file.key_of(CUDA)
-    assert key is not None
     assert key["driver"] == "580.95.05"
     assert len(key["kernels"]) == 64
-    trials = trained(FakeCard({FAST: 1e-4}), LARGE, key=None)  # measured, and not kept
+    trials = trained(FakeCard({FAST: 1e-4}), LARGE, key=UNKEPT)  # measured, and not kept
     assert trials.look(LARGE) is not None
+    assert "not kept: this system does not tell its driver's version" in caplog.records[-1].getMessage()
+    assert not cache.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_said(caplog, cache):
@@ -242,7 +245,6 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     launch = {
         "matmul_fp8": lambda *rest, **options: seen.append(options.get("config")),
         "matmul_block": lambda *rest, **options: seen.append(options.get("config")),
-        "tuning": Config,
         "launch": lambda x: x.stride(0) % 16 == 0,
     }
     monkeypatch.setattr(triton_backend, "_kernel", lambda module, name=None: launch[module])
@@ -250,7 +252,7 @@ def test_a_configuration_reaches_the_kernel_where_descriptors_can_describe_the_o
     monkeypatch.setattr(triton_backend, "_addressable", lambda x: x)
     for kind, k in (("tensor", 64), ("block", 256), ("tensor", 60)):
         a, b = card_trials.operands(Job("", kind, 32, 48, k), torch.device("cpu"))
-        triton_backend.matmul(a, b, SimpleNamespace(), True, FAST._asdict())  # type: ignore[arg-type]
+        triton_backend.matmul(a, b, SimpleNamespace(), True, FAST)  # type: ignore[arg-type]
     assert seen == [FAST, FAST, None]
 
 
@@ -260,6 +262,16 @@ def test_trials_leave_the_random_numbers_of_training_alone():
     a, b = card_trials.operands(SMALL, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(a.data.float(), b.data.float())
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_a", "of_b"),
+    [("tensor", (), ()), ("row", (4, 1), (130, 1)), ("block", (4, 2), (2, 2)), ("block by block", (4, 2), (130, 2))],
+)
+def test_operands_have_scales_of_their_kind(kind, of_a, of_b):
+    a, b = card_trials.operands(Job("", kind, 4, 130, 256), torch.device("cpu"))
+    assert (tuple(a.scale.shape), tuple(b.scale.shape)) == (of_a, of_b)
+    assert card_trials.kind_of(a, b) == kind
 
 
 def test_only_blocks_of_128_are_measured():
