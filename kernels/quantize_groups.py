@@ -29,9 +29,9 @@ from fp8engine.kernels.scaling import (
     line_scale,
     magnitude,
     peak,
+    scale_and_round,
     scale_factor,
     scale_of,
-    scale_round_and_count,
 )
 from fp8engine.kernels.tile import load_tile, store_tile
 
@@ -102,7 +102,7 @@ def _group(
     ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
     amax = _amax(x, ROWS, COLS)
     s = scale_factor(amax, DTYPE, POWER_OF_2)
-    codes, flushed, nonfinite = scale_round_and_count(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, COUNT)
+    codes, flushed, nonfinite = scale_and_round(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, COUNT)
     down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
     beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
     inside = (down * ROWS < M) & (beside * COLS < K)
@@ -141,7 +141,7 @@ def _group_in_pieces(
         for part in tl.range(0, ROWS // PIECE, disable_licm=True):
             first = row + group * ROWS + part * PIECE
             x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-            codes_MK, lost, bad = scale_round_and_count(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, COUNT)
+            codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, COUNT)
             store_tile(q, codes_MK, first, column, M, K, False)
             flushed += lost
             nonfinite += bad
@@ -270,11 +270,11 @@ def _line_cast_kernel(
         if BY_ROW:
             top, s_M = line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
             least = tl.minimum(least, tl.min(tl.where(rows < M, s_M, float("inf")), 0))
-            codes_MK, lost, bad = scale_round_and_count(x_MK, s_M[:, None], DTYPE, COUNT or RECORD)
+            codes_MK, lost, bad = scale_and_round(x_MK, s_M[:, None], DTYPE, COUNT or RECORD)
         else:
             top, s_K = line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
             least = tl.minimum(least, tl.min(tl.where(columns < K, s_K, float("inf")), 0))
-            codes_MK, lost, bad = scale_round_and_count(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
+            codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
         flushed += lost
         nonfinite += bad
         amax = tl.maximum(amax, top)
@@ -282,10 +282,10 @@ def _line_cast_kernel(
         if q_t is not None:
             if BY_ROW:
                 _, t_K = line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
-                codes_MK, _, _ = scale_round_and_count(x_MK, t_K[None, :], DTYPE, False)
+                codes_MK, _, _ = scale_and_round(x_MK, t_K[None, :], DTYPE, False)
             else:
                 _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
-                codes_MK, _, _ = scale_round_and_count(x_MK, t_M[:, None], DTYPE, False)
+                codes_MK, _, _ = scale_and_round(x_MK, t_M[:, None], DTYPE, False)
             store_tile(q_t, codes_MK.T, column, row, K, M, False)
     if parts is not None:
         add_column_sums(parts, sums, P, K)

@@ -55,18 +55,6 @@ def total(x):
 
 
 @triton.jit
-def sums_of(x, SIZE: tl.constexpr):
-    """[R, C / SIZE] of x [R, C]: the sum of every SIZE columns, INT32."""
-    return tl.sum(tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // SIZE, SIZE)), 2)
-
-
-@triton.jit
-def peaks_of(x, SIZE: tl.constexpr):
-    """[R, C / SIZE] of x [R, C]: the largest of every SIZE columns."""
-    return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // SIZE, SIZE)), 2)
-
-
-@triton.jit
 def peak(x):
     """The maximum over a tile."""
     return tl.max(tl.max(x, 1), 0)
@@ -78,28 +66,22 @@ def line_scale(amax, scale, lines, SIZE, first, DTYPE: tl.constexpr, POWER_OF_2:
     inside = lines < SIZE
     top = tl.load(amax + lines, mask=inside, other=0).to(tl.float32, bitcast=True)
     s = scale_factor(top, DTYPE, POWER_OF_2)
-    if first == 0:  # a division is 16 instructions
-        tl.store(scale + lines, scale_of(s), mask=inside)
+    tl.store(scale + lines, scale_of(s), mask=inside & (first == 0))
     return tl.max(top, 0), s
 
 
 @triton.jit
-def scale_and_round(x, s, DTYPE: tl.constexpr):
-    """Return (FP8 codes of x * s, which elements were flushed).  x: FP32, zero outside of its matrix."""
-    y = x * s
-    TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
-    return saturating_cast(y, x, DTYPE), (x != 0) & (tl.abs(y) <= TIE)
-
-
-@triton.jit
-def scale_round_and_count(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
+def scale_and_round(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
     """Return (FP8 codes of x * s, flushed, nonfinite).  x: FP32 [rows, columns], zero outside of its matrix."""
-    q, lost = scale_and_round(x, s, DTYPE)
+    y = x * s
+    q = saturating_cast(y, x, DTYPE)
     flushed = 0
     nonfinite = 0
     if COUNT:
-        # One reduction over the program, not two.
-        both = total(lost.to(tl.int32) + tl.where(is_finite(x) == 0, PAIR, 0))
+        TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
+        lost = (x != 0) & (tl.abs(y) <= TIE)
+        # One reduction over the program, not two.  By q: what tells it of x is held in registers until then.
+        both = total(lost.to(tl.int32) + tl.where(is_finite(q.to(tl.float16)) == 0, PAIR, 0))
         flushed = both % PAIR
         nonfinite = both // PAIR
     return q, flushed, nonfinite
