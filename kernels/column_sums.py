@@ -20,16 +20,22 @@ WARPS = 8
 
 
 @triton.jit
+def _add(part_PK, sum_K, begin, P, K):
+    """The sums of COLUMNS columns from `begin` on."""
+    columns = begin + tl.arange(0, COLUMNS)
+    sums_PK = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, P, ROWS):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (rows[:, None] < P) & (columns[None, :] < K)
+        sums_PK += tl.load(part_PK + (rows[:, None] * K + columns[None, :]), mask=inside, other=0.0)
+    tl.store(sum_K + columns, tl.sum(sums_PK, 0).to(sum_K.dtype.element_ty), mask=columns < K)
+
+
+@triton.jit
 def add_column_sums(part_PK, sum_K, P, K):
-    """This program's share of the sums: of every so many columns COLUMNS, so that any number of programs does it."""
+    """This program's share of the sums, in a launch of any number of programs."""
     for begin in tl.range(tl.program_id(0) * COLUMNS, K, tl.num_programs(0) * COLUMNS):
-        columns = begin + tl.arange(0, COLUMNS)
-        sums_PK = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, P, ROWS):
-            rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-            inside = (rows[:, None] < P) & (columns[None, :] < K)
-            sums_PK += tl.load(part_PK + (rows[:, None] * K + columns[None, :]), mask=inside, other=0.0)
-        tl.store(sum_K + columns, tl.sum(sums_PK, 0).to(sum_K.dtype.element_ty), mask=columns < K)
+        _add(part_PK, sum_K, begin, P, K)
 
 
 @triton.jit
@@ -38,7 +44,7 @@ def _column_sums_kernel(
     sum_K,
     P, K,
 ):  # fmt: skip
-    add_column_sums(part_PK, sum_K, P, K)
+    _add(part_PK, sum_K, tl.program_id(0) * COLUMNS, P, K)
 
 
 @triton.jit
