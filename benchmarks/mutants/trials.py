@@ -90,7 +90,7 @@ WAYS = {
         "kernels/activations.py": interpreted("epilogue", "act"),
         "kernels/tile.py": interpreted("tile", "matmul_fp8", "matmul_fp16", "split_k"),
         "kernels/rounding.py": interpreted("rounding", "quantize"),
-        "kernels/quantize.py": interpreted("quantize", "cast_transpose"),
+        "kernels/quantize.py": interpreted("column_sums", "quantize", "cast_transpose"),
         "kernels/quantize_groups.py": interpreted("quantize", "cast_transpose", "column_sums"),
         "kernels/column_sums.py": interpreted("column_sums"),
         "kernels/norm_quantize.py": interpreted("norm"),
