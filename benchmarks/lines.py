@@ -34,7 +34,7 @@ BUDGET = {
     "distributed": 2_306,
     "export": 1_242,
     "integrations": 199,
-    "kernels": 3_544,
+    "kernels": 3_535,
     "nn": 1_273,
     "numerics": 599,
     "ops": 3_121,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.activations import FUNCTIONS, GATED, LIMIT, activate, gradient, linear_part
-from fp8engine.kernels.column_sums import partial_sums
+from fp8engine.kernels.column_sums import column_sums, partial_sums
 from fp8engine.kernels.launch import MULTIPLE
 from fp8engine.kernels.produce import GROUP_COLUMNS, Target, begin, end, programs, put
 
@@ -127,7 +127,7 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to, up_MN: torch.Tensor | None =
     tile = _row_tile(n) if by_row else _tile(to, n)
     target = Target((m, n), x_MN, to, tile.n if by_row else 0, turns=True)
     if x_MN.numel() == 0:
-        return target.result(0)[:3]
+        return target.result(0)
     grid = programs(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.warps, x_MN.device)
     _act_kernel[(grid,)](
         x_MN, up_MN,  # inputs
@@ -136,7 +136,7 @@ def act_quantize(x_MK: torch.Tensor, kind: str, to, up_MN: torch.Tensor | None =
         ACTIVATION=FUNCTIONS[kind], **target.constants,  # constants
         BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
     )  # fmt: skip
-    return target.result(grid)[:3]
+    return target.result(grid)
 
 
 def act_quantize_backward(
@@ -160,8 +160,7 @@ def act_quantize_backward(
             ACTIVATION=FUNCTIONS[kind], **target.constants,  # constants
             BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
         )  # fmt: skip
-    *stored, dbias_K = target.result(grid, part_PK)
-    return *stored, dup_MN, dbias_K
+    return *target.result(grid), dup_MN, None if part_PK is None else column_sums(part_PK, torch.float32)
 
 
 def _halves(x_MK: torch.Tensor, kind: str, up_MN: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

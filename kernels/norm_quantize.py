@@ -188,10 +188,7 @@ def norm_quantize(
     mean_M = torch.empty_like(rstd_M) if norm.kind == "layer" else None
     grid = programs(triton.cdiv(m, rows), warps, x_MK.device)
     if x_MK.numel() == 0:  # a row without elements has the mean of nothing
-        return *target.result(0)[:3], (
-            rstd_M.fill_(float("nan")),
-            None if mean_M is None else mean_M.fill_(float("nan")),
-        )
+        return *target.result(0), (rstd_M.fill_(float("nan")), None if mean_M is None else mean_M.fill_(float("nan")))
     _norm_kernel[(grid,)](
         x_MK, weight_K, bias_K,  # inputs
         rstd_M, mean_M, *target.pointers,  # outputs
@@ -199,7 +196,7 @@ def norm_quantize(
         LAYER=norm.kind == "layer", ZERO_CENTERED=norm.zero_centered, **target.constants,  # constants
         ROWS=rows, BLOCK_K=width, num_warps=warps,
     )  # fmt: skip
-    return *target.result(grid)[:3], (rstd_M, mean_M)
+    return *target.result(grid), (rstd_M, mean_M)
 
 
 def norm_quantize_backward(

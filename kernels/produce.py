@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.column_sums import column_sums
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import processors, triton_dtype
 from fp8engine.kernels.quantize import MOST_PROGRAMS, cast_measured, tensor_results, workspace
@@ -159,17 +158,12 @@ class Target:
             "RECORD": self.mode == "group" and record,
         }
 
-    def result(self, programs: int, parts_PK: torch.Tensor | None = None) -> tuple:
-        """(y, (q, scale), (q^T, scale), sums of y's columns) after a launch of as many programs.
-
-        None for codes that the caller makes, and for sums where the launch has left no partial ones, FP32 [P, K].
-        """
+    def result(self, programs: int) -> tuple:
+        """(y, (q, scale), (q^T, scale)), None for codes that the caller makes; after a launch of as many programs."""
         if self.mode == "tensor":
-            sums_K = cast_measured(self.data, (self.work, programs, parts_PK), self.cast, self.slot, self.codes)
-        else:
-            sums_K = None if parts_PK is None else column_sums(parts_PK, torch.float32)
+            cast_measured(self.data, (self.work, programs, None), self.cast, self.slot, self.codes)
         q_MK, q_KM, scale = self.codes
-        return self.data, None if q_MK is None else (q_MK, scale), None if q_KM is None else (q_KM, scale), sums_K
+        return self.data, None if q_MK is None else (q_MK, scale), None if q_KM is None else (q_KM, scale)
 
 
 def mode_of(to, shape: tuple[int, int], tile_n: int, turns: bool) -> str:
