@@ -246,7 +246,7 @@ CASTS = {
     "line_cast transposed": ("cast_transpose row sm_90: 2 _line_cast_kernel",),
     "short": ("quantize row bfloat16 sm_90", "quantize 1x128 bfloat16 sm_90", "quantize 128x128 bfloat16 sm_90"),
     "short transposed": ("cast_transpose 1x128 sm_90", "cast_transpose 128x128 sm_90"),
-    "column_sums": ("cast_transpose tensor sums sm_90: 3 _column_sums_kernel",),
+    "column_sums": ("cast_transpose 1x128 sums sm_90: 2 _column_sums_kernel",),
 }
 
 
