@@ -95,15 +95,16 @@ def cast(
 ) -> list[Launch]:
     """Launches of one cast to FP8.  transposed: the transpose too.  sums: of the columns too.  counted: in a slot."""
     size, turned = rows * columns, " transposed" * transposed
-    read, both, parts = HALF * size, (HALF + 1 + transposed) * size, PARTIAL_SUMS * size * sums
+    read, both = HALF * size, (HALF + 1 + transposed) * size
+    parts = 2 * PARTIAL_SUMS * size * sums  # written by the launch before, and read
     long = how.rows == -1 or (how.cols == -1 and (transposed or columns > WIDEST))
     if how.per_tensor and how.delayed:
-        return [Launch(f"measure predicted{turned}", both + parts), Launch("cast", parts)]
+        return [Launch(f"measure predicted{turned}", both), Launch("cast", parts)]
     if how.per_tensor:
-        return [Launch("measure", read + parts), Launch(f"cast{turned}", both + parts)]
+        return [Launch("measure", read), Launch(f"cast{turned}", both + parts)]
     if long:
-        return [Launch("torch fill"), Launch("line_amax", read + parts), Launch(f"line_cast{turned}", both + parts)]
-    found = [Launch("torch fill")] * counted + [Launch(f"short{turned}", both + parts)]
+        return [Launch("torch fill"), Launch("line_amax", read), Launch(f"line_cast{turned}", both + parts)]
+    found = [Launch("torch fill")] * counted + [Launch(f"short{turned}", both)]
     return found + [Launch("column_sums", parts)] * sums
 
 

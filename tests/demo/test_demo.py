@@ -58,7 +58,7 @@ def test_every_recipe_learns_and_ends_near_fp32(recipe: str, fp32):
     assert result.curve.validation[-1][1] == result.validation_loss
     assert result.train_loss == pytest.approx(sum(result.curve.losses[-20:]) / 20, rel=1e-12)
     assert result.sample.startswith("The ")
-    # FP16 on no CPU, BF16 where it has instructions for it: else its products are summed in FP32, and the table says so.
+    # BF16 where this CPU has instructions for it: else its products are summed in FP32, and the table says so.
     hardware = {"fp32": True, "bf16": device.cpu_multiplies("bf16"), "fp16": "emulated" not in result.ran_on}
     assert ("emulated" in result.ran_on) != hardware.get(recipe, False)
 
