@@ -272,7 +272,7 @@ def test_how_many_launches_a_layer_takes(monkeypatch: pytest.MonkeyPatch):
         assert of_x + matmul <= 3
         assert of_x + of_weight + matmul <= 5
         of_dy = launches(lambda how=how: triton_backend.cast_transpose(x, how, slot, True))
-        assert of_dy == of_x + 1  # the sums of tiles are added up
+        assert of_dy == of_x + (how.cols == 128)  # a cast of two launches adds the sums of tiles in its second
     tables = (
         meta(16, 10_000, dtype=torch.float32),
         meta(2, 10_000, dtype=torch.float32),
