@@ -106,7 +106,7 @@ def _partial(found, ROW: tl.constexpr):
     return tl.load(found + ROW * MOST_PROGRAMS + i, mask=i < tl.num_programs(0), other=0)
 
 
-@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+@triton.jit(do_not_specialize=["P", "index", "stride_live", "stride_counts"])
 def _cast_kernel(
     x, found, parts,
     q, q_t, scale, sums, live, counts,

@@ -246,7 +246,7 @@ def _line_amax_kernel(
         tl.atomic_max(amax_K + columns, tl.max(size_MK, 0).to(tl.int32, bitcast=True), mask=columns < K, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
+@triton.jit(do_not_specialize=["P", "index", "stride_live", "stride_counts"])
 def _line_cast_kernel(
     x, amax_M, amax_K, parts,
     q, scale, q_t, scale_t, sums, work, live, counts,

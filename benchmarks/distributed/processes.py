@@ -10,8 +10,8 @@ A collective that waits for a rank that never comes is an error after WAIT; rank
 killed.
 
 A rank leaves by os._exit, without Python's own ending: a thread of gloo that drops a collective's last tensor while
-Python ends is stopped in the middle of it, which aborts the process (pytorch pull 179291) or spoils its heap.  Any
-other signal that ends a rank prints the line of Python it ran.
+Python ends is stopped in the middle of it, which aborts the process (pytorch pull 179291).  A rank that a signal ends
+all the same prints the line of Python it ran.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""What a card measured of itself, and the file that keeps it: $XDG_CACHE_HOME/fp8engine/CARD-DIGEST.json.
+"""Choices of kernels that a card has measured, and their file: $XDG_CACHE_HOME/fp8engine/CARD-DIGEST.json.
 
     {"key": all that the choices depend on, "choices": [...], "sum": SHA-256 of key and choices}
 
