@@ -30,6 +30,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.ops import choice_file, device, predicted, ranks, scaled_mm, triton_backend
 from fp8engine.ops.backends import asked
 from fp8engine.ops.choice_file import Choice, Job
+from fp8engine.ops.fingerprint import capturing
 from fp8engine.ops.reference import Epilogue, Operand, operand
 
 BUDGET = 2.0  # seconds of timed launches, for a model
@@ -244,7 +245,7 @@ def look(where: torch.device, operation: str, kind: str, shape: Sequence[int]) -
 def step_begins(where: torch.device, model: object, came: bool) -> None:
     """A model's step begins on a device, after a backward if it `came`.  Captures and `fe.backend` are left alone."""
     found = trials_of(where) if asked() is None else None
-    if found is not None and not torch.cuda.is_current_stream_capturing():
+    if found is not None and not capturing(where):
         found.step_begins(model, came)
 
 

@@ -168,7 +168,7 @@ def hopper(monkeypatch):
     def pretend(trials):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(card_trials, "trials_of", lambda where: trials)
+        monkeypatch.setattr(card_trials, "trials_of", lambda where: trials if where.type == "cuda" else None)
         device.capability.cache_clear()
         triton_backend.measured.cache_clear()
 
