@@ -52,10 +52,11 @@ check: static browser  ## before a commit: format, lint, types, fast tests
 static: $(VENV)/dev.stamp  ## format, lint, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(PYRIGHT)
+	$(MAKE) types
 
-types: $(VENV)/dev.stamp  ## pyright
+types: $(VENV)/dev.stamp  ## pyright; mypy of a file such as users write
 	$(PYRIGHT)
+	$(VENV)/bin/mypy
 
 codegen: $(VENV)/dev.stamp  ## compile every kernel for its cards, no GPU needed; CHANGED=1: only what changed; UPDATE=1: new baseline
 	$(PY) benchmarks/codegen.py --jobs $(JOBS) $(if $(CHANGED),--changed) $(if $(UPDATE),--update)
@@ -91,7 +92,7 @@ docs: $(VENV)/dev.stamp  ## run every example in docstrings, README and docs/
 	$(PYTEST) fp8engine tests/house/test_readme.py
 
 clean:  ## remove what make created: .venv, report, caches
-	rm -rf $(VENV) .venv-oldest .venv-titan .venv-serve .tritons .gpu-pack report build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-titan .venv-serve .tritons .gpu-pack report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The report's page is tested in Node (a wheel, with the extra `dev`) and in Chromium.  No wheel carries a browser that

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -47,6 +47,8 @@ from fp8engine.errors import (
 LEVELS = ("O1", "O2")
 NORMS = (_torch.norm_base, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 Layers = str | type[nn.Module] | nn.Module
+M = TypeVar("M", bound=nn.Module | list[nn.Module])
+Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ class Decorated:
         return reduced(Decorated, self)
 
 
+class Options(TypedDict, total=False):
+    """Keywords of `decorate` behind its level, which it explains."""
+
+    dtype: torch.dtype
+    lists: OpLists | None
+    master_weights: bool | None
+    excluded_layers: Layers | Iterable[Layers] | None
+    scaler: bool | torch.amp.GradScaler | None
+
+
+@overload
+def decorate(model: M, optimizer: None = None, level: str = "O1", **options: Unpack[Options]) -> M: ...
+@overload
+def decorate(model: M, optimizer: Optimizers, level: str = "O1", **options: Unpack[Options]) -> tuple[M, Any]: ...
+@overload
+def decorate(model: Any = None, optimizer: Any = None, level: str = "O1", **options: Unpack[Options]) -> Any: ...
 def decorate(
     model: Any = None,
     optimizer: Any = None,

@@ -29,8 +29,8 @@ from fp8engine.convert.kinds import classes_for
 from fp8engine.convert.outliers import propose
 from fp8engine.convert.placement import device_of, warn_emulated, why_emulated
 from fp8engine.convert.record import RECORD, Record, compiled_in_place, undone_by_errors
-from fp8engine.convert.revert import revert
 from fp8engine.convert.select import Decision, Skip, decide
+from fp8engine.convert.undo import revert
 from fp8engine.errors import ConversionError, FusionWarning, StrictError
 from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
@@ -55,7 +55,7 @@ def convert(
 ) -> Model:
     """Put every linear layer of `model` under `recipe`, experts included, in place; returns the model.
 
-    A model that is converted already is reverted first (revert.py), so another call changes its recipe; its scaling
+    A model that is converted already is reverted first (undo.py), so another call changes its recipe; its scaling
     states and what `auto` has decided are dropped.  An error leaves the model as it was.
 
     recipe: a name or a Recipe.  overrides: {"*.lm_head": "bf16", "blocks.0.*": fe.current()}, glob -> recipe.

@@ -20,8 +20,8 @@ from torch import nn
 
 from fp8engine.convert.kinds import classes_for, is_conv1d, is_plain_linear
 from fp8engine.convert.record import RECORD, Record
-from fp8engine.convert.revert import revert
 from fp8engine.convert.select import decide
+from fp8engine.convert.undo import revert
 from fp8engine.errors import BackendError, ConversionError, StateError, UnknownName, VersionError
 from fp8engine.export import headers
 from fp8engine.export.layers import needed_in_16_bits

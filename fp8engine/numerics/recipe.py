@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Final
 
 from fp8engine.errors import InvalidRecipe, UnknownName
 from fp8engine.numerics.cast import Cast, PerBlock, serves_both
@@ -30,7 +30,8 @@ from fp8engine.numerics.fields import decoded, encoded
 from fp8engine.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 
 MATMULS = ("forward", "dgrad", "wgrad")
-ROLES, OUTPUT = ("input", "weight", "grad_output"), "output"  # operands of a layer with a scale; its result
+ROLES: Final = ("input", "weight", "grad_output")  # operands of a layer with a scale
+OUTPUT: Final = "output"  # its result
 OBJECTIVES = ("accuracy", "speed")
 # SQNR in dB that auto asks of a cast, by kind of consumer.  Values within the normal range have 31.6 dB in E4M3 and
 # 25.6 dB in E5M2.  Below 22 dB the shared scale costs more than the three mantissa bits do.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from fp8engine.ops import matmul
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.report.auto_run import AutoRun
 from fp8engine.report.outliers import standing
+from fp8engine.report.rows import Totals
 from fp8engine.report.state import controllers_of, require_module
 from fp8engine.report.table import Report
 from fp8engine.scaling.slot_view import numbers_of
@@ -57,7 +59,8 @@ def inspect(model: nn.Module) -> Report:
     """
     require_module(model, "inspect")
     records, run = _records(model), experts_run(model)
-    layers, tables, sharded = [], {}, gathers(model)
+    tables, sharded = {}, gathers(model)
+    layers: list[Any] = []
     for name, module, shape in linear_layers(model):
         name = plain_name(model, name)
         key = parameter_of(name, module)
@@ -78,7 +81,7 @@ def inspect(model: nn.Module) -> Report:
         if key != "weight" and len(shape) == 3:
             layer["experts"] = [run.get(id(module), shape[0]), shape[0]]
         layers.append(layer)
-    sums = _totals(layers) | {"gather": totals(sharded)}
+    sums = _totals(layers, totals(sharded))
     for layer in layers:
         if layer["experts"]:
             used, of = layer["experts"]
@@ -253,7 +256,7 @@ class _Slots:
         return numbers_of(cast, self.scale[index], amax, counted, margin)
 
 
-def _totals(layers: list[dict]) -> dict:
+def _totals(layers: list[Any], gather: dict | None) -> Totals:
     chosen = lambda layer: layer["experts"][0] if layer["experts"] else 1  # noqa: E731 - two uses, one line each
     seen = [layer["rows"] / chosen(layer) for layer in layers if layer["rows"]]
     typical = statistics.median(seen) if seen else 1
@@ -288,4 +291,5 @@ def _totals(layers: list[dict]) -> dict:
         "recasts": sum(slot["recasts"] for slot in slots),
         "cost_millinats": sum(layer[role].get("cost_millinats") or 0.0 for layer in converted for role in ROLES),
         "kept_weight_bytes": sum(layer["kept_bytes"] for layer in layers),
+        "gather": gather,
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
+from typing import Any
 
 from fp8engine.report.flow import repeats
+from fp8engine.report.rows import Layer
 from fp8engine.scaling.table import OUTPUT, ROLES
 
 # A layer's share stands out above so many times the middle one of the layers that otherwise ran alike, if it is above
@@ -19,7 +21,7 @@ READ_AS = (
 Rows = list[list[str]]
 
 
-def tables(layers: Sequence[dict], every: bool) -> list[Rows]:
+def tables(layers: Sequence[Layer], every: bool) -> list[Rows]:
     """The tables that have rows, each with its headings first.  every: a row for each layer, with all columns.
 
     Otherwise the first table has the ways in which layers ran, each with a letter by which the second names it.
@@ -45,7 +47,7 @@ def tables(layers: Sequence[dict], every: bool) -> list[Rows]:
     return [table for table in ([] if every else legend, rows, others) if table[1:]]
 
 
-def groups(layers: Sequence[dict], alike: Sequence[str], every: bool = False) -> list[tuple[str, list[dict]]]:
+def groups(layers: Sequence[Any], alike: Sequence[str], every: bool = False) -> list[tuple[str, list[Any]]]:
     """(name, layers) of each row: layers of repeated blocks with equal values of the keys `alike`, or every layer.
 
     >>> [name for name, _ in groups([{"name": f"h.{i}.up", "reason": "recipe"} for i in range(3)], ["reason"])]
@@ -66,7 +68,7 @@ def measured(counted: Mapping, key: str) -> float | None:
     return counted[key] if counted.get("elements" if key == "saturated" else "sampled") else None
 
 
-def _ran(layers: Sequence[dict], every: bool) -> list[tuple[str, list[dict]]]:
+def _ran(layers: Sequence[Layer], every: bool) -> list[tuple[str, list[Layer]]]:
     """`groups` of the converted layers, those apart whose share stands out."""
     alike = [{"name": layer["name"], "alike": _alike(layer), "of": layer, "apart": ()} for layer in layers]
     for _, members in groups(alike, ["alike"], every):
@@ -82,28 +84,28 @@ def _ran(layers: Sequence[dict], every: bool) -> list[tuple[str, list[dict]]]:
     return [(name, [each["of"] for each in those]) for name, those in groups(alike, ["alike", "apart"], every)]
 
 
-def _alike(layer: dict) -> tuple[str, ...]:
+def _alike(layer: Layer) -> tuple[str, ...]:
     """What the layers of one row have in common, besides their names."""
     return (layer["kind"], shape_of(layer), *_way(layer, [OUTPUT]), _note(layer))
 
 
-def _way(layer: dict, stores: Sequence[str]) -> tuple[str, ...]:
+def _way(layer: Mapping, stores: Sequence[str]) -> tuple[str, ...]:
     backend = f"{layer['backend']} (emulated)" if layer["emulated"] else layer["backend"]
     return (layer["recipe"], backend, *(layer[role]["cast"] for role in (*ROLES, *stores)))
 
 
-def _note(layer: dict) -> str:
+def _note(layer: Layer) -> str:
     reason = layer["reason"]
     if (layer["emulated"] and reason.startswith("emulated")) or reason == f"asked for {layer['recipe']}":
         reason = ""  # other columns say so
     return "; ".join(filter(None, [reason, layer.get("outliers")]))
 
 
-def shape_of(layer: dict) -> str:
+def shape_of(layer: Layer) -> str:
     """A layer's shape as text, such as "64x32"."""
     return "x".join(map(str, layer["shape"]))
 
 
-def _largest(layers: Sequence[dict], role: str, key: str) -> str:
+def _largest(layers: Sequence[Mapping], role: str, key: str) -> str:
     share = max((each for layer in layers if (each := measured(layer[role], key)) is not None), default=None)
     return "-" if share is None else "0" if share == 0 else "<0.01%" if share < 5e-5 else f"{share:.2%}"

@@ -11,6 +11,7 @@ from fp8engine.auto.history import Sample
 from fp8engine.report.facts import Facts
 from fp8engine.report.flow import repeats
 from fp8engine.report.folded import HARMLESS, measured
+from fp8engine.report.rows import Layer
 from fp8engine.scaling.table import ROLES
 
 PAINTS = {"cast": "format", "sqnr": "SQNR", "flushed": "flushed to zero", "crest": "amax / rms"}
@@ -112,7 +113,7 @@ def across(count: int) -> int:
     return min((5, 4, 3), key=lambda columns: -count % columns)
 
 
-def troubled(report: Facts) -> list[tuple[int, dict]]:
+def troubled(report: Facts) -> list[tuple[int, Layer]]:
     """(place in the model, layer), the one that loses most first: beside what harms nothing."""
     lost = [max(largest(layer, key) / HARMLESS[key] for key in HARMLESS) for layer in report.layers]
     return sorted(enumerate(report.layers), key=lambda row: -lost[row[0]])
@@ -123,7 +124,7 @@ def largest(layer: Mapping, key: str) -> float:
     return max(-1.0 if (share := measured(layer[role], key)) is None else share for role in ROLES)
 
 
-def left(report: Facts) -> list[dict]:
+def left(report: Facts) -> list[Layer]:
     """Layers that are not in FP8."""
     return [layer for layer in report.layers if layer["recipe"] == "none" or not layer["ran"] or not layer["fp8_share"]]
 

@@ -1,0 +1,94 @@
+"""Types of a report's dictionaries: the row of a layer, the slots in it, and the sums over all layers."""
+
+from typing import NotRequired, TypedDict
+
+
+class Slot(TypedDict):
+    """An operand or a result of a layer.  Counts and shares are there for a tensor that is cast to FP8.
+
+    cast: as "E4M3 per row", or "none"; format: "E4M3", "BF16", or "none".  scale: the dequantisation factor of the
+    latest cast; amax: of the latest step.  saturated, underflowed: shares of the elements seen, 0 to 1; sampled: share
+    of the elements that underflowed was counted over.  calls, elements, nonfinite, recasts: counts.
+    margin: powers of two.
+    """
+
+    cast: str
+    format: str
+    scale: NotRequired[float]
+    amax: NotRequired[float]
+    calls: NotRequired[int]
+    elements: NotRequired[int]
+    saturated: NotRequired[float]
+    underflowed: NotRequired[float]
+    sampled: NotRequired[float]
+    nonfinite: NotRequired[int]
+    recasts: NotRequired[int]
+    margin: NotRequired[int]
+    cost_millinats: NotRequired[float | None]
+
+
+class InputSlot(Slot):
+    """The slot of an input.  ready: calls that took FP8 codes as they came; dequantised: calls that did not, by why."""
+
+    ready: NotRequired[int]
+    dequantised: NotRequired[dict[str, int]]
+
+
+class OutputSlot(Slot):
+    """The slot of a result.  consumers: who reads it, as "name kind"; reason: why it is not stored in FP8."""
+
+    consumers: NotRequired[list[str]]
+    reason: NotRequired[str]
+
+
+class Layer(TypedDict):
+    """A layer.  rows: of its input, all calls together, None where none was counted; experts: [used, all] or None."""
+
+    name: str
+    kind: str
+    shape: list[int]
+    recipe: str
+    backend: str
+    emulated: bool
+    reason: str
+    fused: str
+    outliers: str
+    ran: bool
+    rows: int | None
+    fp8_share: float
+    flops_share: float
+    experts: list[int] | None
+    kept_bytes: int
+    kept_why: str
+    gather: str
+    divided: str
+    input: InputSlot
+    weight: Slot
+    grad_output: Slot
+    output: OutputSlot
+
+
+class Totals(TypedDict):
+    """Sums over all layers: numbers of layers, of elements and of bytes; shares are 0 to 1.
+
+    gather: what fully_shard's gathers send, in bytes; None where nothing is sharded.
+    """
+
+    layers: int
+    converted: int
+    in_fp8: int
+    in_fp8_in_part: int
+    in_16_bits: int
+    left_alone: int
+    never_ran: int
+    emulated: int
+    fp8_flops_share: float
+    elements: int
+    saturated: float
+    underflowed: float
+    sampled: float
+    nonfinite: int
+    recasts: int
+    cost_millinats: float
+    kept_weight_bytes: int
+    gather: dict[str, int] | None
