@@ -67,7 +67,8 @@ codegen-all: $(VENV)/dev.stamp  ## before a release: the same with every Triton 
 resolve: $(VENV)/dev.stamp  ## can every extra be installed, on every Python and system?  By the metadata of the package index alone
 	$(PY) benchmarks/resolve.py
 
-nightly: $(VENV)/dev.stamp  ## random models and programs against oracles of their own, for an hour; SEEDS=... programs
+nightly: $(VENV)/dev.stamp  ## whole products of parameters; random programs against oracles of their own, an hour; SEEDS=... programs
+	$(PYTEST) -n $(JOBS) --part nightly
 	$(PYTEST) tests/nightly -n $(JOBS) --seeds $(or $(SEEDS),20000)
 
 emulated: $(VENV)/dev.stamp  ## kernels executed from their PTX on a card made of NumPy: every case under ten seeds

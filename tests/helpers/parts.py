@@ -1,7 +1,8 @@
-"""Two parts of all tests: the short one, which `make test` runs, and the rest, which `make test-all` runs.
+"""Three parts of all tests: the short one for `make test`, the rest for `make test-all`, and the nightly one.
 
-    short   of each test function MOST cases, spread over its parameters; of functions marked slow those marked `short`
-    rest    all others
+    short    of each test function MOST cases, spread over its parameters; of functions marked slow those marked `short`
+    rest     all others but
+    nightly  cases marked so: products of parameters whose values the other parts have, each in other combinations
 
 Functions begin at different cases, so that together they have all values of a parameter.  The short part has to hold a
 case of every room, of every recipe, and of every file of the emulated card and of the interpreter, which are the
@@ -20,7 +21,7 @@ import pytest
 from fp8engine.numerics.recipe import RECIPES
 
 MOST = 2
-PARTS = ("short", "rest")
+PARTS = ("short", "rest", "nightly")
 LACKS = pytest.StashKey[list[str]]()  # what the short part of the collected tests has no case of
 
 
@@ -28,7 +29,7 @@ def short(items: Sequence[pytest.Item]) -> set[str]:
     """Names (node ids) of the cases in the short part."""
     functions: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("short") or not item.get_closest_marker("slow"):
+        if item.get_closest_marker("short") or not _is(item, "slow", "nightly"):
             functions[str(item.path), getattr(item, "originalname", item.name)].append(item)
     kept: set[str] = set()
     for (_, function), cases in functions.items():
@@ -36,6 +37,10 @@ def short(items: Sequence[pytest.Item]) -> set[str]:
         few = min(MOST, len(cases))
         kept |= {cases[(first + i * len(cases) // few) % len(cases)].nodeid for i in range(few)}
     return kept
+
+
+def _is(item: pytest.Item, *marks: str) -> bool:
+    return any(item.get_closest_marker(mark) for mark in marks)
 
 
 def missing(kept: Iterable[pytest.Item], every: Iterable[pytest.Item]) -> list[str]:
@@ -60,7 +65,8 @@ def divide(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the part that `--part` names."""
     part = config.getoption("--part")
     names = short(items)
-    kept = [item for item in items if (item.nodeid in names) == (part == "short")]
+    parts = ["short" if each.nodeid in names else "nightly" if _is(each, "nightly") else "rest" for each in items]
+    kept = [item for item, its in zip(items, parts, strict=True) if its == part]
     config.stash[LACKS] = missing(kept, items) if part == "short" else []
-    config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in names) != (part == "short")])
+    config.hook.pytest_deselected(items=[item for item, its in zip(items, parts, strict=True) if its != part])
     items[:] = kept

@@ -1,11 +1,12 @@
-"""The two parts of the tests: each case is in one of them, and the short one says what it lacks."""
+"""The three parts of the tests: each case is in one of them, and the short one says what it lacks."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from parts import LACKS, MOST, divide, short
+from parts import LACKS, MOST, PARTS, divide, short
 
 
 def case(name: str, *marks: str, file: str = "tests/nn/test_x.py", **params) -> Any:
@@ -34,6 +35,8 @@ CASES = [
     case("test_one"),
     case("test_long", "slow"),
     case("test_wanted", "slow", "short"),
+    case("test_product[0]", "slow"),
+    case("test_product[1]", "slow", "nightly"),
 ]
 
 
@@ -51,13 +54,14 @@ def test_functions_of_one_name_in_two_files_are_two():
 
 
 def test_each_case_is_in_one_part():
-    parts = []
-    for part in ("short", "rest"):
+    parts = {}
+    for part in PARTS:
         items = list(CASES)
         divide(config(part), items)
-        parts.append({item.nodeid for item in items})
-    assert not parts[0] & parts[1]
-    assert parts[0] | parts[1] == {item.nodeid for item in CASES}
+        parts[part] = [item.nodeid for item in items]
+    assert sorted(itertools.chain(*parts.values())) == sorted(item.nodeid for item in CASES)
+    assert [name.partition("::")[2] for name in parts["nightly"]] == ["test_product[1]"]
+    assert "tests/nn/test_x.py::test_product[0]" in parts["rest"]
 
 
 @pytest.mark.parametrize(

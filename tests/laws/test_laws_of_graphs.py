@@ -1,7 +1,7 @@
 """Laws of torch.compile: a graph computes, records and decides what eager code does, bit for bit, in few graphs.
 
-Each row of scenarios.py is compiled once under each recipe: as it is, or inside a checkpoint, whose graph holds the
-forward twice.  A row and its neighbour, and a recipe and its neighbour, are compiled in the two different ways.
+Each row of scenarios.py is compiled under three recipes, others for its neighbour: as it is, or inside a checkpoint,
+whose graph holds the forward twice.  `make nightly` compiles each row under every recipe both ways.
 """
 
 from typing import Any
@@ -23,19 +23,21 @@ QUICK = 4  # of so many rows one is compiled in the short part
 FIXED = [name for name in RECIPES if name != "auto"]  # it compiles a layer again for each decision
 
 
-def cases(checkpointed: bool) -> list:
-    """Rows and recipes compiled this way; slow but for a few, each of another row and another recipe."""
+def cases(*laws: str, checkpointed: bool) -> list:
+    """Rows and recipes, marked by the part of the tests that has them."""
     found = []
     for i, row in enumerate(TABLE):
         for j, recipe in enumerate(FIXED):
-            inside = (i + j) % 2 == 1 and "checkpoint in a graph" not in row.excludes
-            if not {"compiled", f"recipe {recipe}"} & set(row.excludes) and inside == checkpointed:
-                marks = () if i == QUICK * j else pytest.mark.slow
+            if not {*laws, f"recipe {recipe}"} & set(row.excludes):
+                turn = (j - 2 * i) % len(FIXED)  # three of them are this row's; the middle one is inside a checkpoint
+                marks = pytest.mark.slow if turn in ((2,) if checkpointed else (0, 4)) else pytest.mark.nightly
+                if i == QUICK * j and turn in (0, 2, 4):
+                    marks = ()
                 found.append(pytest.param(row, recipe, marks=marks, id=f"{row.name}, {recipe}"))
     return found
 
 
-@pytest.mark.parametrize(("row", "recipe"), cases(checkpointed=False))
+@pytest.mark.parametrize(("row", "recipe"), cases("compiled", checkpointed=False))
 def test_a_whole_graph_computes_what_eager_code_computes(row: Scenario, recipe: str):
     eager, compiled = (row.build(RECIPES[recipe]) for _ in range(2))
     call = torch.compile(compiled, fullgraph=True, backend="aot_eager")
@@ -54,7 +56,7 @@ def _evaluates_alike(eager: Any, compiled: Any, call: Any) -> None:
     assert differences(tables(compiled), before, but=COUNTS) == []
 
 
-@pytest.mark.parametrize(("row", "recipe"), cases(checkpointed=True))
+@pytest.mark.parametrize(("row", "recipe"), cases("compiled", "checkpoint in a graph", checkpointed=True))
 def test_a_checkpoint_in_a_graph_changes_nothing(row: Scenario, recipe: str):
     eager, compiled = (row.build(RECIPES[recipe]) for _ in range(2))
     forward = compiled.forward
