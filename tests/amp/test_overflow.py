@@ -57,6 +57,7 @@ def test_inside_checkpointed_and_compiled_models(case: Case, under: str):
     check(case, under, "counters")
 
 
+@pytest.mark.few(24)
 @pytest.mark.slow
 @pytest.mark.parametrize("under", UNDER[1:])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)

@@ -48,6 +48,7 @@ def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
     assert same(tables(plain), tables(recomputed))
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_inductor_agrees(recipe):
@@ -120,6 +121,7 @@ WHERE = ["inside", "around", "around, reentrant"]
 
 
 # torch 2.13's Dynamo looks at .grad of a block's input, which is no leaf.
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("recipe", "where"),
@@ -150,6 +152,7 @@ class Attending(nn.Module):
         return x_MK + self.out(y.transpose(1, 2).reshape(x_MK.shape))
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recipe", cases([("delayed",)], FP8_RECIPES))
 def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe):
@@ -185,6 +188,7 @@ def test_auto_decides_alike(inside):
     assert same(plain, recomputed)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("recipe", "around"), cases([("current", False), ("delayed", True)], FP8_RECIPES, [False, True])
 )

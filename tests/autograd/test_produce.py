@@ -86,6 +86,7 @@ def steps(model: Any, calls: list[Any], dtype: torch.dtype = torch.float32) -> l
 QUICK = [("delayed", 0), ("rowwise", 2)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("recipe", "first"),
     [

@@ -103,6 +103,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loss_gradients_and_step_are_those_of_one_process(case, found: list[dict]):

@@ -241,6 +241,7 @@ def all_alike(found: dict, wanted: dict, least: dict[str, float] | None = None) 
         assert sqnr(wanted[name], found[name]) > (least or {}).get(name, 100), name
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_rowwise_is_what_one_process_computes(case: str, found: list[dict]):
@@ -261,6 +262,7 @@ def test_in_16_bits_too(dtype: torch.dtype, found: list[dict]):
         all_alike(y, wanted, dict.fromkeys(wanted, 60))
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise_gw_hp", "bf16", EXACT_SCALES[0]])
 def test_other_recipes_lose_nothing_either(recipe: str | fe.Recipe, found: list[dict]):

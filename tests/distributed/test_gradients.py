@@ -213,6 +213,7 @@ def found(request: pytest.FixtureRequest) -> list[dict]:
     return results(request.param)
 
 
+@pytest.mark.few(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
@@ -229,6 +230,7 @@ def test_the_sum_is_that_of_one_cast_bit_for_bit(size: int, dtype: torch.dtype, 
         assert not mine["reduced"][size, dtype, "sum"][::7].any(), "zeros stay zeros"
 
 
+@pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("found", "name"),

@@ -151,6 +151,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return run(work, 2, str(tmp_path_factory.mktemp("exports")))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_give_what_the_whole_model_exports(case: str, found: list[dict]):
     for rank in found:
@@ -159,6 +160,7 @@ def test_shards_give_what_the_whole_model_exports(case: str, found: list[dict]):
         assert rank[case]["undisturbed"], "the next forward must gather as before"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES)
 def test_no_code_differs_from_the_gathered_forwards(case: str, found: list[dict]):
     assert [(rank[case]["layers"], rank[case]["wrong"]) for rank in found] == [(7, 0)] * 2

@@ -247,6 +247,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("layout", ["S(1)", "R"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)

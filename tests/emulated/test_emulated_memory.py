@@ -76,6 +76,7 @@ STORED = [
 ]
 
 
+@pytest.mark.few(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "store"), STORED)

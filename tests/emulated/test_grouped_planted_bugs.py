@@ -91,6 +91,7 @@ def _unwritten(there):
 LAUNCHES = {"current": 12, "delayed": 12, "rowwise": 12, "blockwise": 9}  # 54, 54, 116 and 83 before, for 16 experts
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [2, 16])
 @pytest.mark.parametrize("recipe", LAUNCHES)

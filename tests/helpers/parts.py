@@ -2,7 +2,8 @@
 
     short    of each test function MOST cases, spread over its parameters; of functions marked slow those marked `short`
     rest     all others but
-    nightly  cases marked so: products of parameters whose values the other parts have, each in other combinations
+    nightly  cases marked so, and of functions marked `few` all but so many: products of parameters whose values the
+             other parts have, in other combinations; what differs by a recipe or a size that laws/ goes through
 
 Functions begin at different cases, so that together they have all values of a parameter.  The short part has to hold a
 case of every room, of every recipe, and of every file of the emulated card and of the interpreter, which are the
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,28 @@ LACKS = pytest.StashKey[list[str]]()  # what the short part of the collected tes
 
 def short(items: Sequence[pytest.Item]) -> set[str]:
     """Names (node ids) of the cases in the short part."""
+    return _some(
+        items, lambda item: MOST if item.get_closest_marker("short") or not _is(item, "slow", "nightly") else 0
+    )
+
+
+def nightly(items: Sequence[pytest.Item]) -> set[str]:
+    """Names of the cases, of those that the short part has not, in the nightly part."""
+    few = [item for item in items if item.get_closest_marker("few")]
+    kept = _some(few, lambda item: item.get_closest_marker("few").args[0])
+    return {item.nodeid for item in items if _is(item, "nightly")} | {item.nodeid for item in few} - kept
+
+
+def _some(items: Sequence[pytest.Item], most: Callable[[pytest.Item], int]) -> set[str]:
+    """Names of so many cases of each function, spread over its parameters."""
     functions: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("short") or not _is(item, "slow", "nightly"):
+        if most(item):
             functions[str(item.path), getattr(item, "originalname", item.name)].append(item)
     kept: set[str] = set()
     for (_, function), cases in functions.items():
         first = zlib.crc32(function.encode()) % len(cases)
-        few = min(MOST, len(cases))
+        few = min(most(cases[0]), len(cases))
         kept |= {cases[(first + i * len(cases) // few) % len(cases)].nodeid for i in range(few)}
     return kept
 
@@ -63,9 +78,9 @@ def _covered(items: Iterable[pytest.Item]) -> set[str]:
 
 def divide(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the part that `--part` names."""
-    part = config.getoption("--part")
-    names = short(items)
-    parts = ["short" if each.nodeid in names else "nightly" if _is(each, "nightly") else "rest" for each in items]
+    part, names = config.getoption("--part"), short(items)
+    late = nightly([item for item in items if item.nodeid not in names])
+    parts = ["short" if each.nodeid in names else "nightly" if each.nodeid in late else "rest" for each in items]
     kept = [item for item, its in zip(items, parts, strict=True) if its == part]
     config.stash[LACKS] = missing(kept, items) if part == "short" else []
     config.hook.pytest_deselected(items=[item for item, its in zip(items, parts, strict=True) if its != part])

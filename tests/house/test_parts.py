@@ -17,7 +17,7 @@ def case(name: str, *marks: str, file: str = "tests/nn/test_x.py", **params) -> 
         originalname=name.partition("[")[0],
         nodeid=f"{file}::{name}",
         callspec=SimpleNamespace(params=params),
-        get_closest_marker=lambda mark: mark if mark in marks else None,
+        get_closest_marker=lambda mark: SimpleNamespace(args=(3,)) if mark in marks else None,
     )
 
 
@@ -37,6 +37,7 @@ CASES = [
     case("test_wanted", "slow", "short"),
     case("test_product[0]", "slow"),
     case("test_product[1]", "slow", "nightly"),
+    *(case(f"test_costly[{i}]", "slow", "few") for i in range(6)),
 ]
 
 
@@ -60,8 +61,10 @@ def test_each_case_is_in_one_part():
         divide(config(part), items)
         parts[part] = [item.nodeid for item in items]
     assert sorted(itertools.chain(*parts.values())) == sorted(item.nodeid for item in CASES)
-    assert [name.partition("::")[2] for name in parts["nightly"]] == ["test_product[1]"]
     assert "tests/nn/test_x.py::test_product[0]" in parts["rest"]
+    assert "tests/nn/test_x.py::test_product[1]" in parts["nightly"]
+    costly = [[i for i in range(6) if f"tests/nn/test_x.py::test_costly[{i}]" in parts[part]] for part in PARTS]
+    assert costly in ([[], [0, 2, 4], [1, 3, 5]], [[], [1, 3, 5], [0, 2, 4]]), "three, spread over the parameter"
 
 
 @pytest.mark.parametrize(
