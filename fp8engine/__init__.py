@@ -38,6 +38,7 @@ if TYPE_CHECKING or not starts_command_line():
         current,
         delayed,
         high_precision,
+        mxfp8,
         rowwise,
         rowwise_gw_hp,
     )
@@ -86,6 +87,7 @@ __all__ = [
     "inspect",
     "load_scaling_state_dict",
     "matmul",
+    "mxfp8",
     "onnx",
     "quantize",
     "revert",

@@ -4,8 +4,10 @@
     dgrad     dx[M, K] = DY[M, N]   @ (C * s)                 the codes of forward; no 16-bit weight, no second rounding
 
 Nothing of x is saved, since there is no wgrad.  Scales per row, s[N], lie along what dgrad sums, where Tensor Cores
-apply none: dy is multiplied by them in FP32 before its cast, and C is multiplied without.  Kernels read operands along
-what they sum, so dgrad copies the codes once, transposed: a byte a weight, for the one call.
+apply none: dy is multiplied by them in FP32 before its cast, and C is multiplied without.  Those of blocks of one row,
+1x32, would change with every value that dgrad sums: C * s is cast again under the recipe's own cast for dgrad, which
+under powers of two rounds only what is subnormal in one of the casts.  Kernels read operands along what they sum, so
+dgrad copies the codes once, transposed: a byte a weight, for the one call.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fp8engine.autograd.numerics import Numerics
 from fp8engine.autograd.operands import matrix
 from fp8engine.autograd.refusals import no_transform
 from fp8engine.ops import casts, matmul
-from fp8engine.ops.reference import Operand, column_sums
+from fp8engine.ops.reference import Operand, column_sums, folded
 
 
 def frozen_linear(
@@ -83,6 +85,8 @@ def _input_gradient(dy_MN: torch.Tensor, weight: Operand, numerics: Numerics, dt
     if weight.rows == 1 and weight.cols == -1:
         dy_MN = dy_MN.float() * weight.scale.t()
         b = Operand(weight.data.t(), torch.ones((), device=weight.data.device), power_of_2=True)
+    elif weight.rows == 1:
+        b = casts.quantize(folded(weight, torch.bfloat16), numerics.recipe.dgrad[1]).t()
     else:
         b = weight.t()
     return matmul.matmul(casts.quantize(dy_MN, cast, slot), b, None, dtype, _precision(numerics, "dgrad"))

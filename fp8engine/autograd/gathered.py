@@ -19,7 +19,7 @@ from fp8engine.numerics.cast import Cast
 from fp8engine.numerics.recipe import Recipe
 from fp8engine.ops import casts
 from fp8engine.ops.library import FLAGS, OPERATORS, TABLES, in_backward, operation
-from fp8engine.ops.reference import Operand, Slot, operand
+from fp8engine.ops.reference import Operand, Slot, folded, operand
 from fp8engine.ops.tensor import Float8Tensor
 
 
@@ -89,7 +89,7 @@ def for_dgrad(weight_NK: GatheredWeight, of: tuple[Cast, Cast], slot: Slot, comp
     if (forward.rows, forward.cols) == (cast.rows, cast.cols):
         return operand(codes, scale, cast)
     # In BF16, where 4 bits of significand times a power of two fit exactly.
-    values = casts.decode(codes, torch.float32) * scale
+    values = folded(operand(codes, scale, forward), torch.float32)
     return casts.quantize(values.bfloat16(), cast, slot)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-RECIPES = ("auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "bf16", "fp16", "fp32")
+RECIPES = ("auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "bf16", "fp16", "fp32")
 TRAINED = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")
 SIZES = ("tiny", "small", "medium")
 LAYOUTS = ("fp8", "compressed-tensors", "fp8engine")

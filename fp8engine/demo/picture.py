@@ -24,6 +24,7 @@ COLOURS = {
     "delayed": "#e69f00",
     "rowwise": "#0072b2",
     "blockwise": "#009e73",
+    "mxfp8": "#56b4e9",
     "rowwise_gw_hp": "#cc79a7",
     "auto": "#7b2fbe",
 }

@@ -1,6 +1,6 @@
 """Headers of a checkpoint's safetensors files, checked against its config.json without reading the weights.
 
-    every E4M3 tensor     is a 2-D `<layer>.weight`, has its scale beside it, FP32 (or 16-bit) of the right shape
+    every E4M3 tensor     is a 2-D `<layer>.weight`, has its scale beside it, FP32 (16-bit, MX: E8M0) of the right shape
     every scale           has its E4M3 weight
     modules left alone    hold none
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8engine.errors import StateError
-from fp8engine.export.layout import OURS, Stored
+from fp8engine.export.layout import MX, OURS, Stored
 from fp8engine.nn.serving import scale_shape
 
 FP8 = "F8_E4M3"  # safetensors' name of float8_e4m3fn
 OTHER_FP8 = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
-SCALES = ("F32", "BF16", "F16")
+SCALES, E8M0 = ("F32", "BF16", "F16"), "U8"
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
 WEIGHT = ".weight"
 INDEX = "model.safetensors.index.json"
@@ -116,7 +116,7 @@ def _check_scale(layer: str, heads: Mapping[str, Header], stored: Stored) -> Non
             other = next((k for k in ("weight_scale", "weight_scale_inv") if f"{layer}.{k}" in heads), None)
             hint = f" (there is a {other})" if other else ""
             raise StateError(f"{layer}.weight in {weight.file.name} is {FP8} without its {key}{hint}: layer not usable")
-        if head.dtype not in SCALES:
+        if head.dtype not in SCALES and not (head.dtype == E8M0 and MX in casts):
             raise StateError(f"{layer}.{key} in {head.file.name} is {head.dtype}; want F32")
         if head.shape not in allowed and not (head.shape == () and (1,) in allowed):
             raise StateError(

@@ -35,10 +35,10 @@ def iter_fp8(model: nn.Module, *, layout: str = "auto") -> Iterator[tuple[str, t
     """(name, tensor) of everything that `export(model, path, layout=layout)` would write, bit for bit, without a file.
 
     For a layer in FP8 its codes `<layer>.weight` [N, K] and their FP32 scale (`<layer>.weight_scale`, or
-    `weight_scale_inv` over blocks); other tensors in the model's dtype.  Tensors are on the model's device; those not
-    in FP8 are the parameters' own memory, so copy what must outlive the next optimizer step.  With layout="fp8engine"
-    the codes are those that the next forward multiplies, but for `delayed`, whose scale comes from its history; other
-    layouts differ where servers ask for it (layers.py).
+    `weight_scale_inv` over blocks; a byte each under "mxfp8"); other tensors in the model's dtype.  Tensors are on the
+    model's device; those not in FP8 are the parameters' own memory, so copy what must outlive the next optimizer step.
+    With layout="fp8engine" the codes are those that the next forward multiplies, but for `delayed`, whose scale comes
+    from its history; other layouts differ where servers ask for it (layers.py).
     Under FSDP2 each tensor is gathered when it comes, in the dtype that mp_policy gives the forward: every rank must go
     through all pairs.  Between two pairs nothing may change the weights or run the model.
 

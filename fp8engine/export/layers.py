@@ -22,11 +22,11 @@ from fp8engine.convert.dry_run import asked_for_dtype
 from fp8engine.convert.record import RECORD, Record
 from fp8engine.convert.select import Decision, decide, is_conv1d, linear_layers, parameter_of
 from fp8engine.errors import ConversionError
-from fp8engine.export.layout import COMPRESSED, OURS
+from fp8engine.export.layout import COMPRESSED, OURS, usual
 from fp8engine.nn.linear import Float8Module
 from fp8engine.numerics.cast import Cast, PerBlock, PerTensor
 from fp8engine.numerics.formats import E4M3
-from fp8engine.numerics.recipe import Recipe, blockwise, current, rowwise
+from fp8engine.numerics.recipe import Recipe, blockwise, current, mxfp8, rowwise
 
 BYPASSED = "other code reads its weight and does not call it: written in 16 bits"
 EXPERTS = "experts in one 3-D parameter: written in 16 bits"
@@ -35,6 +35,7 @@ KNOWN = (
     current,
     rowwise,
     blockwise,
+    mxfp8,
     functools.partial(rowwise, power_of_2=False),
     functools.partial(blockwise, power_of_2=False),
 )
@@ -52,7 +53,7 @@ FUSED = (
 def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) -> tuple[str, list[Decision], list[str]]:
     """(layout, a Decision for every linear layer, notes for the user); recipe None in a Decision: written in 16 bits.
 
-    recipe: of a model that is not converted.  layout: "auto" becomes "fp8" where all scales cover blocks, else
+    recipe: of a model that is not converted.  layout: "auto" becomes "fp8" where all scales cover FP32 blocks, else
     "compressed-tensors".  Raises ConversionError where nothing is left to write, or the layout cannot hold it.
     """
     decisions, notes = _asked(model, recipe)
@@ -65,8 +66,7 @@ def choose_layers(model: nn.Module, recipe: str | Recipe | None, layout: str) ->
     if not chosen:
         raise ConversionError(f"export: nothing to write in FP8 in {type(model).__name__}: {_grouped(decisions)}")
     if layout == "auto":
-        blocks = (isinstance(d.recipe.weight.granularity, PerBlock) for d in chosen if d.recipe is not None)
-        layout = "fp8" if all(blocks) else COMPRESSED
+        layout = usual(d.recipe.weight for d in chosen if d.recipe is not None)
     if changed and layout == "fp8":
         raise ConversionError(
             f"export: layout='fp8' has no scales per row, which these layers need: {_grouped(changed)}; use "

@@ -4,33 +4,36 @@
     compressed-tensors  per tensor               weight_scale [1]                 vLLM, transformers (a package)
                         per row                  weight_scale [N, 1]
                         per block                weight_scale [N/r, K/c]
+                        per 1x32 block (MX)      weight_scale [N, K/32] of bytes, E8M0
     fp8                 per tensor               weight_scale [1]                 vLLM
                         per block                weight_scale_inv [N/r, K/c]      vLLM, transformers
     fp8engine           per tensor, row, block   as fp8; Conv1D's [K, N] too      fp8engine
 
-Codes are E4M3 [N, K], scales FP32, weight = codes * scale under either name; N/r and K/c round up.  A static
-activation scale is `input_scale` [1].  Sources: vLLM's Fp8Config and CompressedTensorsConfig, transformers'
+Codes are E4M3 [N, K], scales FP32 but for those bytes, weight = codes * scale under either name; N/r and K/c round up.
+A static activation scale is `input_scale` [1].  Sources: vLLM's Fp8Config and CompressedTensorsConfig, transformers'
 FineGrainedFP8Config, compressed-tensors' QuantizationConfig, DeepSeek-V3's README_WEIGHTS.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp8engine.errors import ConversionError, StateError, UnknownName
 from fp8engine.nn.serving import config_of, scale_name, words_of
-from fp8engine.numerics.cast import PerBlock, PerRow, PerTensor
+from fp8engine.numerics.cast import Cast, PerBlock, PerRow, PerTensor
 from fp8engine.numerics.formats import E4M3
-from fp8engine.numerics.recipe import Auto, Recipe, blockwise, current, rowwise
+from fp8engine.numerics.recipe import Auto, Recipe, blockwise, current, mxfp8, rowwise
 
 OURS = "fp8engine"
 COMPRESSED = "compressed-tensors"
 LAYOUTS = ("fp8", COMPRESSED, OURS)
 SCHEMES = ("dynamic", "static")
-STRATEGIES = {"tensor": PerTensor, "channel": PerRow, "block": PerBlock}
+STRATEGIES = {"tensor": PerTensor, "channel": PerRow, "block": PerBlock, "group": PerBlock}
+MX = mxfp8().weight
+PLAIN, IN_BYTES, SEVERAL = "float-quantized", "mxfp8-quantized", "mixed-precision"  # compressed-tensors' formats
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ def check_words(layout: str, activations: str) -> None:
         raise UnknownName("activation scheme", activations, SCHEMES)
 
 
+def in_bytes(weight: Cast, layout: str) -> bool:
+    """Whether the layout holds the scales of a weight under that cast as E8M0, a byte each."""
+    return layout == COMPRESSED and weight == MX
+
+
+def usual(weights: Iterable[Cast]) -> str:
+    """The layout that most programs read, of weights under those casts."""
+    return "fp8" if all(isinstance(one.granularity, PerBlock) and one != MX for one in weights) else COMPRESSED
+
+
 def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
     """The layout for weights under a recipe.  layout: one of LAYOUTS, or "auto": the one that most programs read.
 
@@ -82,9 +95,9 @@ def choose(recipe: Recipe, layout: str, activations: str) -> Stored:
     if weight.format != E4M3:
         raise ConversionError(f"weights of recipe {recipe.name!r} are {weight.format}; checkpoints hold E4M3")
     if layout == "auto":
-        layout = "fp8" if isinstance(group, PerBlock) else COMPRESSED
-    if layout == "fp8" and isinstance(group, PerRow):
-        raise ConversionError(f"layout 'fp8' has no scales per row (recipe {recipe.name!r}): {COMPRESSED!r} has")
+        layout = usual([weight])
+    if layout == "fp8" and (isinstance(group, PerRow) or weight == MX):
+        raise ConversionError(f"layout 'fp8' has no scales {group} (recipe {recipe.name!r}): {COMPRESSED!r} has")
     if layout != OURS and recipe.input.format != E4M3:
         raise ConversionError(
             f"inputs of recipe {recipe.name!r} are {recipe.input.format}; {layout!r} casts them to E4M3: use "
@@ -122,11 +135,15 @@ def to_config(stored: Stored) -> dict[str, Any]:
     for name, recipe in stored.mixed.items():
         targets.setdefault(recipe, []).append(name)
     groups = (targets or {stored.recipe: ["Linear"]}).items()
+    schemes = [_scheme(*group, stored.static) for group in groups]
+    formats = [IN_BYTES if recipe.weight == MX else PLAIN for recipe, _ in groups]
+    if several := len(set(formats)) > 1:
+        schemes = [{**scheme, "format": format} for scheme, format in zip(schemes, formats, strict=True)]
     return {
         "quant_method": COMPRESSED,
-        "format": "float-quantized",
+        "format": SEVERAL if several else formats[0],
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": _scheme(*group, stored.static) for i, group in enumerate(groups)},
+        "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes)},
         "ignore": left,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
@@ -140,7 +157,10 @@ def _scheme(recipe: Recipe, targets: list[str], static: bool) -> dict[str, Any]:
     strategy = next(name for name, kind in STRATEGIES.items() if isinstance(group, kind))
     weights = {**number, "strategy": strategy, "dynamic": False}
     inputs: dict[str, Any] = {**number, "strategy": "tensor", "dynamic": not static}
-    if isinstance(group, PerBlock):
+    if recipe.weight == MX:
+        byte = {"strategy": "group", "group_size": MX.cols, "scale_dtype": "torch.uint8"}
+        weights, inputs = weights | byte, inputs | byte
+    elif isinstance(group, PerBlock):
         weights["block_structure"] = [group.rows, group.cols]
         inputs |= {"strategy": "group", "group_size": group.cols}
     elif isinstance(recipe.input.granularity, PerRow):
@@ -206,6 +226,8 @@ def _with_scales(weight: Any, written: Recipe | None) -> Recipe:
     That one has exact scales of activations, as vLLM and compressed-tensors.  weight: None where no scales are named.
     """
     if written is None:
+        if weight == MX.granularity:
+            return mxfp8()
         if isinstance(weight, PerBlock):
             found = blockwise(weight.cols, power_of_2=False)
             return replace(found, weight=replace(found.weight, granularity=weight))
@@ -231,7 +253,8 @@ def _fp8(config: Mapping[str, Any]) -> tuple[PerTensor | PerBlock | None, bool]:
 
 def _compressed(config: Mapping[str, Any]) -> tuple[dict[str, PerTensor | PerRow | PerBlock], bool]:
     """(what a scale covers by target: "Linear", or the layers' own names; whether activations are static)."""
-    if config.get("format") not in ("float-quantized", "naive-quantized"):
+    readable = (PLAIN, "naive-quantized", IN_BYTES)
+    if config.get("format") not in (*readable, SEVERAL):
         raise _cannot_read("format", config.get("format"))
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -242,12 +265,16 @@ def _compressed(config: Mapping[str, Any]) -> tuple[dict[str, PerTensor | PerRow
         names = [str(name) for name in targets] if isinstance(targets, list) else ["re:"]
         if (names != ["Linear"] or len(groups) > 1) and any(n == "Linear" or n.startswith("re:") for n in names):
             raise _cannot_read("a group of config_groups", group)
+        if (format := group.get("format") or config["format"]) not in readable:
+            raise _cannot_read("format of a group", format)
         weights, inputs = _number(group, "weights"), _number(group, "input_activations")
         strategy = weights["strategy"] if weights.get("strategy") in STRATEGIES else None
-        if strategy is None:
+        if strategy is None or (strategy == "group" and weights.get("group_size") != MX.cols):
             raise _cannot_read("strategy of the weights", weights.get("strategy"))
-        block = strategy == "block"
-        covers = _block(weights.get("block_structure"), "block_structure", True) if block else STRATEGIES[strategy]()
+        if strategy == "block":
+            covers = _block(weights.get("block_structure"), "block_structure", True)
+        else:
+            covers = MX.granularity if strategy == "group" else STRATEGIES[strategy]()
         found |= dict.fromkeys(names, covers)
         static.add(inputs.get("dynamic") is False)
     if len(static) > 1:
@@ -274,6 +301,6 @@ def _block(size: Any, what: str, needed: bool = False) -> PerTensor | PerBlock:
 def _cannot_read(what: str, value: object) -> StateError:
     return StateError(
         f"quantization_config: {what} is {value!r}, which this engine does not read; it reads FP8 weights (E4M3) of "
-        "quant_method 'fp8', 'compressed-tensors' (float-quantized, one group for every Linear or groups that name "
-        "their layers) or 'fp8engine'"
+        "quant_method 'fp8', 'compressed-tensors' (float- or mxfp8-quantized, one group for every Linear or groups "
+        "that name their layers) or 'fp8engine'"
     )

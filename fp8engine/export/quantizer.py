@@ -127,7 +127,7 @@ class Fp8EngineQuantizer(HfQuantizer):
             layers, self.left = _stored_layers(model, heads, name_in_file, stored)
         else:
             layers, self.left = self._chosen_layers(model, heads, name_in_file)
-        recipes = {}
+        recipes, self.in_bytes = {}, set()
         for name, module in layers:
             key = name_in_file[f"{name}.weight"].removesuffix(".weight")
             recipes[name] = stored.recipe_of(key, name)
@@ -135,6 +135,8 @@ class Fp8EngineQuantizer(HfQuantizer):
             served = make_served(module, kind, recipes[name], stored.static, stored.scale_name)
             if self.pre_quantized:
                 _fit_scales(served, f"{key}.", heads)
+                if heads[f"{key}.{served.scale_name}"].dtype == headers.E8M0:
+                    self.in_bytes.add(name)
         self.quantization_config.mixed = recipes if stored.mixed else {}
         self.quantization_config.modules_to_not_convert = list(self.left)
 
@@ -177,6 +179,8 @@ class Fp8EngineQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Served)]
         for name, layer in layers:
+            if name in self.in_bytes:  # read as numbers: 2^(byte - 127)
+                layer.scale.data = layer.scale.to(torch.uint8).view(torch.float8_e8m0fnu).float()
             if why := trouble(layer):
                 raise StateError(f"{name}: {why}: the checkpoint is damaged")
             layer.lay_out()

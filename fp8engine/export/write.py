@@ -25,7 +25,7 @@ from fp8engine.convert.select import Decision, weight_of
 from fp8engine.errors import ConversionError, StateError
 from fp8engine.export import headers
 from fp8engine.export.layers import choose_layers, one_scale, scheme
-from fp8engine.export.layout import OURS, Stored, check_words, choose, to_config
+from fp8engine.export.layout import MX, OURS, Stored, check_words, choose, in_bytes, to_config
 from fp8engine.nn.linear import Float8Module
 from fp8engine.nn.serving import Served, quantize_weight
 from fp8engine.numerics.recipe import PerBlock, Recipe
@@ -206,7 +206,10 @@ def quantised(group: list[Decision], whole: Callable[[str], torch.Tensor], store
             )
         weights.append(weight if isinstance(decision.module, nn.Linear) else weight.t())  # of a Conv1D
     joined = weights[0] if len(group) == 1 else torch.cat([weight.to(weights[0].device) for weight in weights])
-    codes_NK, scale = quantize_weight(joined, stored.recipe_of(group[0].name).weight)
+    cast = stored.recipe_of(group[0].name).weight
+    codes_NK, scale = quantize_weight(joined, cast)
+    if in_bytes(cast, stored.layout):
+        scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     for decision, codes in zip(group, codes_NK.split([len(weight) for weight in weights]), strict=True):
         made[f"{decision.name}.weight"] = (
             codes.clone() if isinstance(decision.module, nn.Linear) else codes.t().contiguous()
@@ -264,7 +267,7 @@ def _left(name: str, module: nn.Module, shape: Iterable[int], reason: str) -> di
 
 def _notes(chosen: list[Decision], stored: Stored, model, beside: list[str]) -> list[str]:
     group, notes = stored.recipe.weight.granularity, []
-    if isinstance(group, PerBlock) and group != PerBlock(128, 128):
+    if isinstance(group, PerBlock) and group != PerBlock(128, 128) and stored.recipe.weight != MX:
         notes.append(f"blocks are {group.rows}x{group.cols}: vLLM's and transformers' kernels take 128x128")
     if stored.layout == "fp8" and not isinstance(group, PerBlock):
         notes.append("layout 'fp8' with a scale per tensor is vLLM's (weight_scale); transformers calls it otherwise")

@@ -264,6 +264,7 @@ delayed        e4m3 delayed   e4m3 delayed     e5m2 delayed   =        =     =  
 rowwise        e4m3 1x-1 p2   e4m3 1x-1 p2     e4m3 1x-1 p2   =        =     =     forward dgrad
 rowwise_gw_hp  e4m3 1x-1 p2   e4m3 1x-1 p2     e4m3 1x-1 p2   e4m3 p2  bf16  bf16  forward dgrad
 blockwise      e4m3 1x128 p2  e4m3 128x128 p2  e4m3 1x128 p2  =        =     =     -
+mxfp8          e4m3 1x32 p2   e4m3 1x32 p2     e4m3 1x32 p2   =        =     =     -
 bf16           bf16           bf16             bf16           =        =     =     -
 fp16           fp16           fp16             fp16           =        =     =     -
 fp32           fp32           fp32             fp32           =        =     =     -
@@ -323,6 +324,17 @@ def blockwise(size: int = 128, *, power_of_2: bool = True) -> Recipe:
     return recipe if power_of_2 else _exact(recipe)
 
 
+def mxfp8() -> Recipe:
+    """1x32 blocks of every operand along what is summed, promoted sums; = NVIDIA's MXFP8, OCP Microscaling (MX) 1.0.
+
+    A scale is the least power of two under which its block does not saturate (RCEIL), 2^-127 at least and so E8M0.
+
+    >>> print(mxfp8().weight, "|", mxfp8().dgrad[1])
+    E4M3 per 1x32 block (power of 2) | E4M3 per 32x1 block (power of 2)
+    """
+    return ROWS["mxfp8"]
+
+
 def _exact(recipe: Recipe) -> Recipe:
     casts = {role: replace(getattr(recipe, role), power_of_2=False) for role in ROLES}
     return replace(recipe, name=f"{recipe.name}_exact", **casts)
@@ -362,9 +374,7 @@ def auto(
     start = ROWS["delayed" if objective == "speed" else "current"]
     return Auto(
         name="auto",
-        input=start.input,
-        weight=start.weight,
-        grad_output=start.grad_output,
+        **{role: getattr(start, role) for role in ROLES},
         min_sqnr_db=tuple(sorted(needs.items())),
         budget=budget,
         interval=interval,

@@ -138,14 +138,14 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
         return None
     limits, tuning = (importlib.import_module(f"fp8engine.kernels.{module}") for module in ("limits", "tuning"))
     a, b = _operands(recipe, name, shape)
+    size = a.cols if a.scaled_along_k else b.cols
     if by_block:
-        size = a.cols if a.scaled_along_k else b.cols
         a, b = triton_backend.in_groups(a, size), triton_backend.in_groups(b, size)
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))
     end = Epilogue()
     if limits.operands(a, b, end) or (operation != "matmul_fp8" and limits.scaled(a, b, end, config)):
         config = tuning.plain(config)
-    return operation, config
+    return operation, config._replace(block_k=size) if by_block else config
 
 
 def _operands(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[Operand, Operand]:

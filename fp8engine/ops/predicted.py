@@ -10,6 +10,7 @@ import torch
 from fp8engine.numerics.cards import Card
 from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
 
+BLOCK = 128  # values of K under one scale
 HOPPER = torch.device("cpu")  # for which kernels/tuning.py answers as for Hopper, the model's only architecture
 SUMS = {"matmul_fp8": "fast", "matmul_fp8_promoted": "promoted", "matmul_block": "block", "matmul_fp16": "fast"}
 
@@ -18,6 +19,7 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
     """A configuration, of kernels/tuning.py, as the timing model sees it.
 
     sums: what the main loop does with them, a key of CEILINGS; None: what the operation says, for blocks "block".
+    A ceiling of blocks is known for 128 of K: shorter ones have their sums scaled as many times as often.
 
     >>> from fp8engine.kernels.tuning import Config
     >>> kernel_of("matmul_block", Config(128, 128, 128)).ceiling
@@ -26,10 +28,12 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
     2
     """
     family = ("gluon in turns" if config.in_turns else config.kernel) if config.descriptors else "pointers"
-    ceilings = CEILINGS.get(family, CEILINGS["triton"])
+    ceiling = CEILINGS.get(family, CEILINGS["triton"])[sums or SUMS[operation]]
+    if operation == "matmul_block":
+        ceiling /= ceiling + (1 - ceiling) * BLOCK / config.block_k
     return Kernel(
         *config[:3],  # the sizes of its tiles
-        ceiling=ceilings[sums or SUMS[operation]],
+        ceiling=ceiling,
         group_m=config.group_m,
         bits=16 if operation == "matmul_fp16" else 8,
         programs=importlib.import_module("fp8engine.kernels.tuning").programs(operation, config, HOPPER),

@@ -76,13 +76,7 @@ class Float8Tensor(torch.Tensor):
         cast = _cast_of(self.granularity, self._data.dtype)
         if cast.per_tensor:
             return (casts.decode(self._data, torch.float32) * self._scale).to(self.dtype)
-        flat = _matrix(self._data)
-        if flat.numel() == 0:
-            return flat.view(self.shape).to(self.dtype)
-        values = reference.as_groups(casts.decode(flat, torch.float32), cast.rows, cast.cols)
-        down, _, across, _ = values.shape
-        values = values * self._scale.reshape(down, 1, across, 1)
-        return reference.from_groups(values, *flat.shape).view(self._data.shape).to(self.dtype)
+        return reference.folded(self.operand(), torch.float32).view(self._data.shape).to(self.dtype)
 
     def operand(self) -> Operand:
         """What the matmuls take; a matrix (leading dimensions count as rows)."""

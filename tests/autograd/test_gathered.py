@@ -35,7 +35,7 @@ def slot_of(recipe: Recipe, record: bool = True):
     return state.slot(1, record, record), state
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "rowwise_gw_hp", "blockwise", EXACT_SCALES[1]])
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", EXACT_SCALES[1]])
 def test_both_directions_read_what_a_cast_of_the_weight_gives(recipe: str | Recipe):
     """Per column from the row codes: the same but for elements that are subnormal in one of the casts; 0.01 dB."""
     torch.manual_seed(0)

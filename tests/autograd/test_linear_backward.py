@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from support import FP8_RECIPES, converted, saved, spy_on, tables
+from support import EVERY_FP8_RECIPE, converted, saved, spy_on, tables
 from torch import nn
 
 import fp8engine as fe
 from fp8engine.numerics.recipe import resolve
 
 BAD = [math.inf, -math.inf, math.nan]
-PER_TENSOR = [name for name in FP8_RECIPES if isinstance(resolve(name).input.granularity, fe.PerTensor)]
+PER_TENSOR = [name for name in EVERY_FP8_RECIPE if isinstance(resolve(name).input.granularity, fe.PerTensor)]
 
 
 def finite_rows(x: torch.Tensor) -> list[int]:
@@ -21,7 +21,7 @@ def finite_rows(x: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_one_bad_input_reaches_its_row_of_the_output_and_the_weight_gradient(recipe: str, dtype, bad: float):
     layer = fe.Linear(48, 16, recipe=recipe, dtype=dtype)
     x = torch.randn(6, 48, dtype=dtype)
@@ -39,7 +39,7 @@ def test_one_bad_input_reaches_its_row_of_the_output_and_the_weight_gradient(rec
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_one_bad_gradient_reaches_both_gradients(recipe: str, bad: float):
     layer = fe.Linear(48, 16, recipe=recipe)
     x, dy = torch.randn(6, 48, requires_grad=True), torch.randn(6, 16)
@@ -53,7 +53,7 @@ def test_one_bad_gradient_reaches_both_gradients(recipe: str, bad: float):
     assert int(fe.scaling_state(layer)["grad_output"].nonfinite) == 1
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_grad_scaler_skips_the_step_of_an_overflow_and_takes_the_next(recipe: str):
     model = converted(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +75,7 @@ def test_grad_scaler_skips_the_step_of_an_overflow_and_takes_the_next(recipe: st
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_a_zero_tensor_has_scale_one(recipe: str):
     layer = fe.Linear(32, 16, recipe=recipe)
     x = torch.zeros(4, 32, requires_grad=True)
@@ -91,7 +91,7 @@ def test_a_zero_tensor_has_scale_one(recipe: str):
         assert (slot.scale.item(), slot.amax.item()) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_amax_so_small_that_the_factor_overflows(recipe: str):
     # MAX / 1e-40 is beyond FP32: the largest finite factor is taken, and 1e-40 * 3.4e38 = 0.034 keeps some bits of x.
     layer = fe.Linear(32, 16, bias=False, recipe=recipe)
@@ -100,7 +100,7 @@ def test_amax_so_small_that_the_factor_overflows(recipe: str):
     assert math.isfinite(fe.scaling_state(layer)["input"].scale.item())
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_a_gradient_of_the_gradient_is_refused(recipe: str):
     layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32, requires_grad=True)
     layer.numerics.name = "blocks.3.up"
@@ -119,13 +119,13 @@ def test_sixteen_bit_recipes_have_second_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_what_is_saved_for_backward(recipe: str, dtype):
     m, k = 256, 128
     layer = fe.Linear(k, 64, recipe=recipe, dtype=dtype)
     kept = saved(layer, torch.randn(m, k, dtype=dtype, requires_grad=True))
     size = sum(t.nbytes for t in kept)
-    scales = {"current": 1, "delayed": 1, "rowwise": k, "blockwise": m // 128 * k}  # of x reduced along its rows
+    scales = {"current": 1, "delayed": 1, "rowwise": k, "blockwise": m // 128 * k, "mxfp8": m // 32 * k}  # along M
     if recipe == "rowwise_gw_hp":
         assert size == 2 * m * k, "wgrad in 16 bits keeps x in 16 bits"
     else:
@@ -133,13 +133,13 @@ def test_what_is_saved_for_backward(recipe: str, dtype):
         assert sum(t.numel() for t in kept if t.dtype == torch.float8_e4m3fn) == m * k
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_a_frozen_weight_saves_no_activation(recipe: str):
     layer = fe.Linear(64, 32, recipe=recipe).requires_grad_(False)
     assert saved(layer, torch.randn(16, 64, requires_grad=True)) == []
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_without_gradients_nothing_is_saved(recipe: str):
     layer = fe.Linear(64, 32, recipe=recipe)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_no_dgrad_where_the_input_needs_none(recipe: str, monkeypatch: pytest.Mo
     assert ran == [(6, 48), (6, 16)], "a frozen weight has no wgrad"
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_backward_twice_through_a_retained_graph(recipe: str):
     layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32, requires_grad=True)
     y = layer(x)
@@ -171,7 +171,7 @@ def test_backward_twice_through_a_retained_graph(recipe: str):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_FP8_RECIPE)
 def test_a_weight_changed_between_forward_and_backward_is_refused_as_torch_does(recipe: str):
     layer, x = fe.Linear(32, 16, recipe=recipe), torch.randn(4, 32, requires_grad=True)
     y = layer(x)

@@ -193,7 +193,7 @@ def test_doctor_finds_this_machine_well():
     assert told["ok"]
     assert told["problems"] == []
     (cpu,) = (one for one in told["devices"] if one["device"] == "cpu")
-    recipes = ["auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise"]
+    recipes = ["auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
     assert [row["recipe"] for row in cpu["recipes"]] == recipes
     assert all(row["trouble"] is None for row in cpu["recipes"])
     assert cpu["recipes"][0]["emulated"] != device.has_fp8(torch.device("cpu"))

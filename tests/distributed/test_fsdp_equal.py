@@ -1,6 +1,6 @@
 """fe.distributed.fsdp trains as fully_shard with its gather in high precision: losses and weights bit for bit.
 
-Two recipes cast a weight's columns from the codes of its rows (docs/distributed.md), where a number that is subnormal
+Three recipes cast a weight's columns from the codes of its rows (docs/distributed.md), where a number that is subnormal
 in one of the two casts is rounded otherwise: an element below 2^-6 / s, whose error of up to 2^-10 / s is 4e-6 of the
 row's amax (at least 224 / s).  That is about 7e-5 of the elements here, so dgrad is apart by sqrt(7e-5) * 4e-6 = 4e-8.
 A CPU with BF16 instructions rounds it away; an FP32 matmul shows it.  AdamW turns it into steps of 1e-2 * 4e-8, and
@@ -18,6 +18,7 @@ from benchmarks.distributed.processes import run
 CASES = {
     2: [fsdp.Case(recipe, "odd sizes", fsdp.ODD) for recipe in fsdp.RECIPES]
     + [fsdp.Case("delayed", option, **changes) for option, changes in fsdp.OPTIONS.items() if option != "HSDP"]
+    + [fsdp.Case("mxfp8", "odd sizes", fsdp.ODD)]
     + [fsdp.Case("rowwise", "bf16 parameters", **fsdp.OPTIONS["bf16 parameters"])],
     4: [
         fsdp.Case("blockwise", "odd sizes", fsdp.ODD),  # blocks of 128 rows lie on two ranks, which hold 84 each
@@ -28,7 +29,7 @@ CASES = {
 }
 
 
-FROM_ROW_CODES = ("rowwise", "rowwise_gw_hp")
+FROM_ROW_CODES = ("rowwise", "rowwise_gw_hp", "mxfp8")
 NEAR = 1e-6
 
 

@@ -24,7 +24,7 @@ from fp8engine.distributed.traffic import Traffic
 from fp8engine.numerics.recipe import resolve
 
 RANKS, BATCH, T, K, F = 2, 3, 34, 129, 666  # each rank: 17 tokens of a sequence, 333 of the features
-RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "auto")
+RECIPES = ("current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "auto")
 SUMS = 3 * 2.0**-9  # BF16: three roundings of half an ulp each, of numbers as large as the sum
 EXACT = (fe.rowwise(power_of_2=False), fe.blockwise(power_of_2=False))  # nothing of theirs may be cast twice
 
@@ -158,7 +158,9 @@ def test_what_is_gathered_crosses_as_codes(recipe: str, found: list[dict]):
         assert ours["all-gather bfloat16"] == {"bytes": 2 * bf16, "calls": 2}
         assert "all-gather uint8" not in ours
     else:
-        scales = {"rowwise": 1, "blockwise": 2}.get(recipe, 0)  # bytes a row: 129 columns are two blocks
+        scales = {"rowwise": 1, "blockwise": 2, "mxfp8": 5}.get(
+            recipe, 0
+        )  # bytes a row: 129 columns are 2, or 5 blocks
         assert ours["all-gather uint8"] == {"bytes": 2 * (RANKS - 1) * BATCH * T // RANKS * (K + scales), "calls": 2}
         assert not any(kind.startswith("all-gather") and kind != "all-gather uint8" for kind in ours)
     # y and the sum of both layers' dx: one of each.

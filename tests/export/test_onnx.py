@@ -20,7 +20,7 @@ runtime = pytest.importorskip("onnxruntime")
 Dim = torch.export.Dim
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "blockwise", "mxfp8"])
 def test_onnxruntime_computes_what_the_engine_does(tmp_path, recipe: str):
     torch.manual_seed(0)
     # output=FP32: products are taken in FP32, where the emulation would round the sums to BF16 before the scales.

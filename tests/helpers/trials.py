@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from scenarios import TABLE, WIDTH, Scenario
-from support import FP8_RECIPES
+from support import EVERY_FP8_RECIPE
 from torch import nn
 
 import fp8engine as fe
@@ -21,7 +21,7 @@ from fp8engine.scaling.table import ScalingState
 STEPS = 4
 # Every recipe of the table; a window that forgets within these steps; decisions within them; and no FP8.
 RECIPES: dict[str, Recipe] = {
-    **{name: resolve(name) for name in FP8_RECIPES},
+    **{name: resolve(name) for name in EVERY_FP8_RECIPE},
     "short history": fe.delayed(history=2),
     "auto": fe.auto(interval=2),
     "bf16": resolve("bf16"),

@@ -92,6 +92,8 @@ def test_scales_lie_along_the_dimension_that_each_matmul_reduces():
         square = fe.PerBlock(128, 128)
         first, second = (cast.granularity for cast in fe.blockwise().operands(matmul))
         assert (first, second) == (lines[dims[0]], lines[0] if matmul == "wgrad" else square)
+        lines = {-1: fe.PerBlock(1, 32), 0: fe.PerBlock(32, 1)}
+        assert tuple(cast.granularity for cast in fe.mxfp8().operands(matmul)) == (lines[dims[0]], lines[dims[1]])
     assert fe.rowwise_gw_hp().operands("dgrad")[1].granularity == fe.PerTensor()
 
 

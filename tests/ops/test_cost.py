@@ -8,8 +8,17 @@ from fp8engine import _torch
 from fp8engine.numerics.cards import CARDS, H100_PCIE, H100_SXM, H200
 from fp8engine.numerics.formats import FP32
 from fp8engine.numerics.matmul_time import START
-from fp8engine.numerics.recipe import MATMULS, blockwise, current, delayed, high_precision, rowwise, rowwise_gw_hp
-from fp8engine.ops import cost, launches, scaled_mm
+from fp8engine.numerics.recipe import (
+    MATMULS,
+    blockwise,
+    current,
+    delayed,
+    high_precision,
+    mxfp8,
+    rowwise,
+    rowwise_gw_hp,
+)
+from fp8engine.ops import cost, launches, predicted, scaled_mm
 from fp8engine.ops.cost import Setting, layer_time, speedup, sums_of
 
 LARGE, SMALL = (8192, 14336, 4096), (512, 512, 512)
@@ -45,6 +54,17 @@ def test_recipes_are_told_apart():
     assert speedup(rowwise_gw_hp(), *LARGE) < speedup(rowwise(), *LARGE)
     assert [sums_of(rowwise(), name) for name in MATMULS] == ["fast", "fast", "promoted"]
     assert [sums_of(rowwise_gw_hp(), name) for name in MATMULS] == ["fast", "fast", None]
+
+
+def test_groups_of_32_have_their_sums_scaled_four_times_as_often_as_those_of_128():
+    """A Hopper card has no instruction that scales: a kernel's registers do, while the Tensor Cores wait."""
+    found = cost.dispatched(mxfp8(), "forward", LARGE)
+    assert found is not None
+    config = found[1]
+    assert (config.block_k, config.kernel) == (32, "triton")  # Gluon's kernel takes 128 alone
+    waits = [1 / predicted.kernel_of("matmul_block", config._replace(block_k=k)).ceiling - 1 for k in (32, 128)]
+    assert waits[0] == pytest.approx(4 * waits[1])
+    assert speedup(mxfp8(), *LARGE) < 1.0 < speedup(blockwise(), *LARGE)
 
 
 def test_launches_are_what_a_small_layer_pays_for(monkeypatch):

@@ -28,6 +28,7 @@ from fp8engine.ops.reference.matmul import (
     column_sums,
     emulate,
     emulation_dtype,
+    folded,
     matmul_block,
     matmul_fp8,
     matmul_fp16,

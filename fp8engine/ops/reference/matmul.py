@@ -91,7 +91,7 @@ def _emulate(a: Operand, b: Operand, bias_N, out: torch.dtype, precision: str) -
 def matmul_block(a: Operand, b: Operand, bias_N=None, out=torch.bfloat16, exact: bool | None = None) -> torch.Tensor:
     """`matmul_fp8` for scales that change along K: folded into the values, each scale before its sum."""
     exact = out == torch.float32 if exact is None else exact
-    y_MN = _mm(*(_fold(operand, _folding_dtype(a, b, exact)) for operand in (a, b)))
+    y_MN = _mm(*(folded(operand, _folding_dtype(a, b, exact)) for operand in (a, b)))
     one = torch.ones((), device=y_MN.device)
     return apply_scales(y_MN, one, one, bias_N, out)
 
@@ -124,8 +124,12 @@ def _folding_dtype(a: Operand, b: Operand, exact: bool) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype  # FP16's range holds FP8 values but not every scale
 
 
-def _fold(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """The operand's real values q * scale."""
+def folded(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """The operand's real values q * scale, the product taken in that dtype.
+
+    >>> folded(Operand(torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[2.0, 8.0]]), 1, 2), torch.float32)
+    tensor([[ 2.,  4., 32.]])
+    """
     values_MK = _as(operand.data, dtype)
     if values_MK.numel() == 0:
         return values_MK

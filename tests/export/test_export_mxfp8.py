@@ -1,0 +1,120 @@
+"""Exports of `mxfp8`: what compressed-tensors calls mxfp8-quantized, whose scales are bytes (E8M0)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import MXFP8
+from safetensors.torch import load_file
+
+import fp8engine as fe
+from fp8engine.errors import ConversionError, StateError
+from fp8engine.export.hf import load
+from fp8engine.export.layout import parse
+from fp8engine.nn.serving import Served
+
+pytestmark = pytest.mark.filterwarnings("ignore::fp8engine.errors.EmulationWarning")
+
+LAYER = "model.layers.0."
+Q, DOWN = f"{LAYER}self_attn.q_proj", f"{LAYER}mlp.down_proj"
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def served(model: Any) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Served)}
+
+
+def as_transformers_reads(folder: Path, names: Any) -> dict[str, torch.Tensor]:
+    """The weights that transformers and compressed-tensors make of an export: in BF16, which holds codes * 2^n."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))  # compressed-tensors dequantises in the first forward
+    return {name: model.get_submodule(name).weight.detach().float() for name in names}
+
+
+def test_codes_are_those_of_training_and_scales_their_exponents(exported, ids):
+    model: Any = tiny_models.llama().eval()
+    with torch.no_grad():
+        model.get_submodule(Q).weight[:, :16] *= 2.0**-30
+        model.get_submodule(Q).weight[3] = 0.0
+    folder = exported("mxfp8", model)
+    held, back = load_file(folder / "model.safetensors"), load(folder)
+    for name, layer in served(back).items():
+        want = fe.quantize(model.get_submodule(name).weight.detach(), fe.mxfp8().weight)
+        codes, exponents = held[f"{name}.weight"], held[f"{name}.weight_scale"]
+        assert exponents.dtype == torch.uint8
+        assert torch.equal(2.0 ** (exponents.double() - 127), want.scale.double())
+        assert torch.equal(layer.scale, want.scale)
+        assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
+    fe.convert(model, "mxfp8")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
+    assert {name: tensor.dtype for name, tensor in fe.hf.iter_fp8(model)} == {n: t.dtype for n, t in held.items()}
+
+
+def test_the_config_is_compressed_tensors_own_and_its_reader_finds_the_same_weights(exported):
+    folder = exported("mxfp8")
+    config = config_of(folder)
+    theirs = QuantizationConfig.model_validate({k: v for k, v in config.items() if k != "fp8engine"})
+    (group,) = theirs.config_groups.values()
+    assert group == QuantizationScheme(targets=["Linear"], **{k: without_zero_points(v) for k, v in MXFP8.items()})
+    assert (config["format"], config["ignore"]) == ("mxfp8-quantized", ["lm_head"])
+    layers = served(load(folder))
+    for name, weight in as_transformers_reads(folder, layers).items():
+        assert torch.equal(weight, layers[name].dequantize())
+
+
+def without_zero_points(arguments: Any) -> Any:
+    """A symmetric cast has none; compressed-tensors names their dtype all the same, and writes it nowhere."""
+    return arguments.model_copy(update={"zp_dtype": None})
+
+
+def test_a_weight_of_no_whole_blocks_gets_a_scale_per_row_beside_the_others(exported, ids):
+    model: Any = tiny_models.llama(intermediate_size=48).eval()
+    folder = exported("mxfp8", model)
+    config = config_of(folder)
+    assert (config["format"], [group["format"] for group in config["config_groups"].values()]) == (
+        "mixed-precision",
+        ["mxfp8-quantized", "float-quantized"],
+    )
+    layers = served(load(folder))
+    assert (layers[Q].scale.shape, layers[DOWN].scale.shape) == ((32, 1), (32, 1))
+    assert (layers[Q].numerics.recipe.name, layers[DOWN].numerics.recipe.name) == ("mxfp8", "rowwise")
+    for name, weight in as_transformers_reads(folder, layers).items():
+        assert torch.equal(weight, layers[name].dequantize())
+
+
+def test_a_file_of_somebody_else_is_read_under_mxfp8(exported, damage, ids):
+    folder = exported("mxfp8")
+    before = load(folder)
+    damage(folder, config=lambda config: config.pop("fp8engine"))
+    assert parse(config_of(folder)).recipe == fe.mxfp8()
+    with torch.no_grad():
+        assert torch.equal(load(folder)(ids).logits, before(ids).logits)
+    damage(folder, tensors=lambda held: held[f"{Q}.weight_scale"].fill_(255))
+    with pytest.raises(StateError, match=rf"{Q}: weight_scale holds NaN"):
+        load(folder)
+    damage(folder, config=lambda config: config["config_groups"]["group_0"]["weights"].update(group_size=16))
+    with pytest.raises(StateError, match="strategy of the weights is 'group'"):
+        load(folder)
+
+
+def test_what_does_not_hold_bytes_says_what_does(exported, ids):
+    with pytest.raises(ConversionError, match=r"'fp8' has no scales per 1x32 block .*: 'compressed-tensors' has"):
+        exported("mxfp8", layout="fp8")
+    model: Any = tiny_models.gpt2().eval()
+    folder = exported("mxfp8", model, layout="fp8engine")  # our own holds FP32, and Conv1D
+    assert load_file(folder / "model.safetensors")["transformer.h.0.mlp.c_fc.weight_scale_inv"].dtype == torch.float32
+    back = load(folder)
+    fe.convert(model, "mxfp8")
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, model(ids).logits)
