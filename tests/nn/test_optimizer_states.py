@@ -19,11 +19,13 @@ import pytest
 import tiny_models as tiny
 import torch
 from support import converted
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fp8engine as fe
 from benchmarks.distributed.processes import run
+from fp8engine.errors import StateError
 from fp8engine.numerics.recipe import RECIPES
 
 OPTIMIZERS = {"AdamWFp8": "torchao.optim", "AdamW8bit": "torchao.optim"}
@@ -290,7 +292,21 @@ def on_ranks(rank: int, ranks: int, folder: str) -> dict:
             equal = train(*again, range(SAVED, STEPS), mine) == losses[SAVED:]
             resumed[way] = equal and same(everything(*again), everything(model, optimizer))
         found[recipe, name] = losses, resumed, sum(x.nbytes for x in states(optimizer))
+    model, optimizer = cut(sharded=True)
+    fe.distributed.save(Path(folder, "cut"), model=model, optimizer=optimizer)
     return found
+
+
+def cut(sharded: bool) -> tuple[Any, Any]:
+    """A trained layer whose 272 rows of 48 are 51 blocks of 256; each of two ranks has 25 and a half."""
+    torch.manual_seed(0)
+    model = converted(nn.Sequential(nn.Linear(48, 272)), "rowwise", skip=lambda name, module: False)
+    if sharded:
+        fe.distributed.fsdp(model, blocks=[])
+    optimizer = optimizer_of("AdamWFp8", model.parameters())
+    model(torch.ones(16, 48)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
 
 
 @pytest.fixture(scope="module")
@@ -324,3 +340,12 @@ def test_what_two_ranks_saved_goes_on_on_one_process(name: str, folder: Path, ra
     both = [sum(losses) / 2 for losses in zip(*(rank["rowwise", name][0] for rank in ranks), strict=True)]
     # Rows have the scales of one process; only sums over ranks are in another order.
     assert train(model, optimizer, range(SAVED, STEPS)) == pytest.approx(both[SAVED:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_states_whose_blocks_ranks_have_cut_are_refused_elsewhere(folder: Path, ranks: list[dict]):
+    model, optimizer = cut(sharded=False)
+    before = everything(model, optimizer)
+    with pytest.raises(StateError, match=r"block boundary.*8-bit states: on as many ranks"):
+        fe.distributed.load(folder / "cut", model=model, optimizer=optimizer)
+    assert same(before, everything(model, optimizer))
