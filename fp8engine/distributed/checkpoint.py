@@ -102,9 +102,7 @@ def load(
         checkpoint.load(copies, checkpoint_id=_whole(Path(path)))
         states.update({name: torch.load(io.BytesIO(copies[name]), weights_only=True) for name in others})
 
-    remedy = (
-        "nothing was loaded: name a folder that all ranks see, saved from this model (8-bit states: on as many ranks)"
-    )
+    remedy = "nothing was loaded: name a folder all ranks see, saved from this model (8-bit states: on as many ranks)"
     # A rank that cannot read would not come to the collectives of the others: they learn of it before.
     _on_all(lambda: _check(Path(path), wanted), failed, remedy)
     _on_all(read, failed, remedy)
