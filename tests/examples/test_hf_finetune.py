@@ -41,11 +41,12 @@ def test_embeddings_of_200_texts_keep_their_direction(example, recipe: str, leas
 @pytest.mark.slow
 def test_the_quick_run_writes_a_table_and_a_picture(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), *sys.path) if path)}
-    command = [sys.executable, str(EXAMPLE), "--quick", "--out", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLE), "--quick", "--optimizer", "adamw_fp8", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "hf_finetune.json").read_text())
     assert (tmp_path / "hf_finetune.png").read_bytes()[:4] == b"\x89PNG"
+    assert told["plan"]["optimizer"] == "adamw_fp8"
     rows = {row["precision"]: row for row in told["rows"]}
     assert list(rows) == ["fp32", "bf16", "current"]
     assert all(len(row["cosines"]) == 200 and len(row["accuracies"]) == 1 for row in rows.values())
@@ -56,6 +57,21 @@ def test_the_quick_run_writes_a_table_and_a_picture(tmp_path: Path):
     assert rows["current"]["fp8_flops_share"] > 0.99  # all but 768 weights of the classifier
     for row in rows.values():
         assert re.search(rf"{row['precision']}\b.*{row['accuracy']:.1%}", done.stdout), row["precision"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", "AdamW"), ("adamw_fp8", "AdamWFp8"), ("adamw_8bit", "AdamW8bit")])
+def test_each_optimizer_trains_and_keeps_states_of_its_size(example, name: str, kind: str):
+    made, real, names = [], example.optimizer_of, example.fine_tune.__globals__
+    names["optimizer_of"] = lambda *given: made.append(real(*given)) or made[0]
+    sentences = example.Sentences([example.torch.arange(5, 9)] * 2, example.torch.tensor([0, 1]))
+    with example.torch.compiler.set_stance("default"):  # puts back what the example sets
+        model, _ = example.fine_tune("current", 0, sentences, name)
+    names["optimizer_of"] = real
+    weights = [each.encoder.encoder.layer[0].output.dense.weight for each in (model, example.prepared("current", 0))]
+    assert not weights[0].equal(weights[1])
+    assert type(made[0]).__name__ == kind
+    moment = made[0].state[weights[0]]["exp_avg"]
+    assert getattr(moment, "codes", moment).element_size() == (4 if name == "adamw" else 1)
 
 
 def test_precisions_start_equal_and_see_the_same_batches(example):
