@@ -24,23 +24,23 @@ ENGINE = ("numerics", "ops", "scaling", "autograd", "auto", "nn", "convert")  # 
 GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
-    "amp": 2_885,
+    "amp": 2_899,
     "auto": 1_449,
-    "autograd": 1_955,
+    "autograd": 1_957,
     "bench": 935,
     "cli": 1_039,
-    "convert": 1_498,
-    "demo": 1_081,
+    "convert": 1_499,
+    "demo": 1_082,
     "distributed": 2_306,
-    "export": 1_242,
+    "export": 1_269,
     "integrations": 199,
     "kernels": 3_535,
-    "nn": 1_273,
-    "numerics": 599,
-    "ops": 3_121,
-    "report": 3_007,
+    "nn": 1_284,
+    "numerics": 606,
+    "ops": 3_120,
+    "report": 3_079,
     "scaling": 1_230,
-    "top level": 370,
+    "top level": 372,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

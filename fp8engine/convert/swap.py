@@ -36,6 +36,7 @@ from fp8engine.nn import experts
 from fp8engine.nn.class_swap import change_class
 from fp8engine.nn.serving import Served
 from fp8engine.nn.together import numerics_together
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Auto, Recipe
 from fp8engine.report import flow
 from fp8engine.scaling.table import ScalingState
@@ -43,10 +44,10 @@ from fp8engine.scaling.table import ScalingState
 
 def convert(
     model: Model,
-    recipe: str | Recipe = "auto",
+    recipe: RecipeName | Recipe = "auto",
     *,
     skip: Skip | None = None,
-    overrides: Mapping[str, str | Recipe] | None = None,
+    overrides: Mapping[str, RecipeName | Recipe] | None = None,
     example_inputs: object = None,
     strict: bool = False,
     fuse: bool | None = None,
@@ -127,7 +128,7 @@ def convert(
     return model
 
 
-def plan(model: nn.Module, recipe: str | Recipe = "auto", *, skip=None, overrides=None) -> list[Decision]:
+def plan(model: nn.Module, recipe: RecipeName | Recipe = "auto", *, skip=None, overrides=None) -> list[Decision]:
     """The Decisions that `convert` would carry out; the model is left as it is.
 
     Raises as `convert` does, and ConversionError for a model that is converted already.

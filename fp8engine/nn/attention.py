@@ -16,6 +16,7 @@ from fp8engine.nn.fp8_attention import Softmax
 from fp8engine.nn.layernorm_linear import UNTIL_SHARED, norm_of, share_state
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.produce import sharing
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Recipe, resolve
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         heads: Heads | int,
         bias: bool | Collection[str] = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

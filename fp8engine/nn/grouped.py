@@ -25,6 +25,7 @@ from fp8engine.autograd.grouped import grouped_linear
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import ConversionError, ShapeError
 from fp8engine.nn.linear import Float8Module
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
 
@@ -56,7 +57,7 @@ class GroupedLinear(Float8Module):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         dtype: torch.dtype | None = None,
     ):
         recipe = resolve(recipe)
@@ -67,7 +68,12 @@ class GroupedLinear(Float8Module):
 
     @classmethod
     def of(
-        cls, weight: nn.Parameter, bias: nn.Parameter | None = None, *, recipe: Recipe | str, turned: bool = False
+        cls,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        recipe: Recipe | RecipeName,
+        turned: bool = False,
     ) -> GroupedLinear:
         """A layer of parameters that exist: they are held, not copied.
 

@@ -18,6 +18,7 @@ from fp8engine.autograd.produce import check_memory
 from fp8engine.errors import UnknownName
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.produce import begin_in_graph, normed
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.norm_quantize import KINDS
@@ -111,7 +112,7 @@ class LayerNormLinear(nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         norm: str = "layer",
         eps: float = 1e-5,
         zero_centered: bool = False,

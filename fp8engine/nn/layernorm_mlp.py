@@ -11,6 +11,7 @@ from fp8engine.errors import UnknownName
 from fp8engine.nn.layernorm_linear import UNTIL_SHARED, make_norm, norm_of, share_state
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.produce import activated, begin_in_graph, normed
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
@@ -43,7 +44,7 @@ class LayerNormMLP(nn.Module):
         activation: str = "gelu",
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         norm: str = "layer",
         eps: float = 1e-5,
         zero_centered: bool = False,

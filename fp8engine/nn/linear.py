@@ -12,6 +12,7 @@ from fp8engine.auto import attach
 from fp8engine.autograd import Layer, Numerics, linear
 from fp8engine.autograd.refusals import no_script
 from fp8engine.errors import ConversionError, ParallelError, ScriptError
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.scaling.table import ScalingState
 
@@ -82,7 +83,7 @@ class Linear(Float8Module, nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

@@ -29,6 +29,7 @@ from fp8engine.nn.layernorm_linear import make_norm, norm_of, share_state
 from fp8engine.nn.layernorm_mlp import RECOMPUTE
 from fp8engine.nn.linear import Linear
 from fp8engine.nn.produce import activated, begin_in_graph, normed, sharing
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Recipe, resolve
 from fp8engine.ops.reference import Norm
 from fp8engine.ops.reference.activations import ACTIVATIONS
@@ -102,7 +103,7 @@ class TransformerLayer(nn.Module):
         activation: str = "gelu",
         bias: bool | Collection[str] = True,
         *,
-        recipe: Recipe | str,
+        recipe: Recipe | RecipeName,
         norm: str = "layer",
         eps: float = 1e-5,
         zero_centered: bool = False,

@@ -1,10 +1,10 @@
 """Types of a report's dictionaries: the row of a layer, the slots in it, and the sums over all layers."""
 
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 
 class Slot(TypedDict):
-    """An operand or a result of a layer.  Counts and shares are there for a tensor that is cast to FP8.
+    """An operand or a result of a layer; of what is never cast to FP8 only cast and format are there.
 
     cast: as "E4M3 per row", or "none"; format: "E4M3", "BF16", or "none".  scale: the dequantisation factor of the
     latest cast; amax: of the latest step.  saturated, underflowed: shares of the elements seen, 0 to 1; sampled: share
@@ -14,31 +14,31 @@ class Slot(TypedDict):
 
     cast: str
     format: str
-    scale: NotRequired[float]
-    amax: NotRequired[float]
-    calls: NotRequired[int]
-    elements: NotRequired[int]
-    saturated: NotRequired[float]
-    underflowed: NotRequired[float]
-    sampled: NotRequired[float]
-    nonfinite: NotRequired[int]
-    recasts: NotRequired[int]
-    margin: NotRequired[int]
-    cost_millinats: NotRequired[float | None]
+    scale: float
+    amax: float
+    calls: int
+    elements: int
+    saturated: float
+    underflowed: float
+    sampled: float
+    nonfinite: int
+    recasts: int
+    margin: int
+    cost_millinats: float | None
 
 
 class InputSlot(Slot):
     """The slot of an input.  ready: calls that took FP8 codes as they came; dequantised: calls that did not, by why."""
 
-    ready: NotRequired[int]
-    dequantised: NotRequired[dict[str, int]]
+    ready: int
+    dequantised: dict[str, int]
 
 
 class OutputSlot(Slot):
     """The slot of a result.  consumers: who reads it, as "name kind"; reason: why it is not stored in FP8."""
 
-    consumers: NotRequired[list[str]]
-    reason: NotRequired[str]
+    consumers: list[str]
+    reason: str
 
 
 class Layer(TypedDict):

@@ -1,6 +1,7 @@
 """Models as people have them, from transformers and peft: converted whole, trained, generated from, saved, wrapped."""
 
 import copy
+from typing import Any
 
 import pytest
 import tiny_models as tiny
@@ -14,7 +15,7 @@ import fp8engine as fe
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-def report(model: nn.Module) -> dict[str, dict]:
+def report(model: nn.Module) -> dict[str, Any]:
     return {row["name"]: row for row in fe.inspect(model).layers}
 
 

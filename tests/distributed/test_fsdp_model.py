@@ -162,11 +162,11 @@ def sharded_by_others(rank: int) -> dict:
     fully_shard(theirs)
     fe.distributed.gather_fp8(theirs)
     found: dict[str, Any] = {"equal": torch.equal(ours(batch(rank)), theirs(batch(rank)))}
-    found["weights"] = fe.inspect(theirs).totals["gather"]["as_codes"]
+    found["weights"] = (fe.inspect(theirs).totals["gather"] or {})["as_codes"]
     ignoring = net(shard=False)
     several = {ignoring.last.weight, ignoring.last.bias, ignoring.blocks[0].norm.weight}  # sets differ in order
     fe.distributed.fsdp(ignoring, ignored_params=several)
-    found["ignored"] = fe.inspect(ignoring).totals["gather"]["weights"]
+    found["ignored"] = (fe.inspect(ignoring).totals["gather"] or {})["weights"]
     for what, model in (("twice", theirs), ("plain", net(shard=False)), ("not converted", Net(*SIZE))):
         try:
             fe.distributed.gather_fp8(model)

@@ -79,7 +79,7 @@ def made_up(layers: int, looks: int) -> Report:
         for role in ("input", "weight", "grad_output")
         for _ in range(3)
     ]
-    totals = {"layers": layers, "converted": layers, "left_alone": 0, "never_ran": 0, "emulated": layers}
+    totals: Any = {"layers": layers, "converted": layers, "left_alone": 0, "never_ran": 0, "emulated": layers}
     totals |= {"in_fp8": layers, "in_fp8_in_part": 0, "in_16_bits": 0, "elements": 30 * layers}
     totals |= {"fp8_flops_share": 1.0, "saturated": 0.1, "underflowed": 0.1, "sampled": 1.0, "nonfinite": 3}
     totals |= {"recasts": 0, "kept_weight_bytes": 0, "gather": None}

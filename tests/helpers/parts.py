@@ -35,9 +35,9 @@ def short(items: Sequence[pytest.Item]) -> set[str]:
 
 def nightly(items: Sequence[pytest.Item]) -> set[str]:
     """Names of the cases, of those that the short part has not, in the nightly part."""
-    few = [item for item in items if item.get_closest_marker("few")]
-    kept = _some(few, lambda item: item.get_closest_marker("few").args[0])
-    return {item.nodeid for item in items if _is(item, "nightly")} | {item.nodeid for item in few} - kept
+    few = {item.nodeid: mark.args[0] for item in items if (mark := item.get_closest_marker("few"))}
+    kept = _some(items, lambda item: few.get(item.nodeid, 0))
+    return {item.nodeid for item in items if _is(item, "nightly")} | few.keys() - kept
 
 
 def _some(items: Sequence[pytest.Item], most: Callable[[pytest.Item], int]) -> set[str]:

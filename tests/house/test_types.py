@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import fp8engine as fe
-from fp8engine.report.rows import InputSlot, Layer, OutputSlot, Slot, Totals
+from fp8engine.numerics.names import KnownRecipe
+from fp8engine.numerics.recipe import RECIPES
+from fp8engine.report.rows import InputSlot, Layer, Slot, Totals
 
 
 class Mine(nn.Module):
@@ -58,17 +60,18 @@ def test_rows_and_sums_of_a_report_have_the_keys_and_types_that_are_declared() -
     assert_type(report.totals["fp8_flops_share"], float)
     assert_type(report.layers[0]["name"], str)
     (layer,) = report.layers
-    assert_type(layer["grad_output"].get("amax"), float | None)
-    for found, declared in [
-        (report.totals, Totals),
-        (layer, Layer),
-        (layer["input"], InputSlot),
-        (layer["weight"], Slot),
-        (layer["output"], OutputSlot),
-    ]:
+    assert_type(layer["grad_output"]["amax"], float)
+    assert_type(layer["output"]["consumers"], list[str])
+    assert layer["output"].keys() == {"cast", "format", "consumers", "reason"}, "16 bits: nothing was counted"
+    slots = [(layer["input"], InputSlot), (layer["weight"], Slot), (layer["grad_output"], Slot)]
+    for found, declared in [(report.totals, Totals), (layer, Layer), *slots]:
         hints = get_type_hints(declared)
-        assert vars(declared)["__required_keys__"] <= found.keys() <= hints.keys()
+        assert found.keys() == hints.keys()
         for key, value in found.items():
             kinds = get_args(hints[key]) if isinstance(hints[key], UnionType) else (hints[key],)
             plain = tuple(dict if is_typeddict(kind) else get_origin(kind) or kind for kind in kinds)
             assert isinstance(value, plain), key
+
+
+def test_an_editor_proposes_every_recipe() -> None:
+    assert get_args(KnownRecipe) == RECIPES

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from made_reports import made_up, of_auto, trained
@@ -55,10 +56,10 @@ def embedded(text: str) -> dict:
     return json.loads(found, parse_constant=pytest.fail)
 
 
-def lost(name: str, flushed: float, saturated: float) -> dict:
+def lost(name: str, flushed: float, saturated: float) -> Any:
     """A layer of a report whose gradient loses that."""
     slot = {"elements": 8, "sampled": 8, "underflowed": 0.0, "saturated": 0.0}
-    layer = fe.inspect(nn.Linear(2, 2)).layers[0]
+    layer: Any = fe.inspect(nn.Linear(2, 2)).layers[0]
     worst = {"underflowed": flushed, "saturated": saturated}
     return layer | {"name": name, "input": slot, "weight": slot, "grad_output": slot | worst}
 
@@ -66,7 +67,8 @@ def lost(name: str, flushed: float, saturated: float) -> dict:
 def test_the_layer_that_loses_most_is_a_headline_and_the_first_row():
     """Beside what harms nothing: 0.1 % saturated (20 times) is more than 26 % flushed (13 times)."""
     layers = [lost("a", 0.0, 0.0), lost("b", 0.26, 0.0), lost("c", 0.03, 1e-3), lost("d", 0.0, 0.0)]
-    totals = fe.inspect(nn.Linear(2, 2)).totals | {"elements": 8, "sampled": 8, "underflowed": 0.07, "saturated": 2e-4}
+    totals: Any = fe.inspect(nn.Linear(2, 2)).totals
+    totals |= {"elements": 8, "sampled": 8, "underflowed": 0.07, "saturated": 2e-4}
     report = Report(layers, totals)
     assert [(place, layer["name"]) for place, layer in parts.troubled(report)] == [
         (2, "c"),

@@ -138,7 +138,7 @@ def test_nothing_that_a_model_names_is_markup():
     """Names, kinds, recipes, casts, reasons and remedies, each an attack: the page has the same elements as without."""
 
     def told(text: str) -> str:
-        layer = fe.inspect(converted(nn.Sequential(nn.Linear(2, 2)), "current")).layers[0]
+        layer: Any = fe.inspect(converted(nn.Sequential(nn.Linear(2, 2)), "current")).layers[0]
         layer |= dict.fromkeys(("name", "kind", "recipe", "backend", "reason", "kept_why"), text) | {"kept_bytes": 1}
         layer["input"] = layer["input"] | {"cast": text}
         samples = {f"{text}.input": Samples([Sample(16, text, 9.0, 1.0, 3.0, 29.2, 0.0, 0.0, 0)])}
@@ -146,7 +146,8 @@ def test_nothing_that_a_model_names_is_markup():
         made = decision(0, text, slot=slot, before=text, after=text)
         alarm = Alarm(8, slot, 40.0, 5.0, 128, text)._asdict()
         standing_one = {"step": 8, "slot": text, "ratio": 99.0, "cast": text, "sqnr_db": 20.0, "remedy": text}
-        totals = fe.inspect(nn.Linear(2, 2)).totals | {"kept_weight_bytes": 1}
+        totals: Any = fe.inspect(nn.Linear(2, 2)).totals
+        totals |= {"kept_weight_bytes": 1}
         report = fe.Report([layer], totals, [made], of_auto(samples), [alarm], outliers=[standing_one])
         return page(report, [1.0])
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def mixed() -> nn.Module:
     return model
 
 
-def by_name(model: nn.Module) -> dict[str, dict]:
+def by_name(model: nn.Module) -> dict[str, Any]:
     return {layer["name"]: layer for layer in fe.inspect(model).layers}
 
 

@@ -98,10 +98,11 @@ def test_a_format_makes_two_rows_differ(current: fe.Report, role: str):
 def planted(current: fe.Report, **shares: float) -> fe.Report:
     """The report with every share 0 but these of `up` in block 5: of its gradients, or flushed=, saturated=."""
     changed = copy.deepcopy(current)
-    for layer in changed.layers[:-1]:
+    layers: list[Any] = changed.layers
+    for layer in layers[:-1]:
         for role in ("input", "weight", "grad_output"):
             layer[role] |= {"saturated": 0.0, "underflowed": 0.01 if role == "input" else 0.0}
-    changed.layers[10]["grad_output"] |= shares
+    layers[10]["grad_output"] |= shares
     return changed
 
 

@@ -1,5 +1,7 @@
 """Layers keep the names they had before DDP or torch.compile wrapped the model, and none is taken for a wrapper's."""
 
+from typing import Any
+
 import pytest
 import torch
 from support import converted
@@ -10,7 +12,7 @@ import fp8engine as fe
 from fp8engine.scaling.table import ROLES
 
 
-def by_name(model: nn.Module) -> dict[str, dict]:
+def by_name(model: nn.Module) -> dict[str, Any]:
     return {layer["name"]: layer for layer in fe.inspect(model).layers}
 
 

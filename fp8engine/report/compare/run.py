@@ -22,6 +22,7 @@ from fp8engine.convert.select import Decision
 from fp8engine.convert.swap import convert, plan
 from fp8engine.errors import ConversionError, EmulationWarning
 from fp8engine.numerics.formats import word
+from fp8engine.numerics.names import RecipeName
 from fp8engine.numerics.recipe import Auto, Recipe, resolve
 from fp8engine.report.collect import inspect
 from fp8engine.report.compare.batches import NOTHING, Batch, real_rows
@@ -34,7 +35,7 @@ from fp8engine.report.state import controllers_of
 STEPS = 4  # of auto: samples, whose noise fades and whose costs are averaged, and the decisions that follow
 
 
-def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequence[str | Recipe]) -> Comparison:
+def compare_recipes(model: nn.Module, batches: Sequence[Batch], recipes: Sequence[RecipeName | Recipe]) -> Comparison:
     """Run `model` in FP32 and a converted copy of it under each recipe, one copy at a time, on the same batches.
 
     batches: from `batches`.  Forwards only, in eval mode; the model is left as it was.  A model in 16 bits is the one
