@@ -205,9 +205,12 @@ WRONG = {  # of SCALED, those that break no rule of the card: the result is not 
 }
 
 
-def product(matmul: Callable, config: Config, promoted: bool = False) -> bool:
-    """Whether a matmul of small integers, whose sums are exact in any order, is right to the bit."""
-    a, b = (integers(CPU, rows, K[config], E4M3, by_row=True) for rows in (M, N))
+def product(matmul: Callable, config: Config, promoted: bool = False, by_row: tuple[bool, bool] = (True, True)) -> bool:
+    """Whether a matmul of small integers, whose sums are exact in any order, is right to the bit.
+
+    by_row: whether a, and b, have a scale a row, or one.
+    """
+    a, b = (integers(CPU, rows, K[config], E4M3, each) for rows, each in zip((M, N), by_row, strict=True))
     found = matmul(a, b, Epilogue(), promoted, config)
     return differs(found, exact(a, b, None).bfloat16()) is None
 
@@ -270,9 +273,9 @@ def scaled_product(matmul: Callable, way: str) -> bool:
     return differs(matmul(a, b, Epilogue(), WIDE), exact(a, b, None).bfloat16()) is None
 
 
-def fast_product(matmul: Callable) -> bool:
+def fast_product(matmul: Callable, by_row: tuple[bool, bool] = (True, True)) -> bool:
     """Whether the fast Gluon matmul is right to the bit."""
-    return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE)
+    return product(lambda a, b, end, promoted, config: matmul(a, b, end, config), WIDE, by_row=by_row)
 
 
 @pytest.mark.parametrize("bug", RING, ids=lambda bug: bug.what)
@@ -321,9 +324,10 @@ def test_a_bug_that_breaks_no_rule_gives_a_wrong_result(what: str, tmp_path: Pat
         assert not scaled_product(module.matmul_gluon_scaled, "ring")
 
 
-def test_without_a_bug_the_warp_specialised_matmul_is_right(schedule: int):
+@pytest.mark.parametrize("by_row", [(True, True), (True, False), (False, True)], ids=str)
+def test_without_a_bug_the_warp_specialised_matmul_is_right(by_row: tuple[bool, bool], schedule: int):
     with emulated(seed=schedule):
-        assert fast_product(matmul_gluon)
+        assert fast_product(matmul_gluon, by_row)
 
 
 @pytest.mark.parametrize("way", ["none", "loaded", "ring"])

@@ -289,6 +289,20 @@ def test_relu_passes_the_gradient_of_nan_and_none_at_zero():
     assert torch.equal(act_quantize_backward(dy, x.detach(), "relu", Store())[0], wanted)
 
 
+def test_the_limit_itself_passes_the_gradient():
+    x = torch.tensor([[1.0, 1.0, 1.0, 7.0, 7.5, 7.0, -7.0, 7.5, 1.0, 1.0]])
+    found = act_quantize_backward(torch.full((1, 5), 3.0), x, "clamped_swiglu", Store())[0]
+    within(found, *in_float64(x, "clamped_swiglu", torch.full((1, 5), 3.0)))
+    assert (found != 0).tolist() == [[True, True, True, True, False, True, True, False, True, True]]
+
+
+def test_no_group_lies_across_the_gradients_of_a_gate_and_of_what_it_gates():
+    form = (E4M3, (1, 128), True, False, None)
+    for n, codes in ((128, True), (70, False)):
+        x, dy = numbers(3, 2 * n, torch.bfloat16, 1), numbers(3, n, torch.bfloat16, 2)
+        assert (act_quantize_backward(dy, x, "swiglu", way(*form))[1] is not None) == codes
+
+
 def test_rows_and_columns_lie_beyond_2_gib(far):
     for strides in ((1 << 30, 1), (1, 1 << 30)):
         x = far(3, 4, strides)

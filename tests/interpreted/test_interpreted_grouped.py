@@ -9,8 +9,9 @@ from fp8engine.kernels import expert_rows
 from fp8engine.kernels.matmul_grouped import Result, grouped_rows, grouped_sums
 from fp8engine.kernels.quantize_experts import expert_sums, quantize_experts, transpose_experts
 from fp8engine.kernels.tuning import Config
-from fp8engine.ops.reference import Operand, quantize
+from fp8engine.ops.reference import Operand, Slot, quantize
 from fp8engine.ops.reference import grouped as twin
+from fp8engine.ops.reference.operand import COUNTERS
 from tests.helpers.casts import cast_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -126,8 +127,12 @@ def test_any_number_of_programs_covers_every_tile(processors, monkeypatch):
     b = Operand(torch.randint(-2, 3, (4 * 70, 32)).float().to(E4M3), torch.tensor(1.0))
     y = grouped_rows(a, b, bounds, Result(torch.float32), False, SMALL)
     assert torch.equal(y, twin.grouped_rows(a, b, bounds, out=torch.float32))
-    q, scale = casts.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, None, True)
-    wanted = twin.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, None, True)
+    slots = [Slot(torch.full((2, 1), -1.0), torch.zeros(len(COUNTERS), 1, dtype=torch.int64), 0) for _ in "ab"]
+    y[0, 0] = 1e5  # in the first tile of several
+    q, scale = casts.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, slots[0], True)
+    wanted = twin.quantize_experts(y, cast_of(E4M3, -1, 1), bounds, slots[1], True)
     used = 128 * int(bounds[1, -1])
     assert torch.equal(q.float()[:, :used], wanted[0].float()[:, :used])
     assert torch.equal(scale, wanted[1])
+    assert slots[0].live_2S.tolist() == slots[1].live_2S.tolist()
+    assert slots[0].counts_CS.tolist() == slots[1].counts_CS.tolist()

@@ -280,3 +280,19 @@ def test_a_finite_element_saturates_even_where_its_product_passes_fp32_s_range(d
         q = quantize_given(torch.tensor([[1e30, -1e30, INF]]), cast_of(dtype, -1, -1), torch.tensor(1e30))
     assert q.float()[0, :2].tolist() == [MAX[dtype], -MAX[dtype]]
     assert not q.float()[0, 2].isfinite()
+
+
+@pytest.mark.parametrize(("k", "long"), [(groups.WIDEST, False), (groups.WIDEST + 16, True)])
+def test_a_row_that_no_program_holds_is_divided_among_programs(k: int, long: bool, monkeypatch: pytest.MonkeyPatch):
+    launched = []
+    for name in ("_short_kernel", "_line_cast_kernel"):
+        real = getattr(groups, name)
+        told = type(
+            "Told", (), {"__getitem__": lambda _, grid, real=real, name=name: launched.append(name) or real[grid]}
+        )
+        monkeypatch.setattr(groups, name, told())
+    x = torch.randn(2, k, dtype=torch.bfloat16)
+    q, scale = quantize(x, cast_of(E4M3, 1, -1), None)
+    assert launched == ["_line_cast_kernel" if long else "_short_kernel"]
+    assert_same(scale, twin(x, cast_of(E4M3, 1, -1))[1], "scale")
+    assert_same(q.float(), twin(x, cast_of(E4M3, 1, -1))[0].float(), "q")

@@ -80,3 +80,18 @@ def test_the_kernel_adds_as_its_twin_does():
     for scales in ((None, None), (torch.rand(19, 1), torch.rand(133, 1)), (torch.tensor(0.3), torch.tensor(3.1))):
         found = split_k.add_parts(part_SMN, scales, Epilogue(out=torch.float32))
         assert torch.equal(found, add_parts(part_SMN, scales, Epilogue(out=torch.float32)))
+
+
+@pytest.mark.parametrize("asked", ["amax", "counts"])
+def test_a_sum_of_parts_may_be_told_by_its_amax_or_by_its_counts_alone(asked: str):
+    part_SMN = 100 * torch.randn(3, 5, 70)
+    part_SMN[0, 1, 2] = float("nan")
+    wanted, found = (
+        Epilogue(None, E4M3, "none", torch.tensor(1.0), **{asked: torch.zeros(2 if asked == "counts" else 1)})
+        for _ in "ab"
+    )
+    if asked == "counts":
+        wanted, found = (end._replace(counts=end.counts.long()) for end in (wanted, found))
+    y = split_k.add_parts(part_SMN, (None, None), found)
+    assert torch.equal(y.float().nan_to_num(), add_parts(part_SMN, (None, None), wanted).float().nan_to_num())
+    assert getattr(found, asked).tolist() == getattr(wanted, asked).tolist() != [0] * len(getattr(found, asked))
