@@ -27,7 +27,7 @@ test: $(VENV)/dev.stamp browser  ## a few cases of every test: each room, recipe
 	$(PYTEST) -n $(JOBS) --part short
 	$(INTERPRET) -n $(JOBS) --part short
 
-test-all: $(VENV)/dev.stamp browser  ## all other cases, after `make test`; CI runs both
+test-all: $(VENV)/dev.stamp browser  ## the other cases but those of `make nightly`; CI runs both
 	$(PYTEST) -n $(JOBS) --part rest
 	$(INTERPRET) -n $(JOBS) --part rest
 

@@ -167,7 +167,7 @@ WHAT = ["train", "train", "train2", "evaluate", "infer", "forward", "siamese", "
 
 
 # A reentrant checkpoint says it of a batch.
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -35,6 +35,7 @@ def checkpointed(model: Any, reentrant: bool = False) -> Any:
     return lambda *given: checkpoint(model, *given, use_reentrant=reentrant)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", cases([("current",), ("delayed",), ("rowwise_gw_hp",)], FP8_RECIPES))
 def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
     eager, plain, recomputed = net(recipe), net(recipe), net(recipe, reentrant=False)
@@ -48,7 +49,7 @@ def test_a_graph_of_checkpointed_blocks_equals_eager_code_without(recipe):
     assert same(tables(plain), tables(recomputed))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_inductor_agrees(recipe):

@@ -64,6 +64,7 @@ def test_the_blocking_blocks():
     bare("try: import numpy\nexcept ModuleNotFoundError: pass\nelse: raise SystemExit('numpy was imported')")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_bare_machine_walks_the_whole_plan(tmp_path: Path):
     """Every group begins everything that it has, and what cannot be followed without a card is known by name.

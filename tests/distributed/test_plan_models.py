@@ -129,6 +129,7 @@ def test_a_plan_is_what_two_ranks_send_and_hold(case: str, folder: Path, real: d
     assert {kind: held[kind] for kind in kinds} == {kind: measured[kind] for kind in kinds}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_70b_model_over_eight_cards_a_layer_takes_no_memory_of_its_size():
     """Half a minute: tensors without memory.  Four times a block all tokens of eight cards are gathered and summed."""

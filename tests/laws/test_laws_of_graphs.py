@@ -1,6 +1,6 @@
 """Laws of torch.compile: a graph computes, records and decides what eager code does, bit for bit, in few graphs.
 
-Each row of scenarios.py is compiled under three recipes, others for its neighbour: as it is, or inside a checkpoint,
+Each row of scenarios.py is compiled under two recipes, others for its neighbour: as it is, and inside a checkpoint,
 whose graph holds the forward twice.  `make nightly` compiles each row under every recipe both ways.
 """
 
@@ -29,9 +29,9 @@ def cases(*laws: str, checkpointed: bool) -> list:
     for i, row in enumerate(TABLE):
         for j, recipe in enumerate(FIXED):
             if not {*laws, f"recipe {recipe}"} & set(row.excludes):
-                turn = (j - 2 * i) % len(FIXED)  # three of them are this row's; the middle one is inside a checkpoint
-                marks = pytest.mark.slow if turn in ((2,) if checkpointed else (0, 4)) else pytest.mark.nightly
-                if i == QUICK * j and turn in (0, 2, 4):
+                turn = (j - 3 * i) % len(FIXED)
+                marks = pytest.mark.slow if turn == (3 if checkpointed else 0) else pytest.mark.nightly
+                if i == QUICK * j and j < 2:
                     marks = ()
                 found.append(pytest.param(row, recipe, marks=marks, id=f"{row.name}, {recipe}"))
     return found

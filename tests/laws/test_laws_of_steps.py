@@ -201,6 +201,7 @@ def test_microbatches_give_the_sum_of_their_gradients(recipe: str, subtests: pyt
             assert differences(found | tables(together), sums | tables(apart)) == []
 
 
+@pytest.mark.few(3)
 @every_recipe
 def test_threads_do_not_mix_their_requests(recipe: str, subtests: pytest.Subtests):
     for row in under("threads", recipe):
