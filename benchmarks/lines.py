@@ -37,7 +37,7 @@ BUDGET = {
     "kernels": 3_535,
     "nn": 1_284,
     "numerics": 606,
-    "ops": 3_120,
+    "ops": 3_122,
     "report": 3_079,
     "scaling": 1_230,
     "top level": 372,

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8engine._torch import FakeTensor
 from fp8engine.ops.reference.rounding import decode, saturating_cast
 from fp8engine.ops.reference.scale import scale_factor
 
@@ -63,7 +64,6 @@ def factor_of(form: Form, head_dim: int) -> float:
     return form.scale * LOG2_E / (width_of(head_dim) if form.rotated else 1)
 
 
-@functools.cache
 def _hadamard(width: int) -> torch.Tensor:
     rotation = torch.ones(1, 1)
     while len(rotation) < width:
@@ -116,7 +116,9 @@ def attention_cast(x: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.
     x = torch.nn.functional.pad(x, (0, width - d, 0, -t % BLOCK))
     if rotated:
         x = halved(x)
-        x = product(x, rotation_of(width, x.dtype, x.device), STEP)
+        # Not from the cache where x is fake, of a step that is planned: a fake rotation would stay there.
+        make = rotation_of.__wrapped__ if isinstance(x, FakeTensor) else rotation_of
+        x = product(x, make(width, x.dtype, x.device), STEP)
     groups = x.float().reshape(b, h, -1, BLOCK * width)
     amax = torch.where(groups.isfinite(), groups.abs(), 0.0).amax(-1)
     s = scale_factor(amax, 448.0)
