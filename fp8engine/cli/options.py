@@ -6,11 +6,13 @@ tests/cli/test_cli_help.py holds each tuple of names to the table of the engine 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-RECIPES = ("auto", "current", "delayed", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8", "bf16", "fp16", "fp32")
+from fp8engine.numerics.names import KnownRecipe
+
+RECIPES = get_args(KnownRecipe)
 TRAINED = ("fp32", "bf16", "fp16", "current", "delayed", "rowwise", "blockwise", "auto")
 SIZES = ("tiny", "small", "medium")
 LAYOUTS = ("fp8", "compressed-tensors", "fp8engine")

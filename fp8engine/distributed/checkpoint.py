@@ -143,7 +143,8 @@ def _whole(path: Path) -> Path | None:
 
     "before" is the name that older versions gave to what they were replacing.  Raises OSError where it cannot be read.
     """
-    return next((it for it in map(Path, (path, f"{path}.part", f"{path}.before")) if (it / METADATA).exists()), None)
+    beside = (path, Path(f"{path}.part"), Path(f"{path}.before"))
+    return next((folder for folder in beside if (folder / METADATA).exists()), None)
 
 
 def _begin(path: Path) -> Path:
@@ -195,7 +196,8 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
 
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}
 
 
 def _copy(x: Any) -> Any:

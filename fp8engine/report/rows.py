@@ -3,13 +3,26 @@
 from typing import TypedDict
 
 
-class Slot(TypedDict):
+class Counted(TypedDict):
+    """What was counted of a tensor that is cast, or of all of them.
+
+    saturated, underflowed: shares of the elements seen, 0 to 1; sampled: share of the elements that underflowed was
+    counted over.  elements, nonfinite, recasts: counts.
+    """
+
+    elements: int
+    saturated: float
+    underflowed: float
+    sampled: float
+    nonfinite: int
+    recasts: int
+
+
+class Slot(Counted):
     """An operand or a result of a layer; of what is never cast to FP8 only cast and format are there.
 
     cast: as "E4M3 per row", or "none"; format: "E4M3", "BF16", or "none".  scale: the dequantisation factor of the
-    latest cast; amax: of the latest step.  saturated, underflowed: shares of the elements seen, 0 to 1; sampled: share
-    of the elements that underflowed was counted over.  calls, elements, nonfinite, recasts: counts.
-    margin: powers of two.
+    latest cast; amax: of the latest step.  margin: powers of two.
     """
 
     cast: str
@@ -17,12 +30,6 @@ class Slot(TypedDict):
     scale: float
     amax: float
     calls: int
-    elements: int
-    saturated: float
-    underflowed: float
-    sampled: float
-    nonfinite: int
-    recasts: int
     margin: int
     cost_millinats: float | None
 
@@ -68,7 +75,7 @@ class Layer(TypedDict):
     output: OutputSlot
 
 
-class Totals(TypedDict):
+class Totals(Counted):
     """Sums over all layers: numbers of layers, of elements and of bytes; shares are 0 to 1.
 
     gather: what fully_shard's gathers send, in bytes; None where nothing is sharded.
@@ -83,12 +90,6 @@ class Totals(TypedDict):
     never_ran: int
     emulated: int
     fp8_flops_share: float
-    elements: int
-    saturated: float
-    underflowed: float
-    sampled: float
-    nonfinite: int
-    recasts: int
     cost_millinats: float
     kept_weight_bytes: int
     gather: dict[str, int] | None

@@ -168,7 +168,7 @@ def hopper(monkeypatch):
     def pretend(trials):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(card_trials, "trials_of", lambda where: trials if where.type == "cuda" else None)
+        monkeypatch.setattr(card_trials, "trials_of", lambda where: None if where.type == "cpu" else trials)
         device.capability.cache_clear()
         triton_backend.measured.cache_clear()
 
@@ -214,6 +214,17 @@ def test_nothing_is_measured_in_a_capture_a_graph_or_under_a_backend_that_was_as
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     card_trials.step_begins(CUDA, model, True)  # eager code, outside of all that
     assert LARGE in trials.choices
+
+
+def test_a_card_that_is_pretended_is_not_asked_whether_it_captures(hopper, monkeypatch):
+    """Torch without CUDA raises then: `make gpu-pack` walks the whole plan on a card made of meta tensors."""
+    trials = CardTrials(FakeCard({}), KEY, lambda: 0.0)
+    hopper(trials)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("a card was asked"))
+    began: list[bool] = []
+    monkeypatch.setattr(trials, "step_begins", lambda model, came: began.append(came))
+    card_trials.step_begins(torch.device("meta"), Model(), True)
+    assert began == [True]
 
 
 def test_a_table_on_a_card_tells_when_a_step_has_ended_and_another_begins(monkeypatch):
