@@ -16,12 +16,13 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine_code import baselines
 from fp8engine.numerics.cards import H100_SXM, H200
-from fp8engine.numerics.matmul_time import CEILINGS, Kernel, predict
+from fp8engine.numerics.matmul_time import CEILINGS, REACHED, Kernel, predict
 from fp8engine.numerics.recipe import MATMULS, ROWS
 from fp8engine.ops import cost
 from fp8engine.ops.launches import Launch, Step, backward, forward
@@ -166,10 +167,19 @@ ROOM = 0.03
 
 
 def _is(one: Found, family: str, sums: str) -> bool:
-    in_turns = one.means == "gluon" and one.kernel.block_m > 128
-    return one.sums == sums and family == (
-        "gluon in turns" if in_turns else "gluon" if one.means == "gluon" else "triton"
-    )
+    return one.sums == sums and family == _family(one)
+
+
+def _family(one: Found) -> str:
+    if one.means != "gluon":
+        return "triton"
+    return "gluon in turns" if one.kernel.block_m > 128 else "gluon"
+
+
+def _reached(one: Found) -> Kernel:
+    """The kernel with what its main loop reaches of its ceiling on a card."""
+    share = REACHED[_family(one)].get(one.sums, 1.0)  # of 16 bits it was not measured
+    return replace(one.kernel, ceiling=one.kernel.ceiling * share)
 
 
 def _read_row(item: tuple[str, dict[str, Any]]) -> Found | None:
@@ -203,7 +213,7 @@ def _read(name: str, row: dict[str, Any]) -> Found | None:
 def _cells(rows: list[Found | None], sums: str, shape: tuple[int, int, int]) -> tuple[str, ...]:
     """(kernel, its ceiling, its predicted microseconds) of the fastest; L2 may make several equal."""
     known = [
-        (predict(H100_SXM, one.kernel, shape).seconds, one) for one in rows if one is not None and one.sums == sums
+        (predict(H100_SXM, _reached(one), shape).seconds, one) for one in rows if one is not None and one.sums == sums
     ]
     if not known:
         return "-", "-", "-"

@@ -18,6 +18,8 @@ Twin: fp8engine/ops/reference/activations.py, which names the sources.
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.constant import Constant
+
 PLAIN = ("relu", "srelu", "gelu", "gelu_tanh", "qgelu", "silu")
 GATED = {  # kind -> the function of its gate
     "reglu": "relu",
@@ -31,11 +33,11 @@ GATED = {  # kind -> the function of its gate
 }
 FUNCTIONS = dict(zip(PLAIN, PLAIN, strict=True)) | GATED
 # Always the right factor: interpreted, a constant that is the left one gives a constant, no tensor.
-INVERSE_SQRT_2 = tl.constexpr(0.7071067811865476)
-INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
-TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
-QUICK = tl.constexpr(1.702)
-LIMIT = tl.constexpr(7.0)
+INVERSE_SQRT_2 = Constant(0.7071067811865476)
+INVERSE_SQRT_2_PI = Constant(0.3989422804014327)
+TWICE_SQRT_2_OVER_PI = Constant(1.5957691216057308)
+QUICK = Constant(1.702)
+LIMIT = Constant(7.0)
 
 
 @triton.jit

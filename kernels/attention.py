@@ -20,11 +20,12 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.rounding import E4M3_MAX, round_to_grid
 
 BLOCK = 64  # queries of a program, keys of a step: what shares a scale
-LOG2_448 = tl.constexpr(8.807354922057604)
-TINY = tl.constexpr(2.0**-126)  # a factor of 0 would make NaN of the -Inf of a masked score
+LOG2_448 = Constant(8.807354922057604)
+TINY = Constant(2.0**-126)  # a factor of 0 would make NaN of the -Inf of a masked score
 WARPS, STAGES = 4, 3
 
 
@@ -65,11 +66,15 @@ def finite(m):
 
 @triton.jit
 def weight_codes(p):
-    """E4M3 of p >= 0, saturating; NaN stays NaN."""
+    """(E4M3 codes of p >= 0, saturating; their values in FP32).  NaN stays NaN.
+
+    The values are of codes of their own (scaling.py, `rounded_again`): the sum with 0 keeps compilers from making one
+    conversion of both.
+    """
     p = tl.where(p > E4M3_MAX, E4M3_MAX, p)
     if not cuda_capability_geq(9, 0):
         p = round_to_grid(p, tl.float8e4nv)
-    return p.to(tl.float8e4nv)
+    return p.to(tl.float8e4nv), (p + 0.0).to(tl.float8e4nv).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "S", "offset", "window"])  # they change from batch to batch; the code does not
@@ -120,14 +125,14 @@ def _attention_kernel(
         seen = sees((row + down)[:, None], (key + down)[None, :], S, offset, window, CAUSAL, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         m = tl.fma(tl.max(scores, 1), f, 0.0)  # a plain product would be fused into `m - after`, and not cancel
-        p = weight_codes(tl.exp2(tl.fma(scores, f, (-finite(m) + LOG2_448)[:, None])))
+        codes, p = weight_codes(tl.exp2(tl.fma(scores, f, (-finite(m) + LOG2_448)[:, None])))
         after = tl.maximum(top, m)
         kept = tl.exp2(top - finite(after))
         gained = tl.exp2(m - finite(after))
         top = after
-        total = tl.fma(total, kept, gained * tl.sum(p.to(tl.float32), 1))
+        total = tl.fma(total, kept, gained * tl.sum(p, 1))
         v_DS = tl.load(v + key + (across[:, None] * whole + down[None, :]))
-        weighted = tl.dot(p, v_DS.T)
+        weighted = tl.dot(codes, v_DS.T)
         weight = gained * tl.load(scale_v + key // ROWS)
         o_TD = tl.fma(weighted, weight[:, None], o_TD * kept[:, None])
     o_TD *= tl.where(total == 0, 0.0, tl.div_rn(1.0, total))[:, None]

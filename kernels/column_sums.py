@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.constant import Constant
+
 # A tile: 16 elements a thread of 8 warps, rows of a whole line of 128 bytes; 4,096 columns make 128 programs.
-ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(32)
+ROWS, COLUMNS = Constant(128), Constant(32)
 WARPS = 8
 
 

@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.activations import PLAIN, activate
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
 from fp8engine.kernels.tile import pieces, store_tile, stored_tile
 
 # |y / scale| over MAX by less than the rounding of 1 / scale itself is not saturation.
-SATURATES = tl.constexpr(1 + 2.0**-22)
+SATURATES = Constant(1 + 2.0**-22)
 ACTIVATIONS = ("none", *PLAIN)
 
 

@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8engine.kernels.constant import Constant
+
 BLOCK = 128  # rows of a block; a group that shares a scale is a power of two up to this
-BEYOND = tl.constexpr(0x7FFFFFFF)  # no block has this number
+BEYOND = Constant(0x7FFFFFFF)  # no block has this number
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fp8engine.kernels import limits
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.epilogue import activated, judged, real_values, rounded
 from fp8engine.kernels.launch import Address, interpreted, triton_dtype
 from fp8engine.kernels.tile import place_of
@@ -33,7 +34,7 @@ from fp8engine.kernels.tuning import capability
 
 # Registers of a producer's thread.  The least that setmaxnreg gives: 8 warps at 240 and 4 at 24 (it deals by fours) are
 # 64,512 of a multiprocessor's 65,536.
-PRODUCER_REGISTERS = gl.constexpr(24)
+PRODUCER_REGISTERS = Constant(24)
 
 # Named by direction in Triton 3.6, load and store later.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -42,6 +42,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from fp8engine.kernels import gluon_ring, limits
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.encoded import encode_once
 from fp8engine.kernels.gluon_ring import (
     PRODUCER_REGISTERS,
@@ -57,10 +58,10 @@ from fp8engine.kernels.launch import persistent_grid
 from fp8engine.kernels.tile import pieces, place_of
 from fp8engine.kernels.tuning import Config
 
-CONSUMERS = gl.constexpr(2)  # tiles: limits.TILES
-ROWS = gl.constexpr(64)  # of a product
-REGISTERS = gl.constexpr(240)  # of a consumer's thread
-PRODUCTS = gl.constexpr(4)  # of one turn of the loop
+CONSUMERS = Constant(2)  # tiles: limits.TILES
+ROWS = Constant(64)  # of a product
+REGISTERS = Constant(240)  # of a consumer's thread
+PRODUCTS = Constant(4)  # of one turn of the loop
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import processors, triton_dtype
 from fp8engine.kernels.quantize import MOST_PROGRAMS, cast_measured, tensor_results, workspace
 from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
-from fp8engine.kernels.scaling import PAIR, WORK, finish, peak, scale_factor, scale_of, total
+from fp8engine.kernels.scaling import WORK, counted, finish, flushes, peak, rounded_again, scale_factor, scale_of, total
 
 GROUP_COLUMNS = 128
 RESIDENT_WARPS = 32  # programs for half of a multiprocessor's 64 warps leave each thread 64 registers
@@ -89,17 +89,16 @@ def put(
             if HOW == "tensor":
                 saturated += total((size_MN * s > largest(OUT) * SATURATES).to(tl.int32))
             if NOTE:  # after the store: before it, up to 40 registers more
-                # By what was stored: what tells it of y is held in registers until then.  In FP16: by the bytes of the
-                # codes ptxas 12.8 crashes (cvt to e4m3x2, comparisons, redux.sync).
-                value_MN = codes.to(tl.float16)
-                lost = (inside & (y_MN != 0) & (value_MN == 0)).to(tl.int32)
+                # By y, not by the codes: ptxas 12.8 crashes on their bytes, and on an H200 it miscounts by their values
+                # in FP16 (cvt to e4m3x2 and back: other counts in each run).
                 # One reduction for both counts: with two, one program fits instead of two.
-                both = total(lost + tl.where(inside & (is_finite(value_MN) == 0), PAIR, 0))
-                flushed += both % PAIR
-                nonfinite += both // PAIR
+                lost, bad = counted(flushes(size_MN, size_MN * s_MN, OUT), inside & (finite == 0))
+                flushed += lost
+                nonfinite += bad
             if q_t is not None:
                 at_t = columns[:, None].to(tl.int64) * M + rows[None, :]
-                tl.store(q_t + at_t, tl.trans(codes), mask=(columns[:, None] < limit) & (rows[None, :] < M))
+                codes_NM = rounded_again(tl.trans(rounded_MN), s, OUT)
+                tl.store(q_t + at_t, codes_NM, mask=(columns[:, None] < limit) & (rows[None, :] < M))
         seen = amax, saturated, flushed, nonfinite, least
     return seen
 

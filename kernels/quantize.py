@@ -24,38 +24,42 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.column_sums import add_column_sums, partial_sums, store_column_sums
+from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.epilogue import SATURATES
 from fp8engine.kernels.launch import MULTIPLE, processors, triton_dtype
-from fp8engine.kernels.limits import ALIGNMENT
+from fp8engine.kernels.limits import ALIGNMENT, describable
 from fp8engine.kernels.quantize_groups import quantize_groups
-from fp8engine.kernels.rounding import largest
+from fp8engine.kernels.rounding import is_finite, largest
 from fp8engine.kernels.scaling import (
+    HELD,
     UNDERFLOWED,
     add,
     enter,
     magnitude,
     peak,
+    peaks_of,
+    rounded_again,
     scale_and_round,
     scale_factor,
     scale_of,
+    sums_of,
     total,
 )
 from fp8engine.kernels.tile import load_tile, store_tile
 
-PROGRAMS_PER_PROCESSOR = 4  # of 8 warps: 32 KiB of 16-bit loads on their way: 4.8 TB/s times 0.8 us over 132
-MOST_PROGRAMS = tl.constexpr(1024)  # whose partial results a program of the second launch reads at once
-# Tiles: rows, columns, warps; 16 elements a thread, 32 and their counts take more registers than four programs have.
-FLAT = (1, 4096, 8)  # of a contiguous tensor
-FLAT_ODD = (1, 2048, 8)  # whose elements are read and written one by one
-STRIDED = (64, 64, 8)  # and with a transposed copy
+MOST_PROGRAMS = Constant(1024)  # whose partial results a program of the second launch reads at once
+# Tiles: rows, columns, warps, and programs a multiprocessor: the fastest of those tried on an H200 (kernels/README.md).
+FLAT = (1, 8192, 8, 4)  # of a contiguous tensor
+STRIDED = (64, 64, 4, 6)  # and with a transposed copy
+FLAT_ODD, STRIDED_ODD = (1, 1024, 8, 4), (64, 64, 8, 4)  # whose elements are read and written one by one
 
 
 @triton.jit
-def _store(q, q_t, codes, row, column, M, K):
-    """A tile of codes, and its transpose where one is kept."""
-    store_tile(q, codes, row, column, M, K, False)
+def _store(q, q_t, x_MK, codes_MK, s, row, column, M, K, DTYPE: tl.constexpr):
+    """A tile of codes and, where it is kept, its transpose, rounded anew from the transpose of x."""
+    store_tile(q, codes_MK, row, column, M, K, False)
     if q_t is not None:
-        store_tile(q_t, codes.T, column, row, K, M, False)
+        store_tile(q_t, rounded_again(x_MK.T, s, DTYPE), column, row, K, M, False)
 
 
 @triton.jit(do_not_specialize=["index", "stride_live"])
@@ -69,34 +73,33 @@ def _measure_kernel(
 
     sums: None, or FP32 [tiles down, K]: the sums of each tile's columns.
     """
-    amax = 0.0
-    saturated = 0
-    flushed = 0
-    nonfinite = 0
+    amax_MT = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.float32)
+    saturated_MT = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
+    flushed_MT = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
+    nonfinite_MT = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
     s = 0.0
     if PREDICTED:
         s = tl.load(live + tl.cast(stride_live, tl.int64) + index)
     across = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
         row, column = tile // across * BLOCK_M, tl.cast(tile % across, tl.int64) * BLOCK_K
-        x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+        given_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer")
+        x_MK = given_MK.to(tl.float32)
         if sums is not None:
             store_column_sums(sums, x_MK, tile // across, column, K)
         size_MK = magnitude(x_MK)
-        amax = tl.maximum(amax, peak(size_MK))
+        amax_MT = tl.maximum(amax_MT, peaks_of(size_MK, HELD))
+        nonfinite_MT += sums_of(is_finite(x_MK) == 0, HELD)
         if PREDICTED and s > 0:
-            codes_MK, lost, bad = scale_and_round(x_MK, s, DTYPE, True)
-            saturated += total((size_MK * s > largest(DTYPE) * SATURATES).to(tl.int32))
-            flushed += lost
-            nonfinite += bad
-            _store(q, q_t, codes_MK, row, column, M, K)
-        else:
-            nonfinite += total((tl.abs(x_MK) < float("inf")).to(tl.int32) ^ 1)
+            codes_MK, lost_MK = scale_and_round(x_MK, s, DTYPE)
+            saturated_MT += sums_of(size_MK * s > largest(DTYPE) * SATURATES, HELD)
+            flushed_MT += sums_of(lost_MK, HELD)
+            _store(q, q_t, given_MK, codes_MK, s, row, column, M, K, DTYPE)
     here = found + tl.program_id(0)
-    tl.store(here, amax.to(tl.int32, bitcast=True))
-    tl.store(here + MOST_PROGRAMS, saturated)
-    tl.store(here + 2 * MOST_PROGRAMS, flushed)
-    tl.store(here + 3 * MOST_PROGRAMS, nonfinite)
+    tl.store(here, peak(amax_MT).to(tl.int32, bitcast=True))
+    tl.store(here + MOST_PROGRAMS, total(saturated_MT))
+    tl.store(here + 2 * MOST_PROGRAMS, total(flushed_MT))
+    tl.store(here + 3 * MOST_PROGRAMS, total(nonfinite_MT))
 
 
 @triton.jit
@@ -137,16 +140,17 @@ def _cast_kernel(
                 saturated, flushed, nonfinite, PREDICTED, COUNT, RECORD,
             )  # fmt: skip
     if cast:
-        flushed = 0
+        flushed_MT = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
         across = tl.cdiv(K, BLOCK_K)
         for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
             row, column = tile // across * BLOCK_M, tl.cast(tile % across, tl.int64) * BLOCK_K
-            x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
-            codes_MK, lost, _ = scale_and_round(x_MK, s, DTYPE, COUNT)
-            flushed += lost
-            _store(q, q_t, codes_MK, row, column, M, K)
+            x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer")
+            codes_MK, lost_MK = scale_and_round(x_MK.to(tl.float32), s, DTYPE)
+            if COUNT:
+                flushed_MT += sums_of(lost_MK, HELD)
+            _store(q, q_t, x_MK, codes_MK, s, row, column, M, K, DTYPE)
         if COUNT:
-            add(counts, index, stride_counts, UNDERFLOWED, flushed)
+            add(counts, index, stride_counts, UNDERFLOWED, total(flushed_MT))
     if parts is not None:
         add_column_sums(parts, sums, P, K)
 
@@ -172,7 +176,7 @@ def _given_kernel(
     else:
         at = rows // ROWS * stride_down + columns // COLS * stride_across
         s = tl.load(factor + at, mask=(rows < M) & (columns < K), other=1.0)
-    codes_MK, _, _ = scale_and_round(x_MK, s, DTYPE, False)
+    codes_MK, _ = scale_and_round(x_MK, s, DTYPE)
     store_tile(q, codes_MK, row, column, M, K, False)
 
 
@@ -198,9 +202,9 @@ def quantize_tensor(
     results = q_MK, q_KM, _ = tensor_results(x_MK, cast, transposed)
     if x_MK.numel() == 0:
         return *results, torch.zeros(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
-    sizes, (block_m, block_k, warps) = _tiles(x_MK, transposed)
+    sizes, (block_m, block_k, warps, resident) = _tiles(x_MK, transposed)
     tiles = math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k)
-    programs = min(tiles, PROGRAMS_PER_PROCESSOR * processors(x_MK.device), MOST_PROGRAMS.value)
+    programs = min(tiles, resident * processors(x_MK.device), MOST_PROGRAMS.value)
     parts_PK = partial_sums(x_MK, block_m) if sums else None
     found = workspace(x_MK.device)
     predicted = slot is not None and cast.delayed
@@ -235,7 +239,7 @@ def cast_measured(x_MK: torch.Tensor, measured: tuple, cast, slot, results) -> t
     """
     found, programs, parts_PK = measured
     sums_K = None if parts_PK is None else parts_PK.new_empty(parts_PK.shape[1])
-    sizes, (block_m, block_k, warps) = _tiles(x_MK, results[1] is not None)
+    sizes, (block_m, block_k, warps, _) = _tiles(x_MK, results[1] is not None)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
     live, index, stride_live = (slot.live_2S, slot.index, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
     counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
@@ -257,7 +261,7 @@ def quantize_given(x_MK: torch.Tensor, cast, s: torch.Tensor) -> torch.Tensor:
     if x_MK.numel() == 0:
         return q_MK
     s = s.expand(cast.scale_shape(m, k))
-    sizes, (block_m, block_k, warps) = _tiles(x_MK, not cast.per_tensor)
+    sizes, (block_m, block_k, warps, _) = _tiles(x_MK, not cast.per_tensor)
     _given_kernel[(math.ceil(sizes[0] / block_m) * math.ceil(sizes[1] / block_k),)](
         x_MK, s,  # inputs
         q_MK,  # output
@@ -268,10 +272,10 @@ def quantize_given(x_MK: torch.Tensor, cast, s: torch.Tensor) -> torch.Tensor:
     return q_MK
 
 
-def _tiles(x_MK: torch.Tensor, by_place: bool) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+def _tiles(x_MK: torch.Tensor, by_place: bool) -> tuple[tuple[int, ...], tuple[int, int, int, int]]:
     """((M, K, strides), tile) as a kernel walks x: as one row where x is contiguous, unless rows and columns matter."""
     m, k = x_MK.shape
     if by_place or not x_MK.is_contiguous():
-        return (m, k, *x_MK.stride()), STRIDED
+        return (m, k, *x_MK.stride()), STRIDED if m % MULTIPLE == 0 and describable(x_MK) else STRIDED_ODD
     wide = x_MK.numel() % MULTIPLE == 0 and x_MK.data_ptr() % ALIGNMENT == 0
     return (1, m * k, m * k, 1), FLAT if wide else FLAT_ODD

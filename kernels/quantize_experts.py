@@ -25,9 +25,9 @@ from fp8engine.kernels.scaling import (
     finish,
     magnitude,
     peak,
-    scale_and_round,
     scale_factor,
     scale_of,
+    scale_round_and_count,
 )
 from fp8engine.kernels.tile import load_tile, store_tile
 
@@ -113,7 +113,7 @@ def _expert_cast_kernel(
             for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
                 here = column + part * PIECE
                 x_MK = load_tile(x, row, here, end, K, strides, 128, PIECE, "pointer").to(tl.float32)
-                codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, 128, PIECE), DTYPE, COUNT or RECORD)
+                codes_MK, lost, bad = scale_round_and_count(x_MK, _spread(s, 128, PIECE), DTYPE, COUNT or RECORD)
                 _store_codes(q, codes_MK, row, here, end, block, K, WIDE, TRANSPOSED)
                 flushed += lost
                 nonfinite += bad
@@ -130,13 +130,13 @@ def _expert_cast_kernel(
                 tl.store(scale + at, scale_of(s_K), mask=(columns < K) & (block == first))
                 held = tl.min(tl.where(columns < K, s_K, float("inf")), 0)
                 top = tl.maximum(top, tl.max(found_K, 0))
-                codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
+                codes_MK, lost, bad = scale_round_and_count(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
             else:
                 found = _amax(x_MK, ROWS, COLS)
                 s = scale_factor(found, DTYPE, POWER_OF_2)
                 held = _store_scales(scale, s, row, column, end, block, K, WIDE, ROWS, COLS, TRANSPOSED)
                 top = tl.maximum(top, peak(found))
-                codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, 128, BLOCK_K), DTYPE, COUNT or RECORD)
+                codes_MK, lost, bad = scale_round_and_count(x_MK, _spread(s, 128, BLOCK_K), DTYPE, COUNT or RECORD)
             _store_codes(q, codes_MK, row, column, end, block, K, WIDE, TRANSPOSED)
             least = tl.minimum(least, held)
             flushed += lost

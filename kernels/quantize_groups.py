@@ -23,8 +23,11 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import add_column_sums, column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
+from fp8engine.kernels.rounding import is_finite
 from fp8engine.kernels.scaling import (
+    HELD,
     WORK,
+    counted,
     finish,
     line_scale,
     magnitude,
@@ -32,25 +35,29 @@ from fp8engine.kernels.scaling import (
     scale_and_round,
     scale_factor,
     scale_of,
+    sums_of,
+    total,
 )
 from fp8engine.kernels.tile import load_tile, store_tile
 
 WIDEST = 16384  # columns of a row that 16 warps hold in registers, 32 a thread
 NARROWEST = 16  # columns of a tile: an FP8 vector of 16 bytes
-SMALL = 32  # rows of a piece
-SMALLEST = 16  # where x is read element by element: of 128 columns and 16 warps, 4 a thread
+PIECE, SMALL = 64, 32  # rows of a piece; the second where x is read element by element, or columns are summed
+SMALLEST = 16  # where groups are higher than that, too: of 128 columns and 16 warps, 4 a thread
 WARPS_PER_PROCESSOR = 32  # half of what fits: registers for a tile of 32 to 64 elements a thread
 
 
 class Tile(NamedTuple):
-    """A tile: rows, columns, warps."""
+    """A tile: rows, columns, warps; and how many warps of such programs a multiprocessor has, at most."""
 
     block_m: int
     block_k: int
     warps: int
+    resident: int = WARPS_PER_PROCESSOR
 
 
-LINES = Tile(64, 64, 8)  # long groups; 16 elements a thread: about 80 registers
+# Sizes are the fastest of those tried on an H200 (kernels/README.md).
+LINES = Tile(32, 64, 4, resident=48)  # long groups
 LINES_AMAX = Tile(128, 64, 8)  # fewer atomics
 
 
@@ -91,18 +98,17 @@ def _spread(s, M: tl.constexpr, K: tl.constexpr):
 @triton.jit
 def _group(
     x, q, scale, row, column, M, K,
-    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    COUNT: tl.constexpr, TURN: tl.constexpr,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile x of M x K by its ROWS x COLS groups; return (flushed, nonfinite, amax, least s).
+    """Cast a tile x of M x K by its ROWS x COLS groups; return (which elements were flushed, amaxes, s) of groups.
 
-    TURN: q is stored transposed.  Scales lie as x's groups do either way.
+    TURN: q is stored transposed.  Scales lie as x's groups do either way.  s is Inf for groups outside.
     """
     DOWN_TILE: tl.constexpr = x.shape[0] // ROWS
     ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
     amax = _amax(x, ROWS, COLS)
     s = scale_factor(amax, DTYPE, POWER_OF_2)
-    codes, flushed, nonfinite = scale_and_round(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, COUNT)
+    codes, lost = scale_and_round(x, _spread(s, x.shape[0], x.shape[1]), DTYPE)
     down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
     beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
     inside = (down * ROWS < M) & (beside * COLS < K)
@@ -111,24 +117,22 @@ def _group(
     else:
         store_tile(q, codes, row, column, M, K, False)
     tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-    return flushed, nonfinite, peak(amax), -peak(tl.where(inside, -s, float("-inf")))
+    return lost, amax, tl.where(inside, s, float("inf"))
 
 
 @triton.jit
 def _group_in_pieces(
-    x, q, scale, sums, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    x, q, scale, sums, seen, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr, TURN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """As `_group`, PIECE of a group's rows at a time, which are read for the amax and, from cache, once more.
 
     strides: of x, which for q^T (TURN) has its rows and columns exchanged.  sums: None, or the sums of each row of x.
+    seen: what a program has seen so far, as `_short_kernel` keeps it; it is returned with what is seen here.
     """
     GROUPS: tl.constexpr = BLOCK_K // COLS
-    flushed = 0
-    nonfinite = 0
-    amax = 0.0
-    least = float("inf")
+    flushed, nonfinite, amax, least = seen
     for group in tl.range(0, BLOCK_M // ROWS, disable_licm=True):
         top = tl.zeros((1, GROUPS), tl.float32)
         for part in tl.range(0, ROWS // PIECE, disable_licm=True):
@@ -141,10 +145,12 @@ def _group_in_pieces(
         for part in tl.range(0, ROWS // PIECE, disable_licm=True):
             first = row + group * ROWS + part * PIECE
             x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-            codes_MK, lost, bad = scale_and_round(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, COUNT)
+            codes_MK, lost_MK = scale_and_round(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE)
             store_tile(q, codes_MK, first, column, M, K, False)
-            flushed += lost
-            nonfinite += bad
+            if COUNT:
+                lost, bad = counted(lost_MK, is_finite(x_MK) == 0)
+                flushed += lost
+                nonfinite += bad
         down = row // ROWS + group + tl.arange(0, 1)[:, None]
         beside = column // COLS + tl.arange(0, GROUPS)[None, :]
         inside = (down * ROWS < M) & (beside * COLS < K)
@@ -152,8 +158,9 @@ def _group_in_pieces(
             tl.store(scale + tl.cast(beside, tl.int64) * tl.cdiv(M, ROWS) + down, scale_of(s), mask=inside)
         else:
             tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-        amax = tl.maximum(amax, peak(top))
-        least = tl.minimum(least, -peak(tl.where(inside, -s, float("-inf"))))
+        if COUNT:
+            amax = tl.maximum(amax, peak(top))
+            least = tl.minimum(least, -peak(tl.where(inside, -s, float("-inf"))))
     return flushed, nonfinite, amax, least
 
 
@@ -172,38 +179,44 @@ def _short_kernel(
     PIECE: rows of a tile that are cast at a time, and columns for q_t: more would be spilled, as would be addresses
     computed before the loop (disable_licm).  A piece may be less than a group where x is read element by element.
     """
-    flushed = 0
-    nonfinite = 0
-    amax = 0.0
-    least = float("inf")
+    NOTE: tl.constexpr = COUNT or RECORD
+    # The warps of a large group meet for its amax, and count then; whose groups lie inside a warp count for themselves,
+    # to the end of the program, where registers are left for that.
+    TOGETHER: tl.constexpr = ROWS > 32 or COLS == BLOCK_K or sums is not None
+    amax = tl.zeros((1, 1) if TOGETHER else (PIECE // ROWS, BLOCK_K // COLS), tl.float32)
+    least = tl.full((1, 1) if TOGETHER else (PIECE // ROWS, BLOCK_K // COLS), float("inf"), tl.float32)
+    flushed = tl.zeros((1, 1) if TOGETHER else (PIECE, BLOCK_K // HELD), tl.int32)
+    nonfinite = tl.zeros((1, 1) if TOGETHER else (PIECE, BLOCK_K // HELD), tl.int32)
     tiles_across = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_across, tl.num_programs(0)):
         row, column = tile // tiles_across * BLOCK_M, tile % tiles_across * BLOCK_K
         if PIECE < ROWS:
-            lost, bad, top, s = _group_in_pieces(
-                x, q, scale, None, row, column, M, K, (stride_m, stride_k),
-                DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, False, BLOCK_M, BLOCK_K, PIECE,
+            flushed, nonfinite, amax, least = _group_in_pieces(
+                x, q, scale, None, (flushed, nonfinite, amax, least), row, column, M, K, (stride_m, stride_k),
+                DTYPE, POWER_OF_2, ROWS, COLS, NOTE, False, BLOCK_M, BLOCK_K, PIECE,
             )  # fmt: skip
-            flushed += lost
-            nonfinite += bad
-            amax = tl.maximum(amax, top)
-            least = tl.minimum(least, s)
             if q_t is not None:
                 _group_in_pieces(
-                    x, q_t, scale_t, sums, column, row, K, M, (stride_k, stride_m),
+                    x, q_t, scale_t, sums, (0, 0, 0.0, 0.0), column, row, K, M, (stride_k, stride_m),
                     DTYPE, POWER_OF_2, ROWS, COLS, False, True, BLOCK_K, BLOCK_M, PIECE,
                 )  # fmt: skip
         else:
             for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
                 first = row + part * PIECE
                 x_MK = load_tile(x, first, column, M, K, (stride_m, stride_k), PIECE, BLOCK_K, "pointer").to(tl.float32)
-                lost, bad, top, s = _group(
-                    x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, COUNT or RECORD, False
+                lost_MK, top, s = _group(
+                    x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, False
                 )  # fmt: skip
-                flushed += lost
-                nonfinite += bad
-                amax = tl.maximum(amax, top)
-                least = tl.minimum(least, s)
+                if NOTE:
+                    if TOGETHER:
+                        lost, bad = counted(lost_MK, is_finite(x_MK) == 0)
+                        top, s = peak(top), -peak(-s)
+                    else:
+                        lost, bad = sums_of(lost_MK, HELD), sums_of(is_finite(x_MK) == 0, HELD)
+                    flushed += lost
+                    nonfinite += bad
+                    amax = tl.maximum(amax, top)
+                    least = tl.minimum(least, s)
             if q_t is not None:
                 for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
                     first = column + part * PIECE  # read again, from L1
@@ -212,12 +225,12 @@ def _short_kernel(
                     )
                     if sums is not None:
                         store_column_sums(sums, x_MK, tile // tiles_across, first, K)
-                    _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, False, True)
-    if COUNT or RECORD:
+                    _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, True)
+    if NOTE:
         elements = tl.cast(M, tl.int64) * K
         finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, least,
-            COUNT, RECORD,
+            work, live, counts, index, stride_live, stride_counts, elements, total(flushed), total(nonfinite),
+            peak(amax), -peak(-least), COUNT, RECORD,
         )  # fmt: skip
 
 
@@ -258,10 +271,12 @@ def _line_cast_kernel(
 
     parts: None, or FP32 [P, K], whose columns are added to `sums`.
     """
-    flushed = 0
-    nonfinite = 0
-    amax = 0.0
-    least = float("inf")
+    NOTE: tl.constexpr = COUNT or RECORD
+    LINES: tl.constexpr = BLOCK_M if BY_ROW else BLOCK_K
+    amax = tl.zeros((LINES,), tl.float32)
+    least = tl.full((LINES,), float("inf"), tl.float32)
+    flushed = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
+    nonfinite = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
     across = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
         row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
@@ -269,31 +284,32 @@ def _line_cast_kernel(
         x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
         if BY_ROW:
             top, s_M = line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
-            least = tl.minimum(least, tl.min(tl.where(rows < M, s_M, float("inf")), 0))
-            codes_MK, lost, bad = scale_and_round(x_MK, s_M[:, None], DTYPE, COUNT or RECORD)
+            least = tl.minimum(least, tl.where(rows < M, s_M, float("inf")))
+            codes_MK, lost_MK = scale_and_round(x_MK, s_M[:, None], DTYPE)
         else:
             top, s_K = line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
-            least = tl.minimum(least, tl.min(tl.where(columns < K, s_K, float("inf")), 0))
-            codes_MK, lost, bad = scale_and_round(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
-        flushed += lost
-        nonfinite += bad
+            least = tl.minimum(least, tl.where(columns < K, s_K, float("inf")))
+            codes_MK, lost_MK = scale_and_round(x_MK, s_K[None, :], DTYPE)
+        if NOTE:
+            flushed += sums_of(lost_MK, HELD)
+            nonfinite += sums_of(is_finite(x_MK) == 0, HELD)
         amax = tl.maximum(amax, top)
         store_tile(q, codes_MK, row, column, M, K, False)
         if q_t is not None:
             if BY_ROW:
                 _, t_K = line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
-                codes_MK, _, _ = scale_and_round(x_MK, t_K[None, :], DTYPE, False)
+                codes_MK, _ = scale_and_round(x_MK, t_K[None, :], DTYPE)
             else:
                 _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
-                codes_MK, _, _ = scale_and_round(x_MK, t_M[:, None], DTYPE, False)
+                codes_MK, _ = scale_and_round(x_MK, t_M[:, None], DTYPE)
             store_tile(q_t, codes_MK.T, column, row, K, M, False)
     if parts is not None:
         add_column_sums(parts, sums, P, K)
-    if COUNT or RECORD:
+    if NOTE:
         elements = tl.cast(M, tl.int64) * K
         finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, amax, least,
-            COUNT, RECORD,
+            work, live, counts, index, stride_live, stride_counts, elements, total(flushed), total(nonfinite),
+            tl.max(amax, 0), tl.min(least, 0), COUNT, RECORD,
         )  # fmt: skip
 
 
@@ -313,9 +329,11 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     by_row = cast.cols == -1 or (transposed and cast.rows == -1)
     by_column = cast.rows == -1 or (transposed and cast.cols == -1)
     long = by_column or (by_row and k > WIDEST)
-    tile = LINES if long else _short_tile(cast, k, transposed)
+    wide = _wide(x_MK, transposed)
+    roomy = wide and not sums
+    tile = LINES if long else _short_tile(cast, k, transposed, roomy)
     tiles = math.ceil(m / tile.block_m) * math.ceil(k / tile.block_k)
-    programs = min(tiles, processors(where) * WARPS_PER_PROCESSOR // tile.warps)
+    programs = min(tiles, processors(where) * tile.resident // tile.warps)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
     lengths = [WORK * record, m * (long and by_row), k * (long and by_column)]
     zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 3
@@ -343,8 +361,8 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
         _line_cast_kernel[(programs,)](*by_amax, BY_ROW=cast.cols == -1, **constants)
     else:
         cols = tile.block_k if cast.cols == -1 else cast.cols
-        piece = max(cast.rows, SMALL) if transposed else tile.block_m
-        if cast.rows > SMALL and not _wide(x_MK, transposed):
+        piece = max(cast.rows, PIECE if roomy else SMALL) if transposed else tile.block_m
+        if cast.rows > SMALL and not (roomy if transposed else wide):
             piece = SMALLEST
         given = x_MK, *results, parts_PK, *tables, *sizes
         _short_kernel[(programs,)](*given, ROWS=cast.rows, COLS=cols, PIECE=piece, **constants)
@@ -352,14 +370,18 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     return *results, sums_K
 
 
-def _short_tile(cast, k: int, transposed: bool) -> Tile:
-    """A tile that holds whole groups, in both orientations where asked."""
+def _short_tile(cast, k: int, transposed: bool, roomy: bool) -> Tile:
+    """A tile that holds whole groups, in both orientations where asked.  roomy: registers for 64 rows are there."""
     if cast.cols == -1:
         block_k = max(triton.next_power_of_2(k), NARROWEST)
         return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8))
     if transposed:
-        return Tile(128, 128, 8 if cast.rows <= 32 else 16)
-    return Tile(32, max(cast.cols, 128), 8) if cast.rows <= 32 else Tile(128, max(cast.cols, 64), 16)
+        warps = (32, 16) if cast.rows > SMALL else (4, 8)
+        return Tile(128, 128, warps[not roomy])
+    if cast.rows <= SMALL:
+        rows = max(cast.rows, 16)
+        return Tile(rows, 128, rows // 4, resident=48)
+    return Tile(128, max(cast.cols, 64), 16)
 
 
 def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:

@@ -3,7 +3,7 @@
     q = saturate(RNE(y))     |y| beyond MAX gives MAX; NaN stays NaN; Inf stays Inf in E5M2, NaN in E4M3
 
 From sm_90 on one instruction rounds FP32 to FP8 (PTX cvt.rn.satfinite.e4m3x2.f32: nearest-even, saturating, NaN kept);
-below, Triton 3.6 goes by way of FP16 and rounds twice, so the value is brought onto the FP8 grid in FP32 first:
+below, Triton 3.6 goes by way of FP16 and rounds twice, so the value is clamped and brought onto the FP8 grid in FP32:
 
     p = 2^floor(log2 |y|), at least the smallest normal;   RNE(y) = (y + c) - c,  c = 1.5 * 2^(23 - mantissa bits) * p
 
@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-E4M3_MAX = tl.constexpr(448.0)
-E5M2_MAX = tl.constexpr(57344.0)
-E5M2_INF = tl.constexpr(0x7C)
-E5M2_NAN = tl.constexpr(0x7F)
-SIGN = tl.constexpr(0x80)
-EXPONENT_BITS = tl.constexpr(0x7F800000)
-SIGN_BIT = tl.constexpr(-0x80000000)
+from fp8engine.kernels.constant import Constant
+
+E4M3_MAX = Constant(448.0)
+E5M2_MAX = Constant(57344.0)
+E5M2_INF = Constant(0x7C)
+E5M2_NAN = Constant(0x7F)
+SIGN = Constant(0x80)
+EXPONENT_BITS = Constant(0x7F800000)
+SIGN_BIT = Constant(-0x80000000)
 
 
 @triton.jit
@@ -62,12 +64,14 @@ def saturating_cast(y, x, DTYPE: tl.constexpr):
 
     DTYPE: tl.float8e4nv or tl.float8e5.
     """
-    MAX: tl.constexpr = E4M3_MAX if DTYPE == tl.float8e4nv else E5M2_MAX
     finite = is_finite(x)
-    y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # not tl.clamp, whose NaN differs between versions
     if not cuda_capability_geq(9, 0):
+        MAX: tl.constexpr = E4M3_MAX if DTYPE == tl.float8e4nv else E5M2_MAX
+        y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # not tl.clamp, whose NaN differs between versions
         y = round_to_grid(y, DTYPE)
-    if DTYPE == tl.float8e4nv:
+    if DTYPE == tl.float8e4nv and cuda_capability_geq(9, 0):
+        q = (y + x * 0.0).to(tl.float8e4nv)  # NaN where x is not finite: one instruction; a zero of y has the sign of x
+    elif DTYPE == tl.float8e4nv:
         q = tl.where(finite, y, float("nan")).to(tl.float8e4nv)
     else:
         codes = tl.where(finite, y, 0.0).to(tl.float8e5).to(tl.uint8, bitcast=True)

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-NO_MANTISSA = tl.constexpr(~0x007FFFFF)
+from fp8engine.kernels.constant import Constant
+
+FP32_MAX = Constant(torch.finfo(torch.float32).max)
+NO_MANTISSA = Constant(~0x007FFFFF)
 SLOTS = 32  # columns of a program: 128 bytes of a row, what memory hands out at once; many programs for few slots
 MOST_ROWS = 64  # rows of a tile: 2048 entries, 16 a thread, whose reads are under way together
 WARPS = 4

@@ -14,15 +14,17 @@ Twin: fp8engine/ops/reference/scale.py and the counters of fp8engine/ops/referen
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.rounding import is_finite, largest, saturating_cast
+from fp8engine.kernels.constant import Constant
+from fp8engine.kernels.rounding import is_finite, largest, round_to_grid, saturating_cast
 
-FP32_MAX = tl.constexpr(3.4028234663852886e38)
-NOT_MANTISSA = tl.constexpr(-0x00800000)  # sign and exponent: clearing the rest rounds a positive s down
-INF_BITS = tl.constexpr(0x7F800000)
-ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
-CALLS, ELEMENTS, SAMPLED, SATURATED, UNDERFLOWED, NONFINITE, RECASTS = (tl.constexpr(row) for row in range(7))
+FP32_MAX = Constant(3.4028234663852886e38)
+NOT_MANTISSA = Constant(-0x00800000)  # sign and exponent: clearing the rest rounds a positive s down
+INF_BITS = Constant(0x7F800000)
+ALL_BUT_SIGN = Constant(0x7FFFFFFF)
+CALLS, ELEMENTS, SAMPLED, SATURATED, UNDERFLOWED, NONFINITE, RECASTS = (Constant(row) for row in range(7))
 WORK = 4  # INT32, zero at first: programs done, amax, whether something was not finite, the least s's bits inverted
-PAIR = tl.constexpr(1 << 16)  # a tile has at most 2^14 elements, so two counts of it fit into one INT32
+HELD = Constant(16)  # columns whose counts and largest value a thread keeps to the end: no warps meet for a tile
+PAIR = Constant(1 << 16)  # a tile has at most 2^14 elements, so two counts of it fit into one INT32
 
 
 @triton.jit
@@ -55,6 +57,18 @@ def total(x):
 
 
 @triton.jit
+def sums_of(x, SIZE: tl.constexpr):
+    """[R, C / SIZE] of x [R, C]: the sum of every SIZE columns, INT32."""
+    return tl.sum(tl.reshape(x.to(tl.int32), (x.shape[0], x.shape[1] // SIZE, SIZE)), 2)
+
+
+@triton.jit
+def peaks_of(x, SIZE: tl.constexpr):
+    """[R, C / SIZE] of x [R, C]: the largest of every SIZE columns."""
+    return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // SIZE, SIZE)), 2)
+
+
+@triton.jit
 def peak(x):
     """The maximum over a tile."""
     return tl.max(tl.max(x, 1), 0)
@@ -62,28 +76,60 @@ def peak(x):
 
 @triton.jit
 def line_scale(amax, scale, lines, SIZE, first, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """Return (largest amax, s) of some lines, whose amaxes are known as bits; tiles that are the first store 1 / s."""
+    """Return (amaxes, s) of some lines, whose amaxes are known as bits; tiles that are the first store 1 / s."""
     inside = lines < SIZE
     top = tl.load(amax + lines, mask=inside, other=0).to(tl.float32, bitcast=True)
     s = scale_factor(top, DTYPE, POWER_OF_2)
-    tl.store(scale + lines, scale_of(s), mask=inside & (first == 0))
-    return tl.max(top, 0), s
+    if first == 0:  # a division is 16 instructions
+        tl.store(scale + lines, scale_of(s), mask=inside)
+    return top, s
 
 
 @triton.jit
-def scale_and_round(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
-    """Return (FP8 codes of x * s, flushed, nonfinite).  x: FP32 [rows, columns], zero outside of its matrix."""
+def flushes(x, y, DTYPE: tl.constexpr):
+    """Whether x is not zero and the code of y = x * s is."""
+    TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
+    return (x != 0) & (tl.abs(y) <= TIE)
+
+
+@triton.jit
+def scale_and_round(x, s, DTYPE: tl.constexpr):
+    """Return (FP8 codes of x * s, which elements were flushed).  x: FP32, zero outside of its matrix."""
     y = x * s
-    q = saturating_cast(y, x, DTYPE)
+    return saturating_cast(y, x, DTYPE), flushes(x, y, DTYPE)
+
+
+@triton.jit
+def rounded_again(x, s, DTYPE: tl.constexpr):
+    """FP8 codes of x * s for a second store, beside the codes that the first has.  x: of its own dtype.
+
+    ptxas 12.8 is wrong where the pairs that the conversion makes are stored as words and taken apart as well: it takes
+    bytes of the tile before (seen on an H200; in PTX all is right; `make codegen` looks for such pairs).  So each store
+    has a conversion of its own.  Of FP32 values, where Triton would make one of both, they are brought onto the grid
+    first, which changes nothing.
+    """
+    wide = x.to(tl.float32)
+    y = wide * s
+    if x.dtype == tl.float32:
+        y = round_to_grid(y, DTYPE)
+    return saturating_cast(y, wide, DTYPE)
+
+
+@triton.jit
+def counted(lost, bad):
+    """(how many are lost, how many are bad) of a tile, by one reduction over the program, not two."""
+    both = total(lost.to(tl.int32) + tl.where(bad, PAIR, 0))
+    return both % PAIR, both // PAIR
+
+
+@triton.jit
+def scale_round_and_count(x, s, DTYPE: tl.constexpr, COUNT: tl.constexpr):
+    """Return (FP8 codes of x * s, flushed, nonfinite).  x: FP32 [rows, columns], zero outside of its matrix."""
+    q, lost = scale_and_round(x, s, DTYPE)
     flushed = 0
     nonfinite = 0
     if COUNT:
-        TIE: tl.constexpr = 2.0**-10 if DTYPE == tl.float8e4nv else 2.0**-17  # half the smallest subnormal goes to 0
-        lost = (x != 0) & (tl.abs(y) <= TIE)
-        # One reduction over the program, not two.  By q: what tells it of x is held in registers until then.
-        both = total(lost.to(tl.int32) + tl.where(is_finite(q.to(tl.float16)) == 0, PAIR, 0))
-        flushed = both % PAIR
-        nonfinite = both // PAIR
+        flushed, nonfinite = counted(lost, is_finite(x) == 0)
     return q, flushed, nonfinite
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import block, casts, checks, experts, generate, peers
+from benchmarks.card import sweep
 from benchmarks.card.gluon import gluon_variants
 from benchmarks.card.plan import CHUNKS
 from benchmarks.card.records import Sink
@@ -130,6 +131,17 @@ def run_experts(group: Group) -> None:
             group.sink.rows("experts", experts.compare(case, group.where, timer))
 
     group.each(experts.CASES, one)
+
+
+def run_sweep(group: Group) -> None:
+    """Every configuration of the FP8 matmuls, beside its predicted time."""
+    failed = lambda name, why: group.sink.write("check", name=name, wrong=why, raised=True)  # noqa: E731
+
+    def one(shape: cases.Shape) -> None:
+        with torch.no_grad():
+            group.sink.rows("sweep", sweep.sweep(group.where, shape, failed))
+
+    group.each(by_value(sweep.ALL), one)
 
 
 def run_linear(group: Group) -> None:
@@ -250,6 +262,7 @@ WORK: dict[str, Callable[[Group], None]] = {
     "gemm": lambda group: run_gemm(group, by_value(cases.LLM)),
     "casts": run_casts,
     "experts": run_experts,
+    "sweep": run_sweep,
     "linear": run_linear,
     "block": lambda group: run_steps(group, block.CASES["cuda"]),
     "host": run_host,

@@ -41,6 +41,7 @@ PLAN = (
     Group("host", 40, "the host's time for a Linear, and a CUDA graph beside eager code"),
     Group("compiled", 120, "torch.compile: Inductor's cast, BF16, torchao's float8 Linear", compiles=False),
     *(Group(f"checks-{part}", 60, f"the other checks, part {part} of {CHUNKS}") for part in range(1, CHUNKS + 1)),
+    Group("sweep", 90, "every configuration of the FP8 matmuls, beside its predicted time"),
     Group("tuned", 45, "the Linear again, on kernels that this card's own trials choose", trials=True),
     Group("few", 60, "matmuls of few tokens and square ones"),
     Group("generate", 60, "generation, a token at a time"),

@@ -65,6 +65,7 @@ class Row:
     slot a clock and scheduler can move at most.
     resident: programs that a multiprocessor has, of those that are launched.  in_flight: bytes that all of these load
     into registers and have on their way together.
+    apart: pairs of FP8 codes that ptxas gets wrong (sass.taken_apart).
     """
 
     name: str
@@ -89,6 +90,7 @@ class Row:
     busy_cycles: float = 0.0
     resident: int = 1
     in_flight: int = 0
+    apart: int = 0
 
 
 def launched(case: Case) -> dict[str, offline.Launch]:
@@ -150,6 +152,7 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
         busy_cycles=max(multiplied, issued, loop.kinds["MUFU"] * 32 * warps / SPECIAL),
         resident=resident,
         in_flight=moved.in_flight * 32 * made.warps * resident,
+        apart=sass.taken_apart(made.ptx),
     )
 
 
@@ -181,6 +184,10 @@ def failures(row: Row) -> list[str]:
         found.append(spilled(row.spills))
     if row.shared > card.per_program:
         found.append(f"{row.shared} bytes of shared memory; a program may have {card.per_program}")
+    if row.apart:
+        found.append(
+            f"{row.apart} pairs of FP8 codes are stored in words and taken apart as well; ptxas gets them wrong"
+        )
     if row.serialized:
         found.append(f"Tensor Core instructions wait for each other ({', '.join(row.notes)})")
     if not row.matmul:

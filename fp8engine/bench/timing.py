@@ -6,7 +6,8 @@ A slow second hits every variant.  The turn's number goes to the call, which pic
 
 On CUDA the time is that between two events around the call.  Before each pair, outside it:
 - a buffer of twice the L2 cache is written, so that no operand is still in it;
-- the card spins for 0.1 ms, so that the host, which needs 20 to 50 us for a launch, is ahead when the clock starts.
+- the card spins for 0.5 ms, so that the host, which was seen to need over 100 us for a launch, is ahead when the clock
+  starts.
 The whole series is queued, and the host waits once, at its end.
 """
 
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 TURNS, WARMUP = 30, 3  # turns that count, and those before them: compilation, clocks, caches of descriptors
-HEAD_START = 200_000  # cycles that the card spins for: 0.1 ms at the 1.98 GHz of an H100 or H200
+HEAD_START = 1_000_000  # cycles that the card spins for: 0.5 ms at the 1.98 GHz of an H100 or H200
 SMALLEST_FLUSH = 1 << 20  # bytes, where a card reports no L2 cache
 
 

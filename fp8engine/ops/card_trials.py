@@ -37,6 +37,7 @@ BUDGET = 2.0  # seconds of timed launches, for a model
 PAUSE = 10.0  # seconds that a step may wait: a kernel takes about half of one to compile, on a quiet core
 CONFIGURATIONS = 3  # of ours, for each shape
 REPEATS = 5
+HEAD_START = 1_000_000  # cycles, 0.5 ms, that the card spins for before a timed launch, so that the host is ahead of it
 WAIT = timedelta(seconds=30)  # for rank 0's choices: a step has brought the ranks together, and PAUSE is shorter
 STORE_KEY = "fp8engine/choices"
 DIFFERENT = 0.02  # relative difference from cuBLASLt's result that no order of sums explains (bench/gemm.py: 2.7e-3)
@@ -207,6 +208,7 @@ class CardRunner:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
         for start, end in events:
             flush.zero_()
+            torch.cuda._sleep(HEAD_START)
             start.record()
             call()
             end.record()
@@ -220,7 +222,10 @@ def operands(job: Job, where: torch.device) -> tuple[Operand, ...]:
     for size, groups in zip((job.m, job.n), KINDS[job.kind].split(), strict=True):
         cast = Cast.parse(f"e4m3 {groups}")
         codes = torch.randn(size, job.k, generator=draw, dtype=torch.bfloat16, device=where).to(cast.dtype)
-        made.append(operand(codes, torch.ones(cast.scale_shape(size, job.k), device=where), cast))
+        shape, turned = cast.scale_shape(size, job.k), job.kind == "block by block"
+        # wgrad's operands are transposes, whose scales lie the other way round in memory (quantize_groups.py)
+        scale = torch.ones(shape[::-1], device=where).t() if turned else torch.ones(shape, device=where)
+        made.append(operand(codes, scale, cast))
     return tuple(made)
 
 

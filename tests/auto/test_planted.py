@@ -145,7 +145,7 @@ LOSE = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 def test_auto_is_beside_the_best_cast_where_fixed_recipes_lose(name: str):

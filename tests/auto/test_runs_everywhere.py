@@ -64,6 +64,7 @@ MODES = {f.__name__: f for f in (eager, no_grad, inference_mode, checkpoint, com
 SLOW = [pytest.param(mode, marks=pytest.mark.slow) if mode == "compile" else mode for mode in MODES]
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("mode", SLOW)

@@ -16,7 +16,7 @@ from benchmarks.mutants.trials import WAYS, Copy, Suite
 MUTANTS = mutants()
 KILLED, SURVIVED = {"test": "tests/a.py::test", "seconds": 1}, {"test": "", "seconds": 1}
 CASES = {"Both": (), "Equal": ("same bits",), "Missed": (None, "not modelled")}
-HOST = {"cast_transpose", "encoded", "launch", "limits", "tuning"}  # without a kernel
+HOST = {"cast_transpose", "constant", "encoded", "launch", "limits", "tuning"}  # without a kernel
 # Kinds that a family has no place for.
 ABSENT = {
     "casts": {"registers", "ring"},

@@ -154,3 +154,18 @@ def test_bytes_of_a_pass_are_those_that_16_byte_loads_bring():
         LAST,
     )
     assert loop.loaded == 32
+
+
+@pytest.mark.parametrize(
+    ("uses", "found"),
+    [
+        ("mov.b32 \t%r9, {%rs1, %rs2};", 0),  # stored in words
+        ("st.shared.v2.b8 [%r6], {%rs1, %rs5};\nshr.u16 %rs17, %rs1, 8;", 0),  # taken apart
+        ("mov.b32 \t%r9, {%rs1, %rs2};\nshr.u16 %rs17, %rs1, 8;", 1),  # both: wrong on an H200
+        ("mov.b32 \t%r9, {%rs1, %rs2};\ncvt.rn.f16x2.e4m3x2 %r168, %rs2;", 1),
+        ("mov.b32 \t%r9, {%rs1, %rs2};\nshr.u16 %rs17, %rs11, 8;", 0),  # of another register
+    ],
+)
+def test_codes_that_ptxas_gets_wrong_are_seen_in_ptx(uses: str, found: int):
+    made = "cvt.rn.satfinite.e4m3x2.f32  %rs1, %r2, %r3; \ncvt.rn.satfinite.e5m2x2.f32  %rs2, %r4, %r5; \n"
+    assert sass.taken_apart(made + uses) == found

@@ -78,8 +78,9 @@ OTHERS = (
         ),
     },
 )
-# checks-3 and checks-4 are other shapes of checks-2's; checks-8 captures CUDA graphs.
-LEFT_OUT = {"checks-3", "checks-4", "checks-8"}
+# checks-3 and checks-4 are other shapes of checks-2's; checks-8 captures CUDA graphs; the sweep is 100 configurations
+# of each matmul that gemm has.
+LEFT_OUT = {"checks-3", "checks-4", "checks-8", "sweep"}
 
 
 class Ran(NamedTuple):
@@ -120,6 +121,7 @@ def test_every_smoke_check_has_its_place():
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", SMOKE, ids=str)
 def test_smoke_checks_are_right_on_the_emulated_card(place: tuple[int, int], tmp_path: Path):
     ran = run(tmp_path, {"smoke": list(place)})
@@ -139,6 +141,7 @@ def test_every_group_has_its_place():
 
 
 @pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.parametrize("groups", OTHERS, ids=" ".join)
 def test_a_case_of_every_other_group(groups: dict[str, Others], tmp_path: Path):
     ran = run(tmp_path, {name: group.place for name, group in groups.items()})

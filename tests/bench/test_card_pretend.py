@@ -100,6 +100,7 @@ def compiled(tmp_path: Path, *arguments: str) -> list[records.Record]:
     return [record for record in records.read(file)[0] if record["kind"] == "warm"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_one_process_compiled_another_finds_all_of(tmp_path: Path):
     """Two processes share the work; the pack of it is unpacked elsewhere; a third process compiles nothing."""

@@ -51,6 +51,7 @@ def test_what_plan_refuses(arguments, told):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_llama_of_70b_on_1024_ranks():
     """280 GB of parameters in FP32, none of which is allocated; about half a minute on one core."""

@@ -105,6 +105,7 @@ def agree(found: list[list[str]], wanted: list[list[launches.Launch]]) -> bool:
     return list(map(sorted, matmuls)) == list(map(sorted, words))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("recipe", "cache"), LAUNCHES)
 def test_launches_of_a_layer(recipe: str, cache: bool | str, bias: bool, card, monkeypatch: pytest.MonkeyPatch):

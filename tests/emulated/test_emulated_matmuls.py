@@ -55,7 +55,7 @@ def assert_adds(multiply, wanted_MN: torch.Tensor) -> None:
     assert torch.equal(around[1 + m * n :], before[1 + m * n :])
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(9)
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "architecture", "config"), committed())
 def test_a_committed_configuration_is_exact(operation: str, architecture: int, config: Config, card, whole: bool):

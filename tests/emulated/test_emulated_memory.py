@@ -32,6 +32,7 @@ def spread(shape: tuple[int, int], dtype: torch.dtype, bad: bool) -> torch.Tenso
     return x.to(dtype)
 
 
+@pytest.mark.few(18)
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -48,6 +49,7 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int, bool], dtype: tor
                 assert differs(ours, twins) is None, name
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [*casts.STORES, "backward"])
 @pytest.mark.parametrize("kind", NORMS)
@@ -76,7 +78,7 @@ STORED = [
 ]
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("kind", "store"), STORED)

@@ -215,6 +215,7 @@ def test_groups_of_128_and_several_tiles_a_program(form, few_programs):
     assert_stored(act_quantize_backward(dy, x, "swiglu", again)[:3], again, way(*form), made_by_kernel(form, True))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("form", WAYS, ids=str)
 def test_what_is_not_finite_stays_and_is_counted(dtype, form):
@@ -230,6 +231,7 @@ def test_what_is_not_finite_stays_and_is_counted(dtype, form):
         assert q[1, 0].isnan() if dtype == E4M3 else q[1, 0] == math.inf
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("form", WAYS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-44, 1e-38, 3e38, 448.0, 57344.0])
 def test_extreme_amaxes(form, value):

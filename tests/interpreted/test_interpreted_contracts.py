@@ -17,12 +17,14 @@ def kernels():
         yield
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_nothing_gives_what_the_twin_gives(name: str):
     for form in OPERATIONS[name].forms:
         is_its_twin([*calls(name, form, NOTHING)][:6], on_kernels=True)
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_it_is_its_twin_straight_and_through_the_dispatcher(name: str, form: str):
     """All ways where bits are equal; else a few: how near values are is asked beside each kernel, in float64."""
@@ -30,6 +32,7 @@ def test_it_is_its_twin_straight_and_through_the_dispatcher(name: str, form: str
     is_its_twin(asked if OPERATIONS[name].exact else asked[:: -(-len(asked) // 4)], on_kernels=True)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("name", "form"), PRODUCERS)
 def test_codes_are_a_cache(name: str, form: str):
     """Of each activation a few of the ways to store, which with all activations are all of them."""

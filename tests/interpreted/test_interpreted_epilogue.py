@@ -130,6 +130,7 @@ def integers(m: int, n: int, k: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(-8, 9, (m, k)).float(), torch.randint(-8, 9, (n, k)).float()
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("matmul", MATMULS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -148,6 +149,7 @@ def test_result_and_statistics_of_every_matmul_are_the_twin_s(matmul, config, ou
         assert_same_as_twin(y_MN, epilogue, (a.double() @ b.double().t()).float())
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("matmul", MATMULS, ids=str)
 @pytest.mark.parametrize("activation", SMOOTH)
 def test_activations_of_every_matmul(matmul, activation):
@@ -265,6 +267,7 @@ def test_a_finite_result_saturates_even_where_its_scale_takes_it_beyond_fp32(out
     assert (epilogue.amax.item(), epilogue.counts.tolist()) == (y_MN[0, 0].item(), [5 + 3, 7])
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("out", OUTPUTS)
 @pytest.mark.parametrize("activation", KINDS)
 def test_nan_and_inf_pass_every_activation(activation, out):

@@ -46,6 +46,7 @@ def real(x: Operand) -> torch.Tensor:
     return x.data.double() * x.scale.double().repeat_interleave(x.rows, 0)[:m].repeat_interleave(x.cols, 1)[:, :k]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("rows_a", "rows_b"), ROWS)
 @pytest.mark.parametrize("config", sorted(COMMITTED), ids=str)
 def test_every_committed_configuration(config, rows_a, rows_b, assert_within_bound):

@@ -133,6 +133,7 @@ def test_rows_that_are_read_twice(norm, few_programs, monkeypatch):
     within_float64(*inputs(5, 8200, torch.bfloat16, 6), norm)  # means, then dx
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("form", ROW_WAYS, ids=str)
 @pytest.mark.parametrize("norm", [Norm("rms", 0.0), NORMS[0], NORMS[2]], ids=str)
 def test_rows_beyond_the_last_count_nowhere(norm, form):

@@ -70,6 +70,7 @@ def names(launched: list[str]) -> list[str]:  # noqa: F811
     return [name for name in launched if name not in ASKS]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("form", STORES, ids=str)
 @pytest.mark.parametrize("norm", [LAYER, RMS], ids=str)
 def test_a_norms_launches(norm, form, launched):  # noqa: F811
@@ -85,6 +86,7 @@ def test_a_norms_launches(norm, form, launched):  # noqa: F811
         assert names(launched) == ["norm_quantize_backward"]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("form", STORES, ids=str)
 @pytest.mark.parametrize("kind", ["relu", "swiglu"])
 def test_an_activations_launches(kind, form, launched):  # noqa: F811

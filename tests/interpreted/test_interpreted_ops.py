@@ -51,6 +51,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", KERNELS, ids=lambda recipe: getattr(recipe, "name", recipe))
 def test_a_layer_trains_on_our_kernels_and_the_report_says_so(
@@ -104,6 +105,7 @@ def test_every_recipe_is_covered():
     assert set(EVERY_FP8_RECIPE) <= set(KERNELS)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("first", "second"),
     [*itertools.product([(-1, -1), (1, -1), (1, 128), (1, 64), (128, 128), (-1, 128)], repeat=2)],

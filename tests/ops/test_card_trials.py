@@ -11,8 +11,10 @@ import fp8engine as fe
 from fp8engine import environment
 from fp8engine.kernels import tuning
 from fp8engine.kernels.tuning import Config
+from fp8engine.numerics.cast import Cast
 from fp8engine.ops import card_trials, choice_file, device, matmul, triton_backend
 from fp8engine.ops.card_trials import BUDGET, CardRunner, CardTrials
+from fp8engine.ops.casts import cast_transpose
 from fp8engine.ops.choice_file import Choice, Job
 from fp8engine.scaling import table
 from fp8engine.scaling.table import ScalingState
@@ -161,6 +163,19 @@ def test_a_folder_that_cannot_be_written_is_said(caplog, cache):
     assert "not kept" in caplog.records[-1].getMessage()
 
 
+TABLE = tuning.table
+
+
+def unmeasured() -> dict:
+    """The tuning table as it would be for a card that nobody has measured."""
+    return {
+        operation: {
+            arch: {name: row._replace(ratio=None) for name, row in rows.items()} for arch, rows in cards.items()
+        }
+        for operation, cards in TABLE().items()
+    }
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """A pretended H100 in this process, whose trials are given."""
@@ -169,6 +184,7 @@ def hopper(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: (9, 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(card_trials, "trials_of", lambda where: None if where.type == "cpu" else trials)
+        monkeypatch.setattr(tuning, "table", unmeasured)
         device.capability.cache_clear()
         triton_backend.measured.cache_clear()
 
@@ -283,6 +299,13 @@ def test_operands_have_scales_of_their_kind(kind, of_a, of_b):
     a, b = card_trials.operands(Job("", kind, 4, 130, 256), torch.device("cpu"))
     assert (tuple(a.scale.shape), tuple(b.scale.shape)) == (of_a, of_b)
     assert card_trials.kind_of(a, b) == kind
+    # As casts lay them in memory: those of wgrad's operands, transposes, the other way round, or Gluon refuses them.
+    x = torch.randn(256, 130)
+    _, made = cast_transpose(x, Cast.parse("e4m3 1x128" if "block" in kind else "e4m3"))
+    if kind == "block by block":
+        assert b.scale.stride() == made.scale.stride() == (1, 130)
+    else:
+        assert b.scale.is_contiguous()
 
 
 def test_only_blocks_of_128_are_measured():

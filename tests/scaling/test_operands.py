@@ -256,7 +256,7 @@ def test_threads_do_not_mix_their_requests(recipe: str):
     assert wrong_answers(recipe, calls=2000) == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_threads_do_not_mix_20_000_requests(recipe: str):

@@ -1,0 +1,115 @@
+"""What a card's sweep of configurations says: `python -m benchmarks.sweep FILE [--write]`, no card needed.
+
+FILE is a file of `make gpu` (benchmarks/card/sweep.py made its rows).  For each operation and shape class:
+
+    best        the configuration with the highest geometric mean of cuBLASLt's time over its own, all shapes and kinds
+                of scales of the class taken together; "least" is the lowest of these ratios
+    committed   the same of kernels/tuning.json's row
+    predicted   the timing model's time over the measured one, the geometric mean: 1 where the model is right
+
+--write puts the best into kernels/tuning.json, with the card it was measured on and the least ratio, rounded down.
+Where ours is faster in the mean but not at each shape the ratio stays null: the card's own trials then decide by shape.
+Of the class "small", which has shapes of far fewer tiles than those that were timed, only what cuts K is taken.  What
+`make codegen` found to spill is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.card import records
+from benchmarks.tuning_table import dump, merged
+from fp8engine.kernels import tuning
+from fp8engine.kernels.tuning import Config
+
+ARCHITECTURE = "sm_90"
+
+
+class Measured(NamedTuple):
+    """A configuration over the shapes of its class.  Lists of cuBLASLt's time over ours, of predicted over measured."""
+
+    config: Config
+    ratios: list[float]
+    predicted: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean of the ratios."""
+        return statistics.geometric_mean(self.ratios)
+
+
+def main() -> None:
+    """Print the table, and write the tuning table if asked to."""
+    options = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
+    options.add_argument("file", type=Path)
+    options.add_argument("--write", action="store_true", help="replace the rows of kernels/tuning.json")
+    asked = options.parse_args()
+    every, _ = records.read(asked.file)
+    found = classes([record["row"] for record in every if record.get("bench") == "sweep"])
+    for (operation, name), configs in found.items():
+        print("\n".join(lines(operation, name, configs)))
+    if asked.write:
+        machine = next(record for record in every if record["kind"] == "machine")
+        content = json.loads(tuning.TABLE.read_text())
+        tuning.TABLE.write_text(dump(merged(content, ARCHITECTURE, rows(found), machine)))
+
+
+def classes(measured: list[dict[str, Any]]) -> dict[tuple[str, str], list[Measured]]:
+    """(operation, class) -> what ran at every shape of the class, under every kind of scales; the best first."""
+    library = {_place(row): row["seconds"] for row in measured if row["name"] == "cublas"}
+    found: dict[tuple[str, str], dict[str, Measured]] = defaultdict(dict)
+    places: dict[tuple[str, str], set] = defaultdict(set)
+    for row in measured:
+        if "config" in row and not _spills(Config(*row["config"]), row["operation"]):
+            group = row["operation"], tuning.shape_class(*row["shape"][:2])
+            places[group].add(_place(row))
+            one = found[group].setdefault(row["name"], Measured(Config(*row["config"]), [], []))
+            one.ratios.append(library[_place(row)] / row["seconds"])
+            one.predicted.append(row["predicted"] / row["seconds"])
+    return {
+        group: sorted(
+            (one for one in each.values() if len(one.ratios) == len(places[group])), key=lambda one: -one.mean
+        )
+        for group, each in found.items()
+    }
+
+
+def lines(operation: str, name: str, configs: list[Measured]) -> list[str]:
+    """The best three, and the committed one."""
+    committed = str(tuning.table()[operation][ARCHITECTURE][name]._replace(ratio=None))
+    shown = [*configs[:3], *(one for one in configs[3:] if str(one.config) == committed)]
+    made = [f"{operation} {name}: {len(configs[0].ratios)} matmuls"]
+    for one in shown:
+        mark = " (committed)" if str(one.config) == committed else ""
+        model = statistics.geometric_mean(one.predicted)
+        made.append(f"  {one.mean:.3f} least {min(one.ratios):.3f} predicted {model:.2f} {one.config}{mark}")
+    return made
+
+
+def rows(found: dict[tuple[str, str], list[Measured]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of the tuning table: the best of each class."""
+    made = {}
+    for group, configs in found.items():
+        best = next(one for one in configs if group[1] != "small" or one.config.split_k > 1)
+        ratio = None if min(best.ratios) < 1 < best.mean else math.floor(1000 * min(best.ratios)) / 1000
+        made[group] = best.config._replace(ratio=ratio)._asdict()
+    return made
+
+
+def _spills(config: Config, operation: str) -> bool:
+    """Whether an epilogue of that configuration spills (`make codegen`)."""
+    return operation == "matmul_block" and config.kernel == "gluon" and not config.in_turns and config.parts == 4
+
+
+def _place(row: dict[str, Any]) -> tuple:
+    return row["operation"], row["kind"], *row["shape"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The sweep of a card: what it tries, and the tuning table that is made of its rows."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sweep, tuning_table
+from benchmarks.card import sweep as card_sweep
+from fp8engine.kernels import tuning
+from fp8engine.kernels.tuning import Config
+
+FAST, SLOW = Config(128, 128, 128), Config(64, 128, 128, split_k=16)
+LARGE, SMALL = (8192, 8192, 4096), (256, 1024, 4096)
+
+
+def row(shape: tuple[int, ...], seconds: float, config: Config | None, kind: str = "tensor") -> dict:
+    """One measurement, predicted to take a second."""
+    found = {"operation": "matmul_fp8", "kind": kind, "shape": list(shape), "seconds": seconds}
+    if config is None:
+        return {**found, "name": "cublas"}
+    return {**found, "name": str(config), "config": list(config[:-1]), "predicted": 1.0}
+
+
+@pytest.mark.parametrize("operation", dict(card_sweep.OPERATIONS))
+def test_what_is_tried_fits_and_has_the_committed_configurations(operation: str):
+    tried = card_sweep.configurations(operation)
+    assert len(set(tried)) == len(tried) > 20
+    committed = {name: one._replace(ratio=None) for name, one in card_sweep.rows(operation).items()}
+    assert {one for name, one in committed.items() if name != "unaligned"} <= set(tried)
+    assert max(tuning.shared_memory(operation, one) for one in tried) <= 232_448  # of a program on Hopper
+
+
+def test_the_best_mean_of_a_class_wins_and_its_least_ratio_is_kept():
+    rows = []
+    for kind, fast, slow in (("tensor", 1.0, 4.0), ("row", 2.0, 1.6)):
+        rows += [row(LARGE, 2.0, None, kind), row(LARGE, fast, FAST, kind), row(LARGE, slow, SLOW, kind)]
+    rows.append(row(LARGE, 0.1, Config(64, 64, 128)))  # it ran under one kind of scales alone
+    found = sweep.classes(rows)
+    ((group, configs),) = found.items()
+    assert group == ("matmul_fp8", "large")
+    assert [(one.config, one.ratios) for one in configs] == [(FAST, [2.0, 1.0]), (SLOW, [0.5, 1.25])]
+    assert configs[0].predicted == [1.0, 0.5]
+    assert sweep.rows(found)[group] == FAST._replace(ratio=1.0)._asdict()
+
+
+def test_a_mean_above_cublaslt_that_is_not_so_everywhere_is_left_to_the_cards_trials():
+    rows = [row(LARGE, 2.0, None), row(LARGE, 1.0, FAST), row(LARGE, 0.9, None, "row"), row(LARGE, 1.0, FAST, "row")]
+    found = sweep.rows(sweep.classes(rows))
+    assert found["matmul_fp8", "large"]["ratio"] is None
+
+
+def test_of_small_results_only_what_cuts_k_is_taken():
+    rows = [row(SMALL, 1.0, None), row(SMALL, 0.5, FAST), row(SMALL, 3.0, SLOW)]
+    found = sweep.rows(sweep.classes(rows))
+    assert found["matmul_fp8", "small"] == SLOW._replace(ratio=0.333)._asdict()
+
+
+def test_the_committed_table_is_that_of_the_committed_sweep(monkeypatch, tmp_path: Path, capsys):
+    """`python -m benchmarks.sweep FILE --write` changes nothing: each row comes from that file."""
+    file = next((Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200").glob("*-sweep.jsonl"))
+    copy = tmp_path / "tuning.json"
+    copy.write_text(tuning.TABLE.read_text())
+    monkeypatch.setattr(tuning, "TABLE", copy)
+    monkeypatch.setattr(sys, "argv", ["sweep", str(file), "--write"])
+    sweep.main()
+    assert tuning_table.difference(Path(tuning.__file__).with_name("tuning.json").read_text(), copy.read_text()) == ""
+    said = capsys.readouterr().out
+    assert "matmul_fp8 large: 13 matmuls" in said
+    assert "128x256x128 g8 w8 s3 p2 tma flat (committed)" in said
+    assert json.loads(copy.read_text())["source"]["matmul_block sm_90 large"]["card"] == "NVIDIA H200"
