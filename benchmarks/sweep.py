@@ -7,10 +7,9 @@ FILE is a file of `make gpu` (benchmarks/card/sweep.py made its rows).  For each
     committed   the same of kernels/tuning.json's row
     predicted   the timing model's time over the measured one, the geometric mean: 1 where the model is right
 
---write puts the best into kernels/tuning.json, with the card it was measured on and the least ratio, rounded down.
-Where ours is faster in the mean but not at each shape the ratio stays null: the card's own trials then decide by shape.
-Of the class "small", which has shapes of far fewer tiles than those that were timed, only what cuts K is taken.  What
-`make codegen` found to spill is left out.
+--write puts the committed configuration's least ratio, rounded down, into kernels/tuning.json, with the card that it
+was measured on.  Where ours is faster in the mean but not at each shape the ratio stays null: the card's own trials then
+decide by shape.  A better configuration is put in by hand: `make codegen-all` has to compile it with every Triton.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def classes(measured: list[dict[str, Any]]) -> dict[tuple[str, str], list[Measur
     found: dict[tuple[str, str], dict[str, Measured]] = defaultdict(dict)
     places: dict[tuple[str, str], set] = defaultdict(set)
     for row in measured:
-        if "config" in row and not _spills(Config(*row["config"]), row["operation"]):
+        if "config" in row:
             group = row["operation"], tuning.shape_class(*row["shape"][:2])
             places[group].add(_place(row))
             one = found[group].setdefault(row["name"], Measured(Config(*row["config"]), [], []))
@@ -93,18 +92,16 @@ def lines(operation: str, name: str, configs: list[Measured]) -> list[str]:
 
 
 def rows(found: dict[tuple[str, str], list[Measured]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows of the tuning table: the best of each class."""
+    """The rows of the tuning table: what is committed, with its ratio."""
     made = {}
-    for group, configs in found.items():
-        best = next(one for one in configs if group[1] != "small" or one.config.split_k > 1)
-        ratio = None if min(best.ratios) < 1 < best.mean else math.floor(1000 * min(best.ratios)) / 1000
-        made[group] = best.config._replace(ratio=ratio)._asdict()
+    for (operation, name), configs in found.items():
+        committed = tuning.table()[operation][ARCHITECTURE][name]._replace(ratio=None)
+        for one in configs:
+            if one.config == committed:
+                everywhere = min(one.ratios) >= 1 or one.mean <= 1
+                ratio = math.floor(1000 * min(one.ratios)) / 1000 if everywhere else None
+                made[operation, name] = committed._replace(ratio=ratio)._asdict()
     return made
-
-
-def _spills(config: Config, operation: str) -> bool:
-    """Whether an epilogue of that configuration spills (`make codegen`)."""
-    return operation == "matmul_block" and config.kernel == "gluon" and not config.in_turns and config.parts == 4
 
 
 def _place(row: dict[str, Any]) -> tuple:

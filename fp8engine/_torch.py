@@ -262,6 +262,11 @@ def reduce_scatter_groups(module: nn.Module) -> list[dist.ProcessGroup]:
     return [group._reduce_scatter_process_group for group in sharded]
 
 
+def spin(cycles: int) -> None:
+    """Let the current card do nothing for so many cycles, so that the host gets ahead of it."""
+    torch.cuda._sleep(cycles)
+
+
 def default_store() -> dist.Store:
     """The store by which the ranks of the default process group met: small messages without a collective."""
     return dist.distributed_c10d._get_default_store()

@@ -204,9 +204,7 @@ def _short_kernel(
             for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
                 first = row + part * PIECE
                 x_MK = load_tile(x, first, column, M, K, (stride_m, stride_k), PIECE, BLOCK_K, "pointer").to(tl.float32)
-                lost_MK, top, s = _group(
-                    x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, False
-                )  # fmt: skip
+                lost_MK, top, s = _group(x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, False)
                 if NOTE:
                     if TOGETHER:
                         lost, bad = counted(lost_MK, is_finite(x_MK) == 0)

@@ -68,10 +68,8 @@ def _gluon(operation: str) -> Iterator[Config]:
         for stages in (3, 4):
             yield Config(128, 256, 128, stages=stages, parts=2, kernel="gluon")
     else:
-        parts = 2 if operation == "matmul_block" else 4  # with 4 its epilogue with a GELU spills
         for group, (m, stages) in itertools.product((4, 8, 16), ((128, 5), (256, 4))):
-            pieces = 4 if m == 256 else parts
-            yield Config(m, 128, 128, group_m=group, stages=stages, parts=pieces, kernel="gluon")
+            yield Config(m, 128, 128, group_m=group, stages=stages, parts=4, kernel="gluon")
 
 
 def _fits(operation: str, config: Config) -> bool:

@@ -37,6 +37,7 @@ FULL = "128 registers are all that each of 512 threads may have; the kernel is l
 COMPILER = (
     "what this Triton's compiler makes of the same source; no change of the source was sought, no card has measured it"
 )
+CODES = "its sum has codes of its own (kernels/scaling.py); what other Tritons make of that was not compiled yet"
 BY_MEMORY = "limited by memory: fewer programs of more registers have loads in flight too; no card has measured it"
 NEW = ("3.7.1", "3.8.0", "3.9.0")
 REASONS: tuple[Reason, ...] = (
@@ -74,7 +75,9 @@ REASONS: tuple[Reason, ...] = (
     Reason(baselines.RANGE, "matmul_fp16 across K * ptr * odd K gelu+amax", "programs", 1, COMPILER),
     Reason(baselines.RANGE, "cast_transpose * odd sums *_column_sums_kernel", "programs", 5, BY_MEMORY),
     Reason(NEW, "add_parts *", "programs", 4, BY_MEMORY),
-    Reason(baselines.RANGE, "cast_transpose tensor*", "programs", 1, BY_MEMORY),
+    Reason(("3.7.1",), "attention * causal sm_89", "ceiling", 57, CODES),
+    Reason(baselines.RANGE, "cast_transpose *", "programs", 1, BY_MEMORY),
+    Reason(baselines.RANGE, "quantize *", "programs", 1, BY_MEMORY),
     Reason(baselines.RANGE, "quantize_experts *", "programs", 1, BY_MEMORY),
     Reason(baselines.RANGE, "act *", "programs", 1, BY_MEMORY),
     Reason(baselines.RANGE, "norm *", "programs", 1, BY_MEMORY),

@@ -37,7 +37,8 @@ def frozen_linear(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         rows = math.prod(x.shape[:-1])
-        numerics.ran = matmul.choose(x.device, numerics.recipe.by_block, (rows, len(weight.data)))
+        sizes = rows, len(weight.data)
+        numerics.ran = matmul.choose(x.device, numerics.recipe.by_block, sizes, kind=numerics.kind)
     wants = x.requires_grad or (bias_N is not None and bias_N.requires_grad)
     if torch.is_grad_enabled() and wants:
         return _Frozen.apply(x, bias_N, *weight, given, numerics, out, compiling)

@@ -208,7 +208,7 @@ class CardRunner:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
         for start, end in events:
             flush.zero_()
-            torch.cuda._sleep(HEAD_START)
+            _torch.spin(HEAD_START)
             start.record()
             call()
             end.record()

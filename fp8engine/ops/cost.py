@@ -127,18 +127,19 @@ def dispatched(recipe: Recipe, name: str, shape: tuple[int, int, int]) -> tuple[
 
     >>> from fp8engine.numerics.recipe import blockwise, current
     >>> dispatched(current(), "forward", (8192, 4096, 4096))
-    >>> print(*dispatched(blockwise(), "forward", (8192, 4096, 4096)))
-    matmul_block 256x128x128 g8 w8 s4 p4 gluon
+    >>> print(*dispatched(blockwise(), "forward", (1024, 2048, 8192)))
+    matmul_block 128x128x128 g8 w8 s5 p2 gluon
     """
     if (sums := sums_of(recipe, name)) is None:
         return None
     by_block, (m, n, _) = sums.startswith("block"), shape
     operation = matmul.operation_of(recipe.precision[name], by_block)
-    if matmul.by_ratio(by_block, True, triton_backend.measured(operation, HOPPER, m, n)) != "triton":
-        return None
-    limits, tuning = (importlib.import_module(f"fp8engine.kernels.{module}") for module in ("limits", "tuning"))
     a, b = _operands(recipe, name, shape)
     size = a.cols if a.scaled_along_k else b.cols
+    torch_can = not by_block or size == predicted.BLOCK
+    if matmul.by_ratio(by_block, torch_can, triton_backend.measured(operation, HOPPER, m, n)) != "triton":
+        return None
+    limits, tuning = (importlib.import_module(f"fp8engine.kernels.{module}") for module in ("limits", "tuning"))
     if by_block:
         a, b = triton_backend.in_groups(a, size), triton_backend.in_groups(b, size)
     config = tuning.pick(operation, HOPPER, m, n, limits.describable(a.data) and limits.describable(b.data))

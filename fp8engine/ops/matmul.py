@@ -101,7 +101,7 @@ def _measured(
     where: torch.device, operation: str, shape: tuple[int, ...] | None, kind: str | None
 ) -> tuple[float, Choice | None]:
     """(the tuning table's ratio or 0, what the card measured of itself where the table has nothing)."""
-    if shape is None:
+    if shape is None or (kind is None and operation == "matmul_block"):  # measured are blocks of 128
         return 0.0, None
     ratio = triton_backend.measured(operation, device.capability(where), *shape[:2])
     if ratio or kind is None or len(shape) < 3 or shape[2] % ALIGNED:

@@ -22,7 +22,7 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
     A ceiling of blocks is known for 128 of K: shorter ones have their sums scaled as many times as often.
 
     >>> from fp8engine.kernels.tuning import Config
-    >>> round(kernel_of("matmul_block", Config(128, 128, 128)).ceiling, 2)  # 0.62 of 0.65, its machine code's
+    >>> round(kernel_of("matmul_block", Config(128, 128, 128)).ceiling, 2)  # 0.62 of 0.64, its machine code's
     0.4
     >>> kernel_of("matmul_fp8", Config(64, 128, 128, warps=4)).programs
     2

@@ -181,7 +181,7 @@ GOOD = judge.Row(
         ({"spills": 8}, ["8 bytes spilled"]),
         ({"shared": 232_449}, ["232449 bytes of shared memory; a program may have 232448"]),
         ({"serialized": True, "notes": ("C7510",)}, ["wait for each other (C7510)"]),
-        ({"apart": 8}, ["8 pairs of FP8 codes are stored in words and used otherwise too"]),
+        ({"apart": 8}, ["8 pairs of FP8 codes are stored in words and taken apart as well"]),
         ({"shape": "HGMMA.64x256x16"}, ["no QGMMA in the main loop (HGMMA.64x256x16)"]),
         ({"shape": ""}, ["no QGMMA in the main loop (no Tensor Core instruction at all)"]),
         ({"fp8": False, "shape": "HGMMA.64x256x16"}, []),

@@ -110,19 +110,19 @@ def test_what_is_loaded_beyond_a_tile_is_no_tensor():
 
 
 def test_a_cast_is_held_against_bandwidth_and_latency():
-    """Delayed with the transpose: two programs of 8 warps and 32 bytes a thread on their way are 16,384 bytes."""
+    """Delayed with the transpose: three programs of 4 warps and 64 bytes a thread on their way are 24,576 bytes."""
     name = "cast_transpose tensor predicted sm_90: 1 _measure_kernel"
     row = KERNELS[name]
-    assert (row["resident"], row["in_flight"]) == (2, 2 * 256 * 32)
+    assert (row["resident"], row["in_flight"]) == (3, 3 * 128 * 64)
     found = ceilings.of(name, row, H200)
     assert found is not None
-    assert found.loads == pytest.approx(16384 / 29091, rel=1e-3)  # 56 % of the bandwidth
+    assert found.loads == pytest.approx(24576 / 29091, rel=1e-3)  # 84 % of the bandwidth
     assert found.issue == pytest.approx(row["bytes_per_clock"] / 19.87, rel=1e-3)
     assert (found.of, found.l2) == ("memory", 1.0)
-    assert found.least < 0.57
+    assert found.least < 0.85
     slower = ceilings.of(name, row, H100_SXM)
     assert slower is not None
-    assert slower.loads == pytest.approx(16384 / (29091 * 3.35 / 4.8), rel=1e-3)
+    assert slower.loads == pytest.approx(min(1.0, 24576 / (29091 * 3.35 / 4.8)), rel=1e-3)
 
 
 def test_a_promoted_matmul_asks_more_of_l2_than_comes():

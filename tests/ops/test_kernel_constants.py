@@ -7,10 +7,9 @@ import pkgutil
 import pytest
 import triton.language as tl
 
-from fp8engine import kernels
 from fp8engine.kernels.constant import Constant
 
-MODULES = [name for _, name, _ in pkgutil.iter_modules(kernels.__path__)]
+MODULES = [name for _, name, _ in pkgutil.iter_modules(importlib.import_module("fp8engine.kernels").__path__)]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -169,12 +169,7 @@ def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
         (1024, 2048, 128),  # 64: too few
     ],
 )
-def test_high_tiles_are_taken_where_their_rounds_are_full(m, n, rows, monkeypatch):
-    """Of a table that has such tiles for large results; the committed one has none since they were timed."""
-    found = {operation: {arch: dict(each) for arch, each in rows.items()} for operation, rows in table().items()}
-    for operation in ("matmul_block", "matmul_fp8_promoted"):
-        found[operation]["sm_90"]["large"] = tuning.Config(256, 128, 128, stages=4, parts=4, kernel="gluon")
-    monkeypatch.setattr(tuning, "table", lambda: found)
+def test_high_tiles_are_taken_where_their_rounds_are_full(m, n, rows):
     assert [pick(operation, (9, 0), m, n).block_m for operation in ("matmul_block", "matmul_fp8_promoted")] == [
         rows
     ] * 2
