@@ -8,8 +8,8 @@ FILE is a file of `make gpu` (benchmarks/card/sweep.py made its rows).  For each
     predicted   the timing model's time over the measured one, the geometric mean: 1 where the model is right
 
 --write puts the committed configuration's least ratio, rounded down, into kernels/tuning.json, with the card that it
-was measured on.  Where ours is faster in the mean but not at each shape the ratio stays null: the card's own trials then
-decide by shape.  A better configuration is put in by hand: `make codegen-all` has to compile it with every Triton.
+was measured on.  Where ours is faster in the mean but not at each shape the ratio stays null: the card's own trials
+then decide by shape.  A better configuration is put in by hand: `make codegen-all` has to compile it with every Triton.
 """
 
 from __future__ import annotations
