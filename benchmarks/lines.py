@@ -26,7 +26,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 BUDGET = {
     "amp": 2_899,
     "auto": 1_449,
-    "autograd": 1_957,
+    "autograd": 1_958,
     "bench": 935,
     "cli": 1_040,
     "convert": 1_499,
@@ -37,10 +37,10 @@ BUDGET = {
     "kernels": 3_596,
     "nn": 1_284,
     "numerics": 612,
-    "ops": 3_127,
+    "ops": 3_128,
     "report": 3_074,
     "scaling": 1_230,
-    "top level": 372,
+    "top level": 374,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
