@@ -257,4 +257,6 @@ def test_which_backend_multiplies_blocks(monkeypatch: pytest.MonkeyPatch, usable
     monkeypatch.setattr(triton_backend, "usable", lambda: usable)
     monkeypatch.setattr(triton_backend, "measured", lambda *asked: ratio)
     monkeypatch.setattr(scaled_mm, "no_blocks", lambda where: None if torch_can else "no")
-    assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096)) == chosen
+    assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096), kind="block") == chosen
+    if usable:  # of other blocks than those of 128, which have no kind, nothing was measured
+        assert matmul.choose(torch.device("cuda", 0), True, (8192, 4096), kind=None) == "triton"
