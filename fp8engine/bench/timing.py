@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fp8engine.ops.card_trials import HEAD_START
+
 TURNS, WARMUP = 30, 3  # turns that count, and those before them: compilation, clocks, caches of descriptors
-HEAD_START = 1_000_000  # cycles that the card spins for: 0.5 ms at the 1.98 GHz of an H100 or H200
 SMALLEST_FLUSH = 1 << 20  # bytes, where a card reports no L2 cache
 
 

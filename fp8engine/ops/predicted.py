@@ -22,13 +22,12 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
     A ceiling of blocks is known for 128 of K: shorter ones have their sums scaled as many times as often.
 
     >>> from fp8engine.kernels.tuning import Config
-    >>> round(kernel_of("matmul_block", Config(128, 128, 128)).ceiling, 2)  # 0.62 of 0.64, its machine code's
+    >>> round(kernel_of("matmul_block", Config(128, 128, 128)).ceiling, 2)  # 0.63 of 0.64, its machine code's
     0.4
     >>> kernel_of("matmul_fp8", Config(64, 128, 128, warps=4)).programs
     2
     """
-    family = ("gluon in turns" if config.in_turns else config.kernel) if config.descriptors else "pointers"
-    family, sums = (family if family in CEILINGS else "triton"), sums or SUMS[operation]
+    family, sums = family_of(config), sums or SUMS[operation]
     ceiling = CEILINGS[family][sums] * REACHED[family][sums]
     if operation == "matmul_block":
         ceiling /= ceiling + (1 - ceiling) * BLOCK / config.block_k
@@ -41,6 +40,11 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
         overlapped=config.kernel == "gluon" or config.flatten,
         split=config.split_k,
     )
+
+
+def family_of(config: Any) -> str:
+    """The key of CEILINGS and REACHED that a configuration, of kernels/tuning.py, belongs to."""
+    return ("gluon in turns" if config.in_turns else config.kernel) if config.descriptors else "pointers"
 
 
 def seconds(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> float:

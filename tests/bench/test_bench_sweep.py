@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sweep, tuning_table
+from benchmarks.card import records
 from benchmarks.card import sweep as card_sweep
 from fp8engine.kernels import tuning
 from fp8engine.kernels.tuning import Config
+from fp8engine.numerics.cards import H200
+from fp8engine.numerics.matmul_time import REACHED
 
+FILE = next((Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200").glob("*-sweep.jsonl"))
 FAST, LARGE = Config(128, 128, 128), (8192, 8192, 4096)
 
 
@@ -55,14 +59,26 @@ def test_a_mean_above_cublaslt_that_is_not_so_everywhere_is_left_to_the_cards_tr
 
 def test_the_committed_table_is_that_of_the_committed_sweep(monkeypatch, tmp_path: Path, capsys):
     """`python -m benchmarks.sweep FILE --write` changes nothing: each row comes from that file."""
-    file = next((Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200").glob("*-sweep.jsonl"))
     copy = tmp_path / "tuning.json"
     copy.write_text(tuning.TABLE.read_text())
     monkeypatch.setattr(tuning, "TABLE", copy)
-    monkeypatch.setattr(sys, "argv", ["sweep", str(file), "--write"])
+    monkeypatch.setattr(sys, "argv", ["sweep", str(FILE), "--write"])
     sweep.main()
     assert tuning_table.difference(Path(tuning.__file__).with_name("tuning.json").read_text(), copy.read_text()) == ""
     said = capsys.readouterr().out
     assert "matmul_fp8 large: 13 matmuls" in said
     assert "128x256x128 g8 w8 s4 p2 tma flat (committed)" in said
     assert json.loads(copy.read_text())["source"]["matmul_block sm_90 large"]["card"] == "NVIDIA H200"
+
+
+def test_what_the_model_says_is_reached_is_what_the_committed_sweep_gives():
+    """Fitted to half of the shapes, Gluon's kernels are nearer on the other half."""
+    every, _ = records.read(FILE)
+    found = sweep.reached([record["row"] for record in every if record.get("bench") == "sweep"], H200)
+    assert {key: fit.share for key, fit in found.items()} == {
+        (family, sums): REACHED[family][sums] for family, sums in found
+    }
+    assert set(found) == {
+        (family, sums) for family in ("triton", "gluon", "gluon in turns") for sums in REACHED[family]
+    } - {("gluon in turns", "fast")}
+    assert all(fit.after < fit.before for (family, _), fit in found.items() if family.startswith("gluon"))
