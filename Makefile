@@ -21,7 +21,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/report.stamp  ## train a small GPT under every recipe, write report/
-	$(PY) -m fp8engine train --overwrite
+	$(PY) -m fp8engine train --steps 160 --overwrite
 
 test: $(VENV)/dev.stamp browser  ## a few cases of every test: each room, recipe and kernel; every doctest
 	$(PYTEST) -n $(JOBS) --part short
@@ -116,5 +116,6 @@ $(VENV)/%.stamp: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "installing fp8engine[$(EXTRA)] into $(VENV) (the first time takes minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRA)]'
+	@# --no-compile: a third of an install's time is bytecode of files that nobody imports
+	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRA)]'
 	@touch $@
