@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_899,
-    "auto": 1_449,
+    "auto": 1_630,
     "autograd": 1_958,
     "bench": 935,
     "cli": 1_040,
@@ -37,10 +37,10 @@ BUDGET = {
     "kernels": 3_594,
     "nn": 1_284,
     "numerics": 612,
-    "ops": 3_131,
-    "report": 3_074,
+    "ops": 3_134,
+    "report": 3_099,
     "scaling": 1_230,
-    "top level": 374,
+    "top level": 376,
 }
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -36,6 +36,7 @@ def calibrate(model: nn.Module, controllers: Sequence[Controller], example_input
         try:
             with torch.enable_grad():
                 loss = loss_of(model(*args, **kwargs))
+                loss = loss if loss is not None and loss.requires_grad else None
                 if loss is not None and not _run_backward(loss, wanted):
                     loss = None
                     warnings.warn(
@@ -61,12 +62,10 @@ def _run_backward(loss: torch.Tensor, wanted: Sequence[torch.Tensor]) -> bool:
 
 
 def loss_of(result: object) -> torch.Tensor | None:
-    """The loss that a model returned, one number that takes a gradient; None for none.
+    """The loss that a model returned, one number; None for none.
 
-    >>> loss_of({"loss": torch.tensor(2.0, requires_grad=True)})
-    tensor(2., requires_grad=True)
+    >>> loss_of({"loss": torch.tensor(2.0)})
+    tensor(2.)
     """
     found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.requires_grad:
-        return found
-    return None
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None

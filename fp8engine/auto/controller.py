@@ -37,7 +37,7 @@ from fp8engine.auto.reading import outcome_of, paid_for, read, remember, saturat
 from fp8engine.auto.schedule import is_sampled, looks
 from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import StrictError
-from fp8engine.numerics.recipe import Cast, Recipe
+from fp8engine.numerics.recipe import ROLES, Cast, Recipe
 from fp8engine.scaling.choice import Choice, SlotKey, in_16_bits, label, recipe_of
 from fp8engine.scaling.prediction import Measured
 from fp8engine.scaling.sample import outside_of_autocast
@@ -223,7 +223,7 @@ class Controller(Known):
             choice = self.choices[slot[0]]
             outcome = outcome_of(self.reads.get(slot[0]), slot, choice, measured)
             self.history.enter(sample.step, self._name(slot), label(slot, choice), measured, outcome)
-        before = list({id(choice): choice for choice in self.choices.values()}.values())  # of each group once
+        before = self.groups()
         after = []
         for choice in before:
             needs = {i: needs_of(self.recipes[i], loss=self.loss or 0.0) for i in choice.layers}
@@ -245,10 +245,16 @@ class Controller(Known):
 
     def _spend(self, choices: Sequence[Choice]) -> list[Choice]:
         """The choices with the finer casts and the 16 bits that the budget of loss asks for."""
-        if self.recipe.budget is None or self.loss is None:
-            return list(choices)
-        flops = {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
-        return budget.spend(choices, self.reads, flops, self.recipe.budget * self.loss)
+        return list(choices) if self.allowed is None else budget.spend(choices, self.reads, self.flops(), self.allowed)
+
+    def settle(self, choices: Sequence[Choice], why: str) -> None:
+        """Adopt the choices of all groups before the next step begins, for that reason."""
+        self.step += 1
+        for old, new in zip(self.groups(), choices, strict=True):
+            slots = [(i, role) for i in new.layers for role in ROLES]
+            changed = {slot: why for slot in slots if label(slot, old) != label(slot, new)}
+            self._adopt(old, replace(new, reasons=changed), {})
+        self.step -= 1
 
     def _adopt(self, old: Choice, new: Choice, found: Mapping[SlotKey, Measured]) -> None:
         """Give a group's layers the recipes of its new choice, and log the reasons."""

@@ -6,6 +6,7 @@ Its state is JSON and tensors, so that a resumed run decides as the uninterrupte
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,15 +24,15 @@ from fp8engine.autograd.numerics import Numerics
 from fp8engine.errors import InvalidRecipe, StateError
 from fp8engine.files import HostCopy
 from fp8engine.numerics.formats import Format
-from fp8engine.numerics.recipe import Auto
-from fp8engine.scaling.choice import Casts, Choice, SlotKey
+from fp8engine.numerics.recipe import Auto, Recipe
+from fp8engine.scaling.choice import Casts, Choice, SlotKey, recipe_of
 from fp8engine.scaling.reads import READS, Reads
 from fp8engine.scaling.sample import StepSamples, Tables
 from fp8engine.scaling.table import OUTPUT, ROLES, ScalingState
 
 SAME_FOR_ALL = ("interval", "freeze_after", "plan", "objective", "budget")  # what recipes of one model have to agree on
 # Attributes that the JSON text holds as they are: of a controller, of a choice.
-PLAIN = ("step", "tentative", "calibrated", "loss")
+PLAIN = ("step", "tentative", "calibrated", "loss", "spent")
 OF_CHOICE = ("layers", "margin", "changes", "spent")
 PENDING = ("slots", "reads", "loss", "pending_counts", "pending_rules", "pending_amax")  # as `host_copy.Copied`
 TABLES = (*PENDING, "counts", "remembered", "moves", "parts", "watched")
@@ -45,6 +46,7 @@ class Known:
     step: the training step under way, -1 before the first.
     plan: decisions to repeat.  choices: by a layer's place in `layers`; layers that are decided together share one.
     reads: what is remembered of each layer's casts.  loss: the latest that was seen, in nats; None for none.
+    spent: what measuring the budget has found; None where nobody has measured it.
     Raises InvalidRecipe for recipes that disagree on more than needs.
     """
 
@@ -61,6 +63,7 @@ class Known:
         self.choices: dict[int, Choice] = {}
         self.reads: dict[int, Reads] = {}
         self.loss: float | None = None
+        self.spent: budget.Spent | None = None
         self.log: list[Change] = []
         self.history = History()
         self.failures, self.between = Failures(), Between()
@@ -102,6 +105,25 @@ class Known:
             return None
         known = seen.knows_cost(READS.index((role, "forward")))
         return budget.cost_of(seen, choice.used.get((layer, "forward")), role) if known else None
+
+    @property
+    def allowed(self) -> float | None:
+        """Nats that all forward casts may be predicted to cost; None without a budget, or a loss."""
+        if self.recipe.budget is None or self.loss is None:
+            return None
+        return self.loss * (self.recipe.budget if self.spent is None else self.spent.rate)
+
+    def groups(self) -> list[Choice]:
+        """The choice of each group once."""
+        return list({id(choice): choice for choice in self.choices.values()}.values())
+
+    def flops(self) -> dict[int, float]:
+        """Of each layer's matmul for one row, without the factor 2."""
+        return {i: float(math.prod(shape[-2:])) for i, shape in enumerate(self.shapes)}
+
+    def recipe_under(self, choice: Choice, i: int) -> Recipe:
+        """A layer's recipe under a choice, with the storage of its result."""
+        return self.outputs.with_output(i, recipe_of(self.recipes[i], choice, i))
 
     def sizes(self) -> dict[int, tuple[int, int, int] | None]:
         """M, N, K of each layer's latest matmul, by its index in the state."""
@@ -154,6 +176,7 @@ class Known:
             decided = json.loads(found["decided"])
             tables = {key: found[key] for key in TABLES}
             new: dict[str, Any] = {key: decided[key] for key in PLAIN} | {"steps_without_backward": decided["late"]}
+            new["spent"] = None if new["spent"] is None else budget.Spent(*new["spent"])
             new |= {"choices": choices_from_list(decided["choices"]), "pending": None, "watched": None}
             new["log"] = [Change.from_dict(change) for change in decided["log"]]
             new["moves"] = Moves(tables["moves"].numpy().copy().reshape(3, -1, 3), *decided["tries"])

@@ -103,7 +103,7 @@ def saturated(controller: Known, choice: Choice, counts: torch.Tensor) -> float:
 def paid_for(controller: Known, choice: Choice) -> dict[tuple[int, str], tuple[str, str]]:
     """The reasons of casts that the budget has asked for, as `policy.reasons` takes them."""
     found = {}
-    allowed = 1e3 * (controller.recipe.budget or 0.0) * (controller.loss or 0.0)
+    allowed = 1e3 * (controller.allowed or 0.0)
     for i in choice.layers:
         if (casts := choice.matmuls.get((i, "forward"))) and i in controller.reads:
             costs = {role: budget.cost_of(controller.reads[i], casts, role) for role in OPERANDS["forward"]}

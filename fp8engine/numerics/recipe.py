@@ -224,7 +224,7 @@ class Auto(Recipe):
     """The recipe of `fe.auto`: every layer starts with these casts, and the statistics of its tensors may change them.
 
     min_sqnr_db: SQNR that a kind of consumer needs, as (kind, dB) pairs; consumers of other kinds get 16 bits.
-    budget: what all forward casts together may cost the loss, relative to it, as predicted; None: no limit.
+    budget: what all forward casts together may cost the loss, relative to it; None: no limit.
     interval: training steps in which one is sampled.  freeze_after: the last step at which a decision may change.
     objective: "accuracy" takes the cheapest cast within 1 dB of the best, "speed" the cheapest that is good enough.
     plan: path of decisions to repeat, made by `Report.save_plan`; nothing is measured then.
@@ -359,7 +359,7 @@ def auto(
     """Format and granularity of each tensor from its own statistics; starts as `current`, reports every change.
 
     min_sqnr_db: SQNR that matmuls need of their operands, or {kind of consumer: SQNR}; FP8 gives at most 31.6 dB.
-    budget: share of the loss that all casts together may cost, as predicted: 0.005 keeps the loss within about 0.5 %.
+    budget: share of the loss that all casts may cost, as predicted until `fe.keep_budget` measures it; 0.005: 0.5 %.
     It needs the loss, which `fe.scaling_state(model).see_loss(loss)` tells where the model does not return it.
     interval: training steps in which one is sampled.
     freeze_after: the last step that may change anything.

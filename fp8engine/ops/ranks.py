@@ -54,6 +54,12 @@ def agree(table: torch.Tensor, name: str) -> bool:
     return group is not None
 
 
+def as_first(table: torch.Tensor) -> None:
+    """Replace this process's numbers by those of the first of all."""
+    if running():
+        dist.broadcast(table, src=0)
+
+
 def running() -> bool:
     """Whether this process is one of torch.distributed's."""
     return dist.is_available() and dist.is_initialized()

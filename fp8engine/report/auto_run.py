@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fp8engine.auto import Controller
+from fp8engine.auto.budget import Spent
 from fp8engine.auto.history import Samples, Spread
 from fp8engine.auto.log import Plan
 
@@ -17,7 +18,7 @@ class AutoRun:
 
     plans: the decisions, a plan for each scaling state.  samples, spreads: by slot.  repeats: the run repeats a plan,
     so nothing is sampled.  lacks_loss: decisions were made under a budget of loss, and no loss was seen.
-    failed: what could not be sampled or decided, and why.
+    failed: what could not be sampled or decided, and why.  spent: what measuring the budget has found.
     """
 
     plans: tuple[Plan, ...] = ()
@@ -26,6 +27,7 @@ class AutoRun:
     repeats: bool = False
     lacks_loss: bool = False
     failed: tuple[str, ...] = ()
+    spent: Spent | None = None
 
     @staticmethod
     def of(controllers: Sequence[Controller]) -> AutoRun:
@@ -37,4 +39,5 @@ class AutoRun:
             any(each.plan is not None for each in controllers),
             any(each.recipe.budget is not None and each.loss is None and each.log for each in controllers),
             tuple(told for each in controllers for told in each.failures.told.values()),
+            next((each.spent for each in controllers if each.spent is not None), None),
         )

@@ -134,6 +134,8 @@ class Report(Facts):
             lines.append(
                 f"the casts of all forwards are predicted to cost {totals['cost_millinats']:.3g} millinats of loss"
             )
+        if self.auto.spent is not None:
+            lines.append(str(self.auto.spent))
         if self.alarms:
             lines.append(f"{len(self.alarms)} early warnings, the latest: {Alarm(**self.alarms[-1])}")
         if self.outliers:

@@ -1,0 +1,205 @@
+"""Budget of loss that is measured: predicted costs say which casts give way first, paired losses say how many have to.
+
+    cost of a batch = loss as the layers are now - loss with every forward of theirs in 16 bits
+
+`keep` looks for the largest sum of predicted costs under which the measured cost is within the budget, on every second
+batch, and checks the result on the batches between, lowering the sum where it fails.  Within: the mean over batches
+and T90 standard errors of it, which a true cost exceeds in one of ten cases.  Gradients' casts stay as they are: they
+change no loss of one forward.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8engine.auto import budget
+from fp8engine.auto.budget import Spent
+from fp8engine.auto.calibration import loss_of
+from fp8engine.auto.controller import Controller
+from fp8engine.auto.untouched import arguments, untouched
+from fp8engine.errors import StateError
+from fp8engine.ops import ranks
+from fp8engine.scaling.choice import Choice
+
+LossOf = Callable[[nn.Module, Any], torch.Tensor]
+LEAST = 4  # batches: two that decide and two that check
+TRIES, CHECKS = 8, 4  # sums of predicted costs that are measured; that are checked
+NEAR = 1.2  # a sum that fits and one that does not, so close that no other is worth a try between them
+STEP = 8.0  # by which a try differs from the one before, at most
+BELOW = 0.9  # of what measured costs would allow is tried next
+
+
+class Cost(NamedTuple):
+    """A measured cost in nats: its mean over batches, and the standard error of that."""
+
+    nats: float
+    error: float
+    batches: int
+
+    @property
+    def bound(self) -> float:
+        """What the true cost is below in nine of ten cases: Student's t, whose quantile T90 has a closed form for two
+        batches and is expanded about the normal one for more (Abramowitz and Stegun, 26.7.5; 2 % off for three).
+
+        >>> round(Cost(0.0, 1.0, 2).bound, 3), round(Cost(0.0, 1.0, 9).bound, 3)
+        (3.078, 1.396)
+        """
+        z, n = statistics.NormalDist().inv_cdf(0.9), self.batches - 1
+        t90 = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        return self.nats + (math.tan(0.4 * math.pi) if n == 1 else t90) * self.error
+
+
+def keep(controllers: Sequence[Controller], model: nn.Module, batches: Sequence, loss: LossOf | None) -> Spent:
+    """Bring the measured cost of all forward casts within the budget; everything but the recipes stays as it was.
+
+    loss(model, batch): one number, a mean in nats; None: the batch is the model's arguments, whose result has `.loss`.
+    Raises StateError for what cannot be measured.
+    """
+    if len(batches) < LEAST:
+        raise StateError(f"keep_budget: {len(batches)} batches; want at least {LEAST}: half of them decide, half check")
+    trial = _Trial(controllers, model, loss or _own_loss)
+    with untouched(model), trial.alone():
+        base = trial.losses(None, batches)
+        mean = statistics.fmean(base)
+        nats = trial.share * mean
+        if not nats > 0:
+            raise StateError(f"keep_budget: the loss is {mean:g} nats; a budget is a share of a loss above 0")
+        allowed = search(lambda each: trial.cost(each, batches[::2], base[::2]).bound, trial.whole, nats)
+        for left in reversed(range(CHECKS)):
+            cost = trial.cost(allowed, batches[1::2], base[1::2])
+            if cost.bound <= nats or not allowed:
+                break
+            allowed = lower(allowed, cost.bound, nats) if left > 1 else 0.0
+    predicted = trial.settle(allowed, cost, nats)
+    if allowed == trial.whole:  # nothing is paid for, and may be until predictions have grown
+        allowed *= max(1.0, min(BELOW * nats / max(cost.bound, nats / STEP), STEP))
+    spent = Spent(0.0, trial.share, mean, predicted, cost.nats, cost.error, cost.bound, cost.batches, trial.rows)
+    for controller, part in zip(controllers, trial.costs, strict=True):
+        controller.spent = spent._replace(rate=allowed / mean * part / trial.whole)
+    return spent._replace(rate=allowed / mean)
+
+
+def search(bound: Callable[[float], float], whole: float, nats: float) -> float:
+    """The largest sum of predicted costs, of at most `whole`, whose measured `bound` is within `nats`; 0 if none is.
+
+    >>> tried = []
+    >>> found = search(lambda sum: tried.append(sum) or 0.4 * sum, whole=10.0, nats=1.0)
+    >>> 2.0 < found <= 2.5, len(tried) <= TRIES
+    (True, True)
+    """
+    fits, fails, allowed = 0.0, math.inf, whole
+    for _ in range(TRIES):
+        measured = bound(allowed)
+        if measured <= nats:
+            fits = allowed
+        else:
+            fails = allowed
+        if fits == whole or fails <= NEAR * fits:
+            break
+        allowed = math.sqrt(fits * fails) if fits else lower(allowed, measured, nats)
+    return fits
+
+
+def lower(allowed: float, measured: float, nats: float) -> float:
+    """The next smaller sum to try, where one of `allowed` was measured to cost more than `nats`."""
+    return allowed * max(BELOW * nats / measured, 1 / STEP)
+
+
+class _Trial:
+    """The layers of all controllers under sums of predicted costs, and the losses there.
+
+    share: the budget.  whole: the predicted cost where it pays for nothing.  rows: of the largest inputs of a pass.
+    """
+
+    def __init__(self, controllers: Sequence[Controller], model: nn.Module, loss: LossOf):
+        self.controllers, self.model, self.loss = controllers, model, loss
+        self.share = next((each.recipe.budget for each in controllers if each.recipe.budget is not None), 0.0)
+        self.bare = [[replace(choice, paid={}) for choice in each.groups()] for each in controllers]
+        self.costs = [budget.all_costs(bare, each.reads) for each, bare in zip(controllers, self.bare, strict=True)]
+        self.whole, self.rows = sum(self.costs), 0
+        if not self.share or not self.whole:
+            raise StateError(
+                "keep_budget: "
+                + ("no predicted cost is known: " if self.share else "no layer has a budget: ")
+                + "fe.convert(model, fe.auto(budget=...), example_inputs=...) of a model that returns its loss gives "
+                "both, or some training steps with fe.scaling_state(model).see_loss(loss)"
+            )
+
+    def choices(self, allowed: float | None) -> Iterator[tuple[Controller, list[Choice]]]:
+        """Each controller with its choices under a sum of predicted costs; None: every forward in 16 bits."""
+        for controller, bare, cost in zip(self.controllers, self.bare, self.costs, strict=True):
+            if allowed is None:
+                yield controller, [replace(each, paid=dict.fromkeys(in_fp8(each))) for each in bare]
+            else:
+                nats = allowed * cost / self.whole
+                yield controller, budget.spend(bare, controller.reads, controller.flops(), nats)
+
+    def losses(self, allowed: float | None, batches: Sequence) -> list[float]:
+        """The loss of each batch; of several ranks, the first rank's."""
+        for controller, choices in self.choices(allowed):
+            for choice in choices:
+                for i in choice.layers:
+                    controller.layers[i].adopt(controller.recipe_under(choice, i))
+        found, self.rows = [], 0
+        for batch in batches:
+            found.append(self.loss(self.model, batch).detach().double().reshape(()))
+            self.rows += max((n.sizes[0] for each in self.controllers for n in each.layers if n.sizes), default=0)
+        losses = torch.stack(found)
+        ranks.as_first(losses)
+        if not losses.isfinite().all():
+            raise StateError(f"keep_budget: the losses of the batches are {losses.tolist()}; they have to be finite")
+        return losses.tolist()
+
+    def cost(self, allowed: float, batches: Sequence, base: Sequence[float]) -> Cost:
+        """What the casts cost on batches whose losses in 16 bits are `base`."""
+        apart = [a - b for a, b in zip(self.losses(allowed, batches), base, strict=True)]
+        return Cost(statistics.fmean(apart), statistics.stdev(apart) / math.sqrt(len(apart)), len(apart))
+
+    def settle(self, allowed: float, cost: Cost, nats: float) -> float:
+        """Adopt the choices under a sum of predicted costs, and log the changes; returns what is predicted of them."""
+        why = f"measured: the casts cost {1e3 * cost.nats:.2g} +- {1e3 * cost.error:.2g} millinats of {1e3 * nats:.3g}"
+        predicted = 0.0
+        for controller, choices in self.choices(allowed):
+            controller.settle(choices, why)
+            predicted += budget.all_costs(choices, controller.reads)
+        return predicted
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it no step begins and nothing is sampled; then each layer has the recipe that it had."""
+        recipes = [(numerics, numerics.recipe) for each in self.controllers for numerics in each.layers]
+        states = [(each.state, each.state.on_step, each.state.samples) for each in self.controllers]
+        for state, _, _ in states:
+            state.on_step = None
+            state.sample(None)
+        try:
+            yield
+        finally:
+            for numerics, recipe in recipes:
+                numerics.adopt(recipe)
+            for state, on_step, samples in states:
+                state.on_step = on_step
+                state.sample(samples)
+
+
+def in_fp8(choice: Choice) -> list[tuple[int, str]]:
+    """The forward matmuls of a choice that are in FP8."""
+    return [key for key in choice.used if key[1] == "forward"]
+
+
+def _own_loss(model: nn.Module, batch: object) -> torch.Tensor:
+    args, kwargs = arguments(batch)
+    found = loss_of(model(*args, **kwargs))
+    if found is None:
+        raise StateError(
+            "keep_budget: the model returns no loss of one number (.loss); give loss=lambda model, batch: ..."
+        )
+    return found

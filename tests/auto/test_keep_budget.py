@@ -1,0 +1,317 @@
+"""fe.keep_budget: the measured cost of all forward casts stays within the budget, whatever was predicted."""
+
+import copy
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from autos import controller, fused, lines
+from blocks import WIDTH, Net
+from support import converted
+from torch import nn
+
+import fp8engine as fe
+from benchmarks.distributed.processes import run
+from fp8engine.auto.budget import Spent
+from fp8engine.auto.measured import LEAST, NEAR, TRIES, Cost, search
+from fp8engine.errors import StateError
+from fp8engine.report.state import controllers_of
+from fp8engine.scaling.reads import COST
+
+
+class Taught(nn.Module):
+    """Returns as its loss how far it is from targets round what it computes in FP32: any error raises it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.drop = Net(), nn.Dropout(0.1)
+
+    def forward(self, x, target):
+        return {"loss": (self.drop(self.net(x)) - target).square().mean()}
+
+
+def taught() -> Taught:
+    torch.manual_seed(0)
+    return Taught()
+
+
+@torch.no_grad()
+def text(seed: int, rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, generator=generator)
+    y = taught().net(x)
+    return x, y + 0.3 * y.std() * torch.randn(y.shape, generator=generator)
+
+
+def calibrated(budget: float | None, factor: float = 1.0, **options: Any) -> Any:
+    """A model under a budget whose costs are known; factor: by which its predictions are wrong."""
+    model = converted(taught(), fe.auto(budget=budget, interval=1, **options), example_inputs=text(0))
+    found = controller(model)
+    for i, seen in found.reads.items():
+        table = seen.table.copy()
+        table[..., COST] *= factor
+        found.reads[i] = replace(seen, table=table)
+    return model
+
+
+def in_16_bits(model: nn.Module) -> Any:
+    plain = copy.deepcopy(model).eval()
+    for layer in controller(plain).layers:
+        layer.adopt(fe.high_precision())
+    return plain
+
+
+def plain_loss(model: nn.Module, batches: list) -> float:
+    plain = in_16_bits(model)
+    return statistics.fmean(float(plain(*batch)["loss"].detach()) for batch in batches)
+
+
+def costs(model: nn.Module, batches: list) -> list[float]:
+    """What the forward casts cost on each batch, by another road: a copy whose layers are all in BF16."""
+    plain, model = in_16_bits(model), copy.deepcopy(model).eval()
+    with torch.no_grad():
+        return [float(model(*batch)["loss"].double() - plain(*batch)["loss"].double()) for batch in batches]
+
+
+def forwards(model: nn.Module) -> list[str]:
+    return [str(layer.recipe.forward) for layer in controller(model).layers]
+
+
+SHARE = 1e-3  # of the loss: less than what all casts cost here
+BATCHES = [text(seed) for seed in range(1, 17)]
+OTHERS = [text(seed) for seed in range(100, 132)]
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_the_cost_on_other_text_is_within_the_budget_however_wrong_predictions_are(factor: float, share: float):
+    """Of a budget of half, and a tenth, of what the casts without one cost."""
+    free = calibrated(None)
+    loss = plain_loss(free, OTHERS)
+    whole = statistics.fmean(costs(free, OTHERS))
+    assert whole > 0
+    model = calibrated(share * whole / loss, factor)
+    spent = fe.keep_budget(model, BATCHES)
+    assert spent.kept
+    assert spent.batches == len(BATCHES) // 2
+    assert spent.tokens == 64 * spent.batches
+    found = costs(model, OTHERS)
+    error = statistics.stdev(found) / math.sqrt(len(found))
+    # What was measured on 8 batches has an error of its own: the two are compared within three of both together.
+    assert abs(statistics.fmean(found) - spent.cost) <= 3 * math.hypot(error, spent.error)
+    assert statistics.fmean(found) <= share * whole + 3 * error
+    # A tenth is not much more than the standard error on 8 batches; of half, something is spent on FP8.
+    if share == 0.5:
+        assert any("E4M3" in each for each in forwards(model))
+        assert spent.bound > 0.1 * share * whole
+
+
+@pytest.mark.parametrize("times", [4.0, 1e6])
+def test_what_decides_does_not_check(times: float):
+    """Every second batch costs more than those that decide: half of the layers' cost would have fitted."""
+    free = calibrated(None)
+    loss, whole = plain_loss(free, BATCHES), statistics.fmean(costs(free, BATCHES))
+    model = calibrated(0.5 * whole / loss)
+
+    def dearer(model: nn.Module, batch: int) -> torch.Tensor:
+        """Its value in 16 bits is that of every batch; what the casts add counts more in those that check."""
+        found, plain = (net(*BATCHES[batch])["loss"] for net in (model, in_bits))
+        return plain + (times if batch % 2 else 1.0) * (found - plain)
+
+    in_bits = in_16_bits(model)
+    spent = fe.keep_budget(model, range(len(BATCHES)), dearer)
+    assert spent.kept
+    if times > 1e3:
+        assert not any("E4M3" in each for each in forwards(model))
+        assert spent.cost == 0
+    else:
+        # Of forwards in 16 bits of a layer whose backward is in FP8, results are rounded to BF16: 3e-6 of this loss.
+        wanted = times * statistics.fmean(costs(model, BATCHES[1::2]))
+        assert spent.cost == pytest.approx(wanted, abs=times * 1e-5)
+
+
+def test_layers_of_several_scaling_states_share_one_budget():
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - targets[id(x)]).square().mean()
+
+    model = fused(fe.auto(budget=1e-9, interval=1))
+    batches = [text(seed)[0] for seed in range(8)]
+    with torch.no_grad():
+        targets = {id(x): fused("fp32")(x) + torch.randn(64, WIDTH) for x in batches}
+    for x in batches[:3]:
+        now = loss(model, x)
+        fe.scaling_state(model).see_loss(now)
+        now.backward()
+        model.zero_grad()
+    assert len(controllers_of(model)) > 1
+    for found in controllers_of(model):
+        found.recipe = replace(found.recipe, budget=0.5)
+    spent = fe.keep_budget(model, batches, loss)
+    assert spent.kept
+    assert spent.predicted == pytest.approx(1e-3 * fe.inspect(model).totals["cost_millinats"])
+    rates = [found.spent.rate for found in controllers_of(model) if found.spent]
+    assert sum(rates) == pytest.approx(spent.rate)
+
+
+def _on_rank(rank: int, ranks: int) -> tuple[list[str], Spent]:
+    """A rank whose batches are its own."""
+    model = calibrated(1e-2)
+    found = controller(model)
+    found.recipe = replace(found.recipe, budget=SHARE)
+    spent = fe.keep_budget(model, [text(100 * rank + seed) for seed in range(8)])
+    return forwards(model), spent
+
+
+@pytest.mark.slow
+def test_ranks_decide_alike_on_the_first_ones_losses():
+    (first, spent), (second, other) = run(_on_rank, 2)
+    assert first == second
+    assert spent == other
+
+
+def test_a_budget_that_is_larger_than_the_cost_takes_nothing():
+    model = calibrated(1.0, factor=1e4)  # by its predictions alone it would take something
+    before = forwards(calibrated(None))
+    spent = fe.keep_budget(model, BATCHES)
+    assert forwards(model) == before
+    assert spent.kept
+    assert str(spent) in str(fe.inspect(model))
+
+
+def test_a_budget_that_nothing_fits_leaves_all_forwards_in_16_bits_and_says_why():
+    model = calibrated(1e-9)
+    spent = fe.keep_budget(model, BATCHES)
+    assert not any("E4M3" in each for each in forwards(model))
+    assert (spent.cost, spent.kept) == (0.0, True)
+    assert controller(model).layers[0].recipe.grad_output.is_fp8  # a loss says nothing of gradients' casts
+
+
+def test_each_change_is_logged_with_what_was_measured_and_a_plan_repeats_it(tmp_path):
+    free = calibrated(None)
+    whole = statistics.fmean(costs(free, OTHERS))
+    model = calibrated(1e-2, factor=1e-6)  # predictions alone would take nothing
+    assert not [line for line in lines(model) if "measured" in line]
+    before = forwards(model)
+    loss = plain_loss(free, OTHERS)
+    found = controller(model)
+    found.recipe = replace(found.recipe, budget=0.2 * whole / loss)
+    fe.keep_budget(model, BATCHES)
+    assert forwards(model) != before
+    assert [line for line in lines(model) if "measured: the casts cost" in line]
+    fe.inspect(model).save_plan(tmp_path / "plan.json")
+    repeats: Any = converted(taught(), fe.auto(plan=tmp_path / "plan.json"))
+    for net in (model, repeats):
+        net.eval()
+    losses = [float(net(*text(200))["loss"].detach()) for net in (model, repeats)]
+    assert losses[0] == losses[1]
+    assert forwards(repeats) == forwards(model)
+
+
+def test_everything_but_the_recipes_stays_as_it_was():
+    model = calibrated(1.0, objective="speed")  # predicted scales, whose histories an evaluation must not enter
+    for seed in range(3):
+        model(*text(seed))["loss"].backward()
+        model.zero_grad()
+    model.train()
+    random = torch.get_rng_state()
+    weights = copy.deepcopy(model.state_dict())
+    state = controller(model).state
+    tables = [getattr(state, name).clone() for name in ("history_HS", "live_2S", "counts_CS")]
+    step, on_step = controller(model).step, state.on_step
+    fe.keep_budget(model, BATCHES)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    now = (getattr(state, name) for name in ("history_HS", "live_2S", "counts_CS"))
+    assert all(torch.equal(a, b) for a, b in zip(now, tables, strict=True))
+    assert (controller(model).step, state.on_step) == (step, on_step)
+
+
+def test_an_error_in_the_loss_leaves_the_recipes_as_they_were():
+    model = calibrated(1e-4)
+    before = [layer.recipe for layer in controller(model).layers]
+    calls = []
+
+    def fails(model, batch):
+        calls.append(1)
+        if len(calls) > len(BATCHES) + 2:  # the first losses under FP8
+            raise RuntimeError("no memory")
+        return model(*batch)["loss"]
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fe.keep_budget(model, BATCHES, fails)
+    assert [layer.recipe for layer in controller(model).layers] == before
+    assert controller(model).spent is None
+
+
+def test_training_goes_on_with_what_was_measured_and_so_does_a_resumed_run():
+    """Predictions a million times too small would give everything back to FP8 at the next sample."""
+    free = calibrated(None)
+    budget = 0.2 * statistics.fmean(costs(free, OTHERS)) / plain_loss(free, OTHERS)
+    model = calibrated(budget, factor=1e-6)
+    fe.keep_budget(model, BATCHES)
+    spent = controller(model).spent
+    assert spent is not None
+    rate = spent.rate
+    assert rate < budget * 1e-5  # of the predicted nats, a millionth of the true ones
+    saved, fresh = fe.scaling_state_dict(model), calibrated(budget)
+    fe.load_scaling_state_dict(fresh, saved)
+    assert controller(fresh).spent == controller(model).spent
+    assert forwards(fresh) == forwards(model)
+    found = controller(model)
+    found.loss = 2.0
+    assert found.allowed == pytest.approx(2.0 * rate)
+    found.spent = None
+    assert found.allowed == pytest.approx(2.0 * budget)
+
+
+def test_what_cannot_be_measured_is_refused():
+    model = calibrated(0.01)
+    with pytest.raises(StateError, match=f"{LEAST - 1} batches; want at least {LEAST}"):
+        fe.keep_budget(model, BATCHES[: LEAST - 1])
+    with pytest.raises(StateError, match="returns no loss of one number"):
+        fe.keep_budget(nn.Sequential(model.net), [(x,) for x, _ in BATCHES])
+    with pytest.raises(StateError, match="have to be finite"):
+        fe.keep_budget(model, BATCHES, lambda model, batch: model(*batch)["loss"] * math.nan)
+    with pytest.raises(StateError, match="a share of a loss above 0"):
+        fe.keep_budget(model, BATCHES, lambda model, batch: -model(*batch)["loss"])
+    with pytest.raises(StateError, match="no layer has a budget"):
+        fe.keep_budget(calibrated(None), BATCHES)
+    with pytest.raises(StateError, match="no predicted cost is known"):
+        fe.keep_budget(converted(Taught(), fe.auto(budget=0.01)), BATCHES)
+    with pytest.raises(StateError, match="no layer is under `auto`"):
+        fe.keep_budget(converted(Taught(), "current"), BATCHES)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("nats", [1e-6, 1e-2, 1.0])
+def test_search_finds_the_largest_sum_that_fits(power: float, nats: float):
+    """Of measured costs that grow as a power of the predicted sum, with a factor that nobody knows."""
+    tried: list[float] = []
+
+    def bound(allowed: float) -> float:
+        tried.append(allowed)
+        return 3.0 * allowed**power
+
+    found = search(bound, 1.0, nats)
+    assert len(tried) <= TRIES
+    assert found == 0 or 3.0 * found**power <= nats
+    right = (nats / 3.0) ** (1 / power)
+    if right > 8.0 ** (3 - TRIES):  # each try lowers the sum to an eighth at most
+        assert found >= min(right, 1.0) / (NEAR * 8.0)
+
+
+def test_the_bound_is_students():
+    """T90 of the tables (Abramowitz and Stegun, table 26.10): 3.078, 1.886, 1.638, 1.415, 1.341, 1.282."""
+    for batches, t90 in {2: 3.078, 3: 1.886, 4: 1.638, 8: 1.415, 16: 1.341, 10**6: 1.282}.items():
+        assert Cost(1.0, 2.0, batches).bound == pytest.approx(1.0 + 2.0 * t90, rel=0.04)
+
+
+def test_a_budget_that_is_not_kept_says_so():
+    spent = Spent(0.0, 0.005, 2.0, 0.0, 0.01, 0.002, 0.013, 8, 512)
+    assert not spent.kept
+    assert "is not kept" in str(spent)
