@@ -116,6 +116,8 @@ $(VENV)/%.stamp: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "installing fp8engine[$(EXTRA)] into $(VENV) (the first time takes minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@# --no-compile: a third of an install's time is bytecode of files that nobody imports
+	@# pip's bytecode takes a third of an install, most of it for files that the demo does not import.  The tests have
+	@# to have it: a warning of the compiler's, of somebody's docstring, would be an error of the test that imports it.
 	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRA)]'
+	@$(if $(filter report,$(EXTRA)),,$(PY) -W ignore -m compileall -qq -j $(JOBS) $(VENV)/lib || true)
 	@touch $@

@@ -160,9 +160,7 @@ def stale(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
-GLUON = tuple(
-    (family, sums) for family in ("gluon", "gluon in turns") for sums in ("promoted", "block", "block by block")
-)
+GLUON = tuple(("gluon", sums) for sums in ("promoted", "block", "block by block"))
 ROOM = 0.03
 
 
@@ -171,9 +169,7 @@ def _is(one: Found, family: str, sums: str) -> bool:
 
 
 def _family(one: Found) -> str:
-    if one.means != "gluon":
-        return "triton"
-    return "gluon in turns" if one.kernel.block_m > 128 else "gluon"
+    return "gluon" if one.means == "gluon" else "triton"
 
 
 def _reached(one: Found) -> Kernel:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.card import records
 from benchmarks.tuning_table import dump, merged
-from fp8engine.kernels import tuning
+from fp8engine.kernels import limits, tuning
 from fp8engine.kernels.tuning import PROCESSORS, Config
 from fp8engine.numerics.cards import Card, card_of
 from fp8engine.numerics.matmul_time import CEILINGS, predict
@@ -61,7 +61,7 @@ def main() -> None:
     options.add_argument("--write", action="store_true", help="replace the rows of kernels/tuning.json")
     asked = options.parse_args()
     every, _ = records.read(asked.file)
-    measured = [record["row"] for record in every if record.get("bench") == "sweep"]
+    measured = timed(every)
     machine = next(record for record in every if record["kind"] == "machine")
     if asked.reached:
         for (family, sums), fit in reached(measured, card_of(machine["card"], PROCESSORS)).items():
@@ -75,6 +75,16 @@ def main() -> None:
     if asked.write:
         content = json.loads(tuning.TABLE.read_text())
         tuning.TABLE.write_text(dump(merged(content, ARCHITECTURE, rows(found), machine)))
+
+
+def timed(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sweep's rows of a file's records, less those of tiles that are no more: Gluon's of 256x128."""
+    rows = [record["row"] for record in every if record.get("bench") == "sweep"]
+    return [row for row in rows if "config" not in row or not _went(Config(*row["config"]))]
+
+
+def _went(config: Config) -> bool:
+    return config.kernel == "gluon" and config.block_m != limits.TILE[0]
 
 
 def classes(measured: list[dict[str, Any]]) -> dict[tuple[str, str], list[Measured]]:

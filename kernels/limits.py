@@ -3,7 +3,7 @@
 import torch
 
 ALIGNMENT = 16  # bytes: TMA's of base and strides (CUDA driver API, cuTensorMapEncodeTiled), and of a wide load
-TILES = ((128, 128, 128), (256, 128, 128))  # of matmul_gluon_scaled.py
+TILE = (128, 128, 128)  # of matmul_gluon_scaled.py
 
 
 def describable(x: torch.Tensor) -> bool:
@@ -38,16 +38,14 @@ def operands(a, b, epilogue) -> str | None:
 
 def scaled(a, b, epilogue, config) -> str | None:
     """Why `matmul_gluon_scaled` cannot multiply these, beyond that; None where it can."""
-    if (config.block_m, config.block_n, config.block_k) not in TILES:
-        return f"tiles are {' or '.join(map(str, TILES))}, not of {config}"
+    if (config.block_m, config.block_n, config.block_k) != TILE:
+        return f"tiles are {TILE}, not of {config}"
     if a.scaled_along_k:
         if a.cols != config.block_k:
             return f"groups of {a.cols} along K, not of {config.block_k}"
         if a.rows == b.rows == 1:
             if not (describable(a.scale.t()) and describable(b.scale.t())):
                 return "scales of rows are not contiguous and 16-byte aligned along M and N"
-            if config.in_turns and (epilogue.amax is not None or epilogue.counts is not None):
-                return "statistics of the result beside scales of both operands' rows: registers would spill"
         elif b.rows % config.block_n != 0:
             return f"blocks of {b.rows} rows of b, of which a tile has {config.block_n}"
     return None

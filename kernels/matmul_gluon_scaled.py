@@ -14,26 +14,18 @@ product ahead of its use; "ring", 1x128 by 1x128 (wgrad), by TMA together with i
 The consumers meet at mbarriers alone, so that one can multiply while the other promotes.  In plain Triton all warps
 wait for their products at the same barriers and then promote together, with the Tensor Core idle.
 
-A product has 64 rows (ROWS) and 128 columns: 64 sums a thread.  The registers of a thread hold two sets of sums beside
-one product, or one set beside two products:
+A product has 64 rows (ROWS) and 128 columns: 64 sums a thread, beside which its registers hold two products.  Four
+products go together (PRODUCTS): the first three are promoted while the next is in flight, the fourth with nothing in
+flight; what is left of K goes one by one.  A product in flight across the turn of the loop would hide that one too, but
+ptxas then makes every wgmma wait (note C7514).  In "ring" the 64 factors a thread of a product that is alone in flight
+are multiplied meanwhile.
 
-    BLOCK_M 128     64 rows a consumer.  Four products go together (PRODUCTS): the first three are promoted while the
-                    next is in flight, the fourth with nothing in flight; what is left of K goes one by one.  A product
-                    in flight across the turn of the loop would hide that one too, but ptxas then makes every wgmma wait
-                    (note C7514).
-    BLOCK_M 256     128 rows a consumer, as two products one after another.  The consumers issue theirs in turns
-                    (`_multiply_in_turn`), so that one multiplies while the other promotes.  An operation asks L2 for
-                    3/4 of the bytes.
-
-In "ring" the 64 factors a thread of a product that is alone in flight are multiplied meanwhile.
-
-Ceilings (`make codegen`) and the bytes from L2 are in kernels/README.md.  No card has timed it.  Per element of a tile
-and g one addition, one multiply-add, or one multiply-add and a multiplication; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K
-bytes.
+Ceilings (`make codegen`) and the bytes from L2 are in kernels/README.md.  Per element of a tile and g one addition, one
+multiply-add, or one multiply-add and a multiplication; from L2 (BLOCK_M + BLOCK_N) * BLOCK_K bytes.  Tiles of 256x128
+(two products a consumer, issued in turns) took 0.99 to 1.03 of these tiles' time on an H200, and went.
 It cannot be interpreted: its twins are kernels/matmul_fp8.py and kernels/matmul_block.py, whose sums and roundings
 come in the same order, and what it cannot do (`unsupported`) is left to them.
-Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3; DeepGEMM for two consumers, of 64 rows each; FlashAttention-3,
-arXiv 2407.08608, section 3.1, for turns of two warpgroups.
+Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3; DeepGEMM for two consumers, of 64 rows each.
 """
 
 import torch
@@ -58,7 +50,7 @@ from fp8engine.kernels.launch import persistent_grid
 from fp8engine.kernels.tile import pieces, place_of
 from fp8engine.kernels.tuning import Config
 
-CONSUMERS = Constant(2)  # tiles: limits.TILES
+CONSUMERS = Constant(2)  # tiles: limits.TILE
 ROWS = Constant(64)  # of a product
 REGISTERS = Constant(240)  # of a consumer's thread
 PRODUCTS = Constant(4)  # of one turn of the loop
@@ -71,20 +63,6 @@ def _multiply(rings, full, slot, parity, zero_MN, PART: gl.constexpr):
     a_MK = rings[0].index(slot).slice(ROWS * PART, ROWS, 0)
     b_KN = rings[1].index(slot).permute((1, 0))
     return warpgroup_mma(a_MK, b_KN, zero_MN, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _multiply_in_turn(rings, full, turns, slot, parity, zero_MN, PART: gl.constexpr):
-    """`_multiply`, issued after the other consumer's product before it: upper 0, upper 1, lower 0, lower 1, and again.
-
-    turns: an mbarrier for each consumer, at which the other one arrives.  A consumer's products alternate between its
-    two halves, so that the parity it waits for follows from PART, a number from 0 to 3.
-    """
-    CONSUMER: gl.constexpr = PART // 2
-    mbarrier.wait(turns.index(CONSUMER), (PART + CONSUMER + 1) % 2)  # consumer 0's first wait returns at once
-    sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
-    mbarrier.arrive(turns.index(1 - CONSUMER), count=1)
-    return sums_MN
 
 
 @gluon.jit
@@ -151,10 +129,8 @@ def _computed_here(x):
 
 
 @gluon.jit
-def _promote_last(
-    runs, sums_MN, loaded, rings, empty, slot, SCALES: gl.constexpr, PART: gl.constexpr, GIVE_BACK: gl.constexpr
-):
-    """Wait for the only product in flight, GIVE_BACK its slot, promote it.  Its factors are computed meanwhile."""
+def _promote_last(runs, sums_MN, loaded, rings, empty, slot, SCALES: gl.constexpr, PART: gl.constexpr):
+    """Wait for the only product in flight, give its slot back, promote it.  Its factors are computed meanwhile."""
     factors = _factors(runs, loaded, rings, slot, SCALES, PART)
     if SCALES == "ring":
         waited = ()
@@ -162,8 +138,7 @@ def _promote_last(
             waited += (_computed_here(factors[part]),)
         factors = waited
     done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))
-    if GIVE_BACK:
-        mbarrier.arrive(empty.index(slot), count=1)
+    mbarrier.arrive(empty.index(slot), count=1)
     return _promoted(runs, done_MN, factors, SCALES)
 
 
@@ -180,7 +155,6 @@ def _consume(
     staging,
     full,
     empty,
-    turns,
     M,
     N,
     K,
@@ -197,19 +171,18 @@ def _consume(
     ACTIVATION: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """A consumer's four warps, which take the products HALVES * PART and on of each tile."""
-    HALVES: gl.constexpr = BLOCK_M // (CONSUMERS * ROWS)
+    """A consumer's four warps, which take the product number PART of each tile and group of K."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     COUNT: gl.constexpr = amax_ptr is not None or counts_ptr is not None
     statistics = no_statistics(ROWS, gl.SliceLayout(1, SUMS))
     slot = 0
     parity = 0
     groups = gl.cdiv(K, BLOCK_K)
-    whole = groups // PRODUCTS * PRODUCTS if HALVES == 1 else 0
+    whole = groups // PRODUCTS * PRODUCTS
     tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row, column = place_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        row += ROWS * HALVES * PART
+        row += ROWS * PART
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         zero_MN = gl.zeros((ROWS, BLOCK_N), gl.float32, SUMS)
         runs = pieces(zero_MN, PARTS)  # of columns: the sums
@@ -232,35 +205,18 @@ def _consume(
                 mbarrier.arrive(empty.index(before), count=1)  # its scales have been read as well
                 runs = _promoted(runs, done_MN, factors, SCALES)
                 sums_MN = next_MN
-            runs = _promote_last(runs, sums_MN, now, rings, empty, slot, SCALES, PART, True)
+            runs = _promote_last(runs, sums_MN, now, rings, empty, slot, SCALES, PART)
             slot, parity = advance(slot, parity, STAGES)
-        if HALVES == 2:
-            lower = pieces(zero_MN, PARTS)
-            after_lower = _load_scales(
-                scale_a, scale_b, rows + ROWS, column, 0, groups, M, strides, SCALES, ROWS_A, ROWS_B
-            )
         for g in range(whole, groups):
             these = after
             after = _load_scales(scale_a, scale_b, rows, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B)
-            if HALVES == 1:
-                sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
-                runs = _promote_last(runs, sums_MN, these, rings, empty, slot, SCALES, PART, True)
-            else:
-                upper_MN = _multiply_in_turn(rings, full, turns, slot, parity, zero_MN, 2 * PART)
-                runs = _promote_last(runs, upper_MN, these, rings, empty, slot, SCALES, 2 * PART, False)
-                these_lower = after_lower
-                after_lower = _load_scales(
-                    scale_a, scale_b, rows + ROWS, column, g + 1, groups, M, strides, SCALES, ROWS_A, ROWS_B
-                )
-                lower_MN = _multiply_in_turn(rings, full, turns, slot, parity, zero_MN, 2 * PART + 1)
-                lower = _promote_last(lower, lower_MN, these_lower, rings, empty, slot, SCALES, 2 * PART + 1, True)
+            sums_MN = _multiply(rings, full, slot, parity, zero_MN, PART)
+            runs = _promote_last(runs, sums_MN, these, rings, empty, slot, SCALES, PART)
             slot, parity = advance(slot, parity, STAGES)
-        sums = (runs, lower) if HALVES == 2 else (runs,)
-        for half in gl.static_range(HALVES):
-            statistics = store_runs(
-                y, sums[half], row + ROWS * half, column, M, N, scale_a if SCALES == "none" else None, scale_b, bias,
-                output_scale, staging, statistics, ACTIVATION, ROWS_A == 1, ROWS_B == 1, COUNT,
-            )  # fmt: skip
+        statistics = store_runs(
+            y, runs, row, column, M, N, scale_a if SCALES == "none" else None, scale_b, bias,
+            output_scale, staging, statistics, ACTIVATION, ROWS_A == 1, ROWS_B == 1, COUNT,
+        )  # fmt: skip
     if COUNT:
         publish_rows(amax_ptr, counts_ptr, statistics)
     tma.store_wait(0)  # shared memory goes with the program
@@ -296,7 +252,7 @@ def _matmul_gluon_scaled_kernel(
     ROWS_B: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    gl.static_assert(BLOCK_M == CONSUMERS * ROWS or BLOCK_M == 2 * CONSUMERS * ROWS)
+    gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     gl.static_assert(STAGES >= 2, "two products are in flight")
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
@@ -310,11 +266,6 @@ def _matmul_gluon_scaled_kernel(
         scales: gl.constexpr = None
     staging_0 = gl.allocate_shared_memory(y.dtype, [ROWS, BLOCK_N // PARTS], y.layout)
     staging_1 = gl.allocate_shared_memory(y.dtype, [ROWS, BLOCK_N // PARTS], y.layout)
-    turns: gl.constexpr = None
-    if BLOCK_M == 2 * CONSUMERS * ROWS:
-        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-        for consumer in gl.static_range(CONSUMERS):
-            mbarrier.init(turns.index(consumer), count=1)
     full, empty = new_barriers(STAGES, CONSUMERS)
     strides = (stride_scale_am, stride_scale_ak, stride_scale_bn, stride_scale_bk)
     gl.warp_specialize(
@@ -322,7 +273,7 @@ def _matmul_gluon_scaled_kernel(
             (
                 _consume,
                 (
-                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_0, full, empty, turns,
+                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_0, full, empty,
                     M, N, K, strides,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION, 0,
                 ),
@@ -330,7 +281,7 @@ def _matmul_gluon_scaled_kernel(
             (
                 _consume,
                 (
-                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_1, full, empty, turns,
+                    scale_a, scale_b, bias, output_scale, y, amax_ptr, counts_ptr, rings, staging_1, full, empty,
                     M, N, K, strides,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PARTS, SCALES, ROWS_A, ROWS_B, ACTIVATION, 1,
                 ),
@@ -351,7 +302,7 @@ def matmul_gluon_scaled(a, b, epilogue, config: Config) -> torch.Tensor:
     """y [M, N] of `epilogue.out`, wherever `unsupported` says None.
 
     As `matmul_block` where scales change along K, else as `matmul_fp8` with promotion.  epilogue: everything is used.
-    config: block_m, block_n and block_k are one of limits.TILES.
+    config: block_m, block_n and block_k are limits.TILE.
     """
     (m, k), n = a.data.shape, b.data.shape[0]
     y_MN = torch.empty(m, n, dtype=epilogue.out, device=a.data.device)

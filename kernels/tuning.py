@@ -72,11 +72,6 @@ class Config(NamedTuple):
     split_k: int = 1
     ratio: float | None = None
 
-    @property
-    def in_turns(self) -> bool:
-        """Whether Gluon's consumers issue their products in turns (matmul_gluon_scaled.py)."""
-        return self.kernel == "gluon" and self.block_m > TILE[0]
-
     def __str__(self) -> str:
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         how = ("tma" if self.descriptors else "ptr") if self.kernel == "triton" else self.kernel
@@ -110,12 +105,11 @@ def shared_memory(operation: str, config: Config) -> int:
     """
     width = 2 if operation == "matmul_fp16" else 1
     stage = (config.block_m + config.block_n) * (config.block_k * width + (SCALE if config.kernel == "gluon" else 0))
-    rows = min(config.block_m, TILE[0]) if config.kernel == "gluon" else config.block_m  # staged at a time
-    elements = rows * config.block_n // config.parts
+    elements = config.block_m * config.block_n // config.parts
     if not config.descriptors:
         return max(config.stages * stage, 4 * elements) + BARRIERS
     fewer = config.stages - 1 if config.block_n > 128 else config.stages
-    halves = rows * config.block_n // max(config.parts, 2)  # `launch.parts` of an FP32 result
+    halves = config.block_m * config.block_n // max(config.parts, 2)  # `launch.parts` of an FP32 result
     return max(config.stages * stage + 2 * elements, fewer * stage + 4 * halves) + BARRIERS
 
 
@@ -178,12 +172,7 @@ def _traffic(config: Config, m: int, n: int) -> int:
 
 
 def plain(config: Config) -> Config:
-    """The configuration of the plain Triton kernel that does what Gluon's cannot.
-
-    Its tiles have at most 128 rows; where Gluon's have more, that leaves room for another stage.
-    """
-    if config.in_turns:
-        config = config._replace(block_m=TILE[0], stages=config.stages + 1)
+    """The configuration of the plain Triton kernel that does what Gluon's cannot."""
     return config._replace(kernel="triton") if config.kernel == "gluon" else config
 
 

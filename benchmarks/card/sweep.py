@@ -29,7 +29,6 @@ OPERATIONS = (  # of the table, and the kind of scales that it is timed with
 )
 TILES = (
     (128, 256, 8),
-    (256, 128, 8),
     (128, 128, 8),
     (128, 128, 4),
     (64, 256, 4),
@@ -68,8 +67,8 @@ def _gluon(operation: str) -> Iterator[Config]:
         for stages in (3, 4):
             yield Config(128, 256, 128, stages=stages, parts=2, kernel="gluon")
     else:
-        for group, (m, stages) in itertools.product((4, 8, 16), ((128, 5), (256, 4))):
-            yield Config(m, 128, 128, group_m=group, stages=stages, parts=4, kernel="gluon")
+        for group in (4, 8, 16):
+            yield Config(128, 128, 128, group_m=group, stages=5, parts=4, kernel="gluon")
 
 
 def _fits(operation: str, config: Config) -> bool:

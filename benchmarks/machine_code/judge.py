@@ -128,7 +128,7 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
     resident = min(fit, max(1, launch.programs // PRETEND_PROCESSORS))
     allowed = 0.0
     if cycles:
-        allowed = loop.ceiling(multiplied, warps, turns=config is not None and config.in_turns) * cycles / multiplied
+        allowed = loop.ceiling(multiplied, warps) * cycles / multiplied
     return Row(
         name=name,
         registers=made.registers,

@@ -102,10 +102,7 @@ def _matmul(operation: str, architecture: int, config: Config) -> Iterator[Case]
             name = f"{operation} {{}} sm_{architecture} {config}{aligned}{'' if n == SIZE else ' odd N'} {end}"
             if n == SIZE or end in most_registers:
                 for form, launch in _forms(operation, (SIZE, n, k), end, epilogue, config):
-                    if not (
-                        config.in_turns and form == "1x128 1x128" and end == "gelu+amax"
-                    ):  # left to Triton's kernel
-                        yield Case(name.format(form), architecture, config, fp8, launch)
+                    yield Case(name.format(form), architecture, config, fp8, launch)
     if config.split_k > 1:
         name = f"{operation} {{}} sm_{architecture} {config}{aligned} split"
         for form, launch in _forms(operation, (config.block_m, config.block_n, k), "split", Epilogue(), config):

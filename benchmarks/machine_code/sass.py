@@ -22,9 +22,7 @@ and barriers comes on top: a loop reaches its ceiling at best.
 
 Two partitions have a barrier each, of their own warps, and meet at mbarriers alone: nothing makes them promote their
 sums at the same moment.  The ceiling assumes that they do, which is the worst case; if they take turns, the products of
-one fill the gap of the other, and the ceiling is min(1, tensor / issue).  Partitions that issue their products in turns
-by mbarriers of their own (matmul_gluon_scaled.py, 256 rows) are taken to have this one: it holds as far as the Tensor
-Core executes products in the order in which they are issued, as FlashAttention-3 (arXiv 2407.08608, section 3.1) found.
+one fill the gap of the other, and the ceiling is min(1, tensor / issue).
 
 Sources: PTX ISA, wgmma.wait_group and wgmma.commit_group, for what a wait says; NVIDIA H100 Tensor Core GPU
 architecture, table 2, for the rates (dense, per multiprocessor and clock), and four schedulers a multiprocessor.
@@ -102,17 +100,15 @@ class Loop:
             clocks += count * m * n * k * warps / together / rate
         return clocks
 
-    def ceiling(self, tensor: float, warps: int, turns: bool = False) -> float:
+    def ceiling(self, tensor: float, warps: int) -> float:
         """The share of the Tensor Core's rate that the loop allows.  tensor: clocks of one pass at full rate.
-
-        turns: partitions issue their products in turns.
 
         >>> alone = Loop(100, Counter(QGMMA=4, BAR=2), Counter({"QGMMA.64x128x32": 4}), exposed=64)
         >>> alone.ceiling(512, warps=8)
         0.8
         """
         issue, exposed = self.length * warps / 4, self.exposed * warps / 4
-        if not self.kinds["BAR"] or turns:
+        if not self.kinds["BAR"]:
             exposed = 0.0
         return tensor / (max(tensor, issue - exposed) + exposed)
 

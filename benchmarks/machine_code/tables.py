@@ -9,22 +9,18 @@ from benchmarks.machine_code import ceilings
 from fp8engine.numerics.cards import H100_SXM, H200
 
 TILE = "sm_90 128x128x128 g8 w8"
-HIGH = "sm_90 256x128x128 g8 w8 s4 p4 gluon plain"
 PRODUCTS = {  # as the table calls it -> a row of the baseline
-    "FP8 fast 128x256x128, 8 warps": "matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma flat plain",
-    "the same, bias + GELU + FP8 result + amax": ("matmul_fp8 tensor sm_90 128x256x128 g8 w8 s4 p2 tma flat gelu+amax"),
-    "FP8 fast 128x128x128, 4 warps": "matmul_fp8 tensor sm_90 128x128x128 g8 w4 s4 p1 tma flat plain",
+    "FP8 fast 128x256x128, 8 warps": "matmul_fp8 tensor sm_90 128x256x128 g8 w8 s3 p2 tma flat plain",
+    "the same, bias + GELU + FP8 result + amax": ("matmul_fp8 tensor sm_90 128x256x128 g8 w8 s3 p2 tma flat gelu+amax"),
+    "FP8 fast 128x128x128, 8 warps": "matmul_fp8 tensor sm_90 128x128x128 g8 w8 s5 p1 tma plain",
     "Gluon fast 128x256x128, 1 + 8 warps": "matmul_gluon fast tensor sm_90 128x256x128 g8 w8 s4 p2 gluon",
     "FP8 promoted 128x128x128, 8 warps": f"matmul_fp8_promoted tensor {TILE} s5 p4 tma plain",
     "Gluon promoted, 1 + 4 + 4 warps": f"matmul_fp8_promoted tensor {TILE} s5 p4 gluon plain",
-    "the same, 256x128x128": f"matmul_fp8_promoted tensor {HIGH}",
     "blocks 1x128 by 128x128": f"matmul_block 1x128 128x128 {TILE} s5 p2 tma plain",
     "Gluon blocks 1x128 by 128x128": f"matmul_block 1x128 128x128 {TILE} s5 p2 gluon plain",
-    "Gluon blocks, 256x128x128": f"matmul_block 1x128 128x128 {HIGH}",
     "blocks 1x128 by 1x128 (wgrad)": f"matmul_block 1x128 1x128 {TILE} s5 p2 tma plain",
     "Gluon blocks 1x128 by 1x128 (wgrad)": f"matmul_block 1x128 1x128 {TILE} s5 p2 gluon plain",
-    "Gluon blocks (wgrad), 256x128x128": f"matmul_block 1x128 1x128 {HIGH}",
-    "grouped fast, rows": "grouped rows matmul_fp8 sm_90 128x256x128 g8 w8 s4 p2 tma",
+    "grouped fast, rows": "grouped rows matmul_fp8 sm_90 128x256x128 g8 w8 s3 p2 tma",
     "grouped blocks, rows": f"grouped rows matmul_block {TILE} s5 p2 tma",
     "grouped blocks, sums (wgrad)": f"grouped sums matmul_block {TILE} s5 p2 tma",
     "BF16 128x256x64": "matmul_fp16 along K sm_90 128x256x64 g8 w8 s4 p2 tma flat plain",
@@ -57,9 +53,9 @@ MEMORY = {
 
 USED = {  # matmul -> the kernel that a Hopper card takes for it, and plain Triton's: keys of PRODUCTS
     "FP8, one scale per tensor or row, fast": ("FP8 fast 128x256x128, 8 warps",) * 2,
-    "the same, promoted every 128 of K": ("the same, 256x128x128", "FP8 promoted 128x128x128, 8 warps"),
-    "blocks 1x128 by 128x128 (forward, dgrad)": ("Gluon blocks, 256x128x128", "blocks 1x128 by 128x128"),
-    "blocks 1x128 by 1x128 (wgrad)": ("Gluon blocks (wgrad), 256x128x128", "blocks 1x128 by 1x128 (wgrad)"),
+    "the same, promoted every 128 of K": ("Gluon promoted, 1 + 4 + 4 warps", "FP8 promoted 128x128x128, 8 warps"),
+    "blocks 1x128 by 128x128 (forward, dgrad)": ("Gluon blocks 1x128 by 128x128", "blocks 1x128 by 128x128"),
+    "blocks 1x128 by 1x128 (wgrad)": ("Gluon blocks 1x128 by 1x128 (wgrad)", "blocks 1x128 by 1x128 (wgrad)"),
 }
 
 

@@ -81,7 +81,6 @@ LIBRARY = 0.849
 CEILINGS = {
     "triton": {"fast": 1.0, "promoted": 0.71, "block": 0.64, "block by block": 0.55},
     "gluon": {"fast": 1.0, "promoted": 0.92, "block": 0.91, "block by block": 0.89},
-    "gluon in turns": dict.fromkeys(("fast", "promoted", "block", "block by block"), 1.0),  # tiles of 256x128
     "pointers": {"fast": 0.22, "promoted": 0.18, "block": 0.13, "block by block": 0.13},
 }
 # Share of that ceiling times LOOP that our main loops reach on an H200: 2,147 measurements of configurations and shapes
@@ -90,7 +89,6 @@ CEILINGS = {
 REACHED = {
     "triton": {"fast": 1.0, "promoted": 0.84, "block": 0.63, "block by block": 0.43},
     "gluon": {"fast": 0.95, "promoted": 0.84, "block": 0.80, "block by block": 0.64},
-    "gluon in turns": {"fast": 1.0, "promoted": 0.86, "block": 0.73, "block by block": 0.60},
     "pointers": dict.fromkeys(("fast", "promoted", "block", "block by block"), 1.0),  # not measured
 }
 TILES = ((128, 256), (256, 128), (192, 128), (128, 192), (128, 160), (128, 128), (64, 128))  # of a library

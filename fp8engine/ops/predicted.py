@@ -44,7 +44,7 @@ def kernel_of(operation: str, config: Any, sums: str | None = None) -> Kernel:
 
 def family_of(config: Any) -> str:
     """The key of CEILINGS and REACHED that a configuration, of kernels/tuning.py, belongs to."""
-    return ("gluon in turns" if config.in_turns else config.kernel) if config.descriptors else "pointers"
+    return config.kernel if config.descriptors else "pointers"
 
 
 def seconds(operation: str, config: Any, shape: tuple[int, int, int], card: Card) -> float:

@@ -6,18 +6,12 @@
 The order of sums is checked with scales that are no powers of two, against FP32 arithmetic on the host: the Tensor
 Core's sum of 128 products of small integers is exact; each is multiplied and added in the order of K, rounded once.
 Six tiles, ragged, on the four programs of the emulated card, which runs warps in the order of a seed and delays copies.
-Tiles of 256 rows, whose consumers take turns, have M of their own: as many tiles.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from edited_kernels import edited_kernel
-from emulator.card import emulated
-from emulator.faults import Deadlock
 
 from benchmarks.checks.operands import counts, differs, exact, in_blocks, integers, uneven
 from fp8engine.kernels.matmul_block import matmul_block
@@ -30,11 +24,8 @@ from fp8engine.ops.reference import Epilogue, Operand
 
 CPU = torch.device("cpu")
 TILE = Config(128, 128, 128, group_m=2, warps=8, stages=3, parts=2, kernel="gluon")
-HIGH = TILE._replace(block_m=256, parts=4)
-TILES = {"128 rows": TILE, "256 rows": HIGH}
 WAYS = ("none", "loaded", "ring")
 M, N = 260, 144  # 3 x 2 tiles, the last ones of 4 rows and 16 columns
-ROWS = {"128 rows": M, "256 rows": 516}
 K = 784  # four products that go together, two single ones, and 16 of K: more than three stages, and a ragged end
 
 
@@ -58,24 +49,22 @@ def fused(a: Operand, b: Operand) -> torch.Tensor:
     return acc
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("k", [144, 1424])  # no four products together; two times four and four single ones
-def test_a_product_is_exact(way: str, k: int, tile: str, card):
+def test_a_product_is_exact(way: str, k: int, card):
     card(90)
-    a, b = operands(way, ROWS[tile], k=k)
+    a, b = operands(way, k=k)
     bias_N = torch.randint(-3, 4, (N,)).bfloat16()
-    assert unsupported(a, b, Epilogue(bias_N), TILES[tile]) is None
-    found = matmul_gluon_scaled(a, b, Epilogue(bias_N), TILES[tile])
+    assert unsupported(a, b, Epilogue(bias_N), TILE) is None
+    found = matmul_gluon_scaled(a, b, Epilogue(bias_N), TILE)
     assert differs(found, exact(a, b, bias_N).bfloat16()) is None
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("way", ["loaded", "ring"])
-def test_scaled_sums_are_added_in_the_order_of_k(way: str, tile: str, card):
+def test_scaled_sums_are_added_in_the_order_of_k(way: str, card):
     card(90)
     a, b = map(uneven, operands(way, k=1024))  # and none left over
-    found = matmul_gluon_scaled(a, b, Epilogue(None, torch.float32), TILES[tile])
+    found = matmul_gluon_scaled(a, b, Epilogue(None, torch.float32), TILE)
     assert differs(found, fused(a, b)) is None
 
 
@@ -103,9 +92,8 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("way", "end"), CASES)
-def test_every_epilogue_is_the_twins(way: str, end: str, tile: str, card):
+def test_every_epilogue_is_the_twins(way: str, end: str, card):
     card(90)
     out, activation, statistics = ENDS[end]
     a, b = operands(way)
@@ -114,7 +102,7 @@ def test_every_epilogue_is_the_twins(way: str, end: str, tile: str, card):
         Epilogue(bias_N, out, activation, scale, *((torch.full((1,), -1.0), counts(CPU)) if statistics else ()))
         for _ in "ab"
     )
-    found, wanted = matmul_gluon_scaled(a, b, ours, TILES[tile]), reference.finish(exact(a, b, None), twins)
+    found, wanted = matmul_gluon_scaled(a, b, ours, TILE), reference.finish(exact(a, b, None), twins)
     if activation in ("none", "relu"):
         assert differs(found.float(), wanted.float()) is None
     else:  # another exp and tanh: a unit in the last place of the result's format, or of FP32 beneath it
@@ -124,13 +112,12 @@ def test_every_epilogue_is_the_twins(way: str, end: str, tile: str, card):
         assert differs(mine, theirs) is None, name
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_nan_in_a_row_stays_in_it(tile: str, card):
+def test_nan_in_a_row_stays_in_it(card):
     card(90)
     a, b = operands("ring", 132, 64, 256)
     a.data.view(torch.uint8)[70, 5] = 0x7F  # NaN, in a row of the second consumer
     counted = counts(CPU)
-    y = matmul_gluon_scaled(a, b, Epilogue(counts=counted, amax=torch.zeros(1)), TILES[tile])
+    y = matmul_gluon_scaled(a, b, Epilogue(counts=counted, amax=torch.zeros(1)), TILE)
     assert y.isnan().nonzero()[:, 0].unique().tolist() == [70]
     assert counted.tolist() == [0, 64]
 
@@ -150,38 +137,16 @@ def test_what_is_left_to_the_plain_kernel_says_why(reason: str):
     assert str(unsupported(a, b, end, TILE)).startswith(reason)
 
 
-@pytest.mark.parametrize("statistics", [{"amax": torch.zeros(1)}, {"counts": counts(CPU)}])
-def test_statistics_of_high_tiles_by_row_are_left_to_the_plain_kernel(statistics: dict):
-    refused = [(way, name) for way in WAYS for name, tile in TILES.items()
-               if unsupported(*operands(way, 512, 128, 256), Epilogue(**statistics), tile)]  # fmt: skip
-    assert refused == [("ring", "256 rows")]
-    assert unsupported(*operands("ring", 512, 128, 256), Epilogue(), HIGH) is None
-
-
-TURNS = {
-    "a turn is passed to oneself": ("turns.index(1 - CONSUMER)", "turns.index(CONSUMER)"),
-    "a turn is not passed on": ("    mbarrier.arrive(turns.index(1 - CONSUMER), count=1)\n", ""),
-}
-
-
-@pytest.mark.parametrize("bug", TURNS)
-def test_consumers_that_wait_for_a_turn_in_vain_are_named(bug: str, tmp_path: Path):
-    module = edited_kernel(tmp_path, "matmul_gluon_scaled", *TURNS[bug])
-    with emulated(seed=0), pytest.raises(Deadlock, match="mbarrier"):
-        module.matmul_gluon_scaled(*operands("none", 256, 128, 256), Epilogue(), HIGH)
-
-
 def test_other_tiles_are_left_to_the_plain_kernel():
     a, b = operands("loaded")
     found = str(unsupported(a, b, Epilogue(), TILE._replace(block_m=64)))
-    assert found.startswith("tiles are (128, 128, 128) or (256, 128, 128), not of 64x128x128")
+    assert found.startswith("tiles are (128, 128, 128), not of 64x128x128")
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_odd_sizes_go_to_the_plain_kernel(tile: str, card):
+def test_odd_sizes_go_to_the_plain_kernel(card):
     there = card(90)
     a, b = operands("loaded", 20, 133, 256)
-    assert differs(matmul_block(a, b, Epilogue(None, torch.float32), TILES[tile]), exact(a, b, None)) is None
+    assert differs(matmul_block(a, b, Epilogue(None, torch.float32), TILE), exact(a, b, None)) is None
     a, b = operands("none", 20, 133, 256)
-    assert differs(matmul_fp8(a, b, Epilogue(), True, TILES[tile]), exact(a, b, None).bfloat16()) is None
+    assert differs(matmul_fp8(a, b, Epilogue(), True, TILE), exact(a, b, None).bfloat16()) is None
     assert {done.kernel for done in there.done} == {"_matmul_block_kernel", "_matmul_fp8_kernel"}

@@ -176,8 +176,8 @@ SCALED = [
     Bug(
         "a slot is given back before its last product is done",
         "done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n"
-        "    if GIVE_BACK:\n        mbarrier.arrive(empty.index(slot), count=1)\n",
-        "if GIVE_BACK:\n        mbarrier.arrive(empty.index(slot), count=1)\n"
+        "    mbarrier.arrive(empty.index(slot), count=1)\n",
+        "mbarrier.arrive(empty.index(slot), count=1)\n"
         "    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n",
         Race,
         "write by TMA",

@@ -1,5 +1,6 @@
 """The committed configurations: which one a shape gets, and that each can run on the card it is for."""
 
+import functools
 import itertools
 import json
 
@@ -85,7 +86,9 @@ def test_two_narrow_tiles_share_a_multiprocessor_of_hopper():
     for operation in OPERATIONS:
         rows = table()[operation]["sm_90"]
         held = {name: tuning.programs(operation, rows[name], torch.device("cpu")) for name in CLASSES}
-        assert held | {"unaligned": 1} == {"large": 1, "medium": 1, "small": 2, "unaligned": 1}
+        # Five stages of 64x128 leave no room for another; on an H200 they are faster than four and two programs.
+        small = 1 if operation == "matmul_fp8" else 2
+        assert held | {"unaligned": 1} == {"large": 1, "medium": 1, "small": small, "unaligned": 1}
 
 
 def test_a_row_of_an_older_file_has_the_defaults_of_what_it_lacks():
@@ -95,8 +98,9 @@ def test_a_row_of_an_older_file_has_the_defaults_of_what_it_lacks():
 
 
 def test_loops_are_flattened_where_that_keeps_the_tensor_core_s_ceiling():
+    """And not where a card has timed them slower: medium results per tensor."""
     for operation, arch, name, config in EVERY:
-        by_tma = arch == "sm_90" and name != "unaligned"
+        by_tma = arch == "sm_90" and name != "unaligned" and (operation, name) != ("matmul_fp8", "medium")
         gluon = config.kernel == "gluon"  # whose loads are a warp of their own
         assert config.flatten == (by_tma and operation != "matmul_fp8_promoted" and not gluon)
 
@@ -122,15 +126,18 @@ def test_what_a_card_is_given_fits_into_its_shared_memory(operation, capability)
 
 
 def test_a_configuration_that_does_not_fit_gives_way_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch):
-    def given_with(limit: int, **shape) -> Config:
+    def given_with(limit: int, m: int = 8192, n: int = 8192, **shape) -> Config:
         monkeypatch.setitem(tuning.SHARED_MEMORY, (9, 0), limit)
-        return pick("matmul_fp8", (9, 0), 8192, 8192, **shape)
+        return pick("matmul_fp8", (9, 0), m, n, **shape)
 
     hopper, ada = table()["matmul_fp8"]["sm_90"], table()["matmul_fp8"]["sm_89"]
     needs = {name: shared_memory("matmul_fp8", config) for name, config in hopper.items()}
     assert given_with(needs["large"]) is hopper["large"]
-    assert given_with(needs["large"] - 1) is hopper["medium"]
-    assert given_with(needs["medium"] - 1) is hopper["small"]
+    assert needs["medium"] > needs["large"]  # five stages of a smaller tile
+    assert given_with(needs["large"] - 1) is hopper["small"]
+    medium = functools.partial(given_with, m=1536, n=1024)
+    assert medium(needs["medium"]) is hopper["medium"]
+    assert medium(needs["medium"] - 1) is hopper["small"]
     assert given_with(needs["small"] - 1) is ada["large"]
     assert given_with(needs["unaligned"] - 1, aligned=False) is ada["unaligned"]
 
@@ -162,17 +169,15 @@ def test_a_pick_is_the_tables_and_always_the_same(operation, m, n, aligned):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "rows"),
+    ("m", "n", "columns"),
     [
-        (8192, 4096, 256),  # 1,024 tiles of 256x128 in 8 rounds: 8 * 384 < 16 * 256
-        (1408, 3072, 128),  # 144 in 2 rounds, the second of 12: 2 * 384 > 2 * 256 of 264 tiles of 128x128
+        (8192, 4096, 256),  # 1,024 tiles of 128x256 in 8 rounds: 8 * 384 < 16 * 256
+        (8576, 384, 128),  # 134 in 2 rounds, the second of 2: 2 * 384 > 2 * 256 of 201 tiles of 128x128
         (1024, 2048, 128),  # 64: too few
     ],
 )
-def test_high_tiles_are_taken_where_their_rounds_are_full(m, n, rows):
-    assert [pick(operation, (9, 0), m, n).block_m for operation in ("matmul_block", "matmul_fp8_promoted")] == [
-        rows
-    ] * 2
+def test_wide_tiles_are_taken_where_their_rounds_are_full(m, n, columns):
+    assert pick("matmul_fp8", (9, 0), m, n).block_n == columns
 
 
 @pytest.mark.parametrize(
