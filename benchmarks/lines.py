@@ -25,7 +25,7 @@ GOALS = {"engine": 8_600, "kernels": 2_500, "package": 20_600}  # lines of code
 # By room: lines of code that it may have.
 BUDGET = {
     "amp": 2_899,
-    "auto": 1_630,
+    "auto": 1_628,
     "autograd": 1_958,
     "bench": 935,
     "cli": 1_040,

@@ -65,11 +65,6 @@ class Spent(NamedTuple):
         )
 
 
-def predicted(choice: Choice, layer: int, seen: Reads) -> float:
-    """Nats that a layer's forward casts cost; 0 in 16 bits."""
-    return _cost(seen, choice.used.get((layer, "forward")))
-
-
 def spend(
     choices: Sequence[Choice], seen: Mapping[int, Reads], flops: Mapping[int, float], nats: float
 ) -> list[Choice]:

@@ -4,8 +4,8 @@
 
 `keep` looks for the largest sum of predicted costs under which the measured cost is within the budget, on every second
 batch, and checks the result on the batches between, lowering the sum where it fails.  Within: the mean over batches
-and T90 standard errors of it, which a true cost exceeds in one of ten cases.  Gradients' casts stay as they are: they
-change no loss of one forward.
+and T90 standard errors of it, which a true cost exceeds in one of ten cases; a little more often after a check that
+failed, as the same batches check again.  Gradients' casts stay as they are: they change no loss of one forward.
 """
 
 from __future__ import annotations

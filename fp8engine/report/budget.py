@@ -25,7 +25,7 @@ def keep_budget(
     that leaves hardly anything in FP8.  loss(model, batch): a mean in nats; without it a batch is the model's
     arguments, a tuple or a dict, and the model returns `.loss`.
 
-    It runs 3 to 10 evaluation forwards a batch, without gradients.  The model, its scales and its mode stay as they
+    It runs 2 to 9 evaluation forwards a batch, without gradients.  The model, its scales and its mode stay as they
     were; its forward casts change at once, so call it between two steps of the optimizer.  The log has each change.
     In later samples predicted costs are multiplied by what was measured.  On several ranks all call it, with as many
     batches each; the first rank's losses decide.

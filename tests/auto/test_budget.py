@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from fp8engine.auto.budget import FINER, FULL, LOW, cost_of, predicted, spend
+from fp8engine.auto.budget import FINER, FULL, LOW, cost, cost_of, spend
 from fp8engine.numerics.formats import E4M3, E5M2
 from fp8engine.numerics.recipe import auto
 from fp8engine.scaling.choice import GRANULARITIES, Casts, Choice, begin, recipe_of
@@ -26,6 +26,11 @@ def reads(*nats: float) -> Reads:
 
 def alone(*layers: int) -> list[Choice]:
     return [begin([i], auto()) for i in layers]
+
+
+def predicted(choice: Choice, layer: int, seen: Reads) -> float:
+    """Of one layer of a group."""
+    return cost(replace(choice, layers=(layer,)), choice.paid, {layer: seen})
 
 
 def total(choices: list[Choice], seen: dict[int, Reads]) -> float:

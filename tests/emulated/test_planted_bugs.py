@@ -175,10 +175,8 @@ SCALED = [
     ),
     Bug(
         "a slot is given back before its last product is done",
-        "done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n"
-        "    mbarrier.arrive(empty.index(slot), count=1)\n",
-        "mbarrier.arrive(empty.index(slot), count=1)\n"
-        "    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n",
+        "done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n    mbarrier.arrive(empty.index(slot), count=1)\n",
+        "mbarrier.arrive(empty.index(slot), count=1)\n    done_MN = warpgroup_mma_wait(0, deps=(sums_MN,))\n",
         Race,
         "write by TMA",
     ),
