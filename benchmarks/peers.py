@@ -14,14 +14,12 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.casts import PER_TENSOR, SETS, WAYS, Way
-from fp8engine.bench import harness, linear
+from fp8engine.bench import harness, linear, steps
 from fp8engine.bench.cases import Shape, sqnr
 from fp8engine.bench.harness import Limits, Row, Timer
 from fp8engine.nn.linear import Linear
 from fp8engine.numerics.formats import E4M3
 from fp8engine.ops.reference import quantize
-
-WARM_UP = 3  # eager steps before a capture: kernels are compiled, gradients allocated
 
 
 class Graph(NamedTuple):
@@ -61,13 +59,13 @@ def graphs(case: Graph, where: torch.device, timer: Timer) -> list[Row]:
         return tuple(part for part in (y.detach(), x.grad) if part is not None)
 
     def eager(row: Row) -> harness.Call:
-        for turn in range(WARM_UP):
+        for turn in range(steps.WARM_UP):
             step(turn)
         row |= {"host_us": linear.host_us(layer, x), "correct": True}
         return step
 
     def captured(row: Row) -> harness.Call:
-        graph, written = _capture(step, where)
+        graph, written = steps.captured(step, where)
         graph.replay()
         found = [part.clone() for part in written]
         # The same kernels on the same values: only a predicted scale may move between the two, by a part of an octave.
@@ -78,20 +76,6 @@ def graphs(case: Graph, where: torch.device, timer: Timer) -> list[Row]:
     derive = lambda name, seconds, over: {"over_eager": over("eager")}  # noqa: E731
     common = {"case": str(case.recipe or linear.BASE), "shape": list(case.shape)}
     return harness.compare(common, {"eager": eager, "CUDA graph": captured}, derive, timer)
-
-
-def _capture(step: Callable, where: torch.device) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
-    """(graph, what every replay writes)."""
-    side = torch.cuda.Stream(where)
-    side.wait_stream(torch.cuda.current_stream(where))
-    with torch.cuda.stream(side):
-        for turn in range(WARM_UP):
-            step(turn)
-    torch.cuda.current_stream(where).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        written = step(0)
-    return graph, written
 
 
 def graph_line(row: Row) -> str:

@@ -103,6 +103,20 @@ def traced_graph() -> Any:
         return None
 
 
+def traced_alone(function: str) -> bool:
+    """Whether the function of that qualified name is all that Dynamo traces: Python code has called it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root: Any = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:  # torch.export traces without Dynamo
+        return False
+    return root.f_code.co_qualname == function
+
+
+constant_in_graphs(traced_alone)
+
+
 def made_in_graph(name: str) -> None:
     """Tell Dynamo, which calls this, that its caller's local tensor of that name was made in the graph that it traces.
 

@@ -124,6 +124,10 @@ class SamplingWarning(UserWarning):
     """Warning, once per cause: `auto` could not sample a tensor or decide on a sample; the training went on."""
 
 
+class BudgetWarning(UserWarning):
+    """Warning: `fe.keep_budget` measured that FP8 may cost more of the loss than the budget, and could not help."""
+
+
 class AttentionWarning(UserWarning):
     """Warning, once per attention: FP8 was asked for, and it runs in 16 bits; the message says why."""
 

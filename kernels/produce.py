@@ -147,7 +147,7 @@ class Target:
         now = codes if self.mode == "group" or predicted else (None, None, None)
         # What every kernel is given, in this order; the scale of the tensor is the second launch's.
         self.pointers = (self.data, *now[:2], now[2] if self.mode == "group" else None, self.work, live, counts)
-        self.place = (0, 0, 0) if self.slot is None else (self.slot.index, live.stride(0), counts.stride(0))
+        self.place = (0, 0, 0) if self.slot is None else (self.slot.place, live.stride(0), counts.stride(0))
         self.constants = {
             "HOW": self.mode,
             "GROUP": GROUP_COLUMNS if cast is not None and cast.cols == GROUP_COLUMNS else max(tile_n, 1),

@@ -211,7 +211,7 @@ def quantize_tensor(
     _measure_kernel[(programs,)](
         x_MK, slot.live_2S if predicted else None,  # inputs
         q_MK, q_KM, found, parts_PK,  # outputs
-        *sizes, *((slot.index, slot.live_2S.stride(0)) if predicted else (0, 0)),  # sizes
+        *sizes, *((slot.place, slot.live_2S.stride(0)) if predicted else (0, 0)),  # sizes
         DTYPE=triton_dtype(cast.dtype), PREDICTED=predicted,  # constants
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
     )  # fmt: skip
@@ -241,7 +241,7 @@ def cast_measured(x_MK: torch.Tensor, measured: tuple, cast, slot, results) -> t
     sums_K = None if parts_PK is None else parts_PK.new_empty(parts_PK.shape[1])
     sizes, (block_m, block_k, warps, _) = _tiles(x_MK, results[1] is not None)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    live, index, stride_live = (slot.live_2S, slot.index, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
+    live, index, stride_live = (slot.live_2S, slot.place, slot.live_2S.stride(0)) if slot is not None else (None, 0, 0)
     counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
     _cast_kernel[(programs,)](
         x_MK, found, parts_PK,  # inputs

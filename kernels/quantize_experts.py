@@ -226,7 +226,7 @@ def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed
     _expert_cast_kernel[programs](
         x_TK, bounds_2E1, amax,  # inputs
         q, scale, work, live, counts,  # outputs
-        *sizes, wide, slot.index if slot is not None else 0, stride_live, stride_counts,  # sizes
+        *sizes, wide, slot.place if slot is not None else 0, stride_live, stride_counts,  # sizes
         WIDTH=width(experts), DTYPE=triton_dtype(cast.dtype), POWER_OF_2=cast.power_of_2,  # constants
         ROWS=cast.rows, COLS=cast.cols, TRANSPOSED=transposed, COUNT=count, RECORD=record,
         BLOCK_K=block_k, PIECE=piece, num_warps=warps,

@@ -340,7 +340,7 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)
     counts, stride_counts = (slot.counts_CS, slot.counts_CS.stride(0)) if count else (None, 0)
     results, tables = (q_MK, scale, q_KM, scale_t), (work, live, counts)
-    sizes = m, k, *x_MK.stride(), slot.index if slot is not None else 0, stride_live, stride_counts
+    sizes = m, k, *x_MK.stride(), slot.place if slot is not None else 0, stride_live, stride_counts
     constants = {
         "DTYPE": triton_dtype(cast.dtype), "POWER_OF_2": cast.power_of_2, "COUNT": count, "RECORD": record,
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.warps,

@@ -5,7 +5,10 @@
 From sm_90 on one instruction rounds FP32 to FP8 (PTX cvt.rn.satfinite.e4m3x2.f32: nearest-even, saturating, NaN kept);
 below, Triton 3.6 goes by way of FP16 and rounds twice, so the value is clamped and brought onto the FP8 grid in FP32:
 
-    p = 2^floor(log2 |y|), at least the smallest normal;   RNE(y) = (y + c) - c,  c = 1.5 * 2^(23 - mantissa bits) * p
+    p = 2^floor(log2 |y|), at least the smallest normal;  RNE(|y|) = (|y| + c) - c; c = 1.5 * 2^(23 - mantissa bits) * p
+
+Of |y| and not of y, because LLVM makes one fma of a product y and a sum: y = x * s then is not rounded to FP32 first,
+as it is everywhere else, and a product within half an ulp of a tie goes the other way (seen on an H200).
 
 The instruction saturates Inf as well, which would hide it from a loss scaler: E5M2's Inf is put in by its code.
 Twin: fp8engine/ops/reference/rounding.py.  Source: OCP 8-bit floating point specification 1.0, sections 5.2 and 5.3.
@@ -54,7 +57,7 @@ def round_to_grid(y, DTYPE: tl.constexpr):
     SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if DTYPE == tl.float8e4nv else 2.0**-14
     power = (y.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     shift = tl.where(power < SMALLEST_NORMAL, SMALLEST_NORMAL, power) * (1.5 * 2.0 ** (23 - MANTISSA_BITS))
-    grid = ((y + shift) - shift).to(tl.int32, bitcast=True)
+    grid = ((tl.abs(y) + shift) - shift).to(tl.int32, bitcast=True)
     return (grid | (y.to(tl.int32, bitcast=True) & SIGN_BIT)).to(tl.float32, bitcast=True)  # -0 stays -0
 
 

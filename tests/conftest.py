@@ -64,10 +64,11 @@ def row_scales_on_a_cpu():
         return
     real = torch._scaled_mm
 
-    def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
+    def scaled_mm(a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
         if scale_a.dim() == 0 or a.device.type != "cpu":
-            return real(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
-        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+            return real(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+        y_MN = a.float() @ b.float() * scale_a * scale_b
+        return (y_MN if bias is None else y_MN + bias.float()).to(out_dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", scaled_mm)

@@ -162,10 +162,29 @@ def run_tuned(group: Group) -> None:
     log.removeHandler(told)
 
 
-def run_steps(group: Group, every: Iterable[Any]) -> None:
-    """Blocks or models, eager."""
+def run_block(group: Group) -> None:
+    """Decoder blocks, eager."""
     ways, timer = steps.variants(group.where, compiled=False), group.timer(10)
-    group.each(every, lambda it: group.sink.rows("steps", steps.compare(it, group.where, ways, timer)))
+    group.each(block.CASES["cuda"], lambda it: group.sink.rows("steps", steps.compare(it, group.where, ways, timer)))
+
+
+def run_model(group: Group) -> None:
+    """A model that the host bounds in eager code; compiled, and in CUDA graphs, which need no host."""
+    names, eager = (steps.BASE, "fp8engine current"), steps.variants(group.where, compiled=False)
+    every = {name: eager[name] for name in names}
+    if group.where.type == "cuda":
+        more = [(name, graph) for name in names for graph in (steps.WHOLE, steps.GRAPHS, steps.GRAPH)]
+        more += [(f"fp8engine {recipe}", steps.GRAPHS) for recipe in steps.RECIPES[1:]]
+        every |= {f"{name}, {graph}": eager[name]._replace(graph=graph) for name, graph in more}
+        if reason := without_torchao():
+            group.sink.write("note", text=f"torchao {harness.NOT_MEASURED}: {reason}")
+        else:
+            every[f"torchao tensorwise, {steps.GRAPHS}"] = steps.Variant(steps.torchao, steps.GRAPHS)
+    timer = group.timer(10)
+    group.each(
+        steps.MODELS["cuda"][:1],
+        lambda it: group.sink.rows("steps", steps.compare(it, group.where, every, timer)),
+    )
 
 
 def run_host(group: Group) -> None:
@@ -264,12 +283,12 @@ WORK: dict[str, Callable[[Group], None]] = {
     "experts": run_experts,
     "sweep": run_sweep,
     "linear": run_linear,
-    "block": lambda group: run_steps(group, block.CASES["cuda"]),
+    "block": run_block,
     "host": run_host,
     "compiled": run_compiled,
     "tuned": run_tuned,
     "few": lambda group: run_gemm(group, by_value((*cases.FEW_TOKENS, *cases.SQUARE))),
     "generate": run_generate,
-    "model": lambda group: run_steps(group, steps.MODELS["cuda"]),
+    "model": run_model,
     "gluon": run_gluon,
 } | {f"checks-{part + 1}": lambda group, part=part: run_checks(group, part) for part in range(CHUNKS)}

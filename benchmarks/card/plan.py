@@ -40,11 +40,11 @@ PLAN = (
     Group("experts", 60, "grouped matmuls of experts, ours and torch's, beside BF16"),
     Group("host", 40, "the host's time for a Linear, and a CUDA graph beside eager code"),
     Group("compiled", 120, "torch.compile: Inductor's cast, BF16, torchao's float8 Linear", compiles=False),
-    *(Group(f"checks-{part}", 60, f"the other checks, part {part} of {CHUNKS}") for part in range(1, CHUNKS + 1)),
+    *(Group(f"checks-{part}", 90, f"the other checks, part {part} of {CHUNKS}") for part in range(1, CHUNKS + 1)),
     Group("sweep", 90, "every configuration of the FP8 matmuls, beside its predicted time"),
     Group("tuned", 45, "the Linear again, on kernels that this card's own trials choose", trials=True),
     Group("few", 60, "matmuls of few tokens and square ones"),
     Group("generate", 60, "generation, a token at a time"),
-    Group("model", 90, "models like Llama, BERT and ViT"),
+    Group("model", 150, "a model of 12 layers of width 2048: eager, compiled, in CUDA graphs"),
 )
 NAMES = tuple(group.name for group in PLAN)

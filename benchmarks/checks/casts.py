@@ -63,7 +63,23 @@ def casts(where: torch.device, shape: tuple[int, int]) -> str | None:
             for predicted in (0.0, 2.0**-6, 2.0**6) if how.delayed else (0.0,):
                 if wrong := compare_casts(where, x, how, predicted):
                     return f"{how} of {dtype}, predicted {predicted}, not finite {bad}, {wrong}"
+    for how in (Cast.parse("e4m3"), Cast.parse("e5m2")):
+        if wrong := compare_casts(where, near_ties(torch.randn(shape, device=where), how), how):
+            return f"{how} of values whose products with s are near ties, {wrong}"
     return None
+
+
+def near_ties(x: torch.Tensor, how: Cast) -> torch.Tensor:
+    """x [M, K] in FP32 moved so that x * s, rounded to FP32, is half-way between two codes, or next to that.
+
+    There the exact product, which an fma would round, and the rounded one differ in the code that is nearest.
+    """
+    if not x.numel():
+        return x
+    s = how.format.max / x.abs().max()
+    codes = (x * s).to(how.dtype).view(torch.uint8)
+    middle = (codes.view(how.dtype).float() + (codes + 1).view(how.dtype).float()) / 2
+    return torch.where(middle.abs() < how.format.max, middle / s, x)  # NaN is not less: the largest stays
 
 
 def compare_casts(where: torch.device, x: torch.Tensor, how: Cast, predicted: float = 0.0) -> str | None:

@@ -82,13 +82,17 @@ class Plain(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+def _norm(size: Size, llama: bool) -> nn.Module:
+    """With Llama's eps: RMSNorm's default depends on the dtype, and such a norm writes no codes."""
+    return nn.RMSNorm(size.hidden, eps=1e-5) if llama else nn.LayerNorm(size.hidden)
+
+
 class Block(nn.Module):
     """Pre-norm; llama: RMSNorm, rotary positions, causal, SwiGLU; otherwise LayerNorm, all to all, GELU."""
 
     def __init__(self, size: Size, llama: bool = True):
         super().__init__()
-        norm = nn.RMSNorm if llama else nn.LayerNorm
-        self.input_layernorm, self.post_attention_layernorm = norm(size.hidden), norm(size.hidden)
+        self.input_layernorm, self.post_attention_layernorm = (_norm(size, llama) for _ in range(2))
         self.self_attn = Attention(size, 1e4 if llama else None, llama)
         self.mlp = Gated(size) if llama else Plain(size)
 
@@ -137,7 +141,7 @@ class Model(nn.Module):
         else:
             self.embed = nn.Conv2d(3, size.hidden, patch, stride=patch)
         self.blocks = nn.ModuleList(Block(size, llama) for _ in range(size.layers))
-        self.norm = (nn.RMSNorm if llama else nn.LayerNorm)(size.hidden)
+        self.norm = _norm(size, llama)
         self.lm_head = nn.Linear(size.hidden, size.vocabulary, bias=False)
 
     def forward(self, inputs: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:

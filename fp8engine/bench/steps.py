@@ -29,6 +29,8 @@ from fp8engine.convert.swap import convert
 from fp8engine.errors import EmulationWarning
 
 RECIPES = ("current", "delayed", "rowwise", "blockwise")
+WHOLE, GRAPHS, GRAPH = "compiled", "CUDA graphs", "one CUDA graph"  # words of Variant.graph
+WARM_UP = 3  # steps before a capture: kernels are compiled, gradients allocated
 MEMORY = {"": {}, ", recompute": {"recompute": True}, ", FP8 inputs": {"recompute": True, "store": "fp8"}}
 BASE, COMPILED = "bf16", "bf16, compiled"
 # Against FP32, in dB.  A residual stream of which a part went through matmuls at 28 dB stays above 25 for a dozen
@@ -44,10 +46,14 @@ MODELS = {
 
 
 class Variant(NamedTuple):
-    """A module in some precision: (plain module) -> it.  autocast: FP16 autocast around forward."""
+    """A module in some precision: (plain module) -> it.  autocast: FP16 autocast around forward.
+
+    graph: "" for eager code; "compiled" by torch.compile; "CUDA graphs" made by it, in its mode "reduce-overhead";
+    "one CUDA graph": a step of eager code, captured once and replayed.
+    """
 
     make: Callable[[nn.Module], nn.Module]
-    compiled: bool = False
+    graph: str = ""
     autocast: bool = False
 
 
@@ -62,9 +68,9 @@ def variants(where: torch.device, compiled: bool) -> dict[str, Variant]:
 
 def as_graphs(ways: Mapping[str, Variant], where: torch.device) -> dict[str, Variant]:
     """The same by torch.compile, half a minute each, and torchao's, which is made for it, where it is installed."""
-    found = {f"{name}, compiled": way._replace(compiled=True) for name, way in ways.items()}
+    found = {f"{name}, compiled": way._replace(graph=WHOLE) for name, way in ways.items()}
     if where.type == "cuda" and importlib.util.find_spec("torchao") is not None:
-        found["torchao tensorwise, compiled"] = Variant(_torchao, True)
+        found["torchao tensorwise, compiled"] = Variant(torchao, WHOLE)
     return found
 
 
@@ -88,7 +94,8 @@ def _layer(**memory: Any) -> Callable[[nn.Module], nn.Module]:
     return lambda network: fused(network.bfloat16(), "current", **memory)
 
 
-def _torchao(network: nn.Module) -> nn.Module:
+def torchao(network: nn.Module) -> nn.Module:
+    """torchao's float8, a scale a tensor."""
     from torchao.float8 import convert_to_float8_training
 
     keep = lambda module, name: "lm_head" not in name  # noqa: E731 - as fe.convert leaves output heads
@@ -140,9 +147,13 @@ def _checked(row: Row, way: Variant, network: nn.Module, sets, wanted) -> harnes
     y_exact, dw_exact, dy = wanted
     made = way.make(network)
     low = next(made.parameters()).dtype
-    _, step = training(way, made, [(x.to(low) if x.is_floating_point() else x, dy) for x in sets])
+    pairs = [(x.to(low) if x.is_floating_point() else x, dy) for x in sets]
+    _, step = training(way, made, pairs)
+    for turn in range(WARM_UP if way.graph else 0):  # what is checked is what is timed, not what records it
+        step(turn)
     row["sqnr"] = [round(sqnr(step(0), y_exact), 1), round(sqnr(_first(made).grad, dw_exact), 1)]
-    row["activations"] = saved_bytes(made, lambda: step(0))
+    if way.graph != GRAPH:  # whose hooks have run when it was captured
+        row["activations"] = saved_bytes(made, lambda: step(0))
     row |= _on_card(step, y_exact.device)
     row["correct"] = row["sqnr"][0] >= LEAST_SQNR and row["sqnr"][1] >= LEAST_GRADIENT
     if not row["correct"]:
@@ -151,19 +162,48 @@ def _checked(row: Row, way: Variant, network: nn.Module, sets, wanted) -> harnes
 
 
 def training(way: Variant, made: nn.Module, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Any, Any]:
-    """(forward, step) of a variant's module.  step: turn -> y, a forward and backward of the turn's (x, dy)."""
-    run = torch.compile(made, fullgraph=True) if way.compiled else made
+    """(forward, step) of a variant's module.  step: turn -> y, a forward and backward of the turn's (x, dy).
+
+    Of a model its blocks are compiled, each by itself.  "one CUDA graph" has the first pair at every turn.
+    """
+    run = _compiled(made, None if way.graph == WHOLE else "reduce-overhead") if way.graph in (WHOLE, GRAPHS) else made
 
     def step(turn: int) -> torch.Tensor:
         x, dy = pairs[turn % len(pairs)]
         made.zero_grad(set_to_none=True)
         x.grad = None
+        if way.graph == GRAPHS:
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(x.device.type, torch.float16, enabled=way.autocast):
             y = run(x)
         y.backward(dy.to(y.dtype))
         return y
 
+    if way.graph == GRAPH:
+        graph, y = captured(step, pairs[0][1].device)
+        return run, lambda turn: (graph.replay(), y)[1]
     return run, step
+
+
+def _compiled(made: Any, mode: str | None) -> Any:
+    """The module by torch.compile: a model's blocks one by one, which makes one graph of blocks that are alike."""
+    for block in getattr(made, "blocks", ()):
+        block.compile(fullgraph=True, mode=mode)
+    return made if hasattr(made, "blocks") else torch.compile(made, fullgraph=True, mode=mode)
+
+
+def captured(step: Callable[[int], Any], where: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A step in a CUDA graph, and what it returns, which every replay writes."""
+    side = torch.cuda.Stream(where)
+    side.wait_stream(torch.cuda.current_stream(where))
+    with torch.cuda.stream(side):
+        for turn in range(WARM_UP):
+            step(turn)
+    torch.cuda.current_stream(where).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        written = step(0)
+    return graph, written
 
 
 def _first(network: nn.Module) -> Any:
@@ -210,7 +250,7 @@ def line(row: Row) -> str:
         f"{row['name']:28s} {row['network']:6s} {row['size']:34s}",
         {
             **row,
-            "mib": row.get("activations", 0) / 2**20,
+            "mib": row["activations"] / 2**20 if "activations" in row else None,
             "gib": row["peak_bytes"] / 2**30 if "launches" in row else None,
         },
         ("ms", "{:9.2f} ms"),
@@ -218,7 +258,8 @@ def line(row: Row) -> str:
         ("tokens_per_s", " {:9.0f} tokens/s"),
         ("over_bf16", " {:5.2f}x bf16"),
         ("over_compiled", " {:5.2f}x compiled"),
-        ("mib", f"   y/dw {errors} dB   saved {{:.1f}} MiB"),
+        ("correct", f"   y/dw {errors} dB"),
+        ("mib", "   saved {:.1f} MiB"),
         ("gib", "   peak {:.2f} GiB"),
         ("launches", ", {} launches"),
         ("target", "   target {:.2f}"),

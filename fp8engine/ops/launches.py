@@ -128,6 +128,6 @@ def product(step: Step, name: str) -> list[Launch]:
         if not ours and any(-1 in (how.rows, how.cols) and not how.per_tensor for how in casts):
             found.append(Launch("torch scales"))
     found.append(Launch(f"matmul {name}"))
-    if bias and name == "forward" and recipe.is_fp8 and not ours:
+    if bias and name == "forward" and recipe.by_block and not ours:  # else torch's matmul adds it: scaled_mm.adds_bias
         found.append(Launch("torch add", 2 * HALF * m * n))
     return found

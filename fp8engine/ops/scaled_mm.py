@@ -1,6 +1,6 @@
 """The cublas backend, torch's scaled matmul (cuBLASLt on CUDA, oneDNN on CPUs): layout, padding, scales.
 
-    y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n]
+    y[M, N] = sum_k a[m, k] b[n, k] * scale_a * scale_b + bias[n]      the bias: `adds_bias`
 
 What the hardware wants, checked here so that a CPU refuses what a card would:
 - a row-major and b column-major, i.e. both contiguous along K, strides (K, 1); copied where they are not;
@@ -83,15 +83,32 @@ def matmul(a: Operand, b: Operand, bias_N=None, out: torch.dtype = torch.bfloat1
     if a.scaled_along_k:
         y_MN = _by_block(a, b, torch.bfloat16 if out == torch.bfloat16 else torch.float32)
     else:
-        y_MN = _by_row_or_tensor(a, b, out, fast)
+        inside, bias_N = (bias_N, None) if adds_bias(a, b, bias_N, out) else (None, bias_N)
+        y_MN = _by_row_or_tensor(a, b, inside, out, fast)
     if y_MN.shape != (m, n):  # a copy: layers may write in place into what they are given, and a view would forbid it
         y_MN = y_MN[:m, :n].clone(memory_format=torch.contiguous_format)
-    # The bias is added outside: cuBLASLt takes it only for 16-bit results of the bias's own dtype.
     y_MN = y_MN.to(out)
     return y_MN if bias_N is None else (y_MN + bias_N).to(out)
 
 
-def _by_row_or_tensor(a: Operand, b: Operand, out: torch.dtype, fast: bool) -> torch.Tensor:
+def adds_bias(a: Operand, b: Operand, bias_N: torch.Tensor | None, out: torch.dtype) -> bool:
+    """Whether torch's matmul adds the bias to its FP32 sums; else a pass over the result does.
+
+    Where the bias has the result's 16-bit dtype (with row scales BF16) and lies contiguous at a multiple of 16 bytes,
+    and N is not padded.  Not for scales in blocks.
+    """
+    by_row = a.scale.dim() == 2 or b.scale.dim() == 2
+    return (
+        bias_N is not None
+        and bias_N.dtype == out == (torch.bfloat16 if by_row else out)
+        and out.itemsize == 2
+        and len(bias_N) % MULTIPLE == 0
+        and bias_N.is_contiguous()
+        and bias_N.data_ptr() % MULTIPLE == 0
+    )
+
+
+def _by_row_or_tensor(a: Operand, b: Operand, bias_N, out: torch.dtype, fast: bool) -> torch.Tensor:
     m, n = a.data.shape[0], b.data.shape[0]
     by_row = a.scale.dim() == 2 or b.scale.dim() == 2
     a_data, b_data = _padded(a.data, rows=False), _padded(b.data, rows=True)
@@ -105,6 +122,7 @@ def _by_row_or_tensor(a: Operand, b: Operand, out: torch.dtype, fast: bool) -> t
         b_data.t(),
         scale_a=scale_a,
         scale_b=scale_b,
+        bias=bias_N,
         out_dtype=torch.bfloat16 if by_row else out,
         use_fast_accum=fast,
     )

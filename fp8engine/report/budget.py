@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from fp8engine.auto import measured
 from fp8engine.auto.budget import Spent
-from fp8engine.errors import StateError
+from fp8engine.errors import BudgetWarning, StateError
 from fp8engine.report.state import controllers_of, float8_layers
 
 
@@ -27,6 +28,7 @@ def keep_budget(
 
     It runs 2 to 9 evaluation forwards a batch, without gradients.  The model, its scales and its mode stay as they
     were; its forward casts change at once, so call it between two steps of the optimizer.  The log has each change.
+    A BudgetWarning says where the budget is not kept.
     In later samples predicted costs are multiplied by what was measured.  On several ranks all call it, with as many
     batches each; the first rank's losses decide.
     Raises StateError: no budget, no predicted costs, too few batches, no loss, a loss that is not finite, a plan.
@@ -54,4 +56,10 @@ def keep_budget(
         raise StateError(f"keep_budget: {what}; fe.convert(model, fe.auto(budget=0.005))")
     if any(each.state.must_wait for each in controllers):
         raise StateError("keep_budget: weights are gathered as FP8 codes of this step; call it after optimizer.step()")
-    return measured.keep(controllers, model, batches, loss)
+    spent = measured.keep(controllers, model, batches, loss)
+    if not spent.kept:
+        message = (
+            f"keep_budget: {spent}; layers whose costs are not known stay as they were: train or calibrate on more"
+        )
+        warnings.warn(message, BudgetWarning, stacklevel=2)
+    return spent

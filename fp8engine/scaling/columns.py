@@ -1,4 +1,10 @@
-"""Slots of a scaling table as a layer's call takes them: in eager code by their column, in a graph by views of it."""
+"""Slots of a scaling table as a layer's call takes them: in eager code by their column, in a graph by views of it.
+
+CUDA graphs of torch.compile work on a copy of an input that may move, and of one that does not begin at a multiple of
+16 bytes (`remove_unaligned_input_idxs` in torch/_inductor/utils.py); what a cast writes to a copy is lost.  That a
+layer's columns stay, Dynamo knows, and they lie `apart`.  Of the tables in an update of scales that is a graph alone it
+does not: such a graph writes to an input, as torch is told, and is kept out of CUDA graphs for it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,15 @@ import torch
 
 from fp8engine.ops.reference import Slot
 from fp8engine.scaling.sample import Sampled
+
+APART = 4  # columns of memory from one slot to the next in the tables that casts write: 16 bytes, or 32
+
+
+def apart(table: torch.Tensor) -> torch.Tensor:
+    """A table [R, S] whose columns lie APART."""
+    if table.stride(1) == APART:
+        return table
+    return table.new_zeros(len(table), APART * table.shape[1])[:, ::APART].copy_(table)
 
 
 class Column:

@@ -30,7 +30,7 @@ from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference.operand import COUNTERS
 from fp8engine.ops.reference.scale import FP32_MAX
 from fp8engine.ops.scale_update import scale_update
-from fp8engine.scaling.columns import Column, Slots
+from fp8engine.scaling.columns import Column, Slots, apart
 from fp8engine.scaling.operands import RootForward, siblings
 from fp8engine.scaling.output_slots import OutputSlots
 from fp8engine.scaling.sample import StepSamples
@@ -94,6 +94,8 @@ class ScalingState:
         self.counts_CS = torch.zeros(len(COUNTERS), len(casts), dtype=torch.int64, device=device)
         # Whether a save decides the next join: ranks.py.
         self.saved_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        # How many steps have begun by a graph of their own: columns.py.
+        self.graphs_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self.outputs.begin(device)
         self.reserve(layer for layer, (_, recipe) in enumerate(self.layers) if recipe.stored is not None)
         for layer, (_, recipe) in enumerate(self.layers):
@@ -128,6 +130,7 @@ class ScalingState:
 
     def _make_views(self) -> None:
         """Views of the two tables that every cast writes: per column, and NumPy's where they are real CPU memory."""
+        self.live_2S, self.counts_CS = apart(self.live_2S), apart(self.counts_CS)
         for i, column in enumerate(self.columns):
             column.live_21, column.counts_C1 = self.live_2S[:, i : i + 1], self.counts_CS[:, i : i + 1]
         on_cpu = type(self.live_2S) is torch.Tensor and self.device.type == "cpu"
@@ -182,7 +185,7 @@ class ScalingState:
         if self.device.type == "meta":
             self._reset(where)
             return
-        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1"):
+        for name in ("rules_3S", "history_HS", "live_2S", "counts_CS", "saved_1", "graphs_1"):
             setattr(self, name, getattr(self, name).to(where))
         self.outputs.to(where)
         self._make_views()
@@ -201,6 +204,8 @@ class ScalingState:
         """The root's forward begins: a step may begin with it, and its layers may share their inputs' operands."""
         if torch.compiler.is_compiling():
             self.begin_in_graph()
+            if _torch.traced_alone("ScalingState.begin_forward"):  # written to, an input that may move: no CUDA graph
+                self.graphs_1.add_(1)
             return
         if self.on_step is not None and root is not None:
             self.root = weakref.ref(root)

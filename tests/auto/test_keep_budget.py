@@ -17,7 +17,7 @@ import fp8engine as fe
 from benchmarks.distributed.processes import run
 from fp8engine.auto.budget import Spent
 from fp8engine.auto.measured import LEAST, NEAR, TRIES, Cost, search
-from fp8engine.errors import StateError
+from fp8engine.errors import BudgetWarning, StateError
 from fp8engine.report.state import controllers_of
 from fp8engine.scaling.reads import COST
 
@@ -315,3 +315,16 @@ def test_a_budget_that_is_not_kept_says_so():
     spent = Spent(0.0, 0.005, 2.0, 0.0, 0.01, 0.002, 0.013, 8, 512)
     assert not spent.kept
     assert "is not kept" in str(spent)
+
+
+def test_a_budget_that_cannot_be_kept_is_warned_of():
+    """The first layer's costs are not known, so that it stays in FP8, and nobody may spend what it costs."""
+    model = calibrated(None)
+    shown = statistics.fmean(costs(model, OTHERS)) / plain_loss(model, OTHERS)
+    model = calibrated(1e-3 * shown)
+    reads = controller(model).reads
+    unknown = reads[0].table.copy()
+    unknown[..., COST] = float("nan")
+    reads[0] = replace(reads[0], table=unknown)
+    with pytest.warns(BudgetWarning, match="is not kept.*costs are not known"):
+        assert not fe.keep_budget(model, BATCHES).kept

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.peers import Graph
-from fp8engine.bench import linear
+from fp8engine.bench import linear, steps
 from fp8engine.bench.cases import Shape
 from fp8engine.bench.harness import Limits, Timer
 from fp8engine.bench.timing import WallClock
@@ -69,7 +69,7 @@ def test_a_graph_is_timed_where_it_computes_what_eager_code_does(monkeypatch: py
         written = [part.clone() * (-1 if wrong else 1) for part in step(0)]
         return SimpleNamespace(replay=lambda: None), tuple(written)
 
-    monkeypatch.setattr(peers, "_capture", capture)
+    monkeypatch.setattr(steps, "captured", capture)
     _, graph = peers.graphs(Graph(Shape(8, 16, 32), "current"), CPU, TIMER)
     assert graph["correct"] is not wrong
     assert ("over_eager" in graph) is not wrong

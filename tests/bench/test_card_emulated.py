@@ -67,7 +67,7 @@ OTHERS = (
     },
     {"tuned": Others(FIRST, TRAINING, 5), "generate": Others(FIRST, CASTS, 6)},
     {"block": Others(FIRST, TRAINING | {"_norm_kernel", "_act_kernel"}, 9)},
-    {"model": Others(FIRST, TRAINING | {"_norm_kernel", "_act_kernel"}, 9)},
+    {"model": Others(FIRST, CASTS | {"_norm_kernel", "_act_kernel"}, 2)},
     {
         "checks-1": Others("rounded to E4M3", {"_matmul_fp16_kernel"}),
         "checks-2": Others("matmul_block 16x16x16, integers", {"_matmul_block_kernel"}),

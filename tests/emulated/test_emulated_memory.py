@@ -49,6 +49,20 @@ def test_a_cast_is_its_twin_bit_for_bit(group: tuple[int, int, bool], dtype: tor
                 assert differs(ours, twins) is None, name
 
 
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_a_product_is_rounded_to_fp32_before_it_is_rounded_to_fp8(format: torch.dtype, card):
+    how = cast_of(format, -1, -1, False, False)
+    x = casts.near_ties(torch.randn(64, 64), how)
+    s = how.format.max / x.abs().max()
+    product = x * s
+    code = product.to(how.dtype).float()
+    is_tie = (product != code) & ((other := 2 * product - code) == other.to(how.dtype).float())
+    moved = product.double() != x.double() * s.double()
+    assert (is_tie & moved).sum() > 200, "few products are rounded onto a tie"
+    card()
+    assert casts.compare_casts(CPU, x, how) is None
+
+
 @pytest.mark.few(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [*casts.STORES, "backward"])

@@ -114,7 +114,7 @@ def _shorten() -> None:
     casts.SHAPES["cuda"] = ((128, 256),)
     linear.SHAPES["cuda"] = (Shape(64, 128, 128),)
     block.CASES["cuda"] = (("block", NETWORK, 32, 16),)
-    steps.MODELS["cuda"] = (("bert", NETWORK, 32, 16),)
+    steps.MODELS["cuda"] = (("llama", NETWORK, 32, 16),)
     generate.CASES["cuda"] = (generate.Case(NETWORK, 1, 16, 2),)
     places, each = json.loads(os.environ.get(PLACES, "{}")), measure.Group.each
 

@@ -30,6 +30,7 @@ BUILTIN = {
 }
 WARNINGS = {
     errors.AttentionWarning,
+    errors.BudgetWarning,
     errors.EmulationWarning,
     errors.FusionWarning,
     errors.BypassWarning,

@@ -24,11 +24,12 @@ SCALED_MM = torch._scaled_mm
 
 
 @functools.cache
-def asked(tensors: tuple, out_dtype: torch.dtype, fast: bool) -> tuple[int, ...]:
+def asked(tensors: tuple, bias: tuple | None, out_dtype: torch.dtype, fast: bool) -> tuple[int, ...]:
     """The result's shape, or torch's error, for CUDA tensors of these (shape, strides, dtype)."""
     with FakeTensorMode():
-        there = [torch.empty_strided(*tensor[:2], dtype=tensor[2], device="cuda") for tensor in tensors]
-        return tuple(SCALED_MM(*there, out_dtype=out_dtype, use_fast_accum=fast).shape)
+        put = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")  # noqa: E731
+        there, bias_N = [put(*tensor) for tensor in tensors], None if bias is None else put(*bias)
+        return tuple(SCALED_MM(*there, bias=bias_N, out_dtype=out_dtype, use_fast_accum=fast).shape)
 
 
 class Card:
@@ -37,10 +38,15 @@ class Card:
     def __init__(self, computes: bool):
         self.computes, self.calls = computes, 0
 
-    def __call__(self, a, b, scale_a, scale_b, out_dtype=None, use_fast_accum=False):
+    def __call__(self, a, b, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
         self.calls += 1
-        tensors = tuple((tuple(x.shape), x.stride(), x.dtype) for x in (a, b, scale_a, scale_b))
-        shape = asked(tensors, out_dtype, use_fast_accum)
+        described = [(tuple(x.shape), x.stride(), x.dtype) for x in (a, b, scale_a, scale_b)]
+        about_bias = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
+        shape = asked(tuple(described), about_bias, out_dtype, use_fast_accum)
+        if bias is not None:  # Blas.cpp, _scaled_mm_out_cuda: no bias of an FP32 result, and one of the result's dtype
+            assert bias.dtype == out_dtype != torch.float32
+            assert bias.is_contiguous()
+            assert bias.numel() == b.shape[1]
         # Rules of cuBLASLt, CUTLASS and torch's own C++ that the meta function does not know.
         assert E4M3 in (a.dtype, b.dtype)
         in_blocks = scale_a.dim() == 2 and scale_a.shape[1] > 1
@@ -52,7 +58,8 @@ class Card:
             return torch.zeros(shape, dtype=out_dtype)
         if in_blocks:
             return (real(a, scale_a) @ real(b.t(), scale_b.t()).t()).to(out_dtype)
-        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+        y_MN = a.float() @ b.float() * scale_a * scale_b
+        return (y_MN if bias is None else y_MN + bias.float()).to(out_dtype)
 
 
 LINES, SQUARES = (1, 128), (128, 128)
@@ -120,8 +127,9 @@ def test_a_card_refuses_no_call(on_card):
             turned = layout == "transposed"
             a = Operand(codes(m, k, dtypes[0], layout), scale(m, rows_a, turned), 1 if rows_a else -1)
             b = Operand(codes(n, k, dtypes[1], layout), scale(n, rows_b, turned), 1 if rows_b else -1)
+            bias_N = torch.ones(2 * n, dtype=torch.bfloat16)[::2] if layout == "strided" else torch.ones(n, dtype=out)
             try:
-                y = scaled_mm.matmul(a, b, None, out)
+                y = scaled_mm.matmul(a, b, bias_N, out)
                 assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), out, True)
             except (RuntimeError, AssertionError) as why:
                 refused.append((m, n, k, dtypes, rows_a, rows_b, out, layout, str(why)))

@@ -48,8 +48,9 @@ class Slot(NamedTuple):
     """Where a cast reads its predicted scale and writes its counters: column `index` of a model's tables.
 
     live_2S: FP32; row 0 largest amax of this step (-1: none yet), row 1 the factor s (0: none yet).
-    counts_CS: INT64, a row for each of COUNTERS.  record: whether this call's amax enters the history.
-    count: whether it enters the counters; neither, for a tensor cast a second time under the same scale.
+    counts_CS: INT64, a row for each of COUNTERS; its columns lie as many elements apart as live_2S's.
+    record: whether this call's amax enters the history.  count: whether it enters the counters; neither, for a tensor
+    that is cast a second time under the same scale.
     host: both tables as NumPy arrays, where the caller has them at hand.
     group: name of the process group over which the tensor is divided: one scale for all of it takes the amax of all
     ranks (ops/joined.py).
@@ -62,6 +63,11 @@ class Slot(NamedTuple):
     count: bool = True
     host: tuple | None = None
     group: str = ""
+
+    @property
+    def place(self) -> int:
+        """How many elements its column lies behind the first one, in both tables."""
+        return self.index * self.live_2S.stride(1)
 
     @property
     def on_host(self) -> tuple:
