@@ -125,7 +125,8 @@ def product(step: Step, name: str) -> list[Launch]:
             found.append(Launch("torch copy", 2 * m * n))
         if name == "wgrad" and not recipe.input_serves_both:
             found.append(Launch("torch copy", 2 * m * k))
-        if not ours and any(-1 in (how.rows, how.cols) and not how.per_tensor for how in casts):
+        apart = len({how.per_tensor for how in casts}) == 2  # one scale becomes one a row
+        if not ours and (apart or (recipe.by_block and name != "wgrad")):  # scales of lines are turned
             found.append(Launch("torch scales"))
     found.append(Launch(f"matmul {name}"))
     if bias and name == "forward" and recipe.by_block and not ours:  # else torch's matmul adds it: scaled_mm.adds_bias

@@ -116,7 +116,7 @@ def _by_row_or_tensor(a: Operand, b: Operand, bias_N, out: torch.dtype, fast: bo
     if by_row:  # a scale per tensor beside one per row becomes a constant per row
         # As vectors first: torch wants strides of 1 even along a dimension of size 1, which a transposed scale lacks.
         scale_a = a.scale.reshape(-1).expand(m).contiguous().unsqueeze(1)
-        scale_b = pad(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n), value=1.0).unsqueeze(0)
+        scale_b = _wider(b.scale.reshape(-1).expand(n), (0, b_data.shape[0] - n)).contiguous().unsqueeze(0)
     return _torch.scaled_mm(
         a_data,
         b_data.t(),
@@ -143,8 +143,13 @@ def _blocked(operand: Operand, blocks: int) -> tuple[torch.Tensor, torch.Tensor]
     data = _padded(operand.data, rows=True, multiple_of_k=blocks * BLOCK)
     along, down = blocks - operand.scale.shape[1], -(-data.shape[0] // operand.rows) - operand.scale.shape[0]
     if operand.rows == 1:
-        return data, pad(operand.scale.t(), (0, down, 0, along), value=1.0).contiguous().t()
-    return data, pad(operand.scale, (0, along, 0, down), value=1.0).contiguous()
+        return data, _wider(operand.scale.t(), (0, down, 0, along)).contiguous().t()
+    return data, _wider(operand.scale, (0, along, 0, down)).contiguous()
+
+
+def _wider(scale: torch.Tensor, by: tuple[int, ...]) -> torch.Tensor:
+    """Scales padded with ones, themselves where there is nothing to pad, of which torch's `pad` makes a copy."""
+    return pad(scale, by, value=1.0) if any(by) else scale
 
 
 def _padded(data: torch.Tensor, rows: bool, multiple_of_k: int = MULTIPLE) -> torch.Tensor:

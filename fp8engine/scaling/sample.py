@@ -72,9 +72,9 @@ class StepSamples:
         flat = iter(self.flat.split(lengths))
         nothing = torch.empty(0, device=device)
         self.parts: list[torch.Tensor] = [nothing] * slots
-        for i in self.layouts:
-            for j in range(len(ROLES)):
-                self.parts[len(ROLES) * i + j] = next(flat)
+        for i, roles in self.layouts.items():
+            for j, layout in enumerate(roles.values()):
+                self.parts[len(ROLES) * i + j] = next(flat)[: layout.length]
 
     @staticmethod
     def finished(tables: Tables) -> StepSamples:

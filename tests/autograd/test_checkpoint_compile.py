@@ -170,6 +170,7 @@ def test_attention_blocks_checkpointed_inside_of_their_graphs(recipe):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", cases([(True,)], [True, False]))
 def test_auto_decides_alike(inside):
     """The clock runs outside of the blocks' graphs; what it looks at is described within them."""

@@ -90,6 +90,7 @@ def call(address: str, cache: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_and_later_taken_from_the_cache(hub: tuple[str, list[str]], tmp_path: Path):
     address, asked = hub
     cache, closed = tmp_path / "cache", "http://127.0.0.1:9"  # nobody listens at port 9
