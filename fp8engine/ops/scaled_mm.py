@@ -97,10 +97,11 @@ def adds_bias(a: Operand, b: Operand, bias_N: torch.Tensor | None, out: torch.dt
     Where the bias has the result's 16-bit dtype (with row scales BF16) and lies contiguous at a multiple of 16 bytes,
     and N is not padded.  Not for scales in blocks.
     """
+    if bias_N is None:
+        return False
     by_row = a.scale.dim() == 2 or b.scale.dim() == 2
     return (
-        bias_N is not None
-        and bias_N.dtype == out == (torch.bfloat16 if by_row else out)
+        bias_N.dtype == out == (torch.bfloat16 if by_row else out)
         and out.itemsize == 2
         and len(bias_N) % MULTIPLE == 0
         and bias_N.is_contiguous()

@@ -66,7 +66,7 @@ class StepSamples:
         self.layouts = {i: {role: layout_of(shape, role) for role in ROLES} for i, shape in shapes.items()}
         self.layers = layers
         self.tables: Tables | None = None
-        # Each begins at a multiple of 16 bytes: CUDA graphs of torch.compile write to a copy else (table.py).
+        # Each begins at a multiple of 16 bytes: CUDA graphs of torch.compile write to a copy else (columns.py).
         lengths = [layout.length + -layout.length % 4 for roles in self.layouts.values() for layout in roles.values()]
         self.flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
         flat = iter(self.flat.split(lengths))

@@ -222,3 +222,13 @@ def test_nothing_waits_for_the_device(shape: tuple[int, int, int], dtype: torch.
     with pytest.raises(RuntimeError):
         bool(found.reads.sum() > 0)
     assert len(OPTIONS) == SHAPE[1]
+
+
+def test_what_a_graph_samples_into_begins_at_16_bytes_and_has_its_length():
+    """A CUDA graph of torch.compile would write to a copy of what begins elsewhere: scaling/columns.py."""
+    shapes = {0: (33, 50), 1: (7, 130), 2: (129, 333)}  # of which hardly a part's length is a multiple of 4
+    samples = StepSamples(len(ROLES) * len(shapes), len(shapes), shapes, torch.device("cpu"))
+    lengths = [samples.layouts[i][role].length for i in shapes for role in ROLES]
+    assert any(length % 4 for length in lengths)
+    assert [len(part) for part in samples.parts] == lengths
+    assert {part.data_ptr() % 16 for part in (*samples.parts, *samples.rows)} == {0}
