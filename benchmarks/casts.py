@@ -4,7 +4,7 @@
 
 `reads` and `writes` are the fewest that the cast can do with: current scaling reads a tensor twice (its amax first),
 predicted scales and scales of a row or block once; each orientation stored is a byte an element.
-A result is right if it is the reference's bit for bit.
+A result is right if it is the reference's bit for bit.  Every cast enters its amax and its counters, as a layer's does.
 
     python -m benchmarks.casts [--shapes M,K;M,K]
 """
@@ -40,13 +40,17 @@ TARGETS = {"row": 0.95, "tensor, transposed too": 0.92}
 
 @dataclass(frozen=True)
 class Way:
-    """One cast.  both: with the transpose.  predicted: under a scale known beforehand (delayed scaling)."""
+    """One cast.  both: with the transpose.  predicted: under a scale known beforehand (delayed scaling).
+
+    summed: with the sums of x's columns, a bias's gradient, which are not compared here.
+    """
 
     cast: Cast
     reads: int
     writes: int
     both: bool = False
     predicted: bool = False
+    summed: bool = False
 
     def bytes(self, x: torch.Tensor) -> int:
         """Fewest bytes that move."""
@@ -55,6 +59,8 @@ class Way:
     def run(self, x: torch.Tensor, slot: Slot | None) -> list[Operand]:
         """The operands made of x."""
         cast = replace(self.cast, scaling="delayed") if self.predicted else self.cast
+        if self.summed:
+            return list(cast_transpose(x, cast, slot, True)[:2])
         return list(cast_transpose(x, cast, slot)) if self.both else [quantize(x, cast, slot)]
 
 
@@ -68,6 +74,9 @@ WAYS = {
     "tensor, predicted, transposed too": Way(PER_TENSOR, 1, 2, both=True, predicted=True),
     "row, transposed too": Way(PER_ROW, 1, 2, both=True),
     "1x128, transposed too": Way(BLOCKS, 1, 2, both=True),
+    "tensor, transposed and summed": Way(PER_TENSOR, 2, 2, both=True, summed=True),
+    "row, transposed and summed": Way(PER_ROW, 1, 2, both=True, summed=True),
+    "1x128, transposed and summed": Way(BLOCKS, 1, 2, both=True, summed=True),
 }
 
 
@@ -118,11 +127,9 @@ def _equal(one: Operand, other: Operand) -> bool:
     return codes and torch.equal(one.scale, other.scale)
 
 
-def _slot(way: Way, x: torch.Tensor) -> Slot | None:
-    """A slot that knows a scale under which nothing of random normal data saturates, or none."""
-    if not way.predicted:
-        return None
-    live = torch.tensor([[-1.0], [E4M3.max / 16]], device=x.device)
+def _slot(way: Way, x: torch.Tensor) -> Slot:
+    """A slot; where the scale is predicted, one under which nothing of random normal data saturates."""
+    live = torch.tensor([[-1.0], [E4M3.max / 16 if way.predicted else 0.0]], device=x.device)
     return Slot(live, torch.zeros(len(COUNTERS), 1, dtype=torch.int64, device=x.device), 0)
 
 

@@ -141,7 +141,7 @@ class Target:
         elif self.mode == "group":
             q_MK = torch.empty(shape, dtype=cast.dtype, device=like.device)
             codes = q_MK, None, torch.empty(cast.scale_shape(*shape), dtype=torch.float32, device=like.device)
-            self.work = torch.zeros(WORK, dtype=torch.int32, device=like.device) if record else None
+            self.work = torch.zeros(WORK, dtype=torch.int32, device=like.device) if count or record else None
         self.codes = codes
         live, counts = (None, None) if self.slot is None else (self.slot.live_2S, self.slot.counts_CS)
         now = codes if self.mode == "group" or predicted else (None, None, None)

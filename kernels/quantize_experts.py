@@ -105,10 +105,11 @@ def _expert_cast_kernel(
         expert = expert_of(block, ends)
         row, end, first = rows_of(bounds, EXPERTS, expert, block)
         if PIECE < BLOCK_K:
-            found = tl.zeros((128 // ROWS, 1), tl.float32)
+            bits = tl.zeros((128 // ROWS, 1), tl.int32)
             for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
                 x_MK = load_tile(x, row, column + part * PIECE, end, K, strides, 128, PIECE, "pointer").to(tl.float32)
-                found = tl.maximum(found, _amax(x_MK, ROWS, PIECE))
+                bits = tl.maximum(bits, _amax(x_MK, ROWS, PIECE, True))
+            found = bits.to(tl.float32, bitcast=True)
             s = scale_factor(found, DTYPE, POWER_OF_2)
             for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
                 here = column + part * PIECE
@@ -132,7 +133,7 @@ def _expert_cast_kernel(
                 top = tl.maximum(top, tl.max(found_K, 0))
                 codes_MK, lost, bad = scale_round_and_count(x_MK, s_K[None, :], DTYPE, COUNT or RECORD)
             else:
-                found = _amax(x_MK, ROWS, COLS)
+                found = _amax(x_MK, ROWS, COLS, True).to(tl.float32, bitcast=True)
                 s = scale_factor(found, DTYPE, POWER_OF_2)
                 held = _store_scales(scale, s, row, column, end, block, K, WIDE, ROWS, COLS, TRANSPOSED)
                 top = tl.maximum(top, peak(found))
@@ -210,7 +211,7 @@ def quantize_experts(x_TK: torch.Tensor, cast, bounds_2E1, slot=None, transposed
     block_k = piece if by_column else max(piece, cast.cols)
     programs = _programs(wide, k, block_k, where)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    lengths = [WORK * record, experts * k * by_column]
+    lengths = [WORK * (count or record), experts * k * by_column]
     zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 2
     work, amax = (part if size else None for part, size in zip(zeros, lengths, strict=True))
     live, stride_live = (slot.live_2S, slot.live_2S.stride(0)) if record else (None, 0)

@@ -10,7 +10,9 @@
     long    a column, or a wider row: one launch for the amaxes (an atomic maximum per line and tile), one to scale and
             round.  5 bytes, 6 with the transpose: both orientations share both reads
 
-Every program takes tiles in turn, so that it counts in registers and enters its counts once.
+Every program takes tiles in turn, as if all of x were finite and nothing to be counted, in half of the instructions.
+Where something is not finite, and where this call's flushed elements are counted (scaling.py), it takes its tiles once
+more, with care.
 Twin: fp8engine/ops/reference/quantize.py and cast_transpose.py.
 """
 
@@ -23,20 +25,19 @@ import triton.language as tl
 
 from fp8engine.kernels.column_sums import add_column_sums, column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
-from fp8engine.kernels.rounding import is_finite
+from fp8engine.kernels.rounding import cast_finite, is_finite
 from fp8engine.kernels.scaling import (
-    HELD,
+    INF_BITS,
+    NOT_FINITE,
     WORK,
     counted,
     finish,
+    is_sampled,
     line_scale,
-    magnitude,
-    peak,
     scale_and_round,
     scale_factor,
     scale_of,
-    sums_of,
-    total,
+    size_bits,
 )
 from fp8engine.kernels.tile import load_tile, store_tile
 
@@ -48,37 +49,59 @@ WARPS_PER_PROCESSOR = 32  # half of what fits: registers for a tile of 32 to 64 
 
 
 class Tile(NamedTuple):
-    """A tile: rows, columns, warps; and how many warps of such programs a multiprocessor has, at most."""
+    """A tile: rows, columns, warps; how many warps of such programs a multiprocessor has, at most; registers a thread.
+
+    registers: at most so many, where the rare way with care would take more from the usual one; 0: as many as it takes.
+    """
 
     block_m: int
     block_k: int
     warps: int
     resident: int = WARPS_PER_PROCESSOR
+    registers: int = 0
 
 
-# Sizes are the fastest of those tried on an H200 (kernels/README.md).
-LINES = Tile(32, 64, 4, resident=48)  # long groups
+# Sizes that keep enough loads on their way by the machine code (kernels/README.md); none was timed on a card.
+LINES, LINES_ODD = Tile(64, 64, 4, resident=16, registers=128), Tile(32, 64, 4)  # long groups; read one by one
 LINES_AMAX = Tile(128, 64, 8)  # fewer atomics
 
 
 @triton.jit
-def _amax(x, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Largest magnitude of each ROWS x COLS group of a tile: [groups down, groups across]."""
+def _sizes(x, CAREFUL: tl.constexpr):
+    """The bits of |x|; CAREFUL: 0 for what is not finite."""
+    bits = size_bits(x)
+    if CAREFUL:
+        bits = tl.where(bits < INF_BITS, bits, 0)
+    return bits
+
+
+@triton.jit
+def _amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, CAREFUL: tl.constexpr):
+    """Largest magnitude of each ROWS x COLS group of a tile, [groups down, groups across], as bits.
+
+    CAREFUL: of what is finite.  Otherwise INF_BITS or more where something is not.
+    """
     M: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
-    x = magnitude(x)
+    bits = _sizes(x, CAREFUL)
     if COLS == K:
         if ROWS == 1:
-            amax = tl.max(x, 1, keep_dims=True)
+            amax = tl.max(bits, 1, keep_dims=True)
         elif ROWS == M:
-            amax = tl.max(tl.max(x, 1, keep_dims=True), 0, keep_dims=True)
+            amax = tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True)
         else:
-            amax = tl.max(tl.reshape(tl.max(x, 1), (M // ROWS, ROWS)), 1, keep_dims=True)
+            amax = tl.max(tl.reshape(tl.max(bits, 1), (M // ROWS, ROWS)), 1, keep_dims=True)
     elif ROWS == M and COLS == 1:
-        amax = tl.max(x, 0, keep_dims=True)
+        amax = tl.max(bits, 0, keep_dims=True)
     else:
-        amax = tl.max(tl.max(tl.reshape(x, (M // ROWS, ROWS, K // COLS, COLS)), 3), 1)
+        amax = tl.max(tl.max(tl.reshape(bits, (M // ROWS, ROWS, K // COLS, COLS)), 3), 1)
     return amax
+
+
+@triton.jit
+def _factor(bits, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """s of amaxes as bits; one that is not finite counts as the largest that is, and its tile is taken once more."""
+    return scale_factor(tl.minimum(bits, INF_BITS - 1).to(tl.float32, bitcast=True), DTYPE, POWER_OF_2)
 
 
 @triton.jit
@@ -96,19 +119,32 @@ def _spread(s, M: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _codes(x, s, DTYPE: tl.constexpr, CAREFUL: tl.constexpr):
+    """Return (codes of x * s, how many were flushed, how many are not finite); CAREFUL: else x is finite, and 0, 0."""
+    if CAREFUL:
+        codes, lost = scale_and_round(x, s, DTYPE)
+        flushed, nonfinite = counted(lost, is_finite(x) == 0)
+    else:
+        codes = cast_finite(x * s, DTYPE)
+        flushed = 0
+        nonfinite = 0
+    return codes, flushed, nonfinite
+
+
+@triton.jit
 def _group(
-    x, q, scale, row, column, M, K,
-    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr,
+    x, q, scale, row, column, M, K, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile x of M x K by its ROWS x COLS groups; return (which elements were flushed, amaxes, s) of groups.
+    """Cast a tile x of M x K by its ROWS x COLS groups; return (flushed, nonfinite, amaxes' bits, s) of its groups.
 
     TURN: q is stored transposed.  Scales lie as x's groups do either way.  s is Inf for groups outside.
     """
     DOWN_TILE: tl.constexpr = x.shape[0] // ROWS
     ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
-    amax = _amax(x, ROWS, COLS)
-    s = scale_factor(amax, DTYPE, POWER_OF_2)
-    codes, lost = scale_and_round(x, _spread(s, x.shape[0], x.shape[1]), DTYPE)
+    amax = _amax(x, ROWS, COLS, CAREFUL)
+    s = _factor(amax, DTYPE, POWER_OF_2)
+    codes, flushed, nonfinite = _codes(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, CAREFUL)
     down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
     beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
     inside = (down * ROWS < M) & (beside * COLS < K)
@@ -117,40 +153,40 @@ def _group(
     else:
         store_tile(q, codes, row, column, M, K, False)
     tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-    return lost, amax, tl.where(inside, s, float("inf"))
+    return flushed, nonfinite, amax, tl.where(inside, s, float("inf"))
 
 
 @triton.jit
 def _group_in_pieces(
-    x, q, scale, sums, seen, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr, TURN: tl.constexpr,
+    x, q, scale, sums, row, column, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr, CAREFUL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """As `_group`, PIECE of a group's rows at a time, which are read for the amax and, from cache, once more.
 
     strides: of x, which for q^T (TURN) has its rows and columns exchanged.  sums: None, or the sums of each row of x.
-    seen: what a program has seen so far, as `_short_kernel` keeps it; it is returned with what is seen here.
     """
     GROUPS: tl.constexpr = BLOCK_K // COLS
-    flushed, nonfinite, amax, least = seen
+    flushed = 0
+    nonfinite = 0
+    amax = tl.zeros((1, GROUPS), tl.int32)
+    least = tl.full((1, GROUPS), float("inf"), tl.float32)
     for group in tl.range(0, BLOCK_M // ROWS, disable_licm=True):
-        top = tl.zeros((1, GROUPS), tl.float32)
+        top = tl.zeros((1, GROUPS), tl.int32)
         for part in tl.range(0, ROWS // PIECE, disable_licm=True):
             first = row + group * ROWS + part * PIECE
             x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
             if sums is not None:
                 store_column_sums(sums, x_MK.T, column // BLOCK_K, first, M)
-            top = tl.maximum(top, _amax(x_MK, PIECE, COLS))
-        s = scale_factor(top, DTYPE, POWER_OF_2)
+            top = tl.maximum(top, _amax(x_MK, PIECE, COLS, CAREFUL))
+        s = _factor(top, DTYPE, POWER_OF_2)
         for part in tl.range(0, ROWS // PIECE, disable_licm=True):
             first = row + group * ROWS + part * PIECE
             x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-            codes_MK, lost_MK = scale_and_round(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE)
+            codes_MK, lost, bad = _codes(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, CAREFUL)
             store_tile(q, codes_MK, first, column, M, K, False)
-            if COUNT:
-                lost, bad = counted(lost_MK, is_finite(x_MK) == 0)
-                flushed += lost
-                nonfinite += bad
+            flushed += lost
+            nonfinite += bad
         down = row // ROWS + group + tl.arange(0, 1)[:, None]
         beside = column // COLS + tl.arange(0, GROUPS)[None, :]
         inside = (down * ROWS < M) & (beside * COLS < K)
@@ -158,10 +194,63 @@ def _group_in_pieces(
             tl.store(scale + tl.cast(beside, tl.int64) * tl.cdiv(M, ROWS) + down, scale_of(s), mask=inside)
         else:
             tl.store(scale + tl.cast(down, tl.int64) * tl.cdiv(K, COLS) + beside, scale_of(s), mask=inside)
-        if COUNT:
-            amax = tl.maximum(amax, peak(top))
-            least = tl.minimum(least, -peak(tl.where(inside, -s, float("-inf"))))
+        amax = tl.maximum(amax, top)
+        least = tl.minimum(least, tl.where(inside, s, float("inf")))
     return flushed, nonfinite, amax, least
+
+
+@triton.jit
+def _short_tiles(
+    x, q, scale, q_t, scale_t, sums, M, K, strides,
+    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAREFUL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Cast this program's tiles; return (flushed, nonfinite, largest amax as bits, least s).
+
+    PIECE: rows of a tile that are cast at a time, and columns for q_t: more would be spilled, as would be addresses
+    computed before the loop (disable_licm).  A piece may be less than a group where x is read element by element.
+    """
+    DOWN: tl.constexpr = 1 if PIECE < ROWS else PIECE // ROWS
+    flushed = 0
+    nonfinite = 0
+    amax = tl.zeros((DOWN, BLOCK_K // COLS), tl.int32)
+    least = tl.full((DOWN, BLOCK_K // COLS), float("inf"), tl.float32)
+    across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+        row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
+        if PIECE < ROWS:
+            lost, bad, top, s = _group_in_pieces(
+                x, q, scale, None, row, column, M, K, strides,
+                DTYPE, POWER_OF_2, ROWS, COLS, False, CAREFUL, BLOCK_M, BLOCK_K, PIECE,
+            )  # fmt: skip
+            flushed += lost
+            nonfinite += bad
+            amax = tl.maximum(amax, top)
+            least = tl.minimum(least, s)
+            if q_t is not None:
+                _group_in_pieces(
+                    x, q_t, scale_t, sums, column, row, K, M, (strides[1], strides[0]),
+                    DTYPE, POWER_OF_2, ROWS, COLS, True, CAREFUL, BLOCK_K, BLOCK_M, PIECE,
+                )  # fmt: skip
+        else:
+            for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
+                first = row + part * PIECE
+                x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
+                lost, bad, top, s = _group(
+                    x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, False, CAREFUL
+                )
+                flushed += lost
+                nonfinite += bad
+                amax = tl.maximum(amax, top)
+                least = tl.minimum(least, s)
+            if q_t is not None:
+                for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
+                    first = column + part * PIECE  # read again, from L1
+                    x_MK = load_tile(x, row, first, M, K, strides, BLOCK_M, PIECE, "pointer").to(tl.float32)
+                    if sums is not None:
+                        store_column_sums(sums, x_MK, tile // across, first, K)
+                    _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, True, CAREFUL)
+    return flushed, nonfinite, tl.max(tl.max(amax, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
 @triton.jit(do_not_specialize=["index", "stride_live", "stride_counts"])
@@ -171,90 +260,106 @@ def _short_kernel(
     M, K, stride_m, stride_k, index, stride_live, stride_counts,
     DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     COUNT: tl.constexpr, RECORD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PIECE: tl.constexpr, CARE: tl.constexpr,
 ):  # fmt: skip
     """Every group inside a tile; q_t: None, or the transpose, by groups of COLS x ROWS.
 
     sums: None, or, beside q_t, FP32 [tiles down, K]: the sums of each tile's columns.
-    PIECE: rows of a tile that are cast at a time, and columns for q_t: more would be spilled, as would be addresses
-    computed before the loop (disable_licm).  A piece may be less than a group where x is read element by element.
+    CARE: PIECE where tiles are taken once more; 0: they never are, which is for who reads the machine code.
     """
-    NOTE: tl.constexpr = COUNT or RECORD
-    # The warps of a large group meet for its amax, and count then; whose groups lie inside a warp count for themselves,
-    # to the end of the program, where registers are left for that.
-    TOGETHER: tl.constexpr = ROWS > 32 or COLS == BLOCK_K or sums is not None
-    amax = tl.zeros((1, 1) if TOGETHER else (PIECE // ROWS, BLOCK_K // COLS), tl.float32)
-    least = tl.full((1, 1) if TOGETHER else (PIECE // ROWS, BLOCK_K // COLS), float("inf"), tl.float32)
-    flushed = tl.zeros((1, 1) if TOGETHER else (PIECE, BLOCK_K // HELD), tl.int32)
-    nonfinite = tl.zeros((1, 1) if TOGETHER else (PIECE, BLOCK_K // HELD), tl.int32)
-    tiles_across = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_across, tl.num_programs(0)):
-        row, column = tile // tiles_across * BLOCK_M, tile % tiles_across * BLOCK_K
-        if PIECE < ROWS:
-            flushed, nonfinite, amax, least = _group_in_pieces(
-                x, q, scale, None, (flushed, nonfinite, amax, least), row, column, M, K, (stride_m, stride_k),
-                DTYPE, POWER_OF_2, ROWS, COLS, NOTE, False, BLOCK_M, BLOCK_K, PIECE,
+    strides = (stride_m, stride_k)
+    flushed, nonfinite, top, least = _short_tiles(
+        x, q, scale, q_t, scale_t, sums, M, K, strides,
+        DTYPE, POWER_OF_2, ROWS, COLS, False, BLOCK_M, BLOCK_K, PIECE,
+    )  # fmt: skip
+    if CARE:
+        again = top >= INF_BITS
+        if COUNT:
+            again = again | is_sampled(counts, index)
+        if again:
+            tl.debug_barrier()  # another thread may have stored the codes that a thread stores now
+            flushed, nonfinite, top, least = _short_tiles(
+                x, q, scale, q_t, scale_t, None, M, K, strides,
+                DTYPE, POWER_OF_2, ROWS, COLS, True, BLOCK_M, BLOCK_K, CARE,
             )  # fmt: skip
-            if q_t is not None:
-                _group_in_pieces(
-                    x, q_t, scale_t, sums, (0, 0, 0.0, 0.0), column, row, K, M, (stride_k, stride_m),
-                    DTYPE, POWER_OF_2, ROWS, COLS, False, True, BLOCK_K, BLOCK_M, PIECE,
-                )  # fmt: skip
-        else:
-            for part in tl.range(0, BLOCK_M // PIECE, disable_licm=True):
-                first = row + part * PIECE
-                x_MK = load_tile(x, first, column, M, K, (stride_m, stride_k), PIECE, BLOCK_K, "pointer").to(tl.float32)
-                lost_MK, top, s = _group(x_MK, q, scale, first, column, M, K, DTYPE, POWER_OF_2, ROWS, COLS, False)
-                if NOTE:
-                    if TOGETHER:
-                        lost, bad = counted(lost_MK, is_finite(x_MK) == 0)
-                        top, s = peak(top), -peak(-s)
-                    else:
-                        lost, bad = sums_of(lost_MK, HELD), sums_of(is_finite(x_MK) == 0, HELD)
-                    flushed += lost
-                    nonfinite += bad
-                    amax = tl.maximum(amax, top)
-                    least = tl.minimum(least, s)
-            if q_t is not None:
-                for part in tl.range(0, BLOCK_K // PIECE, disable_licm=True):
-                    first = column + part * PIECE  # read again, from L1
-                    x_MK = load_tile(x, row, first, M, K, (stride_m, stride_k), BLOCK_M, PIECE, "pointer").to(
-                        tl.float32
-                    )
-                    if sums is not None:
-                        store_column_sums(sums, x_MK, tile // tiles_across, first, K)
-                    _group(x_MK, q_t, scale_t, row, first, M, K, DTYPE, POWER_OF_2, COLS, ROWS, True)
-    if NOTE:
+    if COUNT or RECORD:
         elements = tl.cast(M, tl.int64) * K
         finish(
-            work, live, counts, index, stride_live, stride_counts, elements, total(flushed), total(nonfinite),
-            peak(amax), -peak(-least), COUNT, RECORD,
+            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite,
+            top.to(tl.float32, bitcast=True), least, COUNT, RECORD,
         )  # fmt: skip
 
 
 @triton.jit
 def _line_amax_kernel(
     x,
-    amax_M, amax_K, sums,
+    work, amax_M, amax_K, sums,
     M, K, stride_m, stride_k,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Bits of the amax of each row, each column, or both (None: not wanted), which were zero.
 
-    sums: None, or FP32 [tiles down, K]: the sums of each tile's columns.
+    work: its NOT_FINITE is set where something is not.  sums: None, or FP32 [tiles down, K]: the sums of each tile's
+    columns.
     """
     across = tl.cdiv(K, BLOCK_K)
     row, column = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
     x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
     if sums is not None:
         store_column_sums(sums, x_MK, tl.program_id(0) // across, column, K)
-    size_MK = magnitude(x_MK)
+    bits_MK = _sizes(x_MK, False)
+    top_M = tl.max(bits_MK, 1)
+    top_K = tl.max(bits_MK, 0)
+    if tl.max(top_M if amax_K is None else top_K, 0) >= INF_BITS:
+        bits_MK = _sizes(x_MK, True)
+        top_M = tl.max(bits_MK, 1)
+        top_K = tl.max(bits_MK, 0)
+        tl.atomic_max(work + NOT_FINITE, 1, sem="relaxed")
     if amax_M is not None:
         rows = row + tl.arange(0, BLOCK_M)
-        tl.atomic_max(amax_M + rows, tl.max(size_MK, 1).to(tl.int32, bitcast=True), mask=rows < M, sem="relaxed")
+        tl.atomic_max(amax_M + rows, top_M, mask=rows < M, sem="relaxed")
     if amax_K is not None:
         columns = column + tl.arange(0, BLOCK_K)
-        tl.atomic_max(amax_K + columns, tl.max(size_MK, 0).to(tl.int32, bitcast=True), mask=columns < K, sem="relaxed")
+        tl.atomic_max(amax_K + columns, top_K, mask=columns < K, sem="relaxed")
+
+
+@triton.jit
+def _line_tiles(
+    x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    BY_ROW: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Cast this program's tiles; return (flushed, nonfinite, largest amax, least s)."""
+    LINES: tl.constexpr = BLOCK_M if BY_ROW else BLOCK_K
+    amax = tl.zeros((LINES,), tl.float32)
+    least = tl.full((LINES,), float("inf"), tl.float32)
+    flushed = 0
+    nonfinite = 0
+    across = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
+        row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
+        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_K)
+        x_MK = load_tile(x, row, column, M, K, strides, BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
+        if BY_ROW:
+            top, s_M = line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
+            least = tl.minimum(least, tl.where(rows < M, s_M, float("inf")))
+            codes_MK, lost, bad = _codes(x_MK, s_M[:, None], DTYPE, CAREFUL)
+        else:
+            top, s_K = line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
+            least = tl.minimum(least, tl.where(columns < K, s_K, float("inf")))
+            codes_MK, lost, bad = _codes(x_MK, s_K[None, :], DTYPE, CAREFUL)
+        flushed += lost
+        nonfinite += bad
+        amax = tl.maximum(amax, top)
+        store_tile(q, codes_MK, row, column, M, K, False)
+        if q_t is not None:
+            if BY_ROW:
+                _, t_K = line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
+                codes_MK, _, _ = _codes(x_MK, t_K[None, :], DTYPE, CAREFUL)
+            else:
+                _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
+                codes_MK, _, _ = _codes(x_MK, t_M[:, None], DTYPE, CAREFUL)
+            store_tile(q_t, codes_MK.T, column, row, K, M, False)
+    return flushed, nonfinite, tl.max(amax, 0), tl.min(least, 0)
 
 
 @triton.jit(do_not_specialize=["P", "index", "stride_live", "stride_counts"])
@@ -263,51 +368,33 @@ def _line_cast_kernel(
     q, scale, q_t, scale_t, sums, work, live, counts,
     M, K, P, stride_m, stride_k, index, stride_live, stride_counts,
     DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, BY_ROW: tl.constexpr,
-    COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CARE: tl.constexpr,
 ):  # fmt: skip
     """q by the amax of its rows (BY_ROW) or of its columns; q_t, where it is kept, by the other.
 
-    parts: None, or FP32 [P, K], whose columns are added to `sums`.
+    parts: None, or FP32 [P, K], whose columns are added to `sums`.  CARE: as in `_short_kernel`.
     """
-    NOTE: tl.constexpr = COUNT or RECORD
-    LINES: tl.constexpr = BLOCK_M if BY_ROW else BLOCK_K
-    amax = tl.zeros((LINES,), tl.float32)
-    least = tl.full((LINES,), float("inf"), tl.float32)
-    flushed = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
-    nonfinite = tl.zeros((BLOCK_M, BLOCK_K // HELD), tl.int32)
-    across = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
-        row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
-        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_K)
-        x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
-        if BY_ROW:
-            top, s_M = line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
-            least = tl.minimum(least, tl.where(rows < M, s_M, float("inf")))
-            codes_MK, lost_MK = scale_and_round(x_MK, s_M[:, None], DTYPE)
-        else:
-            top, s_K = line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
-            least = tl.minimum(least, tl.where(columns < K, s_K, float("inf")))
-            codes_MK, lost_MK = scale_and_round(x_MK, s_K[None, :], DTYPE)
-        if NOTE:
-            flushed += sums_of(lost_MK, HELD)
-            nonfinite += sums_of(is_finite(x_MK) == 0, HELD)
-        amax = tl.maximum(amax, top)
-        store_tile(q, codes_MK, row, column, M, K, False)
-        if q_t is not None:
-            if BY_ROW:
-                _, t_K = line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
-                codes_MK, _ = scale_and_round(x_MK, t_K[None, :], DTYPE)
-            else:
-                _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
-                codes_MK, _ = scale_and_round(x_MK, t_M[:, None], DTYPE)
-            store_tile(q_t, codes_MK.T, column, row, K, M, False)
+    ROWS: tl.constexpr = CARE if CARE > 0 else BLOCK_M
+    careful = (tl.load(work + NOT_FINITE) > 0) & (CARE > 0)
+    if COUNT:
+        careful = careful | (is_sampled(counts, index) & (CARE > 0))
+    if careful:  # in all programs or in none: its tiles are smaller
+        flushed, nonfinite, top, least = _line_tiles(
+            x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
+            DTYPE, POWER_OF_2, BY_ROW, True, ROWS, BLOCK_K,
+        )  # fmt: skip
+    else:
+        flushed, nonfinite, top, least = _line_tiles(
+            x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
+            DTYPE, POWER_OF_2, BY_ROW, False, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
     if parts is not None:
         add_column_sums(parts, sums, P, K)
-    if NOTE:
+    if COUNT or RECORD:
         elements = tl.cast(M, tl.int64) * K
         finish(
-            work, live, counts, index, stride_live, stride_counts, elements, total(flushed), total(nonfinite),
-            tl.max(amax, 0), tl.min(least, 0), COUNT, RECORD,
+            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, top, least,
+            COUNT, RECORD,
         )  # fmt: skip
 
 
@@ -328,12 +415,11 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     by_column = cast.rows == -1 or (transposed and cast.cols == -1)
     long = by_column or (by_row and k > WIDEST)
     wide = _wide(x_MK, transposed)
-    roomy = wide and not sums
-    tile = LINES if long else _short_tile(cast, k, transposed, roomy)
+    tile = (LINES if wide else LINES_ODD) if long else _short_tile(cast, k, transposed, wide)
     tiles = math.ceil(m / tile.block_m) * math.ceil(k / tile.block_k)
     programs = min(tiles, processors(where) * tile.resident // tile.warps)
     count, record = (slot.count, slot.record) if slot is not None else (False, False)
-    lengths = [WORK * record, m * (long and by_row), k * (long and by_column)]
+    lengths = [WORK * (long or count or record), m * (long and by_row), k * (long and by_column)]
     zeros = torch.zeros(sum(lengths), dtype=torch.int32, device=where).split(lengths) if any(lengths) else [None] * 3
     work, amax_M, amax_K = (part if size else None for part, size in zip(zeros, lengths, strict=True))
     parts_PK = partial_sums(x_MK, LINES_AMAX.block_m if long else tile.block_m) if sums else None
@@ -344,42 +430,43 @@ def quantize_groups(x_MK: torch.Tensor, cast, slot, transposed: bool, sums: bool
     constants = {
         "DTYPE": triton_dtype(cast.dtype), "POWER_OF_2": cast.power_of_2, "COUNT": count, "RECORD": record,
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "num_warps": tile.warps,
-    }  # fmt: skip
+    } | ({"maxnreg": tile.registers} if tile.registers else {})  # fmt: skip
     if long:
         top = LINES_AMAX
         _line_amax_kernel[(math.ceil(m / top.block_m) * math.ceil(k / top.block_k),)](
             x_MK,  # input
-            amax_M, amax_K, parts_PK,  # outputs
+            work, amax_M, amax_K, parts_PK,  # outputs
             m, k, *x_MK.stride(),  # sizes
             BLOCK_M=top.block_m, BLOCK_K=top.block_k, num_warps=top.warps,  # constants
         )  # fmt: skip
         sums_K = None if parts_PK is None else parts_PK.new_empty(k)
         p = 0 if parts_PK is None else len(parts_PK)
         by_amax = x_MK, amax_M, amax_K, parts_PK, *results, sums_K, *tables, m, k, p, *sizes[2:]
-        _line_cast_kernel[(programs,)](*by_amax, BY_ROW=cast.cols == -1, **constants)
+        _line_cast_kernel[(programs,)](*by_amax, BY_ROW=cast.cols == -1, CARE=tile.block_m // 2, **constants)
     else:
         cols = tile.block_k if cast.cols == -1 else cast.cols
-        piece = max(cast.rows, PIECE if roomy else SMALL) if transposed else tile.block_m
-        if cast.rows > SMALL and not (roomy if transposed else wide):
+        piece = max(cast.rows, PIECE if wide else SMALL) if transposed else tile.block_m
+        if cast.rows > SMALL and not wide:
             piece = SMALLEST
+        care = SMALL if cast.rows > SMALL else piece if wide or not transposed else max(SMALLEST, cast.rows)
         given = x_MK, *results, parts_PK, *tables, *sizes
-        _short_kernel[(programs,)](*given, ROWS=cast.rows, COLS=cols, PIECE=piece, **constants)
+        _short_kernel[(programs,)](*given, ROWS=cast.rows, COLS=cols, PIECE=piece, CARE=care, **constants)
         sums_K = None if parts_PK is None else column_sums(parts_PK, torch.float32)
     return *results, sums_K
 
 
-def _short_tile(cast, k: int, transposed: bool, roomy: bool) -> Tile:
-    """A tile that holds whole groups, in both orientations where asked.  roomy: registers for 64 rows are there."""
+def _short_tile(cast, k: int, transposed: bool, wide: bool) -> Tile:
+    """A tile that holds whole groups, in both orientations where asked.  wide: x is read 16 elements at a time."""
     if cast.cols == -1:
         block_k = max(triton.next_power_of_2(k), NARROWEST)
-        return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8))
+        return Tile(max(4096 // block_k, 1), block_k, max(block_k // 1024, 8), registers=64 if wide else 0)
     if transposed:
         warps = (32, 16) if cast.rows > SMALL else (4, 8)
-        return Tile(128, 128, warps[not roomy])
+        return Tile(128, 128, warps[not wide], resident=24 if cast.rows <= SMALL and wide else WARPS_PER_PROCESSOR)
     if cast.rows <= SMALL:
         rows = max(cast.rows, 16)
-        return Tile(rows, 128, rows // 4, resident=48)
-    return Tile(128, max(cast.cols, 64), 16)
+        return Tile(rows, 128, rows // 4, registers=64 if wide else 0)
+    return Tile(128, max(cast.cols, 64), 16, registers=80)
 
 
 def _wide(x_MK: torch.Tensor, transposed: bool) -> bool:

@@ -62,16 +62,29 @@ def round_to_grid(y, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _ready(y, DTYPE: tl.constexpr):
+    """y as the hardware's conversion takes it: below sm_90 clamped and on the FP8 grid, NaN kept."""
+    if not cuda_capability_geq(9, 0):
+        MAX: tl.constexpr = E4M3_MAX if DTYPE == tl.float8e4nv else E5M2_MAX
+        y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # not tl.clamp, whose NaN differs between versions
+        y = round_to_grid(y, DTYPE)
+    return y
+
+
+@triton.jit
+def cast_finite(y, DTYPE: tl.constexpr):
+    """FP8 codes of y = x * s where x is known to be finite: fewer instructions than `saturating_cast`."""
+    return _ready(y, DTYPE).to(DTYPE)
+
+
+@triton.jit
 def saturating_cast(y, x, DTYPE: tl.constexpr):
     """FP8 codes of y = x * s.  y, x: FP32 of one shape; x alone says what was not finite: a finite x can overflow in y.
 
     DTYPE: tl.float8e4nv or tl.float8e5.
     """
     finite = is_finite(x)
-    if not cuda_capability_geq(9, 0):
-        MAX: tl.constexpr = E4M3_MAX if DTYPE == tl.float8e4nv else E5M2_MAX
-        y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # not tl.clamp, whose NaN differs between versions
-        y = round_to_grid(y, DTYPE)
+    y = _ready(y, DTYPE)
     if DTYPE == tl.float8e4nv and cuda_capability_geq(9, 0):
         q = (y + x * 0.0).to(tl.float8e4nv)  # NaN where x is not finite: one instruction; a zero of y has the sign of x
     elif DTYPE == tl.float8e4nv:

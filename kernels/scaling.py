@@ -4,6 +4,9 @@
     q = saturate(RNE(x * s))          stored scale = 1 / s
     flushed: x was not zero and q is      nonfinite: NaN and Inf
 
+Flushed elements are counted in one call of SAMPLE_EVERY under scales of groups, as a CPU does: they are half of such a
+cast's instructions.
+
 Counters and amaxes go to column `index` of a model's tables: live [2, slots] FP32 (row 0 the largest amax of this step,
 row 1 the factor s), counts [7, slots] INT64, rows as in the reference's COUNTERS.  Only whoever knows that no element
 of the whole tensor was NaN or Inf may enter an amax: one Inf must not freeze a window.
@@ -18,23 +21,33 @@ from fp8engine.kernels.constant import Constant
 from fp8engine.kernels.rounding import is_finite, largest, round_to_grid, saturating_cast
 
 FP32_MAX = Constant(3.4028234663852886e38)
-NOT_MANTISSA = Constant(-0x00800000)  # sign and exponent: clearing the rest rounds a positive s down
+UP = Constant(0x001FFFFF)  # to FP32's bits: a mantissa over 1.75 carries into the exponent
 INF_BITS = Constant(0x7F800000)
 ALL_BUT_SIGN = Constant(0x7FFFFFFF)
 CALLS, ELEMENTS, SAMPLED, SATURATED, UNDERFLOWED, NONFINITE, RECASTS = (Constant(row) for row in range(7))
-WORK = 4  # INT32, zero at first: programs done, amax, whether something was not finite, the least s's bits inverted
+WORK = 8  # INT32, zero at first: programs done, amax, whether not finite, least s's bits inverted, NOT_FINITE; aligned
+NOT_FINITE = Constant(4)  # its place: something is not, as a launch before has found
+SAMPLE_EVERY = Constant(16)  # calls of a slot, the first included
 HELD = Constant(16)  # columns whose counts and largest value a thread keeps to the end: no warps meet for a tile
 PAIR = Constant(1 << 16)  # a tile has at most 2^14 elements, so two counts of it fit into one INT32
 
 
 @triton.jit
 def scale_factor(amax, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """s for amaxes of any shape.  div_rn: a plain `/` is one ulp off now and then, and every backend must agree."""
-    s = tl.div_rn(largest(DTYPE), tl.where(amax > 0, amax, 1.0))
-    s = tl.where(amax > 0, tl.where(s > FP32_MAX, FP32_MAX, s), 1.0)
+    """s for amaxes of any shape, which are finite.
+
+    A power of two, the largest that is not over MAX / amax: by exponents, without a division.  Both formats' MAX is
+    1.75 times a power of two, so an amax whose mantissa is over 1.75 counts as of the next exponent: adding UP carries.
+    Else div_rn: a plain `/` is one ulp off now and then, and every backend must agree.
+    """
     if POWER_OF_2:
-        s = (s.to(tl.int32, bitcast=True) & NOT_MANTISSA).to(tl.float32, bitcast=True)
-    return s
+        TOP: tl.constexpr = 254 + (8 if DTYPE == tl.float8e4nv else 15)  # 254: of 2^127, twice the exponents' bias
+        exponent = (amax.to(tl.int32, bitcast=True) + UP) >> 23
+        s = (tl.minimum(TOP - exponent, 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        s = tl.div_rn(largest(DTYPE), tl.where(amax > 0, amax, 1.0))
+        s = tl.where(s > FP32_MAX, FP32_MAX, s)
+    return tl.where(amax > 0, s, 1.0)
 
 
 @triton.jit
@@ -44,9 +57,15 @@ def scale_of(s):
 
 
 @triton.jit
+def size_bits(x):
+    """The bits of |x|, INT32, which are ordered as |x| is: INF_BITS and above are not finite."""
+    return x.to(tl.int32, bitcast=True) & ALL_BUT_SIGN
+
+
+@triton.jit
 def magnitude(x):
     """|x| of what is finite, 0 of the rest."""
-    code = x.to(tl.int32, bitcast=True) & ALL_BUT_SIGN
+    code = size_bits(x)
     return tl.where(code < INF_BITS, code, 0).to(tl.float32, bitcast=True)
 
 
@@ -141,11 +160,17 @@ def add(counts, index, stride, ROW: tl.constexpr, value):
 
 
 @triton.jit
-def add_call(counts, index, stride, elements):
-    """Count one call of that many elements, all of them looked at."""
+def is_sampled(counts, index):
+    """Whether the call that runs is one whose flushed elements are counted."""
+    return tl.load(counts + index) % SAMPLE_EVERY == 0  # CALLS is row 0
+
+
+@triton.jit
+def add_call(counts, index, stride, elements, sampled):
+    """Count one call of that many elements, and how many of them were looked at."""
     add(counts, index, stride, CALLS, 1)
     add(counts, index, stride, ELEMENTS, elements)
-    add(counts, index, stride, SAMPLED, elements)
+    add(counts, index, stride, SAMPLED, sampled)
 
 
 @triton.jit
@@ -158,7 +183,7 @@ def enter(
     flushed: of codes that stay; a recast adds its own.
     """
     if COUNT:
-        add_call(counts, index, stride_counts, elements)
+        add_call(counts, index, stride_counts, elements, elements)
         add(counts, index, stride_counts, SATURATED, saturated)
         add(counts, index, stride_counts, UNDERFLOWED, flushed)
         add(counts, index, stride_counts, NONFINITE, nonfinite)
@@ -178,24 +203,29 @@ def finish(
 ):  # fmt: skip
     """The end of every program of a launch that scales by groups: its counts, its amax and its least s.
 
-    The last program to come here knows about all of them, and enters amax and s unless something was not finite.
+    work: WORK integers.  The last program to come here knows about all of them: it counts the call, and enters amax and
+    s unless something was not finite.
     """
+    sampled = tl.cast(0, tl.int64)
     if COUNT:
-        add(counts, index, stride_counts, UNDERFLOWED, flushed)
+        if is_sampled(counts, index):
+            sampled = elements
+            add(counts, index, stride_counts, UNDERFLOWED, flushed)
         add(counts, index, stride_counts, NONFINITE, nonfinite)
-        if tl.program_id(0) == 0:
-            add_call(counts, index, stride_counts, elements)
     if RECORD:
         # A positive FP32 is ordered as its bits are.
         tl.atomic_max(work + 1, amax.to(tl.int32, bitcast=True), sem="relaxed")
         if nonfinite > 0:
             tl.atomic_max(work + 2, 1, sem="relaxed")
         tl.atomic_max(work + 3, s.to(tl.int32, bitcast=True) ^ ALL_BUT_SIGN, sem="relaxed")
-        done = tl.atomic_add(work, 1, sem="acq_rel")
-        if done == tl.num_programs(0) - 1:  # an atomic reads past this multiprocessor's own cache
-            bad = tl.atomic_max(work + 2, 0)
-            if bad == 0:
-                top = tl.atomic_max(work + 1, 0).to(tl.float32, bitcast=True)
-                least = (tl.atomic_max(work + 3, 0) ^ ALL_BUT_SIGN).to(tl.float32, bitcast=True)
+    done = tl.atomic_add(work, 1, sem="acq_rel")
+    if done == tl.num_programs(0) - 1:  # an atomic reads past this multiprocessor's own cache
+        if COUNT:
+            add_call(counts, index, stride_counts, elements, sampled)
+        if RECORD:
+            clean = tl.atomic_max(work + 2, 0) == 0
+            top = tl.atomic_max(work + 1, 0).to(tl.float32, bitcast=True)
+            least = (tl.atomic_max(work + 3, 0) ^ ALL_BUT_SIGN).to(tl.float32, bitcast=True)
+            if clean:
                 tl.atomic_max(live + index, top, sem="relaxed")
                 tl.store(live + tl.cast(stride_live, tl.int64) + index, least)

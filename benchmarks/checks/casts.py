@@ -95,21 +95,27 @@ CAST = ("codes", "scales", "codes of the transpose", "scale of the transpose", "
 
 
 def cast_results(where: torch.device, name: str, x: torch.Tensor, how: Cast, predicted: float) -> list[torch.Tensor]:
-    """What a backend makes of x, in the order of CAST.  predicted: the scale's prediction, where `how` is delayed."""
+    """What a backend makes of x, in the order of CAST.  predicted: the scale's prediction, where `how` is delayed.
+
+    By groups flushed elements are counted in the first call and not in the second and third: two ways through a kernel.
+    """
     live = torch.tensor([[0.0, -1.0], [0.0, predicted]], device=where)
     slot = Slot(live, torch.zeros(len(COUNTERS), 2, dtype=torch.int64, device=where), 1)
     with backend(name), torch.no_grad():
         first, transposed = cast_transpose(x, how, slot)
         standalone = quantize(x, how, slot)
-    data = torch.cat([each.data.contiguous().view(torch.uint8) for each in (first, standalone)])
-    # On a CPU the reference counts flushed elements on some calls only: rows "sampled" and "underflowed".
-    counts = slot.counts_CS if where.type == "cuda" else slot.counts_CS[[0, 1, 3, 5, 6]]
-    scales = torch.cat([first.scale.reshape(-1), standalone.scale.reshape(-1)])
+        again, transposed_again = (None, None) if how.per_tensor else cast_transpose(x, how, slot)
+    plain = [each for each in (first, standalone, again) if each is not None]
+    turned = [each for each in (transposed, transposed_again) if each is not None]
+    data = torch.cat([each.data.contiguous().view(torch.uint8) for each in plain])
+    # On a CPU the reference counts flushed elements on some calls only, of tensors too: "sampled" and "underflowed".
+    every = where.type == "cuda" or not how.per_tensor
+    counts = slot.counts_CS if every else slot.counts_CS[[0, 1, 3, 5, 6]]
     return [
         _one_nan(data, how),
-        scales,
-        _one_nan(transposed.data.view(torch.uint8), how),
-        transposed.scale,
+        torch.cat([each.scale.reshape(-1) for each in plain]),
+        _one_nan(torch.cat([each.data.view(torch.uint8) for each in turned]), how),
+        torch.cat([each.scale.reshape(-1) for each in turned]),
         live,
         counts,
     ]

@@ -49,6 +49,7 @@ CARDS = {
 }
 # Products of a pass of attention's loops, of ROWS x ROWS x D each: in FP8, in 16 bits.
 ATTENTION = {"_attention_kernel": (2, 0), "_by_queries_kernel": (1, 3), "_by_keys_kernel": (1, 3)}
+CARE = "CARE"  # a kernel's constant: 0 leaves out what it does where something was not finite (quantize_groups.py)
 ADDS_PARTS = "_add_parts_kernel"  # what a split matmul launches beside itself: bound by memory
 RESERVED = 1024  # bytes of shared memory that the system takes of every program
 
@@ -115,7 +116,8 @@ def _row(case: Case, launch: offline.Launch, name: str) -> Row:
     cycles = multiplied = loop.tensor_cycles(warps, card.fp8_rate, card.rate_16_bits)
     if launch.name in ATTENTION:
         cycles = _of_attention(launch, card)
-    moved = traffic.of_launch(launch, made)
+    usual = launch.with_constant(CARE, 0).compile() if CARE in launch.by_name else made
+    moved = traffic.of_launch(launch, usual)
     issued = (loop.length if loop.products else moved.instructions) * warps / SCHEDULERS
     if config is not None:
         rate, item = (card.fp8_rate, 1) if case.fp8 else (card.rate_16_bits, 2)

@@ -10,6 +10,7 @@ Needs Triton (not in interpreter mode) and no GPU.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -17,7 +18,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ NOTE = re.compile(r"\bC7\d{3}\b")
 SERIALIZED = {f"C{number}" for number in range(7510, 7516)}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """One kernel's machine code and the report of ptxas.  shared: bytes a program; spills: bytes."""
 
@@ -55,7 +55,7 @@ class Compiled:
         return not SERIALIZED.isdisjoint(self.notes)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """A launch that was caught, and can be compiled.  programs: how many it starts, where there is no card."""
 
@@ -76,6 +76,11 @@ class Launch:
     def by_name(self) -> dict[str, Any]:
         """Its constants by the names of the parameters."""
         return {self.kernel.arg_names[index[0]]: value for index, value in self.constants.items()}
+
+    def with_constant(self, name: str, value: int) -> Launch:
+        """The same with another value of a constant."""
+        place = (self.kernel.arg_names.index(name),)
+        return dataclasses.replace(self, constants=self.constants | {place: value})
 
     def compile(self) -> Compiled:
         """Machine code, in about a second.  Raises what Triton or ptxas raises."""

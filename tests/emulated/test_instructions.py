@@ -34,6 +34,7 @@ INTEGERS = {
     "xor.b32 OUT, IN0, IN1;": lambda a, b: a ^ b,
     "min.s32 OUT, IN0, IN1;": lambda a, b: np.minimum(a.view(np.int32), b.view(np.int32)),
     "max.s32 OUT, IN0, IN1;": lambda a, b: np.maximum(a.view(np.int32), b.view(np.int32)),
+    "max.relu.s32 OUT, IN0, IN1;": lambda a, b: np.maximum(np.maximum(a.view(np.int32), b.view(np.int32)), 0),
     "min.u32 OUT, IN0, IN1;": np.minimum,
     "shl.b32 OUT, IN0, 31;": lambda a, b: a << 31,
     "shl.b32 OUT, IN0, 32;": lambda a, b: a * 0,

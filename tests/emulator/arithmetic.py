@@ -147,6 +147,8 @@ def _binary(program: Program, ins: Instruction) -> Execute:
         return computed(program, ins, _halves_multiplied, "b32", "b32")
     if kind in ("f16x2", "bf16x2"):
         return computed(program, ins, partial(_in_halves, kind, FLOAT[name]), "b32", "b32")
+    if "relu" in ins.opcode:  # PTX ISA, integer max: "clamps negative result to 0"
+        return computed(program, ins, lambda a, b: np.maximum(INTEGER[name](a, b), 0), kind, kind)
     if name in INTEGER:
         return computed(program, ins, INTEGER[name], kind, kind)
     if name == "mul":

@@ -35,6 +35,7 @@ mul hi u32|s32
 mad lo|wide INT
 fma rn [ftz] f32
 div|rem|min|max INT
+min|max relu s32
 div rn|full|approx [ftz] f32
 min|max [ftz] f32
 and|or|xor|not BITS|pred

@@ -1,6 +1,7 @@
 """Casts to FP8 with a scale per tensor, row, column and block, bit for bit against the twin: codes, scales, counters.
 
-The twin is given a fresh slot (a CPU counts flushed elements on the first call of sixteen, the kernels on every one).
+Each cast is a slot's first call, in which flushed elements are counted, and another, in which they are not: by groups
+these are different ways through a kernel (kernels/quantize_groups.py).
 """
 
 import math
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 
 from fp8engine.kernels import quantize as kernel
 from fp8engine.kernels import quantize_groups as groups
+from fp8engine.kernels import scaling
 from fp8engine.kernels.quantize import quantize, quantize_given
 from fp8engine.numerics.cast import Cast
 from fp8engine.ops.reference import Slot
 from fp8engine.ops.reference import quantize as twin
 from fp8engine.ops.reference import quantize_given as twin_given
 from fp8engine.ops.reference.operand import COUNTERS
+from fp8engine.ops.reference.quantize import SAMPLE_EVERY
 from tests.helpers.casts import cast_of
 
 SOURCES = [torch.bfloat16, torch.float16, torch.float32]
@@ -32,10 +35,10 @@ SLOTS, INDEX = 5, 3
 INF, NAN = float("inf"), float("nan")
 
 
-def slot(predicted: float = 0.0, record: bool = True, count: bool = True) -> Slot:
-    """Column INDEX of tables whose other columns hold what must stay."""
+def slot(predicted: float = 0.0, record: bool = True, count: bool = True, calls: int = 0) -> Slot:
+    """Column INDEX of tables whose other columns hold what must stay.  calls: counted before."""
     live, counts = torch.full((2, SLOTS), 77.0), torch.full((len(COUNTERS), SLOTS), 1 << 40)
-    live[:, INDEX], counts[:, INDEX] = torch.tensor([-1.0, predicted]), 0
+    live[:, INDEX], counts[:, INDEX], counts[0, INDEX] = torch.tensor([-1.0, predicted]), 0, calls
     return Slot(live, counts, INDEX, record, count)
 
 
@@ -59,7 +62,18 @@ def assert_same_result(found, wanted, what: object = "") -> None:
 
 
 def assert_as_twin(x: torch.Tensor, how: Cast, start=slot) -> Slot:
-    """quantize as the twin does it, with tables that end equal; return the kernel's slot."""
+    """quantize as the twin does it, with tables that end equal; return the kernel's slot after a first call."""
+    if not how.per_tensor:
+        _assert_call_as_twin(x, how, lambda: _called_before(start()))
+    return _assert_call_as_twin(x, how, start)
+
+
+def _called_before(one: Slot) -> Slot:
+    one.counts_CS[0, INDEX] = 1
+    return one
+
+
+def _assert_call_as_twin(x: torch.Tensor, how: Cast, start) -> Slot:
     ours, its = start(), start()
     with np.errstate(over="ignore"):  # x * s may overflow FP32: the kernel saturates it
         found = quantize(x, how, ours)
@@ -213,9 +227,27 @@ def test_a_second_call_in_a_step_keeps_the_larger_amax_and_adds_up(how):
         quantize(first, how, ours)
         quantize(second, how, ours)
         assert ours.live_2S[0, INDEX] == big.abs().max()
-        assert ours.counts_CS[:3, INDEX].tolist() == [2] + [first.numel() + second.numel()] * 2
+        sampled = first.numel() + (second.numel() if how.per_tensor else 0)
+        assert ours.counts_CS[:3, INDEX].tolist() == [2, first.numel() + second.numel(), sampled]
         least = [float(twin(x, how)[1].max()) for x in (first, second)]
         assert ours.live_2S[1, INDEX] == pytest.approx(1 / least[1], rel=2**-22)  # the last call's: two roundings
+
+
+@pytest.mark.parametrize("how", [cast_of(E4M3, *g) for g in GROUPS[1:6]], ids=str)
+def test_flushed_elements_are_counted_in_one_call_of_sixteen_and_what_is_not_finite_in_each(how):
+    assert scaling.SAMPLE_EVERY.value == SAMPLE_EVERY
+    x = some(40, 130, torch.bfloat16)
+    bad, once, ours = x.clone(), slot(), slot()
+    bad[7, 9], bad[8, 9], bad[39, 129] = NAN, INF, 1e9  # the third would be the amax
+    twin(x, how, once)
+    flushed = int(once.counts_CS[COUNTERS.index("underflowed"), INDEX])
+    assert flushed > 0
+    for call in range(18):
+        given_x = bad if call == 5 else x
+        assert_same_result(quantize(given_x, how, ours), twin(given_x, how), call)
+    size = x.numel()
+    assert ours.counts_CS[:, INDEX].tolist() == [18, 18 * size, 2 * size, 0, 2 * flushed, 2, 0]
+    assert ours.live_2S[0, INDEX] == x.abs().max()
 
 
 def test_rows_wider_than_a_program_holds(monkeypatch):

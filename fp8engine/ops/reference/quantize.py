@@ -26,7 +26,8 @@ from fp8engine.ops.reference.scale import FP32_MAX, scale_factor
 
 # |x * s| over MAX by less than the rounding of s itself is not saturation: s = RN(MAX / a) may land a * s one ulp up.
 SATURATES = 1 + 2.0**-22
-# A CPU counts flushed elements on one call in this many per slot (the first included): it costs a pass of its own.
+# Flushed elements are counted on one call in this many per slot (the first included): it costs a pass of its own.  On a
+# card a cast with one scale counts them on every call, in the pass that it makes.
 SAMPLE_EVERY = 16
 
 
@@ -153,7 +154,8 @@ def note(x_MK, q_MK, slot: Slot, cast: Cast, found: tuple) -> None:
         return
     counts, live = slot.counts_CS[:, slot.index], slot.live_2S[:, slot.index]
     if slot.count:
-        row = [1, x_MK.numel(), x_MK.numel(), lost, _flushed(x_MK, q_MK), bad, recast]
+        sampled = 1 if cast.per_tensor else (counts[0] % SAMPLE_EVERY == 0).to(counts.dtype)
+        row = [1, x_MK.numel(), x_MK.numel() * sampled, lost, _flushed(x_MK, q_MK) * sampled, bad, recast]
         # Nothing is copied from the host: a CUDA graph may capture it.
         for counter, value in zip(counts, row, strict=True):
             counter.add_(value)
