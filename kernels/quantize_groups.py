@@ -7,8 +7,8 @@
     short   every group lies inside a tile (blocks; rows of up to 16,384 columns): x is read once, its amaxes are
             taken and its codes rounded from registers.  3 bytes per 16-bit element, 4 with the transpose, for which a
             tile is read once more, from L1
-    long    a column, or a wider row: one launch for the amaxes (an atomic maximum per line and tile), one to scale and
-            round.  5 bytes, 6 with the transpose: both orientations share both reads
+    long    a column, or a wider row: two launches (quantize_lines.py).  5 bytes, 6 with the transpose: both
+            orientations share both reads
 
 Every program takes tiles in turn, as if all of x were finite and nothing to be counted, in half of the instructions.
 Where something is not finite, and where this call's flushed elements are counted (scaling.py), it takes its tiles once
@@ -23,22 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8engine.kernels.column_sums import add_column_sums, column_sums, partial_sums, store_column_sums
+from fp8engine.kernels.column_sums import column_sums, partial_sums, store_column_sums
 from fp8engine.kernels.launch import MULTIPLE, describable, processors, triton_dtype
-from fp8engine.kernels.rounding import cast_finite, is_finite
-from fp8engine.kernels.scaling import (
-    INF_BITS,
-    NOT_FINITE,
-    WORK,
-    counted,
-    finish,
-    is_sampled,
-    line_scale,
-    scale_and_round,
-    scale_factor,
-    scale_of,
-    size_bits,
-)
+from fp8engine.kernels.quantize_lines import _line_amax_kernel, _line_cast_kernel
+from fp8engine.kernels.scaling import INF_BITS, WORK, codes_of, finish, is_sampled, scale_factor, scale_of, sizes_of
 from fp8engine.kernels.tile import load_tile, store_tile
 
 WIDEST = 16384  # columns of a row that 16 warps hold in registers, 32 a thread
@@ -67,15 +55,6 @@ LINES_AMAX = Tile(128, 64, 8)  # fewer atomics
 
 
 @triton.jit
-def _sizes(x, CAREFUL: tl.constexpr):
-    """The bits of |x|; CAREFUL: 0 for what is not finite."""
-    bits = size_bits(x)
-    if CAREFUL:
-        bits = tl.where(bits < INF_BITS, bits, 0)
-    return bits
-
-
-@triton.jit
 def _amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, CAREFUL: tl.constexpr):
     """Largest magnitude of each ROWS x COLS group of a tile, [groups down, groups across], as bits.
 
@@ -83,7 +62,7 @@ def _amax(x, ROWS: tl.constexpr, COLS: tl.constexpr, CAREFUL: tl.constexpr):
     """
     M: tl.constexpr = x.shape[0]
     K: tl.constexpr = x.shape[1]
-    bits = _sizes(x, CAREFUL)
+    bits = sizes_of(x, CAREFUL)
     if COLS == K:
         if ROWS == 1:
             amax = tl.max(bits, 1, keep_dims=True)
@@ -119,19 +98,6 @@ def _spread(s, M: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, s, DTYPE: tl.constexpr, CAREFUL: tl.constexpr):
-    """Return (codes of x * s, how many were flushed, how many are not finite); CAREFUL: else x is finite, and 0, 0."""
-    if CAREFUL:
-        codes, lost = scale_and_round(x, s, DTYPE)
-        flushed, nonfinite = counted(lost, is_finite(x) == 0)
-    else:
-        codes = cast_finite(x * s, DTYPE)
-        flushed = 0
-        nonfinite = 0
-    return codes, flushed, nonfinite
-
-
-@triton.jit
 def _group(
     x, q, scale, row, column, M, K, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, TURN: tl.constexpr, CAREFUL: tl.constexpr,
@@ -144,7 +110,7 @@ def _group(
     ACROSS_TILE: tl.constexpr = x.shape[1] // COLS
     amax = _amax(x, ROWS, COLS, CAREFUL)
     s = _factor(amax, DTYPE, POWER_OF_2)
-    codes, flushed, nonfinite = _codes(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, CAREFUL)
+    codes, flushed, nonfinite = codes_of(x, _spread(s, x.shape[0], x.shape[1]), DTYPE, CAREFUL)
     down = row // ROWS + tl.arange(0, DOWN_TILE)[:, None]
     beside = column // COLS + tl.arange(0, ACROSS_TILE)[None, :]
     inside = (down * ROWS < M) & (beside * COLS < K)
@@ -183,7 +149,7 @@ def _group_in_pieces(
         for part in tl.range(0, ROWS // PIECE, disable_licm=True):
             first = row + group * ROWS + part * PIECE
             x_MK = load_tile(x, first, column, M, K, strides, PIECE, BLOCK_K, "pointer").to(tl.float32)
-            codes_MK, lost, bad = _codes(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, CAREFUL)
+            codes_MK, lost, bad = codes_of(x_MK, _spread(s, PIECE, BLOCK_K), DTYPE, CAREFUL)
             store_tile(q, codes_MK, first, column, M, K, False)
             flushed += lost
             nonfinite += bad
@@ -287,114 +253,6 @@ def _short_kernel(
         finish(
             work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite,
             top.to(tl.float32, bitcast=True), least, COUNT, RECORD,
-        )  # fmt: skip
-
-
-@triton.jit
-def _line_amax_kernel(
-    x,
-    work, amax_M, amax_K, sums,
-    M, K, stride_m, stride_k,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Bits of the amax of each row, each column, or both (None: not wanted), which were zero.
-
-    work: its NOT_FINITE is set where something is not.  sums: None, or FP32 [tiles down, K]: the sums of each tile's
-    columns.
-    """
-    across = tl.cdiv(K, BLOCK_K)
-    row, column = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_K
-    x_MK = load_tile(x, row, column, M, K, (stride_m, stride_k), BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
-    if sums is not None:
-        store_column_sums(sums, x_MK, tl.program_id(0) // across, column, K)
-    bits_MK = _sizes(x_MK, False)
-    top_M = tl.max(bits_MK, 1)
-    top_K = tl.max(bits_MK, 0)
-    if tl.max(top_M if amax_K is None else top_K, 0) >= INF_BITS:
-        bits_MK = _sizes(x_MK, True)
-        top_M = tl.max(bits_MK, 1)
-        top_K = tl.max(bits_MK, 0)
-        tl.atomic_max(work + NOT_FINITE, 1, sem="relaxed")
-    if amax_M is not None:
-        rows = row + tl.arange(0, BLOCK_M)
-        tl.atomic_max(amax_M + rows, top_M, mask=rows < M, sem="relaxed")
-    if amax_K is not None:
-        columns = column + tl.arange(0, BLOCK_K)
-        tl.atomic_max(amax_K + columns, top_K, mask=columns < K, sem="relaxed")
-
-
-@triton.jit
-def _line_tiles(
-    x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, strides, DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr,
-    BY_ROW: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Cast this program's tiles; return (flushed, nonfinite, largest amax, least s)."""
-    LINES: tl.constexpr = BLOCK_M if BY_ROW else BLOCK_K
-    amax = tl.zeros((LINES,), tl.float32)
-    least = tl.full((LINES,), float("inf"), tl.float32)
-    flushed = 0
-    nonfinite = 0
-    across = tl.cdiv(K, BLOCK_K)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * across, tl.num_programs(0)):
-        row, column = tile // across * BLOCK_M, tile % across * BLOCK_K
-        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_K)
-        x_MK = load_tile(x, row, column, M, K, strides, BLOCK_M, BLOCK_K, "pointer").to(tl.float32)
-        if BY_ROW:
-            top, s_M = line_scale(amax_M, scale, rows, M, column, DTYPE, POWER_OF_2)
-            least = tl.minimum(least, tl.where(rows < M, s_M, float("inf")))
-            codes_MK, lost, bad = _codes(x_MK, s_M[:, None], DTYPE, CAREFUL)
-        else:
-            top, s_K = line_scale(amax_K, scale, columns, K, row, DTYPE, POWER_OF_2)
-            least = tl.minimum(least, tl.where(columns < K, s_K, float("inf")))
-            codes_MK, lost, bad = _codes(x_MK, s_K[None, :], DTYPE, CAREFUL)
-        flushed += lost
-        nonfinite += bad
-        amax = tl.maximum(amax, top)
-        store_tile(q, codes_MK, row, column, M, K, False)
-        if q_t is not None:
-            if BY_ROW:
-                _, t_K = line_scale(amax_K, scale_t, columns, K, row, DTYPE, POWER_OF_2)
-                codes_MK, _, _ = _codes(x_MK, t_K[None, :], DTYPE, CAREFUL)
-            else:
-                _, t_M = line_scale(amax_M, scale_t, rows, M, column, DTYPE, POWER_OF_2)
-                codes_MK, _, _ = _codes(x_MK, t_M[:, None], DTYPE, CAREFUL)
-            store_tile(q_t, codes_MK.T, column, row, K, M, False)
-    return flushed, nonfinite, tl.max(amax, 0), tl.min(least, 0)
-
-
-@triton.jit(do_not_specialize=["P", "index", "stride_live", "stride_counts"])
-def _line_cast_kernel(
-    x, amax_M, amax_K, parts,
-    q, scale, q_t, scale_t, sums, work, live, counts,
-    M, K, P, stride_m, stride_k, index, stride_live, stride_counts,
-    DTYPE: tl.constexpr, POWER_OF_2: tl.constexpr, BY_ROW: tl.constexpr,
-    COUNT: tl.constexpr, RECORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CARE: tl.constexpr,
-):  # fmt: skip
-    """q by the amax of its rows (BY_ROW) or of its columns; q_t, where it is kept, by the other.
-
-    parts: None, or FP32 [P, K], whose columns are added to `sums`.  CARE: as in `_short_kernel`.
-    """
-    ROWS: tl.constexpr = CARE if CARE > 0 else BLOCK_M
-    careful = (tl.load(work + NOT_FINITE) > 0) & (CARE > 0)
-    if COUNT:
-        careful = careful | (is_sampled(counts, index) & (CARE > 0))
-    if careful:  # in all programs or in none: its tiles are smaller
-        flushed, nonfinite, top, least = _line_tiles(
-            x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
-            DTYPE, POWER_OF_2, BY_ROW, True, ROWS, BLOCK_K,
-        )  # fmt: skip
-    else:
-        flushed, nonfinite, top, least = _line_tiles(
-            x, amax_M, amax_K, q, scale, q_t, scale_t, M, K, (stride_m, stride_k),
-            DTYPE, POWER_OF_2, BY_ROW, False, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
-    if parts is not None:
-        add_column_sums(parts, sums, P, K)
-    if COUNT or RECORD:
-        elements = tl.cast(M, tl.int64) * K
-        finish(
-            work, live, counts, index, stride_live, stride_counts, elements, flushed, nonfinite, top, least,
-            COUNT, RECORD,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fp8engine.kernels.constant import Constant
-from fp8engine.kernels.rounding import is_finite, largest, round_to_grid, saturating_cast
+from fp8engine.kernels.rounding import cast_finite, is_finite, largest, round_to_grid, saturating_cast
 
 FP32_MAX = Constant(3.4028234663852886e38)
 UP = Constant(0x001FFFFF)  # to FP32's bits: a mantissa over 1.75 carries into the exponent
@@ -57,16 +57,18 @@ def scale_of(s):
 
 
 @triton.jit
-def size_bits(x):
-    """The bits of |x|, INT32, which are ordered as |x| is: INF_BITS and above are not finite."""
-    return x.to(tl.int32, bitcast=True) & ALL_BUT_SIGN
+def sizes_of(x, FINITE: tl.constexpr):
+    """The bits of |x|, INT32, which are ordered as |x| is; from INF_BITS on they are not finite, and 0 where FINITE."""
+    bits = x.to(tl.int32, bitcast=True) & ALL_BUT_SIGN
+    if FINITE:
+        bits = tl.where(bits < INF_BITS, bits, 0)
+    return bits
 
 
 @triton.jit
 def magnitude(x):
     """|x| of what is finite, 0 of the rest."""
-    code = size_bits(x)
-    return tl.where(code < INF_BITS, code, 0).to(tl.float32, bitcast=True)
+    return sizes_of(x, True).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -139,6 +141,19 @@ def counted(lost, bad):
     """(how many are lost, how many are bad) of a tile, by one reduction over the program, not two."""
     both = total(lost.to(tl.int32) + tl.where(bad, PAIR, 0))
     return both % PAIR, both // PAIR
+
+
+@triton.jit
+def codes_of(x, s, DTYPE: tl.constexpr, CAREFUL: tl.constexpr):
+    """Return (codes of x * s, how many were flushed, how many are not finite); CAREFUL: else x is finite, and 0, 0."""
+    if CAREFUL:
+        codes, lost = scale_and_round(x, s, DTYPE)
+        flushed, nonfinite = counted(lost, is_finite(x) == 0)
+    else:
+        codes = cast_finite(x * s, DTYPE)
+        flushed = 0
+        nonfinite = 0
+    return codes, flushed, nonfinite
 
 
 @triton.jit

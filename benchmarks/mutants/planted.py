@@ -45,7 +45,7 @@ KINDS = {
     "launch": "a wrong grid, tile or way on the host",
 }
 FAMILIES = {
-    "casts": ("scaling", "rounding", "quantize", "quantize_groups", "column_sums"),
+    "casts": ("scaling", "rounding", "quantize", "quantize_groups", "quantize_lines", "column_sums"),
     "norms": ("norm_quantize", "act_quantize", "activations", "produce"),
     "matmuls": ("tile", "epilogue", "matmul_fp8", "matmul_block", "matmul_fp16"),
     "Gluon": ("gluon_ring", "matmul_gluon", "matmul_gluon_scaled"),

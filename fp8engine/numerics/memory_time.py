@@ -32,11 +32,11 @@ KERNELS: dict[str, Moved] = {
     "cast transposed": Moved(32.8, 24576),
     "measure predicted": Moved(13.3, 16384),
     "measure predicted transposed": Moved(12.5, 24576),
-    "line_amax": Moved(16.5, 81920),
-    "line_cast": Moved(11.2, 28672),
-    "line_cast transposed": Moved(9.7, 16384),
-    "short": Moved(11.7, 24576),
-    "short transposed": Moved(9.9, 32768),
+    "line_amax": Moved(23.7, 65536),
+    "line_cast": Moved(31.3, 32768),
+    "line_cast transposed": Moved(26.7, 32768),
+    "short": Moved(30.7, 32768),
+    "short transposed": Moved(19.2, 32768),
     "column_sums": Moved(120.5, 49152),
 }
 
